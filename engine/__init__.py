@@ -1,0 +1,1 @@
+"""Tokens and KV memory of one model: fill, generate, free."""
