@@ -1,0 +1,53 @@
+# The commands of this repository. `make help` lists them; `make demo` and `make test` are
+# all a newcomer needs. Everything is installed into .venv and nothing outside the checkout
+# is written.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := server,engine,langchain,dev
+
+# Exactly one torch fits: a looser request would bring another build than the tested one.
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
+
+# Time that the tests of a folder may take on 2 cores. What needs longer is marked `slow`,
+# which `make test` leaves to `make test-all`.
+#   tests/server 180 s · tests/engine 120 s · tests/kernels 60 s · tests/adapters 60 s
+#   tests/*.py (house, README) 90 s · checks 60 s · altogether 600 s
+PYTEST := $(BIN)/pytest --durations=15
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check demo test test-all bench clean
+
+help: ## list these commands
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## install Conure and its tools into .venv; quick when nothing changed
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    f"Conure needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+check: setup ## lint, formatting, types and architecture
+	@.ci/check
+
+demo: setup ## start a server on the built-in model and run a LangChain map-reduce on it
+	@.ci/demo
+
+test: check ## the checks, then every test that fits the time budget above
+	$(PYTEST) -m 'not slow'
+
+test-all: check ## the checks, then every test
+	$(PYTEST)
+
+bench: setup ## latency of chains and of wide programs over HTTP
+	$(BIN)/python benchmarks/latency.py
+
+clean: ## remove caches and build outputs; .venv stays
+	rm -rf build dist .src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find adapters benchmarks engine examples kernels server tests -name __pycache__ -prune -exec rm -rf {} +

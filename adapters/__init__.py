@@ -1,0 +1,1 @@
+"""Other people's programs become Conure programs: client, LangChain."""

@@ -1,0 +1,154 @@
+"""How a client reaches its server, and how it stays on an event stream.
+
+What clients for threads and for coroutines share beside the exchanges themselves: the
+address, the timeouts, the application in this process, and the state of one reader of
+events. Knows httpx; refuses to know what programs mean.
+
+Kept true: a reader of events gives each of them out once, in order, and gives up only
+after the server was out of reach for all retries.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from conure.server.program.status import Event
+
+from .asgi import Application, LocalApp
+from .exchange import Reply, Request, Retry, ServerUnreachableError, error_of, program_path
+from .sse import Cursor
+from .steps import Desk
+
+DEFAULT_URL = "http://127.0.0.1:8400"
+CONNECT_S = 5.0
+STREAM_SILENCE_S = 45.0
+"""An event stream that says nothing for so long is opened anew; a dead server shows then."""
+
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+
+
+class Settings:
+    """What a client and its sibling of the other kind have in common."""
+
+    def __init__(
+        self,
+        base_url: str | None,
+        *,
+        app: Application | None,
+        timeout_s: float,
+        retry: Retry | None,
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        self.base_url = base_url or os.environ.get("CONURE_URL") or DEFAULT_URL
+        self.local = None if app is None else LocalApp(app)
+        self.timeout_s = timeout_s
+        self.retry = retry or Retry()
+        self.headers = {"content-type": "application/json", **(headers or {})}
+        self.desk = Desk()
+
+    def arguments(self, request: Request) -> dict[str, Any]:
+        """Arguments of httpx's `request` for one of ours."""
+        return {
+            "method": request.method,
+            "url": request.path,
+            "content": request.body,
+            "params": request.query or None,
+            "headers": request.headers,
+            "timeout": httpx.Timeout(
+                self.timeout_s, connect=CONNECT_S, read=self.timeout_s + request.wait_s
+            ),
+        }
+
+    def unreachable(self, problem: httpx.TransportError) -> ServerUnreachableError:
+        """What a user is told when no answer came."""
+        was_sent = not isinstance(problem, httpx.ConnectError | httpx.ConnectTimeout)
+        what = str(problem) or type(problem).__name__
+        return ServerUnreachableError(
+            f"no answer from {self.base_url}: {what}; is the server running (`conure serve`)?",
+            was_sent=was_sent,
+        )
+
+
+class Follower:
+    """One reader of a program's events, over any number of connections."""
+
+    def __init__(self, settings: Settings, program: str, after: int) -> None:
+        self.is_over = False
+        """The program's last event was given out."""
+        self._settings = settings
+        self._path = f"{program_path(program)}/events"
+        self._cursor = Cursor(after)
+        self._num_misses = 0
+        self._pause_s = 0.0
+        self._is_quiet = True
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of httpx's `stream` for the next connection."""
+        self._cursor.reconnect()
+        self._pause_s = 0.0
+        self._is_quiet = True
+        return {
+            "method": "GET",
+            "url": self._path,
+            "params": {"after": str(self._cursor.after)},
+            "headers": {"accept": "text/event-stream", "accept-encoding": "identity"},
+            "timeout": httpx.Timeout(
+                self._settings.timeout_s, connect=CONNECT_S, read=STREAM_SILENCE_S
+            ),
+        }
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """Events that a chunk completes."""
+        events = self._cursor.feed(chunk)
+        for event in events:
+            if event.type == "server.draining":
+                continue
+            self._num_misses = 0
+            self._is_quiet = False
+            self.is_over = self.is_over or event.type == "program.finished"
+        return events
+
+    def refused(self, reply: Reply) -> None:
+        """The server answered without a stream.
+
+        Raises:
+            ConureError: if asking again would change nothing, or was tried often enough.
+        """
+        problem = error_of(reply)
+        retry = self._settings.retry
+        asked_s = problem.retry_after_s
+        if reply.status not in (429, 502, 503, 504) or self._num_misses >= retry.max_retries:
+            raise problem
+        if asked_s is not None and asked_s > retry.most_asked_s:
+            raise problem
+        self._miss(asked_s)
+
+    def broken(self, problem: httpx.TransportError) -> None:
+        """The connection broke.
+
+        Raises:
+            ServerUnreachableError: if it did so too often without an event in between.
+        """
+        if self.is_over:
+            return
+        if self._num_misses >= self._settings.retry.max_retries:
+            raise self._settings.unreachable(problem) from problem
+        self._miss(None)
+
+    def may_have_ended(self) -> bool:
+        """Whether the stream ended by itself with nothing new, as after a program's end."""
+        return self._is_quiet and not self._pause_s and not self.is_over
+
+    def pause_s(self) -> float:
+        """Seconds to wait before the next connection."""
+        if self._is_quiet and not self._pause_s:
+            self._miss(None)
+        return self._pause_s
+
+    def _miss(self, asked_s: float | None) -> None:
+        self._pause_s = self._settings.retry.delay_s(self._num_misses, asked_s)
+        self._num_misses += 1

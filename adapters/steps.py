@@ -1,0 +1,218 @@
+"""Client steps: what a program asks its client to do, and what came of it.
+
+Reads a program's events and says which function to run now; turns what the function did
+into the answer for the server; keeps what the events told about outputs and failures.
+Knows no connection and no thread: a client runs the functions and sends the answers.
+
+Kept true: one request id is handed out at most once by a desk, whatever is replayed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from conure.server.program.errors import ConureError, ProgramError, RunError
+from conure.server.program.ir import Client, Json, Program
+from conure.server.program.status import (
+    Event,
+    Problem,
+    ProgramStatus,
+    PutValue,
+    Receipt,
+)
+
+from .exchange import failure_of
+
+Function: TypeAlias = Callable[..., Any]
+"""Called with the step's `args` by name; returns JSON, or an awaitable of it."""
+
+_BODIES = ("nodes", "body", "then", "else", "handlers")
+
+
+class Result(NamedTuple):
+    """What a program came to."""
+
+    id: str
+    status: str
+    outputs: dict[str, Json]
+    """By name; an output that was skipped or isolated is missing."""
+    receipt: Receipt
+
+
+class Step(NamedTuple):
+    """One request of the server to run a function."""
+
+    request_id: str
+    name: str
+    output: str
+    """The variable that waits for the answer."""
+    args: dict[str, Json]
+    function: Function
+
+
+class Desk:
+    """Which requests were taken, over all runs of one client."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def open(self, program: str, outputs: list[str]) -> Shift:
+        """Begin to serve a program."""
+        with self._lock:
+            self._taken.setdefault(program, set())
+        return Shift(self, program, outputs)
+
+    def close(self, program: str) -> None:
+        """The program has ended: its requests need no memory any more."""
+        with self._lock:
+            self._taken.pop(program, None)
+
+    def take(self, program: str, request_id: str) -> bool:
+        """Whether this request is new here; it never is again."""
+        with self._lock:
+            taken = self._taken.setdefault(program, set())
+            if request_id in taken:
+                return False
+            taken.add(request_id)
+            return True
+
+
+class Shift:
+    """What one run of a program has said so far."""
+
+    def __init__(self, desk: Desk, program: str, outputs: list[str]) -> None:
+        self._desk = desk
+        self._program = program
+        self._outputs = dict.fromkeys(outputs)
+        self._values: dict[str, Json] = {}
+        self._failure: tuple[str, Problem] | None = None
+        self._causes: dict[str, Exception] = {}
+        self._end: dict[str, Json] | None = None
+
+    def take(self, event: Event, functions: Mapping[str, Function]) -> Step | None:
+        """Learn from an event; return the step it asks for, if it is to be run now."""
+        data = event.data
+        if event.type == "client.requested":
+            if not self._desk.take(self._program, data["request_id"]):
+                return None
+            name = data["name"]
+            function = functions.get(name, _Unknown(name))
+            return Step(data["request_id"], name, data["output"], data["args"], function)
+        if event.type == "variable.committed" and data["variable"] in self._outputs:
+            self._values[data["variable"]] = data["value"]
+        elif event.type == "node.failed" and self._failure is None:
+            problem = Problem(code=data["code"], message=data.get("message", ""))
+            self._failure = (data.get("node", ""), problem)
+        elif event.type == "program.finished":
+            self._end = data
+        return None
+
+    def failed(self, step: Step, problem: Exception) -> None:
+        """A function failed here; its exception explains the run's failure."""
+        self._causes[step.name] = problem
+
+    def missing(self) -> list[str]:
+        """Outputs whose values were not among the events."""
+        return [name for name in self._outputs if name not in self._values]
+
+    def found(self, name: str, value: Json) -> None:
+        """A missing output was asked for, and has a value."""
+        self._values[name] = value
+
+    def needs_status(self) -> bool:
+        """Whether the program's last event was not seen, so that its status must be asked."""
+        return self._end is None
+
+    def result(self, status: ProgramStatus | None) -> Result:
+        """What the program came to.
+
+        Args:
+            status: of the program, where its last event was not seen.
+
+        Raises:
+            ConureError: if it failed or was stopped.
+        """
+        phase: str
+        if self._end is not None:
+            phase = self._end["status"]
+            receipt = msgspec.convert(self._end.get("receipt") or {}, Receipt)
+        else:
+            assert status is not None
+            phase = status.status
+            receipt = status.receipt or Receipt()
+        if phase != "done":
+            raise self._error(phase) from next(iter(self._causes.values()), None)
+        outputs = {name: self._values[name] for name in self._outputs if name in self._values}
+        return Result(self._program, phase, outputs, receipt)
+
+    def _error(self, phase: str) -> ConureError:
+        if self._failure is None:
+            return RunError(f"run.{phase}", f"program {self._program} is {phase}")
+        node, problem = self._failure
+        error = failure_of(problem)
+        error.add_note(f"in node {node!r} of program {self._program}")
+        return error
+
+
+def answer_of(step: Step, value: Any) -> PutValue:
+    """The answer that gives a step its value.
+
+    Raises:
+        TypeError: if the value is not JSON.
+    """
+    # Encoded here, in the function's thread, so that what cannot be sent is the step's
+    # failure and not the connection's.
+    return PutValue(value=msgspec.Raw(msgspec.json.encode(value)), request_id=step.request_id)
+
+
+def failure_answer(step: Step, problem: Exception) -> PutValue:
+    """The answer that says why a step has no value."""
+    if isinstance(problem, ConureError):
+        code, message = problem.code, problem.message
+    else:
+        code, message = "client.failed", f"{type(problem).__name__}: {problem}"
+    error = Problem(code=code, message=f"{step.name}: {message}"[:10_000])
+    return PutValue(error=error, request_id=step.request_id)
+
+
+def check_functions(program: Any, functions: Mapping[str, Function]) -> None:
+    """Refuse a program whose client steps nobody here could run.
+
+    Raises:
+        ProgramError: `client.no_function` if a step's name is not among the functions.
+    """
+    for name in _step_names(program):
+        if name not in functions:
+            raise ProgramError(
+                "client.no_function",
+                f"the program has a client step {name!r}, and functions has "
+                f"{sorted(functions) or 'nothing'}",
+            )
+
+
+def _step_names(program: Any) -> Iterator[str]:
+    if isinstance(program, Program):
+        yield from (node.name for node in program.nodes if isinstance(node, Client))
+    elif isinstance(program, Mapping):
+        if program.get("op") == "client":
+            yield str(program.get("name"))
+        for key in _BODIES:
+            yield from _step_names(program.get(key))
+    elif isinstance(program, list | tuple):
+        for node in program:
+            yield from _step_names(node)
+
+
+class _Unknown:
+    """Stands for a function that this client does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, **args: Json) -> Json:
+        raise ProgramError("client.no_function", f"this client has no function {self._name!r}")

@@ -1,0 +1,104 @@
+"""The byte tokenizer and chat template of the models that have none of their own.
+
+One token per byte, in order (id 65 is the byte "A"), then three special tokens. Any text
+has exactly one encoding, so a test or a demonstration can read ids by eye. The template is
+ChatML, as Qwen and many others use it.
+
+Knows only JSON: no tokenizer library is loaded to write the text of a tokenizer. Kept true:
+ids 0 to 255 are the bytes, special ids follow, and no text outside the special tokens
+merges, splits or gains a prefix space.
+"""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+from typing import Final
+
+NUM_BYTES: Final = 256
+END_OF_TEXT: Final = "<|endoftext|>"
+TURN_START: Final = "<|im_start|>"
+TURN_END: Final = "<|im_end|>"
+SPECIAL_IDS: Final = MappingProxyType({END_OF_TEXT: 256, TURN_START: 257, TURN_END: 258})
+VOCAB_SIZE: Final = NUM_BYTES + len(SPECIAL_IDS)
+EOS_IDS: Final = (SPECIAL_IDS[TURN_END], SPECIAL_IDS[END_OF_TEXT])
+SPECIAL_TOKENS: Final[dict[str, str]] = {"eos_token": TURN_END, "pad_token": END_OF_TEXT}
+"""Names that templates use to their text, as in a Hello."""
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML: every turn stands between its markers and ends with a newline."""
+
+
+def tokenizer_json() -> str:
+    """Return the tokenizer.json text of the byte tokenizer.
+
+    It loads with `tokenizers.Tokenizer.from_str`; encoding adds no special tokens, and
+    decoding bytes that are no UTF-8 gives U+FFFD.
+    """
+    added = [
+        {
+            "id": token_id,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for text, token_id in SPECIAL_IDS.items()
+    ]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    model: dict[str, object] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {**vocab, **SPECIAL_IDS},
+        "merges": [],
+    }
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": model,
+        }
+    )
+
+
+def _byte_chars() -> list[str]:
+    """Return the printable character that byte-level BPE writes for each byte, in byte order.
+
+    Bytes that print as themselves in Latin-1 stay; the others take the code points from 256
+    upwards, in order. This is GPT-2's table, which the ByteLevel decoder inverts.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    chars: list[str] = []
+    num_moved = 0
+    for byte in range(NUM_BYTES):
+        if byte in printable:
+            chars.append(chr(byte))
+        else:
+            chars.append(chr(NUM_BYTES + num_moved))
+            num_moved += 1
+    return chars

@@ -1,0 +1,337 @@
+"""The runner that computes: a transformers decoder over paged keys and values.
+
+All rows of a step go through the model as one packed sequence `[1, T]` with positions of
+their own and no cache of transformers'. At each attention layer the model calls the hook
+of `architecture`; behind it stand this runner's caches, one pair per layer, and the step's
+plan, made once for all layers: new keys and values go to their slots first, then every
+query attends to its own context's blocks. Only rows that sample reach the output layer.
+
+Memory: the caches are allocated whole at the start. By default they hold `DEFAULT_CONTEXTS`
+full contexts, but take at most `MEMORY_SHARE` of the memory free after loading; a context
+is at most what the model was made for, `DEFAULT_CONTEXT_LEN`, and what the caches hold.
+
+Knows the model, blocks and sampling; refuses to know which contexts there are, who waits
+and what their text is. Kept true: nothing about a context survives a step except keys and
+values in its blocks.
+
+Shapes: T packed tokens - H query heads - K kv heads - D, E head dims of keys, values -
+B tokens of a block - N blocks - V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from conure.kernels import ops
+from conure.kernels.plan import Plan, build
+
+from . import architecture, builtin, checkpoint
+from .api import EngineError, Limits
+from .runner import Row
+from .sampling import sample
+
+BUILTIN: Final = "builtin"
+DEFAULT_CONTEXT_LEN: Final = 32_768
+DEFAULT_CONTEXTS: Final = 8
+MEMORY_SHARE: Final = 0.4
+SAVED_BYTES: Final = 2**21
+"""Keys of a layer that sharing must save to be worth another work item. Measured: an item
+costs about 0.1 ms on two cores, in which they read a few MiB."""
+
+
+class LocalRunner:
+    """A model behind paged KV memory; see `runner.Runner`."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        dtype: str = "auto",
+        device: str = "cpu",
+        context_len: int | None = None,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        step_tokens: int = 512,
+        max_sequences: int = 16,
+        threads: int | None = None,
+        min_saved: int | None = None,
+    ) -> None:
+        """Load a model and allocate its caches.
+
+        Args:
+            model: A model folder, `owner/name` on the hub, or `builtin`.
+            dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the folder says so, else
+                float32.
+            device: `cpu`.
+            context_len: Tokens of a context at most; None takes what fits.
+            num_blocks: Blocks of KV memory; None sizes them from free memory.
+            block_size: Tokens of a block.
+            step_tokens: Tokens of a step at most.
+            max_sequences: Contexts that decode in one step at most.
+            threads: Threads of torch in this process; None leaves them.
+            min_saved: Tokens of reading that a shared stretch must save; None follows
+                `SAVED_BYTES`.
+
+        Raises:
+            EngineError: `model.not_found`, `model.invalid` or `model.unsupported` for the
+                model, `engine.bad_option` for anything else that cannot be.
+        """
+        if device != "cpu":
+            raise EngineError("engine.bad_option", f"device must be 'cpu' for now, got {device!r}")
+        if dtype not in ("float32", "bfloat16", "auto"):
+            raise EngineError(
+                "engine.bad_option", f"dtype must be float32, bfloat16 or auto, got {dtype!r}"
+            )
+        if threads is not None:
+            torch.set_num_threads(threads)
+        is_builtin = model == BUILTIN
+        folder = builtin.cached() if is_builtin else checkpoint.locate(model)
+        found = checkpoint.read(folder)
+        self._model, self._config = _load(found, dtype)
+        layers = architecture.probe(self._model, str(folder))
+        sizes = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers]
+        element = self._model.dtype.itemsize
+        self.limits = _limits(
+            self._config,
+            token_bytes=sum(sizes) * element,
+            context_len=context_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            step_tokens=step_tokens,
+            max_sequences=max_sequences,
+        )
+        self._caches = [
+            _new_caches(layer, self.limits.num_blocks, block_size, self._model.dtype)
+            for layer in layers
+        ]
+        self._operations = ops.implementation("cpu")
+        saved = SAVED_BYTES // max(1, max(sizes) * element // 2)
+        self._min_saved = saved if min_saved is None else min_saved
+        parameters = inspect.signature(self._model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+
+        self.model = BUILTIN if is_builtin else _name(model, folder)
+        self.tokenizer_json = found.tokenizer_json
+        self.chat_template = found.chat_template
+        self.special_tokens = found.special_tokens
+        self.bos_id = found.bos_id
+        self.eos_ids = found.eos_ids
+        self.capabilities: tuple[str, ...] = ("tokens",)
+        self.description = builtin.DESCRIPTION if is_builtin else _describe(self._model)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
+        """Copy blocks, run the rows, return one id per sampling row; see `runner.Runner`."""
+        if copies:
+            source, destination = torch.tensor(copies, dtype=torch.int64).unbind(1)
+            self._operations.copy_blocks(
+                list(chain.from_iterable(self._caches)), source, destination
+            )
+        if not rows:
+            return []
+        plan = build(
+            [row.num_new for row in rows],
+            [row.start + row.num_new for row in rows],
+            [row.blocks for row in rows],
+            block_size=self.limits.block_size,
+            min_saved=self._min_saved,
+        )
+        ids = [row.ids[row.start : row.start + row.num_new] for row in rows]
+        sampling = [index for index, row in enumerate(rows) if row.sampling is not None]
+        last = torch.from_numpy(plan.query_start[1:][sampling] - 1)
+        logits = self._forward(torch.tensor([*chain.from_iterable(ids)]), plan, last)
+        return sample(logits, [rows[index] for index in sampling], self.eos_ids) if sampling else []
+
+    def _forward(self, ids: Tensor, plan: Plan, last: Tensor) -> Tensor:
+        """Return the logits [len(last), V] at the packed tokens `last`."""
+        positions = torch.from_numpy(plan.positions)
+        keep = {"logits_to_keep": last} if self._keeps_logits else {}
+        step = _Step(plan, torch.from_numpy(plan.slots), self._caches, self._operations)
+        token = architecture.CURRENT.set(step)
+        try:
+            logits: Tensor = self._model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep
+            ).logits[0]
+        finally:
+            architecture.CURRENT.reset(token)
+        return logits if self._keeps_logits else logits[last]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What stands behind the hook while a step runs; see `architecture.Attending`."""
+
+    plan: Plan
+    slots: Tensor
+    caches: Sequence[tuple[Tensor, Tensor]]
+    operations: ops.Operations
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        assert mask is None, "the probe saw no mask"
+        layer = module.layer_idx
+        assert isinstance(layer, int), "the probe saw numbered layers"
+        key_cache, value_cache = self.caches[layer]
+        self.operations.store_kv(
+            key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, self.slots
+        )
+        out = self.operations.attention(
+            query[0].transpose(0, 1),
+            key_cache,
+            value_cache,
+            self.plan,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out[None]
+
+
+def _load(found: checkpoint.Checkpoint, dtype: str) -> tuple[PreTrainedModel, PretrainedConfig]:
+    """Return the loaded model, attending through the hook, and its config."""
+    folder = str(found.folder)
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(folder, **options)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        kind = found.config.get("model_type")
+        raise EngineError(
+            "model.unsupported",
+            f"transformers cannot read {folder} (model type {kind!r}): {_line(error)}",
+        ) from error
+    architecture.model_class(config, folder)
+    architecture.register()
+    if dtype == "auto":
+        said = found.config.get("dtype", found.config.get("torch_dtype"))
+        dtype = "bfloat16" if said == "bfloat16" else "float32"
+    # Bars on stderr have no reader here; problems come back as the report.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
+    try:
+        # Annotated as a model, it is a pair when the loading info is asked for.
+        pair: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            # The library writes the attention's name into the config it is given.
+            config=copy.deepcopy(config),
+            dtype=getattr(torch, dtype),
+            attn_implementation=architecture.ATTENTION,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise EngineError("model.invalid", f"cannot load {folder}: {_line(error)}") from error
+    model, report = pair
+    if report["missing_keys"]:
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise EngineError("model.invalid", f"the weights in {folder} lack {some}")
+    loaded: PreTrainedModel = model.eval()
+    return loaded, config
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of what an error says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _limits(
+    config: PretrainedConfig,
+    *,
+    token_bytes: int,
+    context_len: int | None,
+    num_blocks: int | None,
+    block_size: int,
+    step_tokens: int,
+    max_sequences: int,
+) -> Limits:
+    """Return limits that fit the model and the memory; see the module's header."""
+    numbers = {
+        "context_len": context_len,
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "step_tokens": step_tokens,
+        "max_sequences": max_sequences,
+    }
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise EngineError("engine.bad_option", f"{name} must be at least 1, got {number}")
+    longest = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LEN)
+    if context_len is not None and context_len > longest:
+        raise EngineError(
+            "engine.bad_option",
+            f"context_len is {context_len}, the model was made for {longest} tokens",
+        )
+    wanted = context_len or min(longest, DEFAULT_CONTEXT_LEN)
+    if num_blocks is None:
+        affordable = int(MEMORY_SHARE * _free_bytes()) // (token_bytes * block_size)
+        num_blocks = max(1, min(DEFAULT_CONTEXTS * -(-wanted // block_size), affordable))
+    if context_len is not None and num_blocks * block_size < context_len:
+        raise EngineError(
+            "engine.bad_option",
+            f"context_len {context_len} does not fit into {num_blocks} blocks of {block_size}",
+        )
+    return Limits(
+        context_len=min(wanted, num_blocks * block_size),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        step_tokens=step_tokens,
+        max_sequences=max_sequences,
+    )
+
+
+def _free_bytes() -> int:
+    """Return the memory this process may still take, by the machine and by its control group."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    found = {name: number for name, _, number in (line.partition(":") for line in lines)}
+    free = int(found["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.is_file() and used.is_file():
+        ceiling = limit.read_text(encoding="ascii").strip()
+        if ceiling != "max":
+            free = min(free, int(ceiling) - int(used.read_text(encoding="ascii")))
+    return max(0, free)
+
+
+def _new_caches(
+    layer: architecture.Layer, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    # Zeros come from fresh pages: blocks take no memory until they are written.
+    shape = (num_blocks, block_size, layer.kv_heads)
+    return (
+        torch.zeros(*shape, layer.key_dim, dtype=dtype),
+        torch.zeros(*shape, layer.value_dim, dtype=dtype),
+    )
+
+
+def _name(model: str, folder: Path) -> str:
+    """Return the name that programs use: the last part of the path or hub name."""
+    return Path(model).name if not Path(model).expanduser().is_dir() else folder.name
+
+
+def _describe(model: PreTrainedModel) -> str:
+    millions = model.num_parameters() / 1e6
+    return f"{type(model).__name__}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"

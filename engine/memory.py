@@ -1,0 +1,426 @@
+"""The KV memory of contexts: who shares which block with whom, and who has to leave.
+
+Three ways to come by KV without computing it, tried in this order:
+
+1. *The tree.* Full blocks with the same tokens after the same prefix under the same salt,
+   whether another context holds them, only the cache does, or an earlier row of this very
+   step is about to compute them.
+2. *The parent's partial block.* A fork refers to it as it is; who writes into it next while
+   others refer to it gets a copy of its own first (copy on write).
+3. *Waiting.* A fork whose parent is about to compute what it lacks sits the step out,
+   unless it is served before its parent: then it computes, and the parent shares.
+
+When blocks run out: cached blocks go first, least recently used leaf first; then idle
+contexts, farthest next use first; then contexts with work, worst first, and only for a
+better one. Whoever leaves keeps its ids and is computed again when its turn comes.
+
+Writing. A row writes only into blocks that no other context refers to and that the tree
+does not name for others: such a block is copied first. The one write into a block that the
+tree names is the last token of a context that wants its logits again: the same token after
+the same prefix, with no other reader. What a step makes exists only when it is over: a block
+taken in it, or filled up in it, is `unmade` until then and never the source of a copy; and a
+source that loses its last reader is not taken again before the end of the step. Hence no
+block is both source and destination in one step: copies may be made in any order, or at once.
+
+Knows contexts, blocks and tokens. Refuses to know budgets, sampling and text. Kept true
+between steps: see `check`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from .context import CACHED, SHARED, Context, Totals
+from .pool import BlockPool
+from .radix import Node, RadixTree
+
+_BETWEEN: Final = -2
+"""The number of no step: no context was ever scheduled in it."""
+
+
+class KVMemory:
+    """Gives blocks to contexts and takes them away."""
+
+    def __init__(self, num_blocks: int, block_size: int, totals: Totals) -> None:
+        """Begin with every block free; `totals` is where taken tokens are counted."""
+        self.pool = BlockPool(num_blocks)
+        self.tree = RadixTree(num_blocks)
+        self.block_size = block_size
+        self.copies: list[tuple[int, int]] = []
+        """(source, destination) of this step, for the runner."""
+        self._totals = totals
+        self._holders: set[Context] = set()
+        self._unmade: set[int] = set()
+        self._sources: set[int] = set()
+        self._deferred: list[int] = []
+        self._orphans: list[Context] = []
+        self._victims: list[Context] | None = None
+        self._step = _BETWEEN
+
+    # A step: begin_step, attach and reserve per context, settle per context, end_step.
+
+    def begin_step(self, number: int) -> None:
+        """Start to hand out blocks; contexts whose `step` is `number` will not be moved."""
+        self._step = number
+
+    def end_step(self) -> None:
+        """Let go of what was held for the length of the step."""
+        self._step = _BETWEEN
+        self.copies.clear()
+        self._unmade.clear()
+        self._sources.clear()
+        self._victims = None
+        for block in self._deferred:
+            self.pool.put_back(block)
+        self._deferred.clear()
+        for context in self._orphans:
+            if not context.is_released:
+                self.release(context, context.keep or 0)
+        self._orphans.clear()
+
+    def attach(self, context: Context) -> bool:
+        """Take KV that exists for a context; False where it should wait for its parent."""
+        self._match(context)
+        parent = context.parent
+        if parent is None:
+            return True
+        if not parent.is_released:
+            self._share_partial(context, parent)
+            lacks = context.num_computed < context.parent_len
+            is_coming = parent.has_work and parent.num_computed < context.parent_len
+            if lacks and is_coming and parent.is_before(context):
+                return False
+        self.detach(context)
+        return True
+
+    def reserve(self, context: Context, begin: int, end: int) -> int:
+        """Make room to write positions `begin` to `end`; return where the room ends.
+
+        Takes from others whatever `context` may take from them; returns `begin` where that
+        is nothing. New full blocks are in the tree at once, for the rows that follow.
+        """
+        context.step = self._step
+        blocks = context.blocks
+        first = begin // self.block_size
+        if first < len(blocks) and not self._make_writable(context, first):
+            return begin
+        while len(blocks) * self.block_size < end:
+            block = self._take(context)
+            if block is None:
+                end = len(blocks) * self.block_size
+                break
+            self._holders.add(context)
+            blocks.append(block)
+        if end // self.block_size > context.depth:
+            self._register(context, end, is_computed=False)
+        return max(begin, end)
+
+    def settle(self, context: Context) -> None:
+        """Note that all a context has reserved is computed."""
+        if context.num_computed // self.block_size > context.depth:
+            self._register(context, context.num_computed, is_computed=True)
+
+    def undo_step(self) -> None:
+        """Take back every block whose content the failed step should have made.
+
+        Contexts with such a block lose all KV. Their ids stay: they are computed again.
+        """
+        unmade = self._unmade
+        for context in list(self._holders):
+            if not unmade.isdisjoint(context.blocks):
+                self.evict(context)
+
+    # Between steps.
+
+    def fork(self, context: Context, parent: Context, parent_len: int) -> None:
+        """Let a new context share what its parent has computed, and wait for the rest."""
+        if context.salt != parent.salt:
+            return
+        depth = min(parent.depth, parent_len // self.block_size)
+        num_shared = min(parent.num_computed, parent_len)
+        if num_shared:
+            self._holders.add(context)
+            for block in parent.blocks[: -(-num_shared // self.block_size)]:
+                self.pool.retain(block)
+                context.blocks.append(block)
+            context.node = _ancestor(parent.node, parent.depth - depth)
+            context.depth = depth
+            self._took(context, SHARED, num_shared)
+        if num_shared < parent_len and parent.has_work:
+            context.parent = parent
+            context.parent_len = parent_len
+            parent.num_waiting += 1
+
+    def detach(self, context: Context) -> None:
+        """Stop waiting for the parent; without one nothing happens."""
+        while (parent := context.parent) is not None:
+            context.parent = None
+            parent.num_waiting -= 1
+            if parent.keep is None or parent.num_waiting:
+                return
+            # The server freed the parent before; this was the last one that waited for it.
+            if parent.step == self._step:
+                self._orphans.append(parent)
+                return
+            self._end(parent, parent.keep)
+            context = parent
+
+    def release(self, context: Context, keep: int = 0) -> None:
+        """End a context: its first `keep` tokens stay as cache, as far as they have KV."""
+        self._end(context, keep)
+        self.detach(context)
+
+    def evict(self, context: Context) -> None:
+        """Take all KV from a context; safe without any."""
+        self._holders.discard(context)
+        for block in reversed(context.blocks):
+            self._drop(block)
+        context.blocks.clear()
+        context.num_computed = 0
+        context.node = None
+        context.depth = 0
+
+    def truncate(self, context: Context, length: int) -> None:
+        """Give up the KV of the tokens from position `length` on; safe without any."""
+        if length >= context.num_computed:
+            return
+        context.num_computed = length
+        depth = length // self.block_size
+        if depth < context.depth:
+            context.node = _ancestor(context.node, context.depth - depth)
+            context.depth = depth
+        num_blocks = -(-length // self.block_size)
+        for block in reversed(context.blocks[num_blocks:]):
+            self._drop(block)
+        del context.blocks[num_blocks:]
+        if not context.blocks:
+            self._holders.discard(context)
+
+    def check(self, contexts: Iterable[Context]) -> None:
+        """Assert what holds between steps; `contexts` are all that are not released."""
+        self.pool.check()
+        self.tree.check()
+        refs = [0] * self.pool.num_blocks
+        for context in contexts:
+            assert len(context.blocks) == -(-context.num_computed // self.block_size)
+            assert context.depth == context.num_computed // self.block_size
+            assert (context in self._holders) == bool(context.blocks)
+            assert context.num_computed <= len(context.ids)
+            for block in context.blocks:
+                refs[block] += 1
+            node = context.node
+            for index in range(context.depth - 1, -1, -1):
+                assert node is not None
+                assert node.block == context.blocks[index], "a context left the tree's path"
+                size = self.block_size
+                assert node.key == tuple(context.ids[index * size : (index + 1) * size])
+                node = node.parent
+            assert node is None or (node.parent is None and node.salt == context.salt)
+        assert refs == self.pool.refs, "references are not those of the contexts"
+        cached = [node for node in self.tree.nodes() if node.is_cached]
+        assert len(cached) == self.pool.num_cached
+        assert all((refs[n.block] == 0) == n.is_cached for n in self.tree.nodes())
+
+    # Sharing.
+
+    def _match(self, context: Context) -> None:
+        """Take up the full blocks that the tree has for the tokens after `depth`."""
+        ids, blocks, size = context.ids, context.blocks, self.block_size
+        node = context.node or self.tree.root(context.salt)
+        depth = context.depth
+        while (depth + 1) * size <= len(ids):
+            child = node.children.get(tuple(ids[depth * size : (depth + 1) * size]))
+            if child is None:
+                break
+            is_last = context.generation is not None and (depth + 1) * size == len(ids)
+            if is_last and child.block in self._unmade:
+                # The last token is to be run again for its logits, which needs a copy of
+                # this block; it has no content yet to copy.
+                break
+            kind = self._hold(child)
+            if depth < len(blocks):
+                self._drop(blocks[depth])
+                blocks[depth] = child.block
+            else:
+                blocks.append(child.block)
+            node, depth = child, depth + 1
+            context.node, context.depth = node, depth
+            self._took(context, kind, max(context.num_computed, depth * size))
+        if blocks:
+            self._holders.add(context)
+
+    def _share_partial(self, context: Context, parent: Context) -> None:
+        """Refer to the parent's block that holds more of the next tokens than our own."""
+        index, size = context.depth, self.block_size
+        begin = index * size
+        end = min(parent.num_computed, context.parent_len, begin + size)
+        if end <= context.num_computed or parent.depth < index:
+            return
+        block = parent.blocks[index]
+        if block in self._unmade or parent.ids[begin:end] != context.ids[begin:end]:
+            return
+        if index and _ancestor(parent.node, parent.depth - index) is not context.node:
+            return
+        if context.salt != parent.salt:
+            return
+        self.pool.retain(block)
+        if index < len(context.blocks):
+            self._drop(context.blocks[index])
+            context.blocks[index] = block
+        else:
+            context.blocks.append(block)
+        self._holders.add(context)
+        self._took(context, SHARED, end)
+
+    def _took(self, context: Context, kind: int, end: int) -> None:
+        """Move `num_computed` over tokens taken from elsewhere, and count them."""
+        # The last token of a generating context goes through the model whatever is shared.
+        counted = end - (context.generation is not None and end == len(context.ids))
+        num = context.count_taken(kind, context.num_computed, counted)
+        context.num_computed = end
+        if kind == CACHED:
+            self._totals.cached += num
+        else:
+            self._totals.shared += num
+
+    def _register(self, context: Context, end: int, *, is_computed: bool) -> None:
+        """Put the full blocks before `end` into the tree.
+
+        Where the tree has a block for the same tokens already, computed ones are exchanged
+        for it (two contexts came to the same text); those to be written now have to wait.
+        """
+        ids, blocks, size = context.ids, context.blocks, self.block_size
+        node = context.node or self.tree.root(context.salt)
+        for index in range(context.depth, end // size):
+            key = tuple(ids[index * size : (index + 1) * size])
+            child = node.children.get(key)
+            if child is None:
+                child = self.tree.insert(node, key, blocks[index])
+                if not is_computed:
+                    self._unmade.add(child.block)
+            elif not is_computed:
+                break
+            elif child.block != blocks[index]:
+                self._hold(child)
+                self._drop(blocks[index])
+                blocks[index] = child.block
+            node = child
+            context.node, context.depth = node, index + 1
+
+    def _make_writable(self, context: Context, index: int) -> bool:
+        """Make a block of the table this context's alone; False where no block can be had."""
+        block = context.blocks[index]
+        refs, node = self.pool.refs, self.tree.node_of[block]
+        if refs[block] == 1 and (node is None or index < context.depth):
+            return True
+        if refs[block] > 1 or (node is not None and node.is_kept):
+            target = self._take(context)
+            if target is not None:
+                self._copy(context, index, target)
+                return True
+            if refs[block] > 1:
+                return False
+        if node is not None and index >= context.depth:
+            # Nobody else reads it, nor what follows it: the tree forgets what it held.
+            self.tree.remove(node)
+        return True
+
+    def _copy(self, context: Context, index: int, target: int) -> None:
+        """Exchange a block of the table for a copy of it."""
+        block = context.blocks[index]
+        assert block not in self._unmade
+        self.copies.append((block, target))
+        self._sources.add(block)
+        context.blocks[index] = target
+        if index < context.depth:
+            assert context.node is not None
+            context.depth = index
+            context.node = _ancestor(context.node, 1)
+        self._drop(block)
+
+    # Blocks coming and going.
+
+    def _hold(self, node: Node) -> int:
+        """Add a reference to a node's block; return how its tokens count."""
+        if node.is_cached:
+            self.tree.revive(node)
+            self.pool.revive(node.block)
+            return CACHED
+        self.pool.retain(node.block)
+        return SHARED
+
+    def _drop(self, block: int) -> None:
+        """Remove a reference; the last one leaves a cached or a free block behind."""
+        if not self.pool.drop(block):
+            return
+        node = self.tree.node_of[block]
+        if node is not None and node.is_kept:
+            self.tree.store(node)
+            self.pool.store(block)
+            return
+        if node is not None:
+            self.tree.remove(node)
+        self._put_back(block)
+
+    def _put_back(self, block: int) -> None:
+        if block in self._sources:
+            self._deferred.append(block)
+        else:
+            self.pool.put_back(block)
+
+    def _take(self, context: Context) -> int | None:
+        """Return a block, taken from cache or from others if need be; None without any."""
+        while (block := self.pool.take()) is None:
+            cached = self.tree.evict()
+            if cached is not None:
+                self.pool.forget(cached)
+                self._put_back(cached)
+                continue
+            victim = self._next_victim(context)
+            if victim is None:
+                return None
+            self.evict(victim)
+        self._unmade.add(block)
+        return block
+
+    def _next_victim(self, context: Context) -> Context | None:
+        """Return the context that loses its KV next so that `context` can go on."""
+        if self._victims is None:
+            self._victims = sorted(self._holders, key=_worth)
+        while self._victims:
+            victim = self._victims[-1]
+            is_movable = victim.step != self._step and victim.blocks and victim is not context
+            if is_movable and victim.has_work and victim.is_before(context):
+                return None
+            self._victims.pop()
+            if is_movable:
+                return victim
+        return None
+
+    def _end(self, context: Context, keep: int) -> None:
+        """Mark what stays as cache, let go of everything."""
+        num_kept = min(context.depth, keep // self.block_size)
+        node = _ancestor(context.node, context.depth - num_kept)
+        while node is not None and not node.is_kept:
+            node.is_kept = True
+            node = _ancestor(node, 1)
+        self.evict(context)
+        context.is_released = True
+
+
+def _ancestor(node: Node | None, num_steps: int) -> Node | None:
+    """Walk up; None where that reaches the root, as for a context of depth 0."""
+    for _ in range(num_steps):
+        assert node is not None
+        node = node.parent
+    return None if node is None or node.parent is None else node
+
+
+def _worth(context: Context) -> tuple[int, float, int]:
+    """Sort key: who loses its KV first has the largest."""
+    if context.has_work:
+        return (0, context.rank, context.arrival)
+    next_use = math.inf if context.next_use is None else context.next_use
+    return (1, next_use, -context.step)

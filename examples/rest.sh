@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Conure from the shell: nothing but curl. Start a server first: conure serve
+set -euo pipefail
+
+URL="${CONURE_URL:-http://127.0.0.1:8400}"
+
+# One request; errors of the server stop the script after their text is shown.
+call() {
+  local method="$1" path="$2" body="${3:-}"
+  local args=(--silent --show-error --fail-with-body --max-time 120 -X "$method" "$URL$path")
+  if [ -n "$body" ]; then
+    args+=(-H "Content-Type: application/json" -d "$body")
+  fi
+  curl "${args[@]}"
+}
+
+# The text of every field of this name in a JSON answer, one per line.
+field() {
+  grep -o "\"$1\" *: *\"[^\"]*\"" | sed 's/^[^:]*: *"\(.*\)"$/\1/'
+}
+
+say() {
+  printf '\n== %s\n' "$1"
+}
+
+say "the models (the built-in one is random: its text means nothing)"
+call GET /v1/models
+echo
+
+say "a whole program: two calls, the second reads what the first writes"
+accepted="$(call POST /v1/programs '{
+  "program": {
+    "name": "write-and-check",
+    "variables": {"task": {"type": "string"}},
+    "nodes": [
+      {"id": "write", "op": "generate",
+       "messages": [{"role": "user", "content": [{"text": "Write Python to "}, {"input": "task"}]}],
+       "output": {"variable": "code", "max_tokens": 32, "temperature": 0}},
+      {"id": "check", "op": "generate",
+       "messages": [{"role": "user", "content": [{"text": "Test this: "}, {"input": "code"}]}],
+       "output": {"variable": "test", "max_tokens": 32, "temperature": 0}}],
+    "outputs": ["test"]},
+  "inputs": {"task": "reverse a list"}}')"
+echo "$accepted"
+id="$(field id <<< "$accepted" | head -n 1)"
+
+say "wait for a value (long poll)"
+call GET "/v1/programs/$id/variables/test?wait_s=60"
+echo
+
+say "its events, from the first to the last"
+call GET "/v1/programs/$id/events?after=0"
+
+say "its status and receipt"
+status="$(call GET "/v1/programs/$id")"
+if command -v python3 > /dev/null; then
+  python3 -m json.tool <<< "$status"
+else
+  echo "$status"
+fi
+
+say "the paper's calls: submit a prompt, set its input, get its output"
+submitted="$(call POST /v1/submit '{
+  "prompt": "Tell a joke about {{input:topic}}: {{output:joke}}",
+  "placeholders": [
+    {"name": "topic", "in_out": false},
+    {"name": "joke", "in_out": true, "max_tokens": 32, "temperature": 0}]}')"
+echo "$submitted"
+session="$(field session_id <<< "$submitted" | head -n 1)"
+topic="$(field semantic_var_id <<< "$submitted" | sed -n 1p)"
+joke="$(field semantic_var_id <<< "$submitted" | sed -n 2p)"
+call POST /v1/set "{\"semantic_var_id\": \"$topic\", \"content\": \"tea\"}"
+echo
+call POST /v1/get "{\"semantic_var_id\": \"$joke\", \"criteria\": \"latency\"}"
+echo
+call DELETE "/v1/programs/$session" > /dev/null
+
+say "a chat completion, as OpenAI's clients ask for it"
+call POST /v1/chat/completions '{
+  "model": "default", "max_tokens": 32, "temperature": 0,
+  "messages": [{"role": "user", "content": "Say hello"}]}'
+echo

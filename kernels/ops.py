@@ -1,0 +1,259 @@
+"""Attention over shared, paged keys and values: one signature per operation.
+
+`implementation(name)` picks who computes; callers hold the `Operations` it returns and pass
+it down. All implementations mean the same (`reference` defines what), read the same caches
+and obey the same plan. Here arguments are checked, once for all of them.
+
+    reference    plain torch, float64-able, slow
+    cpu          fast torch: each shared stretch once, packed heads, parts merged by LSE
+
+Knows no model and no context: a plan says which queries read which blocks. A key/value
+cache is [N, B, K, D], so that blocks that follow each other in memory are one stretch that
+is read in place.
+
+Shapes: T queries or new tokens - H query heads - K kv heads - D head dim - E value head dim -
+B tokens of a block - N blocks - S parts - W most parts of one query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from . import cpu, reference
+from .plan import Plan
+
+NAMES: Final = ("reference", "cpu")
+
+
+class Kernels(Protocol):
+    """What a file of implementations defines; arguments are checked before."""
+
+    def attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        """Attend, write to `out`, return it."""
+        ...
+
+    def merge(self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None) -> Tensor:
+        """Put parts together."""
+        ...
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    ) -> None:
+        """Write new keys and values."""
+        ...
+
+    def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
+        """Copy whole blocks."""
+        ...
+
+
+def implementation(name: str) -> Operations:
+    """Return the operations of one implementation.
+
+    Raises:
+        ValueError: if `name` is not one of `NAMES`.
+    """
+    if name == "reference":
+        return Operations(name, reference)
+    if name == "cpu":
+        return Operations(name, cpu)
+    if name == "triton":
+        raise ValueError("implementation 'triton' is not built yet, use 'cpu' or 'reference'")
+    raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
+
+
+class Operations:
+    """The operations of one implementation, arguments checked."""
+
+    def __init__(self, name: str, kernels: Kernels) -> None:
+        self.name: Final = name
+        self._kernels: Final = kernels
+
+    def attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attend every query to the positions of its context up to its own.
+
+        The new tokens' keys and values must be stored before. Slots that the plan does not
+        name are never read into a result, whatever they hold.
+
+        Args:
+            query: [T, H, D], rows in the plan's order; strides are free but for the last.
+            key_cache: [N, B, K, D] with K a divisor of H.
+            value_cache: [N, B, K, E].
+            plan: Of this step's rows.
+            scale: Factor of the scores.
+            window: Positions that a query sees, its own included; None sees all.
+            softcap: Scores become `softcap * tanh(scores / softcap)`.
+            sinks: [H], one score per head that takes weight and has no value.
+            out: [T, H, E] in the query's dtype, overwritten; None makes one.
+
+        Returns:
+            [T, H, E] in the query's dtype; `out` if it was given.
+
+        Raises:
+            ValueError: if an argument does not fit the others; the message names it.
+        """
+        _check_attention(query, key_cache, value_cache, plan)
+        _check_variants(query, window, softcap, sinks)
+        shape = (query.shape[0], query.shape[1], value_cache.shape[3])
+        if out is None:
+            out = query.new_empty(shape)
+        elif out.shape != shape or out.dtype != query.dtype:
+            raise ValueError(
+                f"out must be {list(shape)} {query.dtype}, got {list(out.shape)} {out.dtype}"
+            )
+        return self._kernels.attention(
+            query,
+            key_cache,
+            value_cache,
+            plan,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            out=out,
+        )
+
+    def merge(
+        self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Put together what each query found in disjoint stretches of its context.
+
+        Args:
+            outputs: [S, H, E] parts, each normalised for itself.
+            lse: [S, H] natural log of the sum of the exponentials behind each part.
+            slots: [T, W] int64, the parts of each query; -1 fills up, one is a part at least.
+            sinks: [H] as in `attention`.
+
+        Returns:
+            [T, H, E] in float32, or float64 where the parts are.
+
+        Raises:
+            ValueError: if an argument does not fit the others; the message names it.
+        """
+        if outputs.dim() != 3:
+            raise ValueError(f"outputs must be [S, H, E], got {list(outputs.shape)}")
+        if lse.shape != outputs.shape[:2]:
+            raise ValueError(f"lse must be {list(outputs.shape[:2])}, got {list(lse.shape)}")
+        if slots.dim() != 2 or slots.dtype != torch.int64:
+            raise ValueError(f"slots must be [T, W] int64, got {list(slots.shape)} {slots.dtype}")
+        if sinks is not None and sinks.shape != outputs.shape[1:2]:
+            raise ValueError(f"sinks must be [{outputs.shape[1]}], got {list(sinks.shape)}")
+        return self._kernels.merge(outputs, lse, slots, sinks=sinks)
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    ) -> None:
+        """Write the keys and values of new tokens into the caches, in place.
+
+        Args:
+            key: [T, K, D], strides are free.
+            value: [T, K, E].
+            key_cache: [N, B, K, D], contiguous.
+            value_cache: [N, B, K, E], contiguous.
+            slots: [T] int64, block * B + offset, each slot at most once.
+
+        Raises:
+            ValueError: if an argument does not fit the others; the message names it.
+        """
+        for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+            if cache.dim() != 4 or not cache.is_contiguous():
+                raise ValueError(f"{name}_cache must be a contiguous [N, B, K, D]")
+            if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
+                raise ValueError(
+                    f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {list(new.shape)}"
+                )
+            if slots.shape != new.shape[:1] or slots.dtype != torch.int64:
+                raise ValueError(f"slots must be [{new.shape[0]}] int64, got {list(slots.shape)}")
+        self._kernels.store_kv(key, value, key_cache, value_cache, slots)
+
+    def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
+        """Copy whole blocks inside each cache, in place; no pairs is a no-op.
+
+        All sources are read before any destination is written.
+
+        Args:
+            caches: Any number of [N, B, K, D].
+            source: [C] int64 blocks.
+            destination: [C] int64 blocks, each at most once.
+
+        Raises:
+            ValueError: if source and destination do not match.
+        """
+        if source.dim() != 1 or source.dtype != torch.int64:
+            raise ValueError(f"source must be [C] int64, got {list(source.shape)} {source.dtype}")
+        if destination.shape != source.shape or destination.dtype != torch.int64:
+            raise ValueError(
+                f"destination must be {list(source.shape)} int64,"
+                f" got {list(destination.shape)} {destination.dtype}"
+            )
+        if len(source):
+            self._kernels.copy_blocks(caches, source, destination)
+
+
+def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> None:
+    if query.dim() != 3:
+        raise ValueError(f"query must be [T, H, D], got {list(query.shape)}")
+    if query.shape[0] != plan.num_queries:
+        raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
+    if key_cache.dim() != 4 or not key_cache.is_contiguous():
+        raise ValueError("key_cache must be a contiguous [N, B, K, D]")
+    num_blocks, block_size, kv_heads, head_dim = key_cache.shape
+    if value_cache.shape[:3] != key_cache.shape[:3] or value_cache.dim() != 4:
+        raise ValueError(
+            f"value_cache must be [{num_blocks}, {block_size}, {kv_heads}, E],"
+            f" got {list(value_cache.shape)}"
+        )
+    if not value_cache.is_contiguous():
+        raise ValueError("value_cache must be contiguous")
+    if block_size != plan.block_size:
+        raise ValueError(f"key_cache has blocks of {block_size}, the plan of {plan.block_size}")
+    if plan.max_block >= num_blocks:
+        raise ValueError(f"plan reads block {plan.max_block}, key_cache has {num_blocks}")
+    if query.shape[2] != head_dim:
+        raise ValueError(f"query has head size {query.shape[2]}, key_cache {head_dim}")
+    if query.shape[1] % kv_heads:
+        raise ValueError(f"query has {query.shape[1]} heads, no multiple of {kv_heads} kv heads")
+    if not query.dtype == key_cache.dtype == value_cache.dtype:
+        raise ValueError(
+            f"query, key_cache and value_cache must have one dtype,"
+            f" got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}"
+        )
+
+
+def _check_variants(
+    query: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}")
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ValueError(f"sinks must be [{query.shape[1]}], got {list(sinks.shape)}")

@@ -1,0 +1,1 @@
+"""What a program means and where its calls run."""

@@ -1,0 +1,455 @@
+"""All programs of one server: accepted, run, recovered; the `Service` behind the routes.
+
+Owns the journal, the engines, the scheduler and every live run, and joins them. What a
+program does is `run`'s business; this file decides only whether a program comes in, finds
+programs for readers, and moves work when engines come and go.
+
+Kept true: an accepted program is on disk before its submission is answered; a program
+belongs to one tenant and is found by no other; whatever was accepted and has not ended is
+live here, or will be after the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from .admission import check_program, num_calls
+from .answers import put_value
+from .config import Config
+from .encoder import Encoder
+from .engine import Command, Engine, EngineStartError
+from .execution import Execution
+from .fleet import Fleet, FleetOptions
+from .journal import DuplicateKeyError, Journal, ProgramRecord, StoredProgram
+from .model import Model
+from .program.errors import (
+    ConflictError,
+    ConureError,
+    NotFoundError,
+    UnavailableError,
+)
+from .program.graph import Graph
+from .program.ir import Append, Submission
+from .program.status import Accepted, Event, ProgramStatus, PutValue, VariableStatus
+from .recovery import restore
+from .report import program_status, stored_status, variable_status
+from .run import Run
+from .scheduler import Scheduler
+from .service import EngineInfo, ModelInfo, Readiness
+
+logger = logging.getLogger(__name__)
+
+NUM_RECENT = 256
+"""Ended programs that are still answered from memory."""
+PAGE = 500
+ANSWERS_WITHIN_S = 5.0
+
+
+class StartError(ConureError):
+    """The server cannot start; the message is one line for its operator."""
+
+
+class Executor:
+    """Runs programs; one for each server process."""
+
+    def __init__(
+        self, config: Config, *, functions: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
+        self.functions: Mapping[str, Callable[..., Any]] = dict(functions or {})
+        self.scheduler = Scheduler()
+        self.encoder = Encoder()
+        self._config = config
+        self._journal: Journal | None = None
+        self._fleet: Fleet | None = None
+        self._model: Model | None = None
+        self._runs: dict[str, Run] = {}
+        self._recent: OrderedDict[str, Run] = OrderedDict()
+        self._num_started = 0
+        self._num_calls = 0
+        self._is_draining = False
+
+    # --- run.World ------------------------------------------------------------------------
+
+    @property
+    def journal(self) -> Journal:
+        """The open journal."""
+        assert self._journal is not None, "start() comes first"
+        return self._journal
+
+    @property
+    def model(self) -> Model:
+        """The model of the engines."""
+        assert self._model is not None, "start() comes first"
+        return self._model
+
+    def engine(self, name: str) -> Engine | None:
+        """The engine of that name, if it is alive."""
+        return None if self._fleet is None else self._fleet.engines.get(name)
+
+    def run_ended(self, run: Run) -> None:
+        """The end of a program is on disk."""
+        if self._runs.pop(run.execution.id, None) is None:
+            return
+        self._num_calls -= num_calls(run.execution.graph)
+        self._recent[run.execution.id] = run
+        while len(self._recent) > NUM_RECENT:
+            self._recent.popitem(last=False)
+
+    # --- life -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the journal, start the engines, let unfinished programs go on."""
+        self._journal = Journal.open(self._config.data)
+        self._fleet = Fleet(
+            FleetOptions(command=_command(self._config), num_engines=self._config.num_engines),
+            first_epoch=self._journal.generation * 1_000_000,
+            arrived=self._engine_arrived,
+            lost=self._engine_lost,
+        )
+        try:
+            await self._fleet.start()
+        except EngineStartError as error:
+            await self.stop()
+            raise StartError("engine.start", str(error)) from error
+        for stored in await self._journal.unfinished():
+            self._resume(stored)
+
+    async def drain(self) -> None:
+        """Take nothing more, start no call, and wait for those that run."""
+        self._is_draining = True
+        self.scheduler.pause()
+        for run in self._runs.values():
+            run.feed.drain()
+        await self.scheduler.wait_idle()
+
+    async def stop(self) -> None:
+        """Close everything; safe to call twice."""
+        self._is_draining = True
+        for run in self._runs.values():
+            run.park()
+        self._runs.clear()
+        await self.encoder.stop()
+        if self._fleet is not None:
+            await self._fleet.stop()
+        if self._journal is not None:
+            await self._journal.close()
+
+    def _resume(self, stored: StoredProgram) -> None:
+        try:
+            execution, past = restore(stored)
+        except Exception:
+            # One program that cannot be read back must not keep the others from going on.
+            logger.exception("program %s cannot be resumed", stored.id)
+            return
+        run = self._add(execution)
+        run.resume(past)
+
+    def _add(self, execution: Execution) -> Run:
+        self._num_started += 1
+        run = Run(execution, self, number=self._num_started)
+        self._runs[execution.id] = run
+        self._num_calls += num_calls(execution.graph)
+        return run
+
+    def _engine_arrived(self, engine: Engine) -> None:
+        limits = engine.hello.limits
+        if self._model is None or self._model.tokenizer_hash != engine.hello.tokenizer_hash:
+            self._model = Model.of(engine.hello)
+        self.scheduler.engine_arrived(
+            engine.name,
+            capacity=limits.num_blocks * limits.block_size,
+            max_sequences=limits.max_sequences,
+        )
+
+    def _engine_lost(self, engine: Engine) -> None:
+        self.scheduler.engine_lost(engine.name)
+        for run in list(self._runs.values()):
+            run.engine_lost(engine.name)
+
+    # --- programs in ----------------------------------------------------------------------
+
+    async def submit(
+        self,
+        submission: Submission,
+        *,
+        body: bytes,
+        tenant: str,
+        idempotency_key: str | None = None,
+    ) -> tuple[Accepted, bool]:
+        """Accept a program; see `Service.submit`."""
+        body_hash = hashlib.blake2b(body, digest_size=32).digest()
+        if idempotency_key is not None:
+            known = await self.journal.find_idempotent(tenant, idempotency_key)
+            if known is not None:
+                return await self._replay(tenant, body_hash, *known), True
+        self._check_room()
+        graph = Graph.build(
+            submission.program,
+            submission.inputs,
+            open=submission.open,
+            objectives=submission.objectives,
+        )
+        self._check_room(num_calls(graph))
+        await check_program(graph, submission.inputs, self.model, self.functions)
+        execution = Execution(
+            f"p_{secrets.token_hex(12)}",
+            tenant,
+            graph,
+            submission.inputs,
+            submission.options,
+            name=submission.program.name,
+            is_open=submission.open,
+            created_at=time.time(),
+        )
+        run = self._add(execution)
+        record = ProgramRecord(
+            id=execution.id,
+            tenant=tenant,
+            idempotency_key=idempotency_key,
+            body_hash=body_hash,
+            body=body,
+            created_at=execution.created_at,
+        )
+        try:
+            await run.accept(record)
+        except DuplicateKeyError as error:
+            self._forget(run)
+            return await self._replay(tenant, body_hash, error.program, error.body_hash), True
+        except BaseException:
+            self._forget(run)
+            raise
+        run.start()
+        return _accepted(execution.id, list(graph.outputs)), False
+
+    def _forget(self, run: Run) -> None:
+        """A program that was not accepted after all."""
+        self._runs.pop(run.execution.id, None)
+        self._num_calls -= num_calls(run.execution.graph)
+        run.park()
+
+    async def _replay(
+        self, tenant: str, body_hash: bytes, program: str, known_hash: bytes
+    ) -> Accepted:
+        if known_hash != body_hash:
+            raise ConflictError(
+                "idempotency.conflict",
+                f"this Idempotency-Key belongs to program {program}, which had another body",
+            )
+        status = await self.status(program, tenant=tenant)
+        return _accepted(program, status.outputs)
+
+    def _check_room(self, more: int = 0) -> None:
+        if self._is_draining:
+            raise UnavailableError("server.draining", "the server is going away", retry_after_s=5)
+        if self._num_calls + more > self._config.max_queued_calls:
+            raise UnavailableError(
+                "queue.full",
+                f"{self._num_calls} calls are accepted and not ended, {more} more exceed the "
+                f"limit of {self._config.max_queued_calls}",
+                retry_after_s=2,
+            )
+
+    async def append(
+        self, program: str, append: Append, *, body: bytes, tenant: str
+    ) -> ProgramStatus:
+        """Add nodes to an open program; see `Service.append`."""
+        run = self._live(program, tenant)
+        if run is None:
+            await self._stored(program, tenant)
+            raise ConflictError("session.ended", f"program {program} has ended")
+        if not run.execution.is_open:
+            raise ConflictError("session.closed", f"program {program} takes no more nodes")
+        self._check_room(len(append.nodes))
+        before = num_calls(run.execution.graph)
+        await check_program(run.execution.graph, {}, self.model, self.functions, append=append)
+        if run.is_over or not run.execution.is_open:
+            raise ConflictError("session.closed", f"program {program} takes no more nodes")
+        run.append(append, body)
+        self._num_calls += num_calls(run.execution.graph) - before
+        await run.outbox.barrier()
+        return await self.status(program, tenant=tenant)
+
+    async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
+        """Stop a program; see `Service.cancel`."""
+        run = self._live(program, tenant)
+        if run is not None:
+            run.cancel()
+            await run.outbox.wait_ended()
+        return await self.status(program, tenant=tenant)
+
+    async def put(
+        self, program: str, variable: str, body: PutValue, *, tenant: str
+    ) -> VariableStatus:
+        """Commit what comes from the client; see `Service.put`."""
+        run = self._live(program, tenant)
+        if run is None:
+            status = (await self._stored(program, tenant)).variables.get(variable)
+            if status is not None and status.status == "done" and status.value == body.value:
+                return status
+            raise ConflictError("program.ended", f"program {program} has ended")
+        run.execution.check_variable(variable)
+        put_value(run, variable, body)
+        if run.execution.is_resolved(variable):
+            await run.outbox.wait_for(variable, ANSWERS_WITHIN_S)
+        return variable_status(run.execution, run.outbox.settled, variable)
+
+    # --- programs out ---------------------------------------------------------------------
+
+    async def status(self, program: str, *, tenant: str) -> ProgramStatus:
+        """What is known about a program; see `Service.status`."""
+        run = self._live(program, tenant) or self._recently(program, tenant)
+        if run is None:
+            return await self._stored(program, tenant)
+        receipt = run.receipt if run.outbox.has_ended else None
+        return program_status(run.execution, run.outbox.settled, receipt)
+
+    async def get(
+        self,
+        program: str,
+        variable: str,
+        *,
+        tenant: str,
+        wait_s: float,
+        objective: str | None = None,
+    ) -> VariableStatus:
+        """Wait for a variable; see `Service.get`."""
+        run = self._live(program, tenant) or self._recently(program, tenant)
+        if run is None:
+            found = (await self._stored(program, tenant)).variables.get(variable)
+            if found is None:
+                raise NotFoundError(
+                    "variable.not_found", f"program {program} has no variable {variable}"
+                )
+            return found
+        run.execution.check_variable(variable)
+        run.want(variable, objective)
+        if wait_s > 0:
+            await run.outbox.wait_for(variable, wait_s)
+        return variable_status(run.execution, run.outbox.settled, variable)
+
+    async def events(self, program: str, *, tenant: str, after: int) -> AsyncGenerator[Event, None]:
+        """Events of a program; see `Service.events`."""
+        run = self._live(program, tenant) or self._recently(program, tenant)
+        if run is None:
+            await self._stored(program, tenant)
+        last = after
+        # What was before this process, or before memory forgot it, is in the journal.
+        while run is None or last < run.feed.first_seq - 1:
+            page = await self.journal.events(tenant, program, last, PAGE)
+            if run is not None:
+                page = [record for record in page if record.seq < run.feed.first_seq]
+            if not page:
+                break
+            for record in page:
+                last = record.seq
+                yield Event(record.seq, record.type, msgspec.json.decode(record.data))  # type: ignore[arg-type]  # written from an EventType
+        if run is not None:
+            reading = run.feed.read(last)
+            try:
+                async for event in reading:
+                    yield event
+            finally:
+                await reading.aclose()
+
+    def models(self) -> list[ModelInfo]:
+        """The models that programs can name."""
+        model = self.model
+        return [
+            ModelInfo(
+                id=model.name,
+                context_len=model.max_len,
+                description=model.description,
+                created=int(model.loaded_at),
+            )
+        ]
+
+    async def engines(self) -> list[EngineInfo]:
+        """What each engine holds and has computed, by its own counters."""
+        infos = []
+        for engine in list(self._fleet.engines.values()) if self._fleet else []:
+            try:
+                report = await asyncio.wait_for(engine.status(), ANSWERS_WITHIN_S)
+            except (ConnectionError, TimeoutError):
+                continue
+            infos.append(
+                EngineInfo(
+                    id=engine.name, epoch=engine.epoch, model=engine.hello.model, report=report
+                )
+            )
+        return infos
+
+    async def ready(self) -> Readiness:
+        """Whether programs can run now."""
+        reasons = []
+        if self._is_draining:
+            reasons.append("the server is draining")
+        if self._journal is None or not self._journal.healthy:
+            reasons.append("the journal cannot be written")
+        engines = self._fleet.engines.values() if self._fleet else []
+        now = time.monotonic()
+        if not any(now - engine.answered_at <= ANSWERS_WITHIN_S for engine in engines):
+            reasons.append("no engine answered a ping within 5 s")
+        return Readiness(is_ready=not reasons, reasons=reasons)
+
+    # --- finding --------------------------------------------------------------------------
+
+    def _live(self, program: str, tenant: str) -> Run | None:
+        return _owned(self._runs.get(program), tenant)
+
+    def _recently(self, program: str, tenant: str) -> Run | None:
+        return _owned(self._recent.get(program), tenant)
+
+    async def _stored(self, program: str, tenant: str) -> ProgramStatus:
+        stored = await self.journal.load_program(tenant, program)
+        if stored is None or stored.end is None:
+            raise NotFoundError("program.not_found", f"there is no program {program}")
+        return stored_status(stored)
+
+
+def _owned(run: Run | None, tenant: str) -> Run | None:
+    return run if run is not None and run.execution.tenant == tenant else None
+
+
+def _accepted(program: str, outputs: list[str]) -> Accepted:
+    return Accepted(id=program, status="accepted", outputs=outputs, url=f"/v1/programs/{program}")
+
+
+def _command(config: Config) -> Command:
+    """The engine's command line for these settings; what is None is left to the engine."""
+    settings: dict[str, object] = {
+        "context-len": config.context_len,
+        "num-blocks": config.num_blocks,
+        "block-size": config.block_size,
+        "step-tokens": config.step_tokens,
+        "max-sequences": config.max_sequences,
+    }
+    if config.engine == "fake":
+        settings |= {
+            "script": config.script,
+            "time-per-call": config.time_per_call,
+            "time-per-prompt-token": config.time_per_prompt_token,
+            "time-per-output-token": config.time_per_output_token,
+        }
+    else:
+        settings |= {
+            "model": config.model,
+            "dtype": config.dtype,
+            "device": config.device,
+            "threads": config.threads,
+        }
+    options = [
+        text
+        for name, value in settings.items()
+        if value is not None
+        for text in (f"--{name}", str(value))
+    ]
+    return Command(config.engine, tuple(options))

@@ -1,0 +1,148 @@
+"""What a program's author waits for, carried back to every call (OSDI'24, section 5.2).
+
+Knows the graph and the objectives of its outputs. Refuses to know engines, queues and
+time: what a scheduler does with a call's performance is its own business.
+
+The paper's rule, on generate nodes; all others are transparent, a call reaches through them:
+
+    throughput  every call that an output needs, directly or not
+    latency     the calls that write such an output, and going backwards stage by stage the
+                calls before them; the stage of a call is its longest distance to such an
+                output. Calls of one stage that the next stage waits for together are a
+                task group: what counts is when the last of them ends
+
+A call that several demands reach follows the strictest: waited for by itself, then as one of
+a group, then throughput. Deadlines, `ttft` and `tpot` are waited for like `latency`.
+
+Kept true: every generate node is in the result; one that no output needs is `throughput`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from .graph import Graph, Slot
+from .ir import Generate
+
+
+class Performance(NamedTuple):
+    """How a call should be run."""
+
+    kind: Literal["latency", "throughput"]
+    group: str | None
+    """Calls with one group are finished when the last of them is; it keeps its name as long as
+    its first call is in it."""
+    depth: int
+    """Calls behind this one on the longest way to an output, each output of a prompt a call."""
+
+
+def get_perf_objective(graph: Graph) -> dict[str, Performance]:
+    """The performance of every generate node."""
+    slots = graph.topological()
+    calls = [isinstance(graph.nodes[slot.node], Generate) for slot in slots]
+    place = {graph.number(slot): index for index, slot in enumerate(slots)}
+    behind = [[place[graph.number(later)] for later in graph.successors(slot)] for slot in slots]
+    waited = {name for name, objective in graph.objectives.items() if objective != "throughput"}
+    stages = _distances(slots, calls, behind, waited)
+    depths = _distances(slots, calls, behind, set(graph.outputs))
+    is_direct = _find_direct(slots, calls, behind, waited)
+    groups = _group(slots, calls, behind, stages, is_direct)
+    found: dict[str, Performance] = {}
+    for index, slot in enumerate(slots):
+        if not calls[index]:
+            continue
+        kind: Literal["latency", "throughput"] = "throughput" if stages[index] < 0 else "latency"
+        here = Performance(kind, groups.get(index), max(depths[index], 0))
+        there = found.get(slot.node)
+        found[slot.node] = here if there is None else _stricter(here, there)
+    return found
+
+
+def _stricter(one: Performance, other: Performance) -> Performance:
+    """Two slots of a node: the stricter demand, the longer way."""
+    ranked = sorted((one, other), key=lambda p: (p.kind == "latency", p.group is None))
+    return ranked[-1]._replace(depth=max(one.depth, other.depth))
+
+
+def _distances(
+    slots: list[Slot], calls: list[bool], behind: list[list[int]], ends: set[str]
+) -> list[int]:
+    """Calls on the longest way from behind each slot to a variable in `ends`; -1: no way."""
+    distances = [-1] * len(slots)
+    for index in reversed(range(len(slots))):
+        longest = 0 if any(variable in ends for variable in slots[index].writes) else -1
+        for later in behind[index]:
+            if distances[later] >= 0:
+                longest = max(longest, distances[later] + calls[later])
+        distances[index] = longest
+    return distances
+
+
+def _find_direct(
+    slots: list[Slot], calls: list[bool], behind: list[list[int]], ends: set[str]
+) -> list[bool]:
+    """Whether a slot writes a variable in `ends` with no call in between."""
+    direct = [False] * len(slots)
+    for index in reversed(range(len(slots))):
+        direct[index] = any(variable in ends for variable in slots[index].writes) or any(
+            direct[later] and not calls[later] for later in behind[index]
+        )
+    return direct
+
+
+def _group(
+    slots: list[Slot],
+    calls: list[bool],
+    behind: list[list[int]],
+    stages: list[int],
+    is_direct: list[bool],
+) -> dict[int, str]:
+    """Calls that stand in a task group, with its name.
+
+    Calls of a stage belong together if something of the next stage waits for both; a group
+    of the next stage is one thing. What waits is found through transparent slots, which are
+    members of these sets too, so that the work is linear in the edges.
+    """
+    sets = _DisjointSets()
+    by_stage: dict[int, list[int]] = {}
+    for index in reversed(range(len(slots))):
+        if stages[index] >= 0:
+            by_stage.setdefault(stages[index], []).append(index)
+    groups: dict[int, str] = {}
+    for stage in range(1, max(by_stage, default=0) + 1):
+        for index in by_stage[stage]:
+            for later in behind[index]:
+                if calls[later] and stages[later] == stage - 1:
+                    sets.join(("before", index), ("behind", later))
+                elif not calls[later] and stages[later] == stage:
+                    sets.join(("before", index), ("before", later))
+        candidates = [index for index in by_stage[stage] if calls[index] and not is_direct[index]]
+        for together in _members(candidates, sets):
+            for index in together:
+                groups[index] = slots[together[0]].node
+                sets.join(("behind", together[0]), ("behind", index))
+    return groups
+
+
+def _members(indices: list[int], sets: _DisjointSets) -> list[list[int]]:
+    """Those that stand in one set with others, in the order of the topology."""
+    members: dict[tuple[str, int], list[int]] = {}
+    for index in sorted(indices):
+        members.setdefault(sets.find(("before", index)), []).append(index)
+    return [together for together in members.values() if len(together) > 1]
+
+
+class _DisjointSets:
+    """Union-find with path halving."""
+
+    def __init__(self) -> None:
+        self._parents: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def find(self, member: tuple[str, int]) -> tuple[str, int]:
+        parents = self._parents
+        while (parent := parents.get(member, member)) != member:
+            parents[member] = member = parents.get(parent, parent)
+        return member
+
+    def join(self, one: tuple[str, int], other: tuple[str, int]) -> None:
+        self._parents[self.find(one)] = self.find(other)

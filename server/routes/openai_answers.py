@@ -1,0 +1,246 @@
+"""OpenAI's answers: whole, in chunks, and as errors.
+
+Knows shapes only. A dialect turns one call's text and end into the answer of one endpoint;
+it refuses to know where they come from.
+
+Kept true: the pieces of a stream joined are the text of the whole answer.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from ..problem import Failure
+from .openai_call import Final, Usage
+
+DONE = b"data: [DONE]\n\n"
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {"prompt.too_long": "context_length_exceeded"}
+"""Codes that clients of OpenAI know by another name."""
+
+
+class AnswerMessage(Struct, frozen=True, kw_only=True):
+    """What the model said."""
+
+    role: str = "assistant"
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True):
+    """The one answer of a chat."""
+
+    index: int = 0
+    message: AnswerMessage
+    logprobs: None = None
+    finish_reason: str
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True):
+    """The answer of a chat completion."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(Struct, frozen=True, kw_only=True):
+    """The one answer of a plain completion, or a piece of it."""
+
+    index: int = 0
+    text: str
+    logprobs: None = None
+    finish_reason: str | None
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The answer of a plain completion."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """A model that requests can name."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "conure"
+    max_model_len: int
+    description: str = ""
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    """All models."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class ErrorBody(Struct, frozen=True, kw_only=True):
+    """What went wrong; `param` names the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct, frozen=True, kw_only=True):
+    """OpenAI's error answer."""
+
+    error: ErrorBody
+
+
+def error_answer(failure: Failure) -> ErrorAnswer:
+    """A failure in OpenAI's shape."""
+    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
+    # A path into the program that a request was lowered to says nothing to its sender.
+    path = failure.path or ""
+    param = None if path.startswith("program.") else failure.path
+    body = ErrorBody(
+        message=failure.message,
+        type=_TYPES.get(failure.status, kind),
+        param=param,
+        code=_CODES.get(failure.code, failure.code),
+    )
+    return ErrorAnswer(error=body)
+
+
+def event(content: Struct | dict[str, Any]) -> bytes:
+    """One event of a stream; OpenAI's have data alone."""
+    return b"data: %s\n\n" % msgspec.json.encode(content)
+
+
+class Dialect(Protocol):
+    """How one endpoint tells one call."""
+
+    def __init__(self, program: str, model: str, *, with_usage: bool) -> None: ...
+
+    def whole(self, final: Final) -> Struct:
+        """The answer of a request that does not stream."""
+        ...
+
+    def start(self) -> bytes:
+        """What a stream says before its first piece."""
+        ...
+
+    def piece(self, text: str) -> bytes:
+        """A piece of the text."""
+        ...
+
+    def end(self, final: Final) -> bytes:
+        """What a stream says after its last piece."""
+        ...
+
+
+class ChatDialect:
+    """`/v1/chat/completions`."""
+
+    def __init__(self, program: str, model: str, *, with_usage: bool) -> None:
+        self._id = f"chatcmpl-{program}"
+        self._model = model
+        self._created = int(time.time())
+        self._with_usage = with_usage
+
+    def whole(self, final: Final) -> ChatCompletion:
+        """A `chat.completion`."""
+        choice = ChatChoice(
+            message=AnswerMessage(content=final.content), finish_reason=final.finish_reason
+        )
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+            usage=final.usage,
+        )
+
+    def start(self) -> bytes:
+        """A chunk with the role."""
+        return self._chunk([_chat_delta({"role": "assistant", "content": ""})])
+
+    def piece(self, text: str) -> bytes:
+        """A chunk with text."""
+        return self._chunk([_chat_delta({"content": text})])
+
+    def end(self, final: Final) -> bytes:
+        """A chunk with the reason, one with the usage if it was asked for, and the mark."""
+        last = self._chunk([_chat_delta({}, final.finish_reason)])
+        usage = self._chunk([], final.usage) if self._with_usage else b""
+        return last + usage + DONE
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        chunk: dict[str, Any] = {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if self._with_usage:
+            chunk["usage"] = usage
+        return event(chunk)
+
+
+def _chat_delta(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+class TextDialect:
+    """`/v1/completions`."""
+
+    def __init__(self, program: str, model: str, *, with_usage: bool) -> None:
+        self._id = f"cmpl-{program}"
+        self._model = model
+        self._created = int(time.time())
+        self._with_usage = with_usage
+
+    def whole(self, final: Final) -> Completion:
+        """A `text_completion`."""
+        choice = TextChoice(text=final.content, finish_reason=final.finish_reason)
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+            usage=final.usage,
+        )
+
+    def start(self) -> bytes:
+        """Nothing: plain text has no role."""
+        return b""
+
+    def piece(self, text: str) -> bytes:
+        """A chunk with text."""
+        return self._chunk([TextChoice(text=text, finish_reason=None)])
+
+    def end(self, final: Final) -> bytes:
+        """A chunk with the reason, one with the usage if it was asked for, and the mark."""
+        last = self._chunk([TextChoice(text="", finish_reason=final.finish_reason)])
+        usage = self._chunk([], final.usage) if self._with_usage else b""
+        return last + usage + DONE
+
+    def _chunk(self, choices: list[TextChoice], usage: Usage | None = None) -> bytes:
+        chunk: dict[str, Any] = {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if self._with_usage:
+            chunk["usage"] = usage
+        return event(chunk)

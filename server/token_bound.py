@@ -1,0 +1,114 @@
+"""How many tokens a text can have at most, told without tokenising it.
+
+Every model of the `tokenizers` library makes at most one token of a byte of the text it is
+given; what may lengthen a text on the way there are normalizers and prefix spaces. This file
+knows those that can be bounded and gives up on any other. A proof, not an estimate: a text
+within the bound needs no count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+_MODELS = frozenset({"BPE", "Unigram", "WordLevel", "WordPiece"})
+_SPLITTERS = frozenset(
+    {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit"}
+)
+_CANONICAL_FORM_GROWTH = 3
+"""UTF-8 bytes that NFC or NFD make of one, at most (Unicode's FAQ on normalization)."""
+
+
+class Growth(NamedTuple):
+    """What tokenisation can add to the bytes of a text."""
+
+    factor: int
+    """Bytes after normalization for each byte that is not ASCII text."""
+    prefix: int
+    """Tokens in front of each run between added tokens."""
+
+    def max_tokens(self, text: str) -> int:
+        """Return the bound for a text."""
+        if text.isascii():
+            return len(text) + self.prefix
+        return len(text.encode(errors="surrogatepass")) * self.factor + self.prefix
+
+
+def growth(layout: Mapping[str, Any]) -> Growth | None:
+    """Return what a tokenizer.json can add to a text, or None where nothing is proven."""
+    model = layout["model"]
+    if model.get("type") not in _MODELS:
+        return None
+    pre_tokenizers = list(_flatten(layout.get("pre_tokenizer"), "pretokenizers"))
+    by_bytes = any(each["type"] == "ByteLevel" for each in pre_tokenizers)
+    vocab = _Vocabulary(model, by_bytes=by_bytes)
+    factor, prefix = 1, 0
+    for normalizer in _flatten(layout.get("normalizer"), "normalizers"):
+        added = _normalizer_prefix(normalizer, vocab)
+        if added is None:
+            return None
+        if normalizer["type"] in {"NFC", "NFD"}:
+            factor *= _CANONICAL_FORM_GROWTH
+        prefix += added
+    for index, pre_tokenizer in enumerate(pre_tokenizers):
+        added = _pre_tokenizer_prefix(pre_tokenizer, vocab)
+        # A later one adds its prefix to every piece that the earlier ones made.
+        if added is None or (added and index):
+            return None
+        prefix += added
+    # A run follows an added token, which has bytes to spare for the prefix of the run.
+    shortest = min((len(each["content"].encode()) for each in layout["added_tokens"]), default=None)
+    if prefix and shortest is not None and shortest < 1 + prefix:
+        return None
+    return Growth(factor, prefix)
+
+
+class _Vocabulary:
+    """Tells how many tokens a character costs that the tokenizer itself puts in."""
+
+    def __init__(self, model: Mapping[str, Any], *, by_bytes: bool) -> None:
+        self._model = model
+        self._by_bytes = by_bytes
+
+    def max_tokens(self, text: str) -> int:
+        num_bytes = len(text.encode())
+        if self._by_bytes or self._model["type"] == "Unigram":
+            return num_bytes
+        vocab = self._model.get("vocab")
+        known = isinstance(vocab, dict) and all(char in vocab for char in text)
+        return len(text) if known or not self._model.get("byte_fallback") else num_bytes
+
+
+def _flatten(step: Mapping[str, Any] | None, inner: str) -> Iterator[Mapping[str, Any]]:
+    if step is None:
+        return
+    if step.get("type") == "Sequence":
+        for each in step[inner]:
+            yield from _flatten(each, inner)
+    else:
+        yield step
+
+
+def _normalizer_prefix(normalizer: Mapping[str, Any], vocab: _Vocabulary) -> int | None:
+    """Return the tokens a normalizer puts in front, or None if it may lengthen the text."""
+    kind = normalizer["type"]
+    if kind in {"NFC", "NFD", "Strip"}:
+        return 0
+    if kind == "Prepend":
+        return vocab.max_tokens(normalizer["prepend"])
+    if kind == "Replace":
+        pattern = normalizer["pattern"].get("String", "")
+        return 0 if vocab.max_tokens(normalizer["content"]) <= len(pattern) else None
+    return None
+
+
+def _pre_tokenizer_prefix(step: Mapping[str, Any], vocab: _Vocabulary) -> int | None:
+    """Return the tokens a pre-tokenizer puts in front, or None if it may lengthen the text."""
+    kind = step["type"]
+    if kind in _SPLITTERS:
+        return 0
+    if kind == "ByteLevel":
+        return int(step.get("add_prefix_space", True))
+    if kind == "Metaspace" and vocab.max_tokens(step.get("replacement", "\u2581")) == 1:
+        return 0 if step.get("prepend_scheme") == "never" else 1
+    return None

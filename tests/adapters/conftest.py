@@ -1,0 +1,208 @@
+"""A server's double that says what a test tells it to, and clients of both kinds to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from conure.adapters.client import AsyncClient, Client, Retry
+
+Message = MutableMapping[str, Any]
+
+
+@dataclass
+class Answer:
+    """One answer: a JSON body, or the chunks of a stream."""
+
+    status: int = 200
+    body: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    chunks: list[bytes] | None = None
+    is_cut: bool = False
+    """The connection breaks after the last chunk."""
+    is_lost: bool = False
+    """The request is read, and the connection breaks before an answer."""
+    gate: Callable[[], bool] | None = None
+    """The stream's last chunk waits until this is true."""
+
+
+@dataclass
+class Seen:
+    """One request that came."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: Any
+
+
+class Double:
+    """An ASGI application with scripted answers; the last one of a path stays."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self.num_disconnects = 0
+        self.lifespan: list[str] = []
+        self._script: dict[tuple[str, str], deque[Answer]] = defaultdict(deque)
+
+    def on(self, method: str, path: str, *answers: Answer) -> None:
+        """Add answers to a path."""
+        self._script[method, path].extend(answers)
+
+    def of(self, method: str, path: str) -> list[Seen]:
+        """Requests to a path."""
+        return [seen for seen in self.seen if (seen.method, seen.path) == (method, path)]
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Serve one request, or the lifespan."""
+        if scope["type"] == "lifespan":
+            return await self._live(receive, send)
+        body = (await receive())["body"]
+        seen = Seen(
+            scope["method"],
+            scope["path"],
+            scope["query_string"].decode(),
+            {key.decode(): value.decode() for key, value in scope["headers"]},
+            msgspec.json.decode(body) if body else None,
+        )
+        self.seen.append(seen)
+        answers = self._script[seen.method, seen.path]
+        if not answers:
+            return await _send(send, Answer(404, _problem(404, "program.not_found", "no such")))
+        answer = answers.popleft() if len(answers) > 1 else answers[0]
+        if answer.is_lost:
+            raise ConnectionResetError("lost")
+        if answer.chunks is None:
+            return await _send(send, answer)
+        return await self._stream(answer, receive, send)
+
+    async def _stream(self, answer: Answer, receive: Any, send: Any) -> None:
+        head = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": answer.status, "headers": head})
+        gone = asyncio.create_task(receive())
+        try:
+            for index, chunk in enumerate(answer.chunks or []):
+                if answer.gate is not None and index == len(answer.chunks or []) - 1:
+                    while not answer.gate():
+                        if gone.done():
+                            self.num_disconnects += 1
+                            return
+                        await asyncio.sleep(0.001)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if answer.is_cut:
+                raise ConnectionResetError("cut")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            gone.cancel()
+
+    async def _live(self, receive: Any, send: Any) -> None:
+        for what in ("startup", "shutdown"):
+            await receive()
+            self.lifespan.append(what)
+            await send({"type": f"lifespan.{what}.complete"})
+
+
+async def _send(send: Any, answer: Answer) -> None:
+    headers = [(key.encode(), value.encode()) for key, value in answer.headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    body = answer.body if isinstance(answer.body, bytes) else msgspec.json.encode(answer.body)
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _problem(status: int, code: str, detail: str, **more: Any) -> dict[str, Any]:
+    title = "Problem"
+    return {
+        "type": f"urn:conure:problem:{code}",
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "code": code,
+        "request_id": "req_1",
+        **more,
+    }
+
+
+def _sse(seq: int | None, kind: str, **data: Any) -> bytes:
+    head = "" if seq is None else f"id: {seq}\n"
+    return f"{head}event: {kind}\ndata: ".encode() + msgspec.json.encode(data) + b"\n\n"
+
+
+class Kit:
+    """What tests of the client say often."""
+
+    Answer = Answer
+    problem = staticmethod(_problem)
+    sse = staticmethod(_sse)
+    program = {"nodes": [], "outputs": ["out"]}  # noqa: RUF012
+    path = "/v1/programs/p_1"
+
+    @staticmethod
+    def accepted() -> Answer:
+        """The answer to a submission."""
+        body = {"id": "p_1", "status": "accepted", "outputs": ["out"], "url": "/v1/programs/p_1"}
+        return Answer(202, body)
+
+    @staticmethod
+    def status(phase: str, **more: Any) -> Answer:
+        """A program's status."""
+        body = {"id": "p_1", "status": phase, "created_at": "now", "outputs": ["out"], **more}
+        return Answer(200, body)
+
+    @staticmethod
+    def finished(seq: int, status: str = "done") -> bytes:
+        """The last event."""
+        return _sse(seq, "program.finished", program="p_1", status=status, receipt={"calls": 1})
+
+
+@pytest.fixture
+def kit() -> Kit:
+    return Kit()
+
+
+@pytest.fixture
+def double() -> Double:
+    return Double()
+
+
+class Caller:
+    """Says the same to a client of either kind."""
+
+    def __init__(self, client: Client | AsyncClient) -> None:
+        self.client = client
+
+    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the client or of its runs."""
+        if isinstance(self.client, AsyncClient):
+            made: Awaitable[Any] = method(*args, **kwargs)
+            return await made
+        return await asyncio.to_thread(method, *args, **kwargs)
+
+    async def events(self, run: Any, after: int = 0) -> list[Any]:
+        """All events of a run."""
+        if isinstance(self.client, AsyncClient):
+            return [event async for event in run.events(after)]
+        return await asyncio.to_thread(lambda: list(run.events(after)))
+
+    async def submit(self, **kwargs: Any) -> Any:
+        """Submit any program."""
+        return await self(self.client.submit, Kit.program, **kwargs)
+
+
+FAST = Retry(max_retries=3, first_s=0.0001, most_s=0.001)
+
+
+@pytest.fixture(params=["threads", "coroutines"])
+async def caller(request: pytest.FixtureRequest, double: Double) -> AsyncIterator[Caller]:
+    if request.param == "coroutines":
+        async with AsyncClient(app=double, retry=FAST) as client:
+            yield Caller(client)
+    else:
+        with await asyncio.to_thread(lambda: Client(app=double, retry=FAST)) as client:
+            yield Caller(client)

@@ -1,0 +1,145 @@
+"""An application in this process behaves like a server: it streams, notices, starts, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import httpx
+import pytest
+
+from conure.adapters.asgi import AsyncTransport, LocalApp, SyncTransport
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Stream:
+    """Sends one chunk, then waits for permission or for the reader to leave."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.saw_disconnect = threading.Event()
+        self.threads: set[int] = set()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        self.threads.add(threading.get_ident())
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"<" + body, "more_body": True})
+        gone = asyncio.create_task(receive())  # type: ignore[arg-type]  # any awaitable will do
+        while not self.may_end.is_set():
+            await asyncio.sleep(0.001)
+            if gone.done() and gone.result()["type"] == "http.disconnect":
+                self.saw_disconnect.set()
+                return
+        gone.cancel()
+        await send({"type": "http.response.body", "body": b">", "more_body": False})
+
+
+@pytest.fixture
+def app() -> Stream:
+    return Stream()
+
+
+@pytest.fixture
+def local(app: Stream) -> Any:
+    made = LocalApp(app)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_a_chunk_is_there_before_the_response_has_ended(app: Stream, local: LocalApp) -> None:
+    with (
+        httpx.Client(transport=SyncTransport(local), base_url="http://127.0.0.1") as client,
+        client.stream("POST", "/", content=b"hi") as response,
+    ):
+        chunks = response.iter_raw()
+        assert next(chunks) == b"<hi"
+        app.may_end.set()
+        assert list(chunks) == [b">"]
+    assert len(app.threads) == 1
+    assert threading.get_ident() not in app.threads
+
+
+async def test_coroutines_of_another_loop_get_chunks_as_they_come(
+    app: Stream, local: LocalApp
+) -> None:
+    transport = AsyncTransport(local)
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+        client.stream("POST", "/", content=b"hi") as response,
+    ):
+        chunks = response.aiter_raw()
+        assert await anext(chunks) == b"<hi"
+        app.may_end.set()
+        assert [chunk async for chunk in chunks] == [b">"]
+
+
+def test_a_reader_that_leaves_is_a_disconnect(app: Stream, local: LocalApp) -> None:
+    with (
+        httpx.Client(transport=SyncTransport(local), base_url="http://127.0.0.1") as client,
+        client.stream("GET", "/") as response,
+    ):
+        next(response.iter_raw())
+    assert app.saw_disconnect.wait(5)
+
+
+def test_silence_is_a_read_timeout(app: Stream, local: LocalApp) -> None:
+    with (
+        httpx.Client(transport=SyncTransport(local), base_url="http://127.0.0.1") as client,
+        pytest.raises(httpx.ReadTimeout),
+    ):
+        client.get("/", timeout=0.02)
+
+
+def test_an_application_that_fails_breaks_the_connection() -> None:
+    async def broken(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        if scope["path"] == "/silent":
+            return
+        raise KeyError("oh")
+
+    local = LocalApp(broken)
+    local.start()
+    with httpx.Client(transport=SyncTransport(local), base_url="http://127.0.0.1") as client:
+        with pytest.raises(httpx.ReadError, match="oh"):
+            client.get("/")
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.get("/silent")
+    local.close()
+
+
+def test_an_application_that_refuses_to_start_says_why() -> None:
+    async def refusing(scope: Message, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no model"})
+
+    local = LocalApp(refusing)
+    with pytest.raises(RuntimeError, match="no model"):
+        local.start()
+    with pytest.raises(RuntimeError, match="was closed"):
+        local.start()
+
+
+def test_starting_and_closing_twice_is_safe(app: Stream) -> None:
+    local = LocalApp(app)
+    local.start()
+    local.start()
+    local.close()
+    local.close()

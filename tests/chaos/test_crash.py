@@ -1,0 +1,37 @@
+"""kill -9 of a whole server under load: what was promised before holds after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .driver import Chaos, Server
+
+
+def write_script(folder: Path, life: int) -> Path:
+    """What the model says in one life of the server: mostly something else in each.
+
+    A call that ran twice, or that built on a value which a crash took away, then shows.
+    """
+    script = folder / f"script-{life}.json"
+    script.write_text(json.dumps([{"match": "^(Say|List)|brief", "text": f"{life} lives"}]))
+    return script
+
+
+@pytest.mark.timeout(180)
+async def test_twenty_kills_lose_nothing_and_change_nothing(tmp_path: Path) -> None:
+    def arguments(life: int) -> list[str]:
+        script = write_script(tmp_path, life)
+        return ["--engine", "fake", "--script", str(script), "--time-per-output-token", "0.004"]
+
+    async with Server(tmp_path, arguments=arguments) as server:
+        report = await Chaos(server, seed=1).run(num_kills=20)
+    print(report)
+    # Otherwise it would have tested nothing.
+    assert report.num_kills == 20
+    assert report.num_kills_under_load >= 10
+    assert report.num_survivors >= 10
+    assert report.num_calls_run_again >= 5
+    assert report.num_client_steps >= 10

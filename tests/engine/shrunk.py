@@ -1,0 +1,96 @@
+"""Shrunk random models as folders, and the judgement of greedy tokens against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from conure.engine import bytelevel
+
+TIE = 1e-4
+"""Where the reference's two best logits lie this close, either token is right."""
+
+SMALL: dict[str, Any] = {
+    "vocab_size": bytelevel.VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": bytelevel.EOS_IDS[0],
+    "pad_token_id": bytelevel.EOS_IDS[1],
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {},
+    "mistral": {"sliding_window": 9},
+    "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0},
+}
+
+
+def write(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a random model whose logits are wide, with the byte tokenizer; return `folder`."""
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **changes})
+    model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
+        config, dtype=torch.float32
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                deviation = 1.5 * weight.shape[1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+            else:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        model.get_output_embeddings().weight.mul_(3)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(bytelevel.tokenizer_json())
+    settings = {"chat_template": bytelevel.CHAT_TEMPLATE, **bytelevel.SPECIAL_TOKENS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """Load a folder as anybody would, attending eagerly, in float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation="eager"
+    )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def count_ties(reference: PreTrainedModel, ids: list[int], num_prompt: int) -> int:
+    """Assert that `ids[num_prompt:]` are the reference's greedy tokens; return its ties.
+
+    The reference is forced along `ids` alone, in one forward pass.
+    """
+    with torch.inference_mode():
+        logits = reference(torch.tensor([ids])).logits[0, num_prompt - 1 : -1]
+    ties = 0
+    for offset, (scores, token) in enumerate(zip(logits, ids[num_prompt:], strict=True)):
+        if int(scores.argmax()) != token:
+            gap = float(scores.max() - scores[token])
+            assert gap <= TIE, f"token {offset}: {token} lies {gap} below the reference's best"
+            ties += 1
+    return ties
+
+
+def with_bos(text: str) -> str:
+    """Return a tokenizer.json that puts the end-of-text token before every text."""
+    tokenizer = Tokenizer.from_str(text)
+    marker = bytelevel.END_OF_TEXT
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{marker} $A", special_tokens=[(marker, bytelevel.SPECIAL_IDS[marker])]
+    )
+    return str(tokenizer.to_str())

@@ -1,0 +1,344 @@
+"""The transformers runner, driven by rows as the engine core drives it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from conure.engine import builtin, local
+from conure.engine.api import EngineError, Sampling
+from conure.engine.local import LocalRunner
+from conure.engine.runner import Row
+
+from . import shrunk
+
+BLOCK = 4
+GREEDY = Sampling(max_tokens=64)
+
+
+@dataclass
+class Context:
+    """One context of a miniature core: its ids, its blocks, how much of it is computed."""
+
+    ids: list[int]
+    blocks: list[int]
+    num_prompt: int
+    computed: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.ids) - self.num_prompt >= 16
+
+
+@dataclass
+class Core:
+    """Hands out blocks and drives a runner step by step."""
+
+    runner: LocalRunner
+    free: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.runner.limits.num_blocks))
+        random.Random(1).shuffle(self.free)
+
+    def new(self, ids: list[int]) -> Context:
+        return Context(list(ids), [], len(ids))
+
+    def fork(self, parent: Context, length: int, rest: list[int]) -> Context:
+        """Fork at any length: whole blocks are shared, a partial one is copied."""
+        shared = parent.blocks[: length // BLOCK]
+        if length % BLOCK:
+            own = self.free.pop()
+            self.copies.append((parent.blocks[length // BLOCK], own))
+            shared = [*shared, own]
+        ids = parent.ids[:length] + rest
+        return Context(ids, shared, len(ids), length)
+
+    def row(self, context: Context, chunk: int) -> Row:
+        start = context.computed
+        num_new = min(chunk, len(context.ids) - start)
+        while len(context.blocks) * BLOCK < start + num_new:
+            context.blocks.append(self.free.pop())
+        ends = start + num_new == len(context.ids)
+        return Row(
+            0,
+            context.ids,
+            start,
+            num_new,
+            context.blocks,
+            GREEDY if ends else None,
+            context.num_prompt,
+        )
+
+    def step(self, contexts: list[Context], chunk: Callable[[], int]) -> None:
+        rows = [self.row(context, chunk()) for context in contexts]
+        copies, self.copies = self.copies, []
+        sampled = iter(self.runner.run(rows, copies))
+        for context, row in zip(contexts, rows, strict=True):
+            context.computed += row.num_new
+            if row.sampling is not None:
+                context.ids.append(next(sampled))
+        assert next(sampled, None) is None
+
+    def finish(self, contexts: list[Context], chunk: Callable[[], int]) -> None:
+        while pending := [context for context in contexts if not context.is_done]:
+            self.step(pending, chunk)
+
+
+@dataclass
+class Pair:
+    """A runner, and transformers on the same folder."""
+
+    folder: Path
+    runner: LocalRunner
+    reference: PreTrainedModel
+    ties: int = 0
+
+    def judge(self, contexts: list[Context]) -> None:
+        self.ties += sum(
+            shrunk.count_ties(self.reference, context.ids, context.num_prompt)
+            for context in contexts
+        )
+        assert self.ties <= 2, "so many ties make the rule meaningless"
+
+
+def runner_of(folder: Path, **options: int) -> LocalRunner:
+    chosen = {"num_blocks": 512, "block_size": BLOCK, "threads": 1, **options}
+    return LocalRunner(model=str(folder), dtype="float32", **chosen)  # type: ignore[arg-type]  # ints
+
+
+@pytest.fixture(scope="module", params=[*shrunk.FAMILIES])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = shrunk.write(tmp_path_factory.mktemp("model") / request.param, request.param)
+    return Pair(folder, runner_of(folder, min_saved=0), shrunk.load(folder))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shrunk.write(tmp_path_factory.mktemp("model") / "tiny-llama", "llama")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(256), k=length)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_greedy_tokens_equal_transformers_however_the_prompt_is_cut(pair: Pair, chunk: int) -> None:
+    core = Core(pair.runner)
+    context = core.new(prompt(chunk, 37))
+    core.finish([context], lambda: chunk)
+    pair.judge([context])
+
+
+def test_greedy_tokens_equal_generate_of_transformers(pair: Pair) -> None:
+    core = Core(pair.runner)
+    context = core.new(prompt(5, 21))
+    core.finish([context], lambda: 1000)
+    ids = torch.tensor([context.ids[:21]])
+    with torch.inference_mode():
+        out = pair.reference.generate(  # type: ignore[operator]  # the mixin's method
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    wanted = out[0].tolist()
+    if context.ids != wanted:
+        first = next(i for i, (a, b) in enumerate(zip(context.ids, wanted, strict=True)) if a != b)
+        assert shrunk.count_ties(pair.reference, context.ids[: first + 1], first) == 1
+
+
+def test_contexts_that_share_blocks_and_fork_in_mid_block_stay_exact(pair: Pair) -> None:
+    core = Core(pair.runner)
+    root = core.new(prompt(1, 30))
+    core.finish([root], lambda: 11)
+    forks = [core.fork(root, length, prompt(length, 5)) for length in (8, 30, 29, 30, 41)]
+    core.step(forks, lambda: 1000)
+    grandchildren = [core.fork(forks[1], 33, prompt(9, 1)), core.fork(forks[1], 32, prompt(8, 3))]
+    everyone = [*forks, *grandchildren]
+    core.finish(everyone, lambda: 3)
+    pair.judge([root, *everyone])
+
+
+def test_a_row_may_read_what_an_earlier_row_of_the_same_step_writes(pair: Pair) -> None:
+    core = Core(pair.runner)
+    writer = core.new(prompt(2, 26))
+    reader = core.new(prompt(2, 24) + prompt(3, 6))
+    writing = core.row(writer, 1000)
+    reader.blocks, reader.computed = writer.blocks[:6], 24
+    reading = core.row(reader, 1000)
+    first, second = pair.runner.run([writing, reading], [])
+    writer.ids.append(first)
+    reader.ids.append(second)
+    pair.judge([writer, reader])
+
+
+@pytest.mark.parametrize("num_contexts", [1, 4, 16])
+def test_any_mixture_of_prefill_and_decoding_stays_exact(pair: Pair, num_contexts: int) -> None:
+    rng = random.Random(num_contexts)
+    core = Core(pair.runner)
+    contexts = [core.new(prompt(i % 3, 5 + i) + prompt(i, i % 7)) for i in range(num_contexts)]
+    waiting = list(contexts)
+    running: list[Context] = []
+    while waiting or any(not context.is_done for context in running):
+        if waiting and rng.random() < 0.5:
+            running.append(waiting.pop())
+        if pending := [context for context in running if not context.is_done]:
+            core.step(pending, lambda: rng.choice((1, 1, 7, 1000)))
+        # Now and then one is evicted and computed again in other blocks.
+        if running and rng.random() < 0.1:
+            victim = rng.choice(running)
+            victim.blocks, victim.computed = [], 0
+    pair.judge(contexts)
+
+
+def test_the_planner_that_never_shares_gives_the_same_tokens(pair: Pair) -> None:
+    outputs = []
+    for saved in (0, 10**9):
+        runner = pair.runner
+        runner._min_saved = saved
+        core = Core(runner)
+        root = core.new(prompt(4, 40))
+        core.finish([root], lambda: 1000)
+        forks = [core.fork(root, 40, prompt(i, 3)) for i in range(4)]
+        core.finish(forks, lambda: 1000)
+        pair.judge(forks)
+        outputs.append([fork.ids for fork in forks])
+    pair.runner._min_saved = 0
+    assert pair.ties or outputs[0] == outputs[1]
+
+
+def test_the_builtin_model_is_exact_and_its_best_logits_lie_apart(tmp_path: Path) -> None:
+    folder = builtin.create(tmp_path / "builtin")
+    pair = Pair(folder, runner_of(folder), shrunk.load(folder))
+    core = Core(pair.runner)
+    texts = ("Once upon a time", "<question>", "x")
+    contexts = [core.new(list(text.encode())) for text in texts]
+    core.finish(contexts, lambda: 1000)
+    pair.judge(contexts)
+    assert pair.ties == 0
+
+
+def test_only_sampling_rows_reach_the_output_layer(llama: Path) -> None:
+    runner = runner_of(llama)
+    shapes: list[int] = []
+    model: Any = runner._model
+    handle = model.get_output_embeddings().register_forward_hook(
+        lambda *call: shapes.append(call[2].shape[1])
+    )
+    core = Core(runner)
+    contexts = [core.new(prompt(0, 9)), core.new(prompt(1, 30))]
+    core.step(contexts, lambda: 10)
+    core.step([contexts[1]], lambda: 10)
+    handle.remove()
+    assert shapes == [1, 0]
+
+
+def test_a_step_without_rows_still_copies_blocks(llama: Path) -> None:
+    runner = runner_of(llama)
+    key_cache = runner._caches[0][0]
+    with torch.inference_mode():
+        key_cache[3] = 7.0
+    assert runner.run([], [(3, 5)]) == []
+    assert (key_cache[5] == 7.0).all()
+
+
+def test_bfloat16_runs_and_keeps_its_caches_in_bfloat16(llama: Path) -> None:
+    runner = LocalRunner(
+        model=str(llama), dtype="bfloat16", num_blocks=64, block_size=BLOCK, threads=1
+    )
+    assert {cache.dtype for cache_pair in runner._caches for cache in cache_pair} == {
+        torch.bfloat16
+    }
+    core = Core(runner)
+    contexts = [core.new(prompt(1, 20)), core.new(prompt(2, 5))]
+    core.finish(contexts, lambda: 7)
+    assert all(0 <= token < 259 for context in contexts for token in context.ids)
+
+
+def test_a_runner_says_who_it_is(llama: Path) -> None:
+    runner = LocalRunner(model=str(llama), dtype="float32", threads=1)
+    assert runner.model == "tiny-llama"
+    assert runner.eos_ids == (258,)
+    assert runner.bos_id is None
+    assert "<|im_start|>" in runner.chat_template
+    assert runner.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    assert json.loads(runner.tokenizer_json)["model"]["type"] == "BPE"
+    assert "LlamaForCausalLM" in runner.description
+    assert runner.limits.context_len == 256
+    assert runner.limits.num_blocks == local.DEFAULT_CONTEXTS * 256 // 16
+
+
+def test_the_builtin_model_is_made_in_the_cache_and_says_that_it_means_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runner = LocalRunner(model="builtin", threads=1, num_blocks=64)
+    assert runner.model == "builtin"
+    assert "means nothing" in runner.description
+    assert runner.limits.context_len == 64 * 16
+    assert (tmp_path / "conure" / f"builtin-{builtin.VERSION}" / "model.safetensors").is_file()
+
+
+def test_little_memory_lowers_the_context_instead_of_failing(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 3 layers of 2 heads of 16 + 16 floats: 768 bytes a token.
+    monkeypatch.setattr(local, "_free_bytes", lambda: int(100 * 768 / local.MEMORY_SHARE))
+    runner = LocalRunner(model=str(llama), dtype="float32", threads=1)
+    assert (runner.limits.num_blocks, runner.limits.context_len) == (6, 96)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "named"),
+    [
+        ({"model": "/no/such/folder"}, "model.not_found", "/no/such/folder"),
+        ({"model": "nosuchname"}, "model.not_found", "nosuchname"),
+        ({"dtype": "float16"}, "engine.bad_option", "float16"),
+        ({"device": "cuda"}, "engine.bad_option", "cuda"),
+        ({"context_len": 300}, "engine.bad_option", "made for 256"),
+        ({"context_len": 200, "num_blocks": 3}, "engine.bad_option", "200"),
+        ({"block_size": 0}, "engine.bad_option", "block_size"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_sentence(
+    llama: Path, options: dict[str, str | int], code: str, named: str
+) -> None:
+    with pytest.raises(EngineError) as refused:
+        LocalRunner(**{"model": str(llama), **options})  # type: ignore[arg-type]  # wrong on purpose
+    assert refused.value.code == code
+    assert named in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_weights_that_miss_a_tensor_are_refused_instead_of_made_up(
+    llama: Path, tmp_path: Path
+) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match="k_proj") as refused:
+        runner_of(tmp_path)
+    assert refused.value.code == "model.invalid"
+
+
+def test_a_damaged_weights_file_is_refused_in_one_sentence(llama: Path, tmp_path: Path) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 64)
+    with pytest.raises(EngineError, match="cannot load") as refused:
+        runner_of(tmp_path)
+    assert refused.value.code == "model.invalid"

@@ -1,0 +1,325 @@
+"""A Service whose programs do what a test says, and a server to put it behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from litestar import Litestar
+
+from conure.engine.api import StatusReport
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.errors import ConflictError, ConureError, NotFoundError
+from conure.server.program.ir import Append, Client, Expr, Generate, Submission
+from conure.server.program.status import (
+    ENDED,
+    Accepted,
+    Event,
+    NodeStatus,
+    OutputTokens,
+    Problem,
+    ProgramStatus,
+    PromptTokens,
+    PutValue,
+    VariableStatus,
+)
+from conure.server.service import EngineInfo, ModelInfo, Readiness
+
+
+class Scripted:
+    """One program of the double."""
+
+    def __init__(self, number: int, submission: Submission) -> None:
+        self.id = f"p_{number}"
+        self.submission = submission
+        self.is_open = submission.open
+        self.status: str = "accepted"
+        self.nodes: dict[str, NodeStatus] = {}
+        self.variables: dict[str, VariableStatus] = {}
+        self.events: list[Event] = []
+        self.num_readers = 0
+        self.num_waiters = 0
+        self._seq = 0
+        self._changed = asyncio.Event()
+
+    def add(self, names: list[str]) -> None:
+        for name in names:
+            self.variables[name] = VariableStatus(name=name, status="waiting")
+
+    def tell(self, type_: Any, *, is_journaled: bool = True, **data: Any) -> None:
+        seq = None
+        if is_journaled:
+            self._seq += 1
+            seq = self._seq
+        self.events.append(Event(seq, type_, {"program": self.id, "seq": seq, **data}))
+        self._wake()
+
+    def delta(self, variable: str, text: str, *, offset: int, attempt: int = 1) -> None:
+        self.tell(
+            "node.delta",
+            is_journaled=False,
+            variable=variable,
+            text=text,
+            offset=offset,
+            attempt=attempt,
+        )
+
+    def commit(self, variable: str, value: Any) -> None:
+        self.variables[variable] = VariableStatus(name=variable, status="done", value=value)
+        self.tell("variable.committed", variable=variable, value=value)
+
+    def lose(self, variable: str, phase: Any, code: str, message: str = "") -> None:
+        problem = Problem(code=code, message=message)
+        self.variables[variable] = VariableStatus(name=variable, status=phase, error=problem)
+        self._wake()
+
+    def finish(self, status: str = "done") -> None:
+        self.status = status
+        self.tell("program.finished", status=status)
+
+    def spend(self, node: str, *, prompt: int, shared: int, output: int) -> None:
+        self.nodes[node] = NodeStatus(
+            status="done",
+            prompt_tokens=PromptTokens(logical=prompt, computed=prompt - shared, shared=shared),
+            output_tokens=OutputTokens(decoded=output),
+        )
+
+    async def changed(self) -> None:
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def snapshot(self) -> ProgramStatus:
+        status: Any = self.status
+        return ProgramStatus(
+            id=self.id,
+            name=self.submission.program.name,
+            status=status,
+            created_at="2026-01-01T00:00:00Z",
+            outputs=list(self.submission.program.outputs),
+            variables=dict(self.variables),
+            nodes=dict(self.nodes),
+        )
+
+
+class ScriptedService:
+    """Keeps the Service protocol with programs that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.programs: dict[str, Scripted] = {}
+        self.cancelled: list[str] = []
+        self.objectives: list[str | None] = []
+        self.puts: list[tuple[str, PutValue]] = []
+        self.appended: list[Append] = []
+        self.refusal: Exception | None = None
+        self.on_submit: Callable[[Scripted], None] = lambda program: None
+        self.readiness = Readiness(is_ready=True)
+        self.life: list[str] = []
+        self.drained = asyncio.Event()
+        self._keys: dict[str, Scripted] = {}
+
+    async def start(self) -> None:
+        self.life.append("start")
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def stop(self) -> None:
+        self.life.append("stop")
+
+    async def drain(self) -> None:
+        self.life.append("drain")
+        self.drained.set()
+
+    async def submit(
+        self,
+        submission: Submission,
+        *,
+        body: bytes,
+        tenant: str,
+        idempotency_key: str | None = None,
+    ) -> tuple[Accepted, bool]:
+        assert body
+        assert tenant == "local"
+        if self.refusal is not None:
+            raise self.refusal
+        known = self._keys.get(idempotency_key or "")
+        program = known or Scripted(len(self.programs) + 1, submission)
+        self.programs[program.id] = program
+        if idempotency_key:
+            self._keys[idempotency_key] = program
+        if known is None:
+            program.add(names_of(submission.program))
+            program.tell("program.accepted")
+            self.on_submit(program)
+        accepted = Accepted(
+            id=program.id,
+            status="accepted",
+            outputs=list(submission.program.outputs),
+            url=f"/v1/programs/{program.id}",
+        )
+        return accepted, known is not None
+
+    async def append(
+        self, program: str, append: Append, *, body: bytes, tenant: str
+    ) -> ProgramStatus:
+        found = self._find(program)
+        if not found.is_open:
+            raise ConflictError("program.closed", "the program takes no more nodes")
+        self.appended.append(append)
+        found.add(names_of(append))
+        found.is_open = not append.close
+        return found.snapshot()
+
+    async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
+        found = self._find(program)
+        self.cancelled.append(program)
+        if found.status not in ENDED:
+            found.finish("cancelled")
+        return found.snapshot()
+
+    async def status(self, program: str, *, tenant: str) -> ProgramStatus:
+        return self._find(program).snapshot()
+
+    async def get(
+        self,
+        program: str,
+        variable: str,
+        *,
+        tenant: str,
+        wait_s: float,
+        objective: str | None = None,
+    ) -> VariableStatus:
+        found = self._find(program)
+        self.objectives.append(objective)
+        if variable not in found.variables:
+            raise NotFoundError("variable.unknown", f"there is no variable {variable!r}")
+        found.num_waiters += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                while found.variables[variable].status not in ENDED:
+                    await found.changed()
+        except TimeoutError:
+            pass
+        finally:
+            found.num_waiters -= 1
+        return found.variables[variable]
+
+    async def put(
+        self, program: str, variable: str, body: PutValue, *, tenant: str
+    ) -> VariableStatus:
+        found = self._find(program)
+        if found.variables[variable].status == "done":
+            raise ConflictError("variable.committed", "the variable has another value")
+        self.puts.append((variable, body))
+        found.commit(variable, body.value)
+        return found.variables[variable]
+
+    async def events(self, program: str, *, tenant: str, after: int) -> AsyncGenerator[Event, None]:
+        found = self._find(program)
+        found.num_readers += 1
+        try:
+            position = 0
+            while True:
+                while position < len(found.events):
+                    event = found.events[position]
+                    position += 1
+                    if event.seq is None or event.seq > after:
+                        yield event
+                        if event.type == "program.finished":
+                            return
+                await found.changed()
+        finally:
+            found.num_readers -= 1
+
+    def models(self) -> list[ModelInfo]:
+        return [
+            ModelInfo(id="tiny", context_len=4096, description="a double", created=1_700_000_000),
+            ModelInfo(id="org/other", context_len=128),
+        ]
+
+    async def engines(self) -> list[EngineInfo]:
+        report = StatusReport(0, 10, 4, 5, 1, 2, *range(6))
+        return [EngineInfo(id="engine-0", epoch=7, model="tiny", report=report)]
+
+    async def ready(self) -> Readiness:
+        return self.readiness
+
+    def _find(self, program: str) -> Scripted:
+        if program not in self.programs:
+            raise NotFoundError("program.unknown", f"there is no program {program!r}")
+        return self.programs[program]
+
+
+def names_of(graph: Any) -> list[str]:
+    """Names of all variables that a program or an addition declares or produces."""
+    names = list(graph.variables)
+    for node in graph.nodes:
+        if isinstance(node, Expr | Client):
+            names.append(node.output)
+        elif isinstance(node, Generate) and node.output:
+            names.append(node.output.variable)
+        elif isinstance(node, Generate) and node.prompt:
+            names += [segment.output for segment in node.prompt if segment.output]
+    return names
+
+
+def app_of(service: ScriptedService, **settings: Any) -> Litestar:
+    """The application in front of a double."""
+    return create_app(Config(data=Path("unused"), **settings), service=service)
+
+
+@contextlib.asynccontextmanager
+async def in_process(app: Litestar) -> AsyncIterator[httpx.AsyncClient]:
+    """A client that calls the application without a network; streams arrive at their end."""
+    asgi: Any = app  # two spellings of one protocol
+    transport = httpx.ASGITransport(app=asgi, raise_app_exceptions=False)
+    async with (
+        app.lifespan(),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        yield client
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def over_socket(app: Litestar) -> AsyncIterator[str]:
+    """The address of a real server that runs the application in this event loop."""
+    config = uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False
+    )
+    server = _Server(config)
+    async with app.lifespan():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            running = asyncio.ensure_future(server.serve([listener]))
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                server.force_exit = True
+                await running
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets other tasks run until the condition holds; fails after 5 s."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - conditions of doubles have no event
+            await asyncio.sleep(0.001)
+
+
+def refusal(error: type[ConureError], code: str, **details: Any) -> ConureError:
+    """An error to be raised by a double."""
+    return error(code, f"refused with {code}", **details)

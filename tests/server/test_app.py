@@ -1,0 +1,315 @@
+"""What holds for every route: ids, problems, the gate, bodies, the document, health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import yaml  # type: ignore[import-untyped]  # it has none
+
+from conure.server.app import drain
+from conure.server.program.errors import ProgramError, UnavailableError
+from conure.server.service import Readiness
+
+from .service_double import ScriptedService, app_of, in_process, over_socket, refusal
+
+PROGRAM: dict[str, Any] = {
+    "program": {
+        "name": "greet",
+        "variables": {"who": {}},
+        "nodes": [
+            {
+                "id": "say",
+                "op": "generate",
+                "prompt": [{"text": "Hello "}, {"input": "who"}, {"output": "greeting"}],
+            }
+        ],
+        "outputs": ["greeting"],
+    },
+    "inputs": {"who": "you"},
+}
+
+
+def check_problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = answer.json()
+    assert problem["status"] == status
+    assert problem["code"] == code
+    assert problem["title"]
+    assert problem["detail"]
+    assert problem["type"] == f"urn:conure:problem:{code}"
+    assert problem["request_id"] == answer.headers["x-request-id"]
+    return problem
+
+
+async def test_every_answer_has_a_request_id_and_takes_over_a_tame_one() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        for path in ("/healthz", "/nowhere", "/schema/openapi.json", "/v1/models"):
+            assert (await client.get(path)).headers["x-request-id"].startswith("req_")
+        tame = await client.get("/healthz", headers={"X-Request-ID": "abc-1"})
+        assert tame.headers["x-request-id"] == "abc-1"
+        wild = await client.get("/healthz", headers={"X-Request-ID": "a b\tc"})
+        assert wild.headers["x-request-id"].startswith("req_")
+
+
+async def test_router_errors_are_problems() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        check_problem(await client.get("/nowhere"), 404, "route.not_found")
+        check_problem(await client.get("/schema/nowhere.json"), 404, "route.not_found")
+        wrong = await client.patch("/v1/programs")
+        check_problem(wrong, 405, "route.method_not_allowed")
+        assert "POST" in wrong.headers["allow"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8400", "127.0.0.1:1", "[::1]", "[::1]:9"])
+async def test_hosts_of_this_machine_pass(host: str) -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        assert (await client.get("/healthz", headers={"Host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["example.com", "localhost.example.com", "127.0.0.1.nip.io", "localhost:8400@x", ""]
+)
+async def test_other_hosts_are_forbidden(host: str) -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.get("/v1/programs/p_1", headers={"Host": host})
+        check_problem(answer, 403, "host.forbidden")
+
+
+async def test_other_origins_are_forbidden_and_local_ones_pass() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        for origin in ("https://example.com", "null", "http://localhost.example.com"):
+            answer = await client.get("/healthz", headers={"Origin": origin})
+            check_problem(answer, 403, "origin.forbidden")
+        for origin in ("http://localhost:3000", "http://127.0.0.1", "http://[::1]:8400"):
+            answer = await client.get("/healthz", headers={"Origin": origin})
+            assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/programs", "/v1/programs/p_1/nodes", "/v1/submit"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_bodies_that_are_not_declared_json_are_refused(path: str, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.post(path, content=b"{}", headers=headers)
+        check_problem(answer, 415, "request.media_type")
+
+
+async def test_a_charset_is_no_other_media_type() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.post(
+            "/v1/programs",
+            content=json.dumps(PROGRAM),
+            headers={"Content-Type": "application/json; charset=utf-8"},
+        )
+        assert answer.status_code == 202, answer.text
+
+
+async def test_a_body_over_the_limit_is_413_with_and_without_content_length() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b" " * 1000
+
+    async with in_process(app_of(ScriptedService(), max_body=2000)) as client:
+        headers = {"Content-Type": "application/json"}
+        contents: tuple[bytes | AsyncIterator[bytes], ...] = (b" " * 2001, pieces())
+        for content in contents:
+            answer = await client.post("/v1/programs", content=content, headers=headers)
+            check_problem(answer, 413, "request.too_large")
+
+
+@pytest.mark.parametrize("depth", [65, 5_000, 1_000_000])
+async def test_deep_json_is_a_client_error(depth: int) -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        for path in ("/v1/programs", "/v1/chat/completions"):
+            answer = await client.post(
+                path,
+                content=b'{"program": ' + b"[" * depth + b"]" * depth + b"}",
+                headers={"Content-Type": "application/json"},
+            )
+            assert answer.status_code == 400
+
+
+async def test_malformed_json_and_unknown_fields_are_400_with_code_and_path() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        headers = {"Content-Type": "application/json"}
+        answer = await client.post("/v1/programs", content=b'{"program": ', headers=headers)
+        check_problem(answer, 400, "json.malformed")
+        body = {"program": {"nodes": [{"id": "a", "op": "generate", "promt": []}]}}
+        problem = check_problem(
+            await client.post("/v1/programs", json=body), 400, "program.invalid"
+        )
+        assert "promt" in problem["detail"]
+
+
+async def test_our_errors_keep_code_path_and_retry_after() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        service.refusal = refusal(ProgramError, "program.cycle", path="program.nodes[1]")
+        problem = check_problem(
+            await client.post("/v1/programs", json=PROGRAM), 400, "program.cycle"
+        )
+        assert problem["path"] == "program.nodes[1]"
+        service.refusal = refusal(UnavailableError, "queue.full", status=429, retry_after_s=1.2)
+        answer = await client.post("/v1/programs", json=PROGRAM)
+        check_problem(answer, 429, "queue.full")
+        assert answer.headers["retry-after"] == "2"
+
+
+async def test_a_bug_is_a_500_that_says_nothing_and_logs_everything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        service.refusal = RuntimeError("canary-secret")
+        with caplog.at_level(logging.ERROR):
+            answer = await client.post("/v1/programs", json=PROGRAM)
+        problem = check_problem(answer, 500, "server.internal")
+        assert "canary" not in answer.text
+        assert "canary-secret" in caplog.text
+        assert problem["request_id"] in caplog.text
+
+
+async def test_health_is_alive_and_readiness_gives_reasons() -> None:
+    service = ScriptedService()
+    app = app_of(service)
+    async with in_process(app) as client:
+        assert (await client.get("/healthz")).json() == {"status": "ok"}
+        assert (await client.get("/readyz")).json() == {"status": "ready"}
+        service.readiness = Readiness(is_ready=False, reasons=["engine-0 is silent"])
+        problem = check_problem(await client.get("/readyz"), 503, "server.not_ready")
+        assert "engine-0 is silent" in problem["detail"]
+        service.readiness = Readiness(is_ready=True)
+        await drain(app, timeout_s=1)
+        check_problem(await client.get("/readyz"), 503, "server.draining")
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_engines_tell_their_counters() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        [engine] = (await client.get("/v1/engines")).json()["engines"]
+        assert (engine["id"], engine["epoch"]) == ("engine-0", 7)
+        counters = engine["counters"]
+        assert counters["num_blocks"] == 10
+        assert counters["num_free"] + counters["num_held"] + counters["num_cached"] == 10
+
+
+async def test_the_root_points_to_the_document() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        root = (await client.get("/")).json()
+        assert root["name"] == "conure"
+        assert (await client.get(root["documentation"])).status_code == 200
+
+
+async def test_the_service_lives_as_long_as_the_application() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)):
+        assert service.life == ["start"]
+    assert service.life == ["start", "stop"]
+
+
+async def test_a_drain_that_hangs_is_given_up_and_still_ends_waiters() -> None:
+    class Hanging(ScriptedService):
+        async def drain(self) -> None:
+            await asyncio.Event().wait()
+
+    app = app_of(Hanging())
+    await drain(app, timeout_s=0.01)
+    assert app.state.draining.is_set()
+
+
+async def document() -> dict[str, Any]:
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.get("/schema/openapi.json")
+        assert answer.headers["content-type"].startswith("application/vnd.oai.openapi+json")
+        parsed: dict[str, Any] = answer.json()
+        as_yaml = await client.get("/schema/openapi.yaml")
+        assert yaml.safe_load(as_yaml.text) == parsed
+        assert "cdn" not in answer.text
+        assert (await client.get("/schema")).json() == parsed
+        return parsed
+
+
+async def test_the_document_has_every_route_with_bodies_and_problems() -> None:
+    paths = (await document())["paths"]
+    assert set(paths) == {
+        "/",
+        "/healthz",
+        "/readyz",
+        "/v1/engines",
+        "/v1/programs",
+        "/v1/programs/{program}",
+        "/v1/programs/{program}/nodes",
+        "/v1/programs/{program}/events",
+        "/v1/programs/{program}/variables/{name}",
+        "/v1/submit",
+        "/v1/set",
+        "/v1/get",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+    }
+    submit = paths["/v1/programs"]["post"]
+    body = submit["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/Submission"}
+    assert "202" in submit["responses"]
+    for path, item in paths.items():
+        for operation in item.values():
+            for status, answer in operation["responses"].items():
+                if int(status) >= 400 and path not in _OPENAI:
+                    assert list(answer["content"]) == ["application/problem+json"], (path, status)
+
+
+_OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}")
+
+
+async def test_every_reference_of_the_document_leads_somewhere() -> None:
+    parsed = await document()
+    schemas = parsed["components"]["schemas"]
+
+    def references(value: Any) -> Any:
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                yield value["$ref"]
+            for inner in value.values():
+                yield from references(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from references(inner)
+
+    found = set(references(parsed))
+    assert "#/components/schemas/Generate" in found
+    for reference in found:
+        assert reference.removeprefix("#/components/schemas/") in schemas, reference
+
+
+async def test_waiting_bounds_stand_in_the_document() -> None:
+    get = (await document())["paths"]["/v1/programs/{program}/variables/{name}"]["get"]
+    wait = next(p for p in get["parameters"] if p["name"] == "wait_s")["schema"]
+    assert (wait["minimum"], wait["maximum"]) == (0, 600)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_does_no_harm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with over_socket(app_of(ScriptedService())) as url:
+        port = int(url.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/programs HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert await reader.read() == b""
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/healthz")).status_code == 200
+    assert "Traceback" not in caplog.text

@@ -1,0 +1,50 @@
+"""Settings: their bounds, and the folder of a server that was given none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.server.config import Config, ConfigError, default_data, is_loopback
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_hosts_are_taken(host: str) -> None:
+    assert is_loopback(host)
+    assert Config(data=Path("d"), host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", ""])
+def test_hosts_that_others_reach_are_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="reachable from outside"):
+        Config(data=Path("d"), host=host)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"port": -1},
+        {"port": 65_536},
+        {"num_engines": 0},
+        {"num_engines": 65},
+        {"block_size": 0},
+        {"drain_s": -1.0},
+        {"time_per_call": float("nan")},
+        {"max_body": 0},
+        {"engine": "remote"},
+        {"engine": "fake", "model": "x"},
+    ],
+)
+def test_settings_out_of_bounds_are_named(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(data=Path("d"), **setting)
+    assert next(iter(setting)) in str(caught.value)
+
+
+def test_the_default_folder_follows_xdg_but_not_a_relative_one() -> None:
+    assert default_data({"XDG_STATE_HOME": "/x"}) == Path("/x/conure")
+    home = Path.home() / ".local" / "state" / "conure"
+    assert default_data({}) == home
+    assert default_data({"XDG_STATE_HOME": "relative"}) == home
