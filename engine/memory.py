@@ -32,9 +32,9 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
+from .cache import BlockCache
 from .context import CACHED, SHARED, Context, Totals
-from .pool import BlockPool
-from .radix import Node, RadixTree
+from .radix import Node
 
 _BETWEEN: Final = -2
 """The number of no step: no context was ever scheduled in it."""
@@ -45,16 +45,15 @@ class KVMemory:
 
     def __init__(self, num_blocks: int, block_size: int, totals: Totals) -> None:
         """Begin with every block free; `totals` is where taken tokens are counted."""
-        self.pool = BlockPool(num_blocks)
-        self.tree = RadixTree(num_blocks)
+        self._cache = BlockCache(num_blocks)
+        self.pool = self._cache.pool
+        self._tree = self._cache.tree
         self.block_size = block_size
         self.copies: list[tuple[int, int]] = []
         """(source, destination) of this step, for the runner."""
         self._totals = totals
         self._holders: set[Context] = set()
         self._unmade: set[int] = set()
-        self._sources: set[int] = set()
-        self._deferred: list[int] = []
         self._orphans: list[Context] = []
         self._victims: list[Context] | None = None
         self._step = _BETWEEN
@@ -70,11 +69,8 @@ class KVMemory:
         self._step = _BETWEEN
         self.copies.clear()
         self._unmade.clear()
-        self._sources.clear()
         self._victims = None
-        for block in self._deferred:
-            self.pool.put_back(block)
-        self._deferred.clear()
+        self._cache.unpin()
         for context in self._orphans:
             if not context.is_released:
                 self.release(context, context.keep or 0)
@@ -176,7 +172,7 @@ class KVMemory:
         """Take all KV from a context; safe without any."""
         self._holders.discard(context)
         for block in reversed(context.blocks):
-            self._drop(block)
+            self._cache.drop(block)
         context.blocks.clear()
         context.num_computed = 0
         context.node = None
@@ -193,15 +189,14 @@ class KVMemory:
             context.depth = depth
         num_blocks = -(-length // self.block_size)
         for block in reversed(context.blocks[num_blocks:]):
-            self._drop(block)
+            self._cache.drop(block)
         del context.blocks[num_blocks:]
         if not context.blocks:
             self._holders.discard(context)
 
     def check(self, contexts: Iterable[Context]) -> None:
         """Assert what holds between steps; `contexts` are all that are not released."""
-        self.pool.check()
-        self.tree.check()
+        self._cache.check()
         refs = [0] * self.pool.num_blocks
         for context in contexts:
             assert len(context.blocks) == -(-context.num_computed // self.block_size)
@@ -219,16 +214,13 @@ class KVMemory:
                 node = node.parent
             assert node is None or (node.parent is None and node.salt == context.salt)
         assert refs == self.pool.refs, "references are not those of the contexts"
-        cached = [node for node in self.tree.nodes() if node.is_cached]
-        assert len(cached) == self.pool.num_cached
-        assert all((refs[n.block] == 0) == n.is_cached for n in self.tree.nodes())
 
     # Sharing.
 
     def _match(self, context: Context) -> None:
         """Take up the full blocks that the tree has for the tokens after `depth`."""
         ids, blocks, size = context.ids, context.blocks, self.block_size
-        node = context.node or self.tree.root(context.salt)
+        node = context.node or self._tree.root(context.salt)
         depth = context.depth
         while (depth + 1) * size <= len(ids):
             child = node.children.get(tuple(ids[depth * size : (depth + 1) * size]))
@@ -239,9 +231,9 @@ class KVMemory:
                 # The last token is to be run again for its logits, which needs a copy of
                 # this block; it has no content yet to copy.
                 break
-            kind = self._hold(child)
+            kind = self._cache.hold(child)
             if depth < len(blocks):
-                self._drop(blocks[depth])
+                self._cache.drop(blocks[depth])
                 blocks[depth] = child.block
             else:
                 blocks.append(child.block)
@@ -267,7 +259,7 @@ class KVMemory:
             return
         self.pool.retain(block)
         if index < len(context.blocks):
-            self._drop(context.blocks[index])
+            self._cache.drop(context.blocks[index])
             context.blocks[index] = block
         else:
             context.blocks.append(block)
@@ -292,19 +284,19 @@ class KVMemory:
         for it (two contexts came to the same text); those to be written now have to wait.
         """
         ids, blocks, size = context.ids, context.blocks, self.block_size
-        node = context.node or self.tree.root(context.salt)
+        node = context.node or self._tree.root(context.salt)
         for index in range(context.depth, end // size):
             key = tuple(ids[index * size : (index + 1) * size])
             child = node.children.get(key)
             if child is None:
-                child = self.tree.insert(node, key, blocks[index])
+                child = self._tree.insert(node, key, blocks[index])
                 if not is_computed:
                     self._unmade.add(child.block)
             elif not is_computed:
                 break
             elif child.block != blocks[index]:
-                self._hold(child)
-                self._drop(blocks[index])
+                self._cache.hold(child)
+                self._cache.drop(blocks[index])
                 blocks[index] = child.block
             node = child
             context.node, context.depth = node, index + 1
@@ -312,7 +304,7 @@ class KVMemory:
     def _make_writable(self, context: Context, index: int) -> bool:
         """Make a block of the table this context's alone; False where no block can be had."""
         block = context.blocks[index]
-        refs, node = self.pool.refs, self.tree.node_of[block]
+        refs, node = self.pool.refs, self._tree.node_of[block]
         if refs[block] == 1 and (node is None or index < context.depth):
             return True
         if refs[block] > 1 or (node is not None and node.is_kept):
@@ -324,7 +316,7 @@ class KVMemory:
                 return False
         if node is not None and index >= context.depth:
             # Nobody else reads it, nor what follows it: the tree forgets what it held.
-            self.tree.remove(node)
+            self._tree.remove(node)
         return True
 
     def _copy(self, context: Context, index: int, target: int) -> None:
@@ -332,52 +324,19 @@ class KVMemory:
         block = context.blocks[index]
         assert block not in self._unmade
         self.copies.append((block, target))
-        self._sources.add(block)
+        self._cache.pin(block)
         context.blocks[index] = target
         if index < context.depth:
             assert context.node is not None
             context.depth = index
             context.node = _ancestor(context.node, 1)
-        self._drop(block)
+        self._cache.drop(block)
 
     # Blocks coming and going.
 
-    def _hold(self, node: Node) -> int:
-        """Add a reference to a node's block; return how its tokens count."""
-        if node.is_cached:
-            self.tree.revive(node)
-            self.pool.revive(node.block)
-            return CACHED
-        self.pool.retain(node.block)
-        return SHARED
-
-    def _drop(self, block: int) -> None:
-        """Remove a reference; the last one leaves a cached or a free block behind."""
-        if not self.pool.drop(block):
-            return
-        node = self.tree.node_of[block]
-        if node is not None and node.is_kept:
-            self.tree.store(node)
-            self.pool.store(block)
-            return
-        if node is not None:
-            self.tree.remove(node)
-        self._put_back(block)
-
-    def _put_back(self, block: int) -> None:
-        if block in self._sources:
-            self._deferred.append(block)
-        else:
-            self.pool.put_back(block)
-
     def _take(self, context: Context) -> int | None:
         """Return a block, taken from cache or from others if need be; None without any."""
-        while (block := self.pool.take()) is None:
-            cached = self.tree.evict()
-            if cached is not None:
-                self.pool.forget(cached)
-                self._put_back(cached)
-                continue
+        while (block := self._cache.take()) is None:
             victim = self._next_victim(context)
             if victim is None:
                 return None
@@ -418,9 +377,9 @@ def _ancestor(node: Node | None, num_steps: int) -> Node | None:
     return None if node is None or node.parent is None else node
 
 
-def _worth(context: Context) -> tuple[int, float, int]:
+def _worth(context: Context) -> tuple[int, float, int, int]:
     """Sort key: who loses its KV first has the largest."""
     if context.has_work:
-        return (0, context.rank, context.arrival)
+        return (0, context.rank, context.arrival, 0)
     next_use = math.inf if context.next_use is None else context.next_use
-    return (1, next_use, -context.step)
+    return (1, next_use, -context.step, context.arrival)

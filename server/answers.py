@@ -10,6 +10,7 @@ from msgspec import UNSET
 from .program.errors import ConflictError, ProgramError, RunError
 from .program.ir import Client
 from .program.status import Problem, PutValue
+from .program.value import has_type
 from .run import Run
 
 
@@ -29,6 +30,9 @@ def put_value(run: Run, variable: str, body: PutValue) -> None:
     if (body.value is UNSET) == (body.error is UNSET):
         raise ProgramError("variable.body", "give exactly one of `value` and `error`")
     execution = run.execution
+    declared = execution.graph.variables[variable].type
+    if body.value is not UNSET and declared and not has_type(body.value, declared):
+        raise ProgramError("variable.type", f"variable {variable} is declared as {declared}")
     if execution.is_resolved(variable):
         if body.value is not UNSET and execution.values.get(variable, UNSET) == body.value:
             return
@@ -73,4 +77,5 @@ def _give(run: Run, variable: str, body: PutValue) -> None:
     elif step is not None:
         step.answer(body.value)
     else:
+        run.execution.graph.give(variable)
         run.commit(variable, body.value, node=None)

@@ -272,6 +272,7 @@ class Call:
             if held.engine == engine.name and shared > parent_len:
                 parent, parent_len = held.context, shared
                 self._num_generated_shared = max(0, shared - held.num_prompt)
+                self.state.usage.retokenized = len(held.ids) - max(shared, held.num_prompt)
         if not self.ids:
             block_size = self.model.limits.block_size
             for boundary, end in enumerate(self._cuts):

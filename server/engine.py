@@ -122,6 +122,8 @@ class Engine(asyncio.Protocol):
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
+                # A signal to the server's group is the server's business: it drains first.
+                start_new_session=True,
             )
         engine._tasks.append(asyncio.create_task(engine._read_stderr()))
         ours.setblocking(False)

@@ -50,8 +50,6 @@ class Usage:
     dynamic: int = 0
     generated: int = 0
     recomputed: int = 0
-    wasted: int = 0
-    """Prompt tokens that a lost engine or a kill had computed for nothing."""
     decoded: int = 0
     discarded: int = 0
     retokenized: int = 0

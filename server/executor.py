@@ -38,7 +38,7 @@ from .program.errors import (
     UnavailableError,
 )
 from .program.graph import Graph
-from .program.ir import Append, Submission
+from .program.ir import Append, Objective, Submission
 from .program.status import Accepted, Event, ProgramStatus, PutValue, VariableStatus
 from .recovery import restore
 from .report import program_status, stored_status, variable_status
@@ -127,9 +127,9 @@ class Executor:
         """Take nothing more, start no call, and wait for those that run."""
         self._is_draining = True
         self.scheduler.pause()
+        await self.scheduler.wait_idle()
         for run in self._runs.values():
             run.feed.drain()
-        await self.scheduler.wait_idle()
 
     async def stop(self) -> None:
         """Close everything; safe to call twice."""
@@ -319,7 +319,7 @@ class Executor:
         *,
         tenant: str,
         wait_s: float,
-        objective: str | None = None,
+        objective: Objective | None = None,
     ) -> VariableStatus:
         """Wait for a variable; see `Service.get`."""
         run = self._live(program, tenant) or self._recently(program, tenant)

@@ -44,7 +44,6 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
                 cache=sum(usage.cached for usage in usages),
             ),
             recomputed=sum(usage.recomputed for usage in usages),
-            discarded=sum(usage.wasted for usage in usages),
         ),
         output_tokens=OutputTokens(
             decoded=sum(usage.decoded for usage in usages),

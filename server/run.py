@@ -37,7 +37,7 @@ from .outbox import Outbox
 from .program.errors import ConureError, ExpressionError, RunError
 from .program.expression import evaluate, input_expression
 from .program.graph import Graph
-from .program.ir import AnyNode, Append, Expr, Generate, Json
+from .program.ir import AnyNode, Append, Expr, Generate, Json, Objective
 from .program.ir import Call as CallNode
 from .program.ir import Client as ClientNode
 from .program.objective import Performance, get_perf_objective
@@ -157,7 +157,7 @@ class Run:
             self.emit("nodes.appended", nodes=list(added))
         self._advance(ready)
 
-    def want(self, variable: str, objective: str | None) -> None:
+    def want(self, variable: str, objective: Objective | None) -> None:
         """Somebody asks for this variable: it may start now, and be more urgent than it was."""
         if self.is_over:
             return

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from conure.engine.api import StatusReport
 
-from .program.ir import Append, Submission
+from .program.ir import Append, Objective, Submission
 from .program.status import Accepted, Event, ProgramStatus, PutValue, VariableStatus
 
 
@@ -127,7 +127,7 @@ class Service(Protocol):
         *,
         tenant: str,
         wait_s: float,
-        objective: str | None = None,
+        objective: Objective | None = None,
     ) -> VariableStatus:
         """Waits for a variable to end, `wait_s` seconds at most, and returns its status.
 

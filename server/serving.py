@@ -62,7 +62,8 @@ def serve(config: Config, *, functions: Mapping[str, Callable[..., Any]]) -> Non
 def _bind(host: str, port: int) -> socket.socket:
     """Takes the port without listening yet: early clients are refused, not left hanging."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio turns Nagle off only on sockets that have one.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

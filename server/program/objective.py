@@ -38,24 +38,35 @@ class Performance(NamedTuple):
 
 def get_perf_objective(graph: Graph) -> dict[str, Performance]:
     """The performance of every generate node."""
-    slots = graph.topological()
+    slots = [slot for own in graph.slots.values() for slot in own]
+    order = [graph.number(slot) for slot in graph.topological()]
     calls = [isinstance(graph.nodes[slot.node], Generate) for slot in slots]
-    place = {graph.number(slot): index for index, slot in enumerate(slots)}
-    behind = [[place[graph.number(later)] for later in graph.successors(slot)] for slot in slots]
+    behind = [[graph.number(later) for later in graph.successors(slot)] for slot in slots]
+    shape = _Shape(slots, calls, behind, order[::-1])
     waited = {name for name, objective in graph.objectives.items() if objective != "throughput"}
-    stages = _distances(slots, calls, behind, waited)
-    depths = _distances(slots, calls, behind, set(graph.outputs))
-    is_direct = _find_direct(slots, calls, behind, waited)
-    groups = _group(slots, calls, behind, stages, is_direct)
+    stages = _distances(shape, waited)
+    depths = _distances(shape, set(graph.outputs))
+    groups = _group(shape, stages, _find_direct(shape, waited))
     found: dict[str, Performance] = {}
-    for index, slot in enumerate(slots):
-        if not calls[index]:
+    for number, slot in enumerate(slots):
+        if not calls[number]:
             continue
-        kind: Literal["latency", "throughput"] = "throughput" if stages[index] < 0 else "latency"
-        here = Performance(kind, groups.get(index), max(depths[index], 0))
+        kind: Literal["latency", "throughput"] = "throughput" if stages[number] < 0 else "latency"
+        here = Performance(kind, groups.get(number), max(depths[number], 0))
         there = found.get(slot.node)
         found[slot.node] = here if there is None else _stricter(here, there)
     return found
+
+
+class _Shape(NamedTuple):
+    """A graph by slot numbers."""
+
+    slots: list[Slot]
+    calls: list[bool]
+    """Whether a slot is of a generate node."""
+    behind: list[list[int]]
+    backwards: list[int]
+    """All numbers, every one before those it waits for."""
 
 
 def _stricter(one: Performance, other: Performance) -> Performance:
@@ -64,71 +75,63 @@ def _stricter(one: Performance, other: Performance) -> Performance:
     return ranked[-1]._replace(depth=max(one.depth, other.depth))
 
 
-def _distances(
-    slots: list[Slot], calls: list[bool], behind: list[list[int]], ends: set[str]
-) -> list[int]:
+def _distances(shape: _Shape, ends: set[str]) -> list[int]:
     """Calls on the longest way from behind each slot to a variable in `ends`; -1: no way."""
-    distances = [-1] * len(slots)
-    for index in reversed(range(len(slots))):
-        longest = 0 if any(variable in ends for variable in slots[index].writes) else -1
-        for later in behind[index]:
+    distances = [-1] * len(shape.slots)
+    for number in shape.backwards:
+        longest = 0 if any(name in ends for name in shape.slots[number].writes) else -1
+        for later in shape.behind[number]:
             if distances[later] >= 0:
-                longest = max(longest, distances[later] + calls[later])
-        distances[index] = longest
+                longest = max(longest, distances[later] + shape.calls[later])
+        distances[number] = longest
     return distances
 
 
-def _find_direct(
-    slots: list[Slot], calls: list[bool], behind: list[list[int]], ends: set[str]
-) -> list[bool]:
+def _find_direct(shape: _Shape, ends: set[str]) -> list[bool]:
     """Whether a slot writes a variable in `ends` with no call in between."""
-    direct = [False] * len(slots)
-    for index in reversed(range(len(slots))):
-        direct[index] = any(variable in ends for variable in slots[index].writes) or any(
-            direct[later] and not calls[later] for later in behind[index]
+    direct = [False] * len(shape.slots)
+    for number in shape.backwards:
+        direct[number] = any(name in ends for name in shape.slots[number].writes) or any(
+            direct[later] and not shape.calls[later] for later in shape.behind[number]
         )
     return direct
 
 
-def _group(
-    slots: list[Slot],
-    calls: list[bool],
-    behind: list[list[int]],
-    stages: list[int],
-    is_direct: list[bool],
-) -> dict[int, str]:
-    """Calls that stand in a task group, with its name.
+def _group(shape: _Shape, stages: list[int], is_direct: list[bool]) -> dict[int, str]:
+    """Calls that stand in a task group, with its name: the node of its first call.
 
     Calls of a stage belong together if something of the next stage waits for both; a group
     of the next stage is one thing. What waits is found through transparent slots, which are
     members of these sets too, so that the work is linear in the edges.
     """
+    calls, behind = shape.calls, shape.behind
     sets = _DisjointSets()
     by_stage: dict[int, list[int]] = {}
-    for index in reversed(range(len(slots))):
-        if stages[index] >= 0:
-            by_stage.setdefault(stages[index], []).append(index)
+    for number, stage in enumerate(stages):
+        by_stage.setdefault(stage, []).append(number)
     groups: dict[int, str] = {}
     for stage in range(1, max(by_stage, default=0) + 1):
-        for index in by_stage[stage]:
-            for later in behind[index]:
+        for number in by_stage[stage]:
+            for later in behind[number]:
                 if calls[later] and stages[later] == stage - 1:
-                    sets.join(("before", index), ("behind", later))
+                    sets.join(("before", number), ("behind", later))
                 elif not calls[later] and stages[later] == stage:
-                    sets.join(("before", index), ("before", later))
-        candidates = [index for index in by_stage[stage] if calls[index] and not is_direct[index]]
+                    sets.join(("before", number), ("before", later))
+        candidates = [
+            number for number in by_stage[stage] if calls[number] and not is_direct[number]
+        ]
         for together in _members(candidates, sets):
-            for index in together:
-                groups[index] = slots[together[0]].node
-                sets.join(("behind", together[0]), ("behind", index))
+            for number in together:
+                groups[number] = shape.slots[together[0]].node
+                sets.join(("behind", together[0]), ("behind", number))
     return groups
 
 
-def _members(indices: list[int], sets: _DisjointSets) -> list[list[int]]:
-    """Those that stand in one set with others, in the order of the topology."""
+def _members(numbers: list[int], sets: _DisjointSets) -> list[list[int]]:
+    """Those that stand in one set with others, in the order they were given."""
     members: dict[tuple[str, int], list[int]] = {}
-    for index in sorted(indices):
-        members.setdefault(sets.find(("before", index)), []).append(index)
+    for number in numbers:
+        members.setdefault(sets.find(("before", number)), []).append(number)
     return [together for together in members.values() if len(together) > 1]
 
 

@@ -106,12 +106,14 @@ def kind_of(expression: Expression, definitions: Definitions | None) -> Kind | N
     if name == "slice":
         return kind_of(argument[0], definitions)
     if name == "if":
-        kinds = {kind_of(branch, definitions) for branch in argument[1:]}
-        return kinds.pop() if len(kinds) == 1 else None
+        chosen = kind_of(argument[1], definitions)
+        return chosen if chosen == kind_of(argument[2], definitions) else None
     if name == "concat" and isinstance(argument, list):
         # One operand decides: a concatenation of lists and others fails.
         operands = {kind_of(operand, definitions) for operand in argument}
-        return "list" if "list" in operands else "text" if "text" in operands else None
+        if "list" in operands:
+            return "list"
+        return "text" if "text" in operands else None
     return None
 
 

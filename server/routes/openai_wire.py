@@ -21,6 +21,7 @@ from ..program.ir import (
     Generate,
     Json,
     Message,
+    Options,
     Output,
     Program,
     Segment,
@@ -213,7 +214,10 @@ def lower_completion(request: CompletionRequest) -> Submission:
 
 
 def _one_call(name: str, node: AnyNode) -> Submission:
-    return Submission(program=Program(name=name, nodes=[node], outputs=[ANSWER]))
+    # Attached: after a crash nobody reads the answer, so nobody should pay for it.
+    return Submission(
+        program=Program(name=name, nodes=[node], outputs=[ANSWER]), options=Options(detach=False)
+    )
 
 
 def _message(message: ChatMessage, i: int) -> Message:

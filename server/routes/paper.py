@@ -25,7 +25,7 @@ from msgspec import UNSET, Meta, Struct
 from ..problem import AbsentError
 from ..program.decode import decode_json
 from ..program.errors import RunError
-from ..program.ir import Append, Json, Program, Submission
+from ..program.ir import Append, Json, Objective, Program, Submission
 from ..program.status import ENDED, PutValue, VariableStatus
 from ..service import Service
 from .connection import RequestError, read_json, service_of, tenant_of, while_connected
@@ -34,7 +34,12 @@ from .placeholders import Placeholder, lower_request
 from .programs import MAX_WAIT_S
 
 VariableId = Annotated[str, Meta(min_length=3, max_length=512)]
-CRITERIA = ("latency", "throughput", "ttft", "tpot")
+CRITERIA: dict[str, Objective] = {
+    "latency": "latency",
+    "throughput": "throughput",
+    "ttft": "ttft",
+    "tpot": "tpot",
+}
 
 
 class SubmitRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -162,8 +167,8 @@ async def get_variable(request: Request[Any, Any, Any]) -> GetAnswer:
     """Waits for a variable's content; the wait ends with the connection."""
     wanted: GetRequest = decode_json(await read_json(request), GetRequest)
     program, variable = split_id(wanted.semantic_var_id, wanted.session_id)
-    objective = wanted.criteria.lower()
-    if objective not in CRITERIA:
+    objective = CRITERIA.get(wanted.criteria.lower())
+    if objective is None:
         raise RequestError(
             "get.unknown_criteria",
             f"there is no criterion {wanted.criteria!r}; choose one of {', '.join(CRITERIA)}",
@@ -180,7 +185,7 @@ async def get_variable(request: Request[Any, Any, Any]) -> GetAnswer:
 
 
 async def wait_for(
-    service: Service, program: str, variable: str, *, tenant: str, objective: str | None = None
+    service: Service, program: str, variable: str, *, tenant: str, objective: Objective | None = None
 ) -> VariableStatus:
     """Waits as long as it takes.
 

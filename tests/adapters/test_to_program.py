@@ -191,7 +191,9 @@ def test_a_model_takes_its_arguments_from_bind_and_config() -> None:
 
 
 def test_a_dict_in_a_slot_is_printed_by_the_server_as_python_prints_it() -> None:
-    chain = {"notes": {"a": prompt("{x}") | LLM | TEXT, "n": itemgetter("x")}} | prompt("{notes}") | LLM
+    chain = (
+        {"notes": {"a": prompt("{x}") | LLM | TEXT, "n": itemgetter("x")}} | prompt("{notes}") | LLM
+    )
     printed = {"object": {"a": {"var": "a"}, "n": {"var": "x_2"}}}
     message = nodes_of(chain)["answer_call"]["messages"][0]
     assert message["content"] == [{"input": {"pyrepr": [printed]}}]
@@ -232,7 +234,9 @@ async def test_functions_get_what_the_chain_would_give_them() -> None:
     got: list[Any] = []
     chain = (
         RunnablePassthrough.assign(
-            text=prompt("{x}") | LLM | TEXT, message=prompt("{x}") | LLM, deep={"a": itemgetter("x")}
+            text=prompt("{x}") | LLM | TEXT,
+            message=prompt("{x}") | LLM,
+            deep={"a": itemgetter("x")},
         )
         | RunnableLambda(lambda d: got.append(d) or "done")  # type: ignore[func-returns-value]
         | TEXT
@@ -325,10 +329,7 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     ),
     (
         lambda: (
-            CALL
-            | TEXT
-            | PromptTemplate.from_template("{{y}}", template_format="mustache")
-            | LLM
+            CALL | TEXT | PromptTemplate.from_template("{{y}}", template_format="mustache") | LLM
         ),
         "chain.steps[3]",
         "use an f-string template",

@@ -106,12 +106,14 @@ class Server:
             raise ViolationError(f"the server had ended by itself: {self.last_words()}")
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-        if "Traceback" in self.last_words():
+        if "Traceback" in self._log.read_text("utf-8", "replace"):
             raise ViolationError(f"the server stumbled: {self.last_words()}")
 
     def last_words(self) -> str:
-        """The end of what the latest process printed."""
-        return self._log.read_text("utf-8", "replace")[-4_000:]
+        """What the latest process printed: its first traceback, else the end."""
+        said = self._log.read_text("utf-8", "replace")
+        trouble = said.find("Traceback")
+        return said[-4_000:] if trouble < 0 else said[max(0, trouble - 500) : trouble + 3_500]
 
     @property
     def _log(self) -> Path:
@@ -252,7 +254,10 @@ class Chaos:
             json={"value": answer, "request_id": event.data["request_id"]},
         )
         if response.status_code != 200:
-            raise ViolationError(f"{id_}: the answer {answer!r} to {event} got {response.text}")
+            status = (await self._ask("GET", f"/v1/programs/{id_}")).text
+            raise ViolationError(
+                f"{id_}: the answer {answer!r} to {event} got {response.text}; it is {status}"
+            )
         self.ledger.heard_value(id_, name, answer)
 
     async def _events(self, id_: str) -> AsyncIterator[Heard]:

@@ -24,7 +24,8 @@ def write_script(folder: Path, life: int) -> Path:
 async def test_twenty_kills_lose_nothing_and_change_nothing(tmp_path: Path) -> None:
     def arguments(life: int) -> list[str]:
         script = write_script(tmp_path, life)
-        return ["--engine", "fake", "--script", str(script), "--time-per-output-token", "0.004"]
+        fake = ["--engine", "fake", "--script", str(script), "--time-per-output-token", "0.004"]
+        return [*fake, "--log-level", "info"]  # info: what engines say when they die
 
     async with Server(tmp_path, arguments=arguments) as server:
         report = await Chaos(server, seed=1).run(num_kills=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -180,7 +181,5 @@ def test_the_scan_counts_depth_as_a_parser_would(value: Any) -> None:
 @given(st.binary(max_size=60) | st.text('{}[]":,abc01\\', max_size=60).map(str.encode))
 def test_whatever_the_bytes_are_only_a_program_error_escapes(body: bytes) -> None:
     for record in (Submission, Any):
-        try:
+        with contextlib.suppress(ProgramError):
             decode_json(body, record)
-        except ProgramError as error:
-            assert error.code

@@ -17,7 +17,7 @@ from conure.engine.api import StatusReport
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError
-from conure.server.program.ir import Append, Client, Expr, Generate, Submission
+from conure.server.program.ir import Append, Client, Expr, Generate, Objective, Submission
 from conure.server.program.status import (
     ENDED,
     Accepted,
@@ -117,7 +117,7 @@ class ScriptedService:
     def __init__(self) -> None:
         self.programs: dict[str, Scripted] = {}
         self.cancelled: list[str] = []
-        self.objectives: list[str | None] = []
+        self.objectives: list[Objective | None] = []
         self.puts: list[tuple[str, PutValue]] = []
         self.appended: list[Append] = []
         self.refusal: Exception | None = None
@@ -196,7 +196,7 @@ class ScriptedService:
         *,
         tenant: str,
         wait_s: float,
-        objective: str | None = None,
+        objective: Objective | None = None,
     ) -> VariableStatus:
         found = self._find(program)
         self.objectives.append(objective)
@@ -303,9 +303,12 @@ async def over_socket(app: Litestar) -> AsyncIterator[str]:
     )
     server = _Server(config)
     async with app.lifespan():
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        # As in `serving`: without the protocol's number, asyncio leaves Nagle on.
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+            listener.bind(("127.0.0.1", 0))
             running = asyncio.ensure_future(server.serve([listener]))
             try:
+                await until(lambda: server.started)
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             finally:
                 server.should_exit = True

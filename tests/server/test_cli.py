@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -176,22 +178,19 @@ def test_a_signal_drains_streams_and_waiters_and_ends_with_0(
 ) -> None:
     url = address(server)
     program = {"variables": {"x": {}}, "outputs": []}
-    with (
-        httpx.Client(base_url=url, timeout=20) as client,
-        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=20) as poll,
-    ):
-        poll.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert poll.recv(65_536).startswith(b"HTTP/1.1 200")
+    poll = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    with httpx.Client(base_url=url, timeout=20) as client, contextlib.closing(poll):
+        poll.request("GET", "/healthz")
+        assert poll.getresponse().read()
         path = client.post("/v1/programs", json={"program": program}).json()["url"]
-        request = f"GET {path}/variables/x?wait_s=600 HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        poll.sendall(request.encode())
+        poll.request("GET", f"{path}/variables/x?wait_s=600")
         with client.stream("GET", f"{path}/events") as stream:
             lines = stream.iter_lines()
             assert next(lines) == "id: 1"
             started_at = time.monotonic()
             server.send_signal(number)
             assert "event: server.draining" in list(lines)
-        assert poll.recv(65_536).startswith(b"HTTP/1.1 503")
+        assert poll.getresponse().status == 503
     _, error = server.communicate(timeout=20)
     assert server.returncode == 0, error
     assert time.monotonic() - started_at < 5

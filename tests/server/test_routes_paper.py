@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from conure.server.program.ir import Generate
+from conure.server.program.ir import Generate, Objective
 from conure.server.program.status import VariableStatus
 from conure.server.routes.paper import text_of
 
@@ -142,7 +142,7 @@ async def test_a_get_ends_when_the_service_sees_no_point_in_waiting() -> None:
             *,
             tenant: str,
             wait_s: float,
-            objective: str | None = None,
+            objective: Objective | None = None,
         ) -> VariableStatus:
             return VariableStatus(name=variable, status="waiting")
 

@@ -1,0 +1,151 @@
+"""KV memory under any load: whatever is asked, every text is as if it were asked alone.
+
+The double knows from a plain dictionary what every answer must be and checks the engine's
+invariants after every command; the runner checks that each block holds what a row reads.
+Commands are drawn from a seeded generator and not by a shrinking strategy: the states worth
+testing (a fork of a fork of what is being filled in a pool that is full) lie many commands
+deep, where shrinking strategies rarely go.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from conure.engine import api
+
+from .server_double import ServerDouble
+
+NUM_COMMANDS = 120
+CONTEXT_LENS = (24, 48)
+
+
+class Load:
+    """Random commands from one seed, mostly over one letter so that prefixes meet."""
+
+    def __init__(self, seed: int) -> None:
+        chance = self.chance = random.Random(seed)
+        block_size = chance.choice([1, 2, 4, 5])
+        self.context_len = chance.choice(CONTEXT_LENS)
+        num_blocks = -(-self.context_len // block_size) + chance.choice([0, 1, 3, 10, 60])
+        self.server = ServerDouble(
+            api.Limits(
+                context_len=self.context_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                step_tokens=chance.choice([1, 3, 7, 30, 200]),
+                max_sequences=chance.choice([1, 3, 50]),
+            )
+        )
+        self.keeps = chance.random() < 0.7
+        self.fails = chance.random() < 0.3
+
+    def run(self) -> None:
+        """Command at random, then let everything end and free it all."""
+        actions = [self.fill, self.fork, self.extend, self.generate, self.free, self.abort]
+        for _ in range(NUM_COMMANDS):
+            action = self.chance.choices(
+                [*actions, self.update, self.step], [35, 15, 10, 5, 10, 3, 5, 17]
+            )[0]
+            action()
+        self.server.run()
+        for context in list(self.server.known):
+            self.server.free(context)
+        status = self.server.engine.status()
+        assert (status.num_held, status.num_contexts) == (0, 0)
+        assert status.num_free + status.num_cached == status.num_blocks
+        assert self.keeps or status.num_cached == 0
+        assert {failed.code for failed in self.server.failed} <= {"engine.step"}
+
+    def fill(self) -> None:
+        server, chance = self.server, self.chance
+        parent, parent_len, salt = None, 0, chance.choice(["", "", "x"])
+        if server.known and chance.random() < 0.6:
+            parent = chance.choice(list(server.known))
+            parent_len = chance.randint(0, len(server.known[parent].ids))
+            salt = server.known[parent].salt if chance.random() < 0.9 else salt
+        tokens = self._tokens(min(14, self.context_len - 4 - parent_len))
+        context = server.fill(tokens, parent, parent_len, rank=self._rank(), salt=salt)
+        if server.known[context].ids and chance.random() < 0.7:
+            server.generate(context, rank=self._rank(), **self._sampling())
+        if parent is not None and chance.random() < 0.3:
+            self._free(parent)
+
+    def fork(self) -> None:
+        parent = self._pick()
+        if parent is not None and (ids := self.server.known[parent].ids):
+            parent_len = self.chance.randint(1, len(ids))
+            self.server.fork_generate(parent, parent_len, rank=self._rank(), **self._sampling())
+
+    def extend(self) -> None:
+        context = self._pick(is_idle=True)
+        if context is not None:
+            room = self.context_len - len(self.server.known[context].ids)
+            self.server.extend(context, self._tokens(min(6, room)), rank=self._rank())
+            if self.chance.random() < 0.5 and self.server.known[context].ids:
+                self.server.generate(context, **self._sampling())
+
+    def generate(self) -> None:
+        context = self._pick(is_idle=True)
+        if context is not None and self.server.known[context].ids:
+            self.server.generate(context, rank=self._rank(), **self._sampling())
+
+    def free(self) -> None:
+        context = self._pick()
+        if context is not None:
+            self._free(context)
+
+    def abort(self) -> None:
+        context = self._pick()
+        if context is not None:
+            self.server.abort(context)
+
+    def update(self) -> None:
+        context = self._pick()
+        if context is not None:
+            next_use = self.chance.choice([None, 1.0, 2.0])
+            self.server.apply(api.Update(context, self._rank(), next_use))
+
+    def step(self) -> None:
+        self.server.runner.fails = self.fails and self.chance.random() < 0.1
+        self.server.step()
+        self.server.runner.fails = False
+
+    def _free(self, context: int) -> None:
+        keep = self.chance.choice([0, 0, 3, 100]) if self.keeps else 0
+        self.server.free(context, min(keep, len(self.server.known[context].ids)))
+
+    def _pick(self, *, is_idle: bool = False) -> int | None:
+        known = self.server.known
+        choices = [c for c in known if not is_idle or known[c].prompt is None]
+        return self.chance.choice(choices) if choices else None
+
+    def _tokens(self, most: int) -> list[int]:
+        length = self.chance.randint(0, max(most, 0))
+        return [98 if self.chance.random() < 0.05 else 97 for _ in range(length)]
+
+    def _rank(self) -> float:
+        return self.chance.choice([0.0, 0.0, 1.0, 2.0])
+
+    def _sampling(self) -> dict[str, object]:
+        return {
+            "max_tokens": self.chance.choice([0, 1, 2, 5, 9, 40]),
+            "min_tokens": self.chance.choice([0, 0, 0, 3]),
+            "stop": self.chance.choice([(), (), ("r", "al"), ("e ",), ("er", "mb")]),
+            "ignore_eos": self.chance.random() < 0.3,
+        }
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_any_commands_give_each_call_its_own_text_and_lose_no_block(
+    first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seed in range(first, first + 20):
+        load = Load(seed)
+        try:
+            load.run()
+        except BaseException as error:
+            error.add_note(f"seed {seed}, {load.server.limits}")
+            raise
+        caplog.clear()

@@ -1,0 +1,185 @@
+"""What is waited for reaches every call as the paper deduces it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from conure.server.program.graph import Graph
+from conure.server.program.ir import Append, Program
+from conure.server.program.objective import Performance, get_perf_objective
+
+
+def call(name: str, *reads: str, **fields: Any) -> dict[str, Any]:
+    """A call that writes a variable of its own name."""
+    prompt = [*({"input": read} for read in reads), {"output": name}]
+    return {"id": name, "op": "generate", "prompt": prompt, **fields}
+
+
+def expr(name: str, *reads: str) -> dict[str, Any]:
+    code = [{"var": read} for read in reads]
+    return {"id": name, "op": "expr", "expr": code, "output": name}
+
+
+def graph_of(nodes: list[dict[str, Any]], **objectives: Any) -> Graph:
+    program = msgspec.convert({"nodes": nodes, "outputs": list(objectives)}, Program)
+    return Graph.build(program, {}, open=True, objectives=objectives)
+
+
+def deduce(nodes: list[dict[str, Any]], **objectives: Any) -> dict[str, str]:
+    """Each call as `latency`, `throughput` or the name of its group, with its depth."""
+    found = get_perf_objective(graph_of(nodes, **objectives))
+    for performance in found.values():
+        assert performance.group is None or performance.kind == "latency"
+    return {name: f"{p.group or p.kind} {p.depth}" for name, p in found.items()}
+
+
+def test_figure_9_of_the_paper() -> None:
+    # Two waited outputs x and y, one call before both, and two parallel stages before that.
+    nodes = [
+        *(call(f"b{i}") for i in range(3)),
+        *(call(f"a{i}", "b0", "b1", "b2") for i in range(4)),
+        call("c", "a0", "a1", "a2", "a3"),
+        call("x", "c"),
+        call("y", "c"),
+    ]
+    assert deduce(nodes, x="latency", y="latency") == {
+        "x": "latency 0",
+        "y": "latency 0",
+        "c": "latency 1",
+        **{f"a{i}": "a0 2" for i in range(4)},
+        **{f"b{i}": "b0 3" for i in range(3)},
+    }
+
+
+def test_in_a_map_reduce_the_maps_are_one_group() -> None:
+    maps = [call(f"m{i}") for i in range(3)]
+    assert deduce([*maps, call("r", "m0", "m1", "m2")], r="latency") == {
+        "m0": "m0 1",
+        "m1": "m0 1",
+        "m2": "m0 1",
+        "r": "latency 0",
+    }
+
+
+def test_expressions_and_client_steps_are_transparent() -> None:
+    client = {"id": "e", "op": "client", "name": "f", "args": {"x": {"var": "j"}}, "output": "e"}
+    nodes = [call("m"), call("n"), expr("j", "m", "n"), client, call("r", "e"), expr("out", "r")]
+    assert deduce(nodes, out="latency") == {"m": "m 1", "n": "m 1", "r": "latency 0"}
+
+
+def test_a_chain_is_waited_for_from_end_to_end() -> None:
+    nodes = [call("a"), call("b", "a"), call("c", "b")]
+    assert deduce(nodes, c="latency") == {"a": "latency 2", "b": "latency 1", "c": "latency 0"}
+
+
+def test_throughput_marks_every_ancestor_and_nothing_else() -> None:
+    nodes = [call("a"), call("b", "a"), call("c", "b"), call("aside", "a")]
+    assert deduce(nodes, c="throughput") == {
+        "a": "throughput 2",
+        "b": "throughput 1",
+        "c": "throughput 0",
+        "aside": "throughput 0",
+    }
+
+
+@pytest.mark.parametrize("strict", ["latency", "ttft", "tpot", {"deadline_s": 3}])
+def test_the_stricter_of_two_demands_counts(strict: Any) -> None:
+    nodes = [call("a"), call("b", "a"), call("c", "a")]
+    assert deduce(nodes, b="throughput", c=strict) == {
+        "a": "latency 1",
+        "b": "throughput 0",
+        "c": "latency 0",
+    }
+
+
+def test_a_later_output_upgrades_what_stood_before() -> None:
+    graph = graph_of([call("a"), call("b", "a")], b="throughput")
+    assert {p.kind for p in get_perf_objective(graph).values()} == {"throughput"}
+    nodes = [call("c", "a", "d"), call("d")]
+    graph.append(msgspec.convert({"nodes": nodes, "outputs": ["c"]}, Append))
+    assert get_perf_objective(graph) == {
+        "a": Performance("latency", "a", 1),
+        "b": Performance("throughput", None, 0),
+        "c": Performance("latency", None, 0),
+        "d": Performance("latency", "a", 1),
+    }
+
+
+def test_groups_are_of_one_consumer_and_a_group_is_one_consumer() -> None:
+    nodes = [
+        *(call(f"p{i}") for i in range(2)),
+        *(call(f"m{i}", f"p{i}") for i in range(2)),
+        *(call(f"n{i}") for i in range(2)),
+        call("r", "m0", "m1"),
+        call("s", "n0", "n1"),
+    ]
+    # m0 and m1 end together, so what they wait for is one stage too; n0 and n1 are apart.
+    assert deduce(nodes, r="latency", s="latency") == {
+        "p0": "p0 2",
+        "p1": "p0 2",
+        "m0": "m0 1",
+        "m1": "m0 1",
+        "n0": "n0 1",
+        "n1": "n0 1",
+        "r": "latency 0",
+        "s": "latency 0",
+    }
+
+
+def test_parallel_outputs_are_waited_for_one_by_one() -> None:
+    names = {f"c{i}": "latency" for i in range(3)}
+    assert deduce([call(name) for name in names], **names) == dict.fromkeys(names, "latency 0")
+
+
+def test_a_call_that_writes_an_output_is_in_no_group() -> None:
+    nodes = [call("a"), call("b"), call("c"), call("r", "a", "b", "c")]
+    assert deduce(nodes, r="latency", a="latency") == {
+        "a": "latency 1",
+        "b": "b 1",
+        "c": "b 1",
+        "r": "latency 0",
+    }
+
+
+def test_the_stage_of_a_call_is_its_longest_way() -> None:
+    # `a` feeds the last call directly too, but is needed two stages earlier.
+    nodes = [call("a"), call("b", "a"), call("c"), call("r", "a", "b", "c")]
+    assert deduce(nodes, r="latency") == {
+        "a": "latency 2",
+        "b": "b 1",
+        "c": "b 1",
+        "r": "latency 0",
+    }
+
+
+def test_order_without_data_counts_as_waiting() -> None:
+    nodes = [call("a"), call("b", after=["a"])]
+    assert deduce(nodes, b="latency")["a"] == "latency 1"
+
+
+def test_a_growing_prompt_takes_its_strictest_output() -> None:
+    def two(name: str) -> dict[str, Any]:
+        prompt = [{"output": f"{name}_first"}, {"output": name}]
+        return {"id": name, "op": "generate", "prompt": prompt}
+
+    nodes = [two("m"), two("n"), call("r", "m", "n")]
+    assert deduce(nodes, r="latency") == {"m": "m 2", "n": "m 2", "r": "latency 0"}
+    assert deduce(nodes, r="throughput", m_first="latency") == {
+        "m": "latency 2",
+        "n": "throughput 2",
+        "r": "throughput 0",
+    }
+
+
+def test_prompts_that_grow_in_turns_are_deduced_slot_by_slot() -> None:
+    def growing(name: str, other: str) -> dict[str, Any]:
+        prompt = [{"output": f"{name}1"}, {"input": f"{other}1"}, {"output": f"{name}2"}]
+        return {"id": name, "op": "generate", "prompt": prompt}
+
+    assert deduce([growing("a", "b"), growing("b", "a")], a2="latency") == {
+        "a": "latency 1",
+        "b": "a 1",
+    }
