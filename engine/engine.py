@@ -368,6 +368,7 @@ class Engine:
                 self._fail(context.id, "engine.step", f"the model failed: {error!r}")
             else:
                 self._memory.release(context)
+        self._memory.undo_step()
         self._has_idle = True
 
     def _drop_idle(self) -> None:

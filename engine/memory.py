@@ -255,8 +255,6 @@ class KVMemory:
             return
         if index and _ancestor(parent.node, parent.depth - index) is not context.node:
             return
-        if context.salt != parent.salt:
-            return
         self.pool.retain(block)
         if index < len(context.blocks):
             self._cache.drop(context.blocks[index])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from conure.engine import api
 from conure.engine.engine import Engine
@@ -120,14 +121,14 @@ class ServerDouble:
         known.num_owed += len(tokens)
         self.apply(api.Fill(context, list(tokens), rank=rank))
 
-    def generate(self, context: int, *, rank: float = 0.0, **sampling: object) -> None:
+    def generate(self, context: int, *, rank: float = 0.0, **sampling: Any) -> None:
         self._begin(context, sampling)
         chosen = self.known[context].sampling
         assert chosen is not None
         self.apply(api.Generate(context, chosen, rank=rank))
 
     def fork_generate(
-        self, parent: int, parent_len: int, *, rank: float = 0.0, **sampling: object
+        self, parent: int, parent_len: int, *, rank: float = 0.0, **sampling: Any
     ) -> int:
         context = self.new_id()
         ids = self._prefix(parent, parent_len)
@@ -166,7 +167,7 @@ class ServerDouble:
             assert known.num_fills == 0
             assert known.prompt is None
 
-    def generate_text(self, tokens: Sequence[int], **sampling: object) -> str:
+    def generate_text(self, tokens: Sequence[int], **sampling: Any) -> str:
         """Fill, generate, run to the end and free; return the text."""
         context = self.fill(tokens)
         self.generate(context, **sampling)
@@ -178,10 +179,10 @@ class ServerDouble:
     def _prefix(self, parent: int | None, parent_len: int) -> list[int]:
         return [] if parent is None else self.known[parent].ids[:parent_len]
 
-    def _begin(self, context: int, sampling: dict[str, object]) -> None:
+    def _begin(self, context: int, sampling: dict[str, Any]) -> None:
         known = self.known[context]
         known.prompt = list(known.ids)
-        known.sampling = api.Sampling(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
+        known.sampling = api.Sampling(**{"max_tokens": 100, **sampling})
         known.text = ""
         known.generated = []
 

@@ -227,15 +227,16 @@ def test_a_step_that_raises_fails_its_contexts_and_the_engine_lives_on(
 def test_contexts_that_shared_with_a_failed_step_compute_for_themselves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server = ServerDouble(limits(max_sequences=1))
-    server.fill(A[:16])
-    rider = server.fill(A[:16])
+    server = ServerDouble()
+    first, rider = server.fill(A[:16]), server.fill(A[:16])
     server.runner.fails = True
     server.step()
     server.runner.fails = False
+    assert server.runner.steps == [[(first, 0, 16)]]
+    assert [failed.context for failed in server.failed] == [first]
+    server.generate(rider)
     server.run()
-    assert len(server.failed) == 1
-    assert len(server.known[rider].filled) == 1
+    assert server.runner.steps[1] == [(rider, 0, 16)]
     assert caplog.records
 
 
@@ -306,6 +307,60 @@ def test_what_a_freed_parent_should_keep_is_kept_once_its_forks_have_it() -> Non
     assert server.known[again].filled[0].cached == 12
 
 
+def test_a_freed_parent_that_is_in_the_step_goes_only_after_it() -> None:
+    server = ServerDouble()
+    parent = server.fill(A[:16])
+    child = server.fill(b"X", parent, 16)
+    server.free(parent, keep=16)
+    server.step()
+    assert server.runner.steps == [[(parent, 0, 16), (child, 16, 1)]]
+    assert server.engine.status().num_held == 5
+    server.free(child)
+    assert server.engine.status().num_cached == 4
+
+
+def test_a_fork_does_not_take_what_its_parent_has_become_since() -> None:
+    server = ServerDouble(
+        limits(block_size=8, step_tokens=1, max_sequences=1), answer=lambda _: "ab!!"
+    )
+    parent = server.fill(A[:3])
+    server.generate(parent, stop=("!!",))
+    while len(server.known[parent].ids) < 6:
+        server.step()
+    child = server.fill(b"Q", parent, 6)
+    server.generate(child, max_tokens=1)
+    server.step()
+    assert server.known[parent].finished[0].text == "ab"
+    server.extend(parent, b"zz")
+    server.run()
+    assert server.known[child].finished[0].text == "a"
+    assert not server.failed
+
+
+def test_a_block_that_this_step_fills_up_is_no_source_of_a_copy() -> None:
+    server = ServerDouble(limits(step_tokens=6))
+    server.fill(A[:8])
+    server.step()
+    second = server.fill(A[:8])
+    server.generate(second)
+    server.run()
+    assert server.runner.steps[1][1] == (second, 4, 4)
+    assert not server.failed
+
+
+def test_the_source_of_a_copy_is_not_handed_out_in_the_same_step() -> None:
+    server = ServerDouble(limits(num_blocks=5, context_len=20))
+    soon, never = server.fill(A[:6]), server.fill(A[10:16])
+    server.run()
+    server.apply(api.Update(soon, next_use=1.0))
+    first = server.fork_generate(never, 6, max_tokens=1)
+    second = server.fork_generate(soon, 6, max_tokens=1)
+    server.run()
+    assert len(server.runner.copies) == 1
+    assert server.runner.steps[1] == [(first, 5, 1), (second, 5, 1)]
+    assert not server.failed
+
+
 def test_the_last_token_is_run_again_in_a_copy_where_others_hold_its_block() -> None:
     server = ServerDouble()
     parent = server.fill(A[:16])
@@ -363,6 +418,23 @@ def test_better_ranks_preempt_and_the_preempted_give_the_same_text() -> None:
     assert server.engine.status().num_recomputed_tokens > 0
     finished = [len(server.known[context].finished) for context in (better, *worse)]
     assert finished == [1, 1, 1]
+
+
+def test_a_worse_rank_takes_no_block_from_a_better_one() -> None:
+    server = ServerDouble(limits(num_blocks=8))
+    better = server.fill(A[:16])
+    server.generate(better, ignore_eos=True, max_tokens=15)
+    server.step()
+    worse = server.fill(A[4:24], rank=1.0)
+    server.generate(worse, rank=1.0, ignore_eos=True, max_tokens=4)
+    while not server.known[better].finished:
+        server.step()
+    rows = [[context for context, _, _ in step] for step in server.runner.steps]
+    assert all(step[0] == better for step in rows)
+    assert len(rows) == 15
+    server.free(better)
+    server.run()
+    assert len(server.known[worse].finished) == 1
 
 
 def test_idle_contexts_are_evicted_by_next_use_and_filled_again() -> None:

@@ -10,6 +10,7 @@ deep, where shrinking strategies rarely go.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,7 @@ class Load:
     def _rank(self) -> float:
         return self.chance.choice([0.0, 0.0, 1.0, 2.0])
 
-    def _sampling(self) -> dict[str, object]:
+    def _sampling(self) -> dict[str, Any]:
         return {
             "max_tokens": self.chance.choice([0, 1, 2, 5, 9, 40]),
             "min_tokens": self.chance.choice([0, 0, 0, 3]),

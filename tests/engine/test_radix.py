@@ -1,0 +1,109 @@
+"""The prefix tree against a dictionary of prefixes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from conure.engine.radix import Node, RadixTree
+
+
+def grow(tree: RadixTree, salt: str, *blocks: int) -> list[Node]:
+    """Insert a path whose keys are the block numbers."""
+    nodes: list[Node] = []
+    parent = tree.root(salt)
+    for block in blocks:
+        parent = tree.insert(parent, (block,), block)
+        nodes.append(parent)
+    return nodes
+
+
+def cache(tree: RadixTree, nodes: list[Node]) -> None:
+    for node in reversed(nodes):
+        node.is_kept = True
+        tree.store(node)
+
+
+def test_salts_have_nothing_in_common() -> None:
+    tree = RadixTree(4)
+    grow(tree, "one", 0)
+    assert tree.root("two").children == {}
+    assert (0,) in tree.root("one").children
+
+
+def test_a_root_without_children_is_forgotten() -> None:
+    tree = RadixTree(4)
+    (node,) = grow(tree, "one", 0)
+    tree.remove(node)
+    tree.check()
+    assert tree.root("one") is not tree.root("one")
+
+
+def test_a_node_with_children_cannot_go() -> None:
+    tree = RadixTree(4)
+    first, _ = grow(tree, "", 0, 1)
+    with pytest.raises(AssertionError):
+        tree.remove(first)
+
+
+def test_keys_that_hash_alike_are_still_different() -> None:
+    tree = RadixTree(4)
+    assert hash((-1,)) == hash((-2,))
+    tree.insert(tree.root(""), (-1,), 0)
+    tree.insert(tree.root(""), (-2,), 1)
+    assert tree.root("").children[(-1,)].block == 0
+    assert tree.root("").children[(-2,)].block == 1
+
+
+def test_eviction_takes_leaves_first_and_the_least_recently_used_of_them() -> None:
+    tree = RadixTree(8)
+    old, new = grow(tree, "", 0, 1), grow(tree, "x", 2, 3)
+    cache(tree, old)
+    cache(tree, new)
+    tree.check()
+    tree.revive(old[0])
+    tree.revive(old[1])
+    cache(tree, old)
+    assert [tree.evict() for _ in range(5)] == [3, 2, 1, 0, None]
+
+
+def test_what_is_held_again_is_not_evicted() -> None:
+    tree = RadixTree(8)
+    nodes = grow(tree, "", 0, 1)
+    cache(tree, nodes)
+    tree.revive(nodes[0])
+    assert [tree.evict(), tree.evict()] == [1, None]
+
+
+def test_eviction_follows_a_model_over_many_random_uses() -> None:
+    chance = random.Random(5)
+    for _ in range(30):
+        tree = RadixTree(12)
+        nodes = [tree.insert(tree.root(""), (0,), 0)]
+        for block in range(1, 12):
+            nodes.append(tree.insert(chance.choice(nodes), (block,), block))
+        uses: dict[int, int] = {}
+        for node in reversed(nodes):
+            node.is_kept = True
+            tree.store(node)
+            uses[node.block] = len(uses)
+        for use in range(100, 300):
+            leaf = chance.choice(nodes)
+            path = [leaf]
+            while (parent := path[-1].parent) is not None and parent.parent is not None:
+                path.append(parent)
+            for node in reversed(path):
+                tree.revive(node)
+            for offset, node in enumerate(path):
+                tree.store(node)
+                uses[node.block] = use * 100 + offset
+        tree.check()
+        left = {node.block: node for node in nodes}
+        while left:
+            leaves = [block for block, node in left.items() if not node.children]
+            oldest = min(leaves, key=uses.__getitem__)
+            assert tree.evict() == oldest
+            del left[oldest]
+            tree.check()
+        assert tree.evict() is None
