@@ -188,7 +188,8 @@ class Filled(Struct, frozen=True, array_like=True, tag="filled"):
 
 class Tokens(Struct, frozen=True, array_like=True, tag="tokens"):
     """New output of one Generate in this step. Text lags behind ids while a stop string or
-    a character is incomplete."""
+    a character is incomplete.
+    """
 
     context: int
     ids: list[int]

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from .call import targets
 from .model import Model
-from .program.errors import ProgramError, PromptError
+from .program.errors import ExpressionError, ProgramError, PromptError
 from .program.graph import Graph
-from .program.ir import AnyNode, Append, Call, Generate, Json
+from .program.ir import AnyNode, Append, Call, Generate, Json, Limits, Submission
 from .prompt import render_chat, render_slot
 
 TURN_BYTES = 64
@@ -26,6 +27,24 @@ TURN_BYTES = 64
 def num_calls(graph: Graph) -> int:
     """LLM calls of a program."""
     return sum(isinstance(node, Generate) for node in graph.nodes.values())
+
+
+def check_options(submission: Submission) -> None:
+    """Refuse what a submission asks for and this server would silently not do.
+
+    Raises:
+        ProgramError: `program.unsupported`, with the path of the field.
+    """
+    options, program = submission.options, submission.program
+    for path, is_left_out in (
+        ("options.policy", options.policy is None),
+        ("options.tokens", options.tokens == "canonical"),
+        ("program.limits", program.limits == Limits()),
+    ):
+        if not is_left_out:
+            raise ProgramError(
+                "program.unsupported", f"`{path}` is not supported yet; leave it out", path=path
+            )
 
 
 async def check_program(
@@ -54,6 +73,7 @@ async def check_program(
             reads = slots[0].reads if slots else frozenset()
             if (
                 append is None
+                and node.when is UNSET  # decided when it runs
                 and reads <= values.keys()
                 and _may_be_long(node, reads, values, model)
             ):
@@ -87,10 +107,15 @@ def _check_lengths(
 ) -> None:
     for path, node in suspects:
         is_prompt = isinstance(node.prompt, list)
-        rendered = (
-            render_slot(node, 0, values) if is_prompt else render_chat(node, values, model.template)
-        )
-        encoded = model.tokenizer.encode(rendered.pieces, bos=is_prompt)
+        try:
+            rendered = (
+                render_slot(node, 0, values)
+                if is_prompt
+                else render_chat(node, values, model.template)
+            )
+            encoded = model.tokenizer.encode(rendered.pieces, bos=is_prompt)
+        except (PromptError, ExpressionError):
+            continue  # its run says so, whether or not the prompt is long
         try:
             sampling = targets(node)[0].sampling
             model.output_budget(len(encoded.ids), sampling.max_tokens, f"node {node.id}")

@@ -5,12 +5,14 @@ Decides whether a PUT may stand; the run then commits it like any other value.
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import UNSET
 
 from .program.errors import ConflictError, ProgramError, RunError
 from .program.ir import Client
-from .program.status import Problem, PutValue
+from .program.status import Problem, PutValue, VariableStatus
 from .program.value import has_type
+from .report import variable_status
 from .run import Run
 
 
@@ -19,7 +21,7 @@ def put_value(run: Run, variable: str, body: PutValue) -> None:
 
     Raises:
         ProgramError: `variable.body` unless exactly one of value and error is there;
-            `variable.unsupported_from` for a pointer to another variable.
+            `variable.unsupported_from` for a pointer to another variable; `variable.type`.
         ConflictError: if the variable has another value, is written by an engine, or the
             answer is to a question that was not asked or is not open any more.
     """
@@ -34,11 +36,10 @@ def put_value(run: Run, variable: str, body: PutValue) -> None:
     if body.value is not UNSET and declared and not has_type(body.value, declared):
         raise ProgramError("variable.type", f"variable {variable} is declared as {declared}")
     if execution.is_resolved(variable):
-        if body.value is not UNSET and execution.values.get(variable, UNSET) == body.value:
+        if stands_already(variable_status(execution, {variable}, variable, is_ended=False), body):
             return
-        raise ConflictError(
-            "variable.committed", f"variable {variable} has a value already, and keeps it"
-        )
+        what = "has a value" if variable in execution.values else "will have no value"
+        raise ConflictError("variable.committed", f"variable {variable} {what} already")
     if run.is_over:
         raise ConflictError("program.ended", f"program {execution.id} has ended")
     producer = execution.graph.get_producer(variable)
@@ -48,6 +49,17 @@ def put_value(run: Run, variable: str, body: PutValue) -> None:
         )
     _check_request(run, variable, body.request_id, producer.node if producer else None)
     _give(run, variable, body)
+
+
+def stands_already(status: VariableStatus, body: PutValue) -> bool:
+    """Whether what a client sends is what stands: then sending it again changes nothing.
+
+    Compared as JSON: 1 is not true, and the order of keys is nothing.
+    """
+    if body.value is UNSET or status.value is UNSET:
+        return body.error is not UNSET and body.error == status.error
+    stands, sent = (msgspec.json.encode(v, order="sorted") for v in (status.value, body.value))
+    return stands == sent
 
 
 def _check_request(run: Run, variable: str, request: str | None, node: str | None) -> None:
@@ -77,5 +89,4 @@ def _give(run: Run, variable: str, body: PutValue) -> None:
     elif step is not None:
         step.answer(body.value)
     else:
-        run.execution.graph.give(variable)
-        run.commit(variable, body.value, node=None)
+        run.commit(variable, body.value)

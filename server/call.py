@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -24,6 +25,7 @@ from conure.engine import api
 
 from .engine import Engine
 from .execution import NodeState
+from .journal import ValueRecord
 from .model import Model
 from .program.errors import ConureError, RunError
 from .program.ir import Generate, Json, Output, OutputForm, Sampling
@@ -36,6 +38,8 @@ from .tokenizer import Encoded, Piece
 
 MIN_SHARED_TOKENS = 16
 """A prefix shorter than a block is filled again more cheaply than it is kept."""
+NUM_TAIL = 4
+"""Tokens before an output that decide how its first one is spelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,7 @@ class Call:
         self._output: list[int] = []
         self._leftover = ""
         self._num_constant = 0
+        self._num_generated = 0
         self._num_generated_shared = 0
         self._is_slot_counted = False
         self._clock = 0.0
@@ -201,9 +206,12 @@ class Call:
     def _final_sampling(self, sampling: Sampling, budget: int) -> api.Sampling:
         seed = sampling.seed
         if seed is None:
-            # Drawn with the program's id and so journaled with it: a restart draws the same.
-            name = f"{self.program}/{self.node.id}/{self.slot}".encode()
-            seed = int.from_bytes(hashlib.blake2b(name, digest_size=7).digest())
+            # Drawn with the program's id and so journaled with it: a restart draws the same,
+            # and what its author wants tried again draws anew.
+            name = f"{self.program}/{self.node.id}/{self.slot}"
+            if self.state.num_retries:
+                name += f"/{self.state.num_retries}"
+            seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
         return api.Sampling(
             max_tokens=budget,
             min_tokens=min(sampling.min_tokens, budget),
@@ -273,7 +281,7 @@ class Call:
                 parent, parent_len = held.context, shared
                 self._num_generated_shared = max(0, shared - held.num_prompt)
                 self.state.usage.retokenized = len(held.ids) - max(shared, held.num_prompt)
-        if not self.ids:
+        if not self.ids and self._hashes:
             block_size = self.model.limits.block_size
             for boundary, end in enumerate(self._cuts):
                 # Whole blocks only: a partial one would be computed by every reader once more.
@@ -292,6 +300,8 @@ class Call:
             release(held, self._host, self.state, self.model.limits.block_size)
 
     def _worth_holding(self, boundary: int) -> bool:
+        if boundary >= len(self._hashes):
+            return False  # the only call of its program: nobody else will come
         coming = self._sharing.is_coming(self._hashes[boundary])
         if not coming:
             return False
@@ -320,6 +330,10 @@ class Call:
                 held.is_filled = True
                 if held.is_released:
                     engine.free(held.context, held.num_keep)
+            elif isinstance(report, api.Failed):
+                # Nobody may fork from it any more; who has done so already fails with it.
+                self._sharing.discard(held)
+                engine.free(held.context)
 
         held.context = engine.new_context(on_report)
         engine.send(
@@ -358,7 +372,15 @@ class Call:
             usage.recomputed += report.computed
             return
         self._is_slot_counted = True
-        usage.logical += len(self._prompt)
+        # The prompt of an output is all before it, as if it were asked for by itself.
+        usage.logical += len(self.ids) + len(self._prompt)
+        if self.slot == 0:
+            usage.constant += self._num_constant
+            usage.written += self._num_generated_shared
+        else:
+            usage.again += len(self.ids)
+            usage.again_constant += min(self._num_constant, len(self.ids))
+            usage.again_written += self._num_generated
         # A growing context's last generated id gets its KV with the next fill: that one is
         # neither a prompt token nor computed again.
         usage.computed += min(report.computed, len(self._prompt))
@@ -385,7 +407,9 @@ class Call:
                 )
             )
         self.ids = prompt_ids + kept
+        self._num_generated += len(kept)
         self._prompt = []
+        self._output = []
         self._leftover = report.leftover
         self._withdraw()
         target = self.targets[self.slot]
@@ -396,17 +420,36 @@ class Call:
             return
         assert self._engine is not None
         if self.slot + 1 == len(self.targets):
-            self._close()
+            self._close(num_prompt=len(prompt_ids))
         outcome = Outcome(target.variable, value, report.text, kept, self._engine.epoch)
         self._host.slot_done(self, self.slot, outcome)
 
     # --- after the engine -----------------------------------------------------------------
 
-    def restore(self, outputs: dict[str, list[int]], values: dict[str, Json], done: int) -> None:
-        """Rebuild the ids of slots whose outputs stand already, after a restart of the server."""
+    def restore(
+        self, outputs: Mapping[str, ValueRecord], values: dict[str, Json], done: int
+    ) -> None:
+        """Rebuild the ids of slots whose outputs stand already, after a restart of the server.
+
+        Ids of another tokenizer mean something else here: then the text is encoded again.
+        """
+        tokenizer = self.model.tokenizer
         for slot in range(done):
             self.ids += self.encode(slot, self.render(slot, values)).ids
-            self.ids += outputs[self.targets[slot].variable]
+            record = outputs[self.targets[slot].variable]
+            assert record.text is not None
+            assert record.token_ids is not None
+            self._leftover = ""
+            ids = record.token_ids
+            if record.tokenizer_hash == self.model.tokenizer_hash:
+                tail = self.ids[-NUM_TAIL:]
+                read = tokenizer.decode(tail + ids)[len(tokenizer.decode(tail)) :]
+                if record.text.startswith(read):
+                    self._leftover = record.text[len(read) :]
+            else:
+                ids = tokenizer.encode_text(record.text)
+            self.ids += ids
+            self._num_generated += len(ids)
 
     def engine_lost(self) -> bool:
         """The engine that held the context is gone. True: this call was running there and waits
@@ -414,6 +457,7 @@ class Call:
         """
         self._engine = None
         self._context = None
+        self._discard_output()
         if self._ticket is None or self._ticket.load is None:
             return False
         self._withdraw()
@@ -435,8 +479,8 @@ class Call:
             return
         self.is_over = True
         self._withdraw()
+        self._discard_output()
         if self._engine is not None and self._context is not None:
-            self.state.usage.discarded += len(self._output)
             self._account_context()
             self._engine.send(api.Abort(self._context))
             self._engine.free(self._context)
@@ -444,19 +488,24 @@ class Call:
         for held in self._sharing.arrive(self.node.id):
             release(held, self._host, self.state, self.model.limits.block_size)
 
-    def _close(self) -> None:
+    def _discard_output(self) -> None:
+        """What was decoded so far is lost; the engine will not count it for us."""
+        self.state.usage.decoded += len(self._output)
+        self.state.usage.discarded += len(self._output)
+        self._output = []
+
+    def _close(self, *, num_prompt: int) -> None:
         """The last output stands: keep the context for the readers that the graph knows of."""
         self.is_over = True
         assert self._engine is not None
         assert self._context is not None
-        self._attribute_sharing()
         self._account_context()
         held = Held(
             engine=self._engine.name,
             context=self._context,
             ids=self.ids,
             num_keep=self._num_keep(),
-            num_prompt=len(self.ids) - len(self._output),
+            num_prompt=num_prompt,
             since=time.monotonic(),
             num_own=len(self.ids) - self._num_inherited,
         )
@@ -478,22 +527,6 @@ class Call:
         num_own = len(self.ids) + len(self._prompt) - self._num_inherited
         blocks = -(-max(num_own, 0) // self.model.limits.block_size)
         self.state.usage.block_seconds += blocks * (time.monotonic() - self._context_since)
-
-    def _attribute_sharing(self) -> None:
-        """Explain every shared token by the first cause that fits: cache, program text, what a
-        model generated, and else a value that several calls start with.
-        """
-        usage = self.state.usage
-        # A prefix that was held for others and then computed again here counts once.
-        twice = max(0, usage.computed - usage.logical)
-        usage.computed -= twice
-        usage.recomputed += twice
-        shared = usage.logical - usage.computed
-        usage.cached = min(usage.cached, shared)
-        rest = shared - usage.cached
-        usage.static = min(rest, max(0, self._num_constant - usage.cached))
-        usage.generated = min(rest - usage.static, self._num_generated_shared)
-        usage.dynamic = rest - usage.static - usage.generated
 
 
 def release(held: Held, host: Host, state: NodeState, block_size: int) -> None:

@@ -82,6 +82,7 @@ class Engine(asyncio.Protocol):
         self._hang_s = hang_s
         self._lost = lost
         self._alive = False
+        self._is_closed = False
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
         self._hello: asyncio.Future[api.Hello] = asyncio.get_running_loop().create_future()
@@ -130,10 +131,15 @@ class Engine(asyncio.Protocol):
         await asyncio.get_running_loop().create_connection(lambda: engine, sock=ours)
         try:
             await asyncio.wait_for(asyncio.shield(engine._hello), start_s)
+            if engine._is_closed:
+                raise ConnectionError("closed after hello")
         except (TimeoutError, ConnectionError) as error:
             await engine.stop()
             reason = engine._last_line or f"{name} did not answer within {start_s:g} s"
             raise EngineStartError(reason) from error
+        except asyncio.CancelledError:
+            await engine.stop()  # nobody else knows of the process
+            raise
         engine._alive = True
         engine.answered_at = time.monotonic()
         engine._tasks.append(asyncio.create_task(engine._watch()))
@@ -233,6 +239,7 @@ class Engine(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The process is gone, or we closed (asyncio's callback)."""
+        self._is_closed = True
         if not self._hello.done():
             self._hello.set_exception(ConnectionError("closed before hello"))
             self._hello.exception()

@@ -41,15 +41,21 @@ class Absence(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens and seconds of one node, summed over its slots."""
+    """Tokens and seconds of one node, summed over its slots, as they were reported."""
 
     logical: int = 0
     computed: int = 0
+    """Of its prompts, and of prefixes that it filled for others as well."""
     cached: int = 0
-    static: int = 0
-    dynamic: int = 0
-    generated: int = 0
     recomputed: int = 0
+    constant: int = 0
+    """Leading tokens of its first prompt that are text of the program."""
+    written: int = 0
+    """Tokens that a model had written and the first prompt took over."""
+    again: int = 0
+    """What stood in the context already when its later outputs began."""
+    again_constant: int = 0
+    again_written: int = 0
     decoded: int = 0
     discarded: int = 0
     retokenized: int = 0
@@ -73,6 +79,8 @@ class NodeState:
     slots_done: int = 0
     num_deaths: int = 0
     """Engines that died while it ran on them."""
+    num_retries: int = 0
+    """Attempts after failures of its own, of which `retries` allows so many."""
     started_at: float | None = None
     finished_at: float | None = None
     usage: Usage = field(default_factory=Usage)
@@ -114,6 +122,8 @@ class Execution:
         self.absences: dict[str, Absence] = {}
         self.nodes: dict[str, NodeState] = {}
         self.wanted: set[str] | None = None if options.start == "eager" else set()
+        self._asked: set[str] = set()
+        self._is_session = is_open
         self._missing: dict[tuple[str, int], int] = {}
         self._num_unended = 0
         self._reported: set[tuple[str, int]] = set()
@@ -136,11 +146,16 @@ class Execution:
             ready += self.commit(variable, value)
         self.given |= append.inputs.keys()
         self._count(added)
-        ready += self._ready(
-            (node_id, slot.index) for node_id in added for slot in self.graph.slots[node_id]
-        )
         if append.close:
             self.is_open = False
+        if self.wanted is None:
+            ready += self._ready(
+                (node_id, slot.index) for node_id in added for slot in self.graph.slots[node_id]
+            )
+        else:
+            # What was asked for may have got a producer now, however far back.
+            self._want(self._asked)
+            ready += self._ready(self._missing)
         return added, ready
 
     def start(self) -> list[Ready]:
@@ -168,24 +183,27 @@ class Execution:
 
     def want(self, variable: str) -> list[Ready]:
         """Somebody asks for a variable: under `start: demand`, its ancestors may run now."""
-        if self.wanted is None:
+        if self.wanted is None or variable in self._asked:
             return []
-        stack = [variable]
-        while stack:
-            producer = self.graph.get_producer(stack.pop())
-            if producer is None or producer.node in self.wanted:
-                continue
-            self._want_node(producer.node, stack)
+        self._asked.add(variable)
+        self._want([variable])
         return self._ready(self._missing)
 
-    def _want_node(self, node_id: str, stack: list[str]) -> None:
+    def _want(self, variables: Iterable[str]) -> None:
         assert self.wanted is not None
-        self.wanted.add(node_id)
-        for slot in self.graph.slots[node_id]:
-            stack.extend(slot.reads)
-        for other in self.graph.nodes[node_id].after:
-            if other not in self.wanted:
-                self._want_node(other, stack)
+        producers = map(self.graph.get_producer, variables)
+        stack = [producer.node for producer in producers if producer is not None]
+        seen: set[str] = set()
+        while stack:
+            node_id = stack.pop()
+            if node_id in seen:
+                continue
+            seen.add(node_id)
+            stack += self.graph.nodes[node_id].after
+            for slot in self.graph.slots[node_id]:
+                before = map(self.graph.get_producer, slot.reads)
+                stack += [producer.node for producer in before if producer is not None]
+        self.wanted |= seen
 
     # --- resolving ------------------------------------------------------------------------
 
@@ -221,8 +239,11 @@ class Execution:
         return ready
 
     def _take(self, key: tuple[str, int]) -> bool:
-        node_id, _ = key
-        if not self._is_started or key in self._reported or self.nodes[node_id].has_ended:
+        node_id, slot = key
+        state = self.nodes[node_id]
+        if not self._is_started or key in self._reported or state.has_ended:
+            return False
+        if slot < state.slots_done:  # done before a restart
             return False
         if self.wanted is not None and node_id not in self.wanted:
             return False
@@ -287,7 +308,13 @@ class Execution:
         if node.on_error is not None:
             return node.on_error == "isolate"
         job = self.graph.jobs[node.job]
-        return job.on_error == "isolate" or (self.is_open and job == Job())
+        return job.on_error == "isolate" or (self._is_session and job == Job())
+
+    def is_within(self, job: str, outer: str) -> bool:
+        """Whether a job is another one or stands below it; all stand below `main`."""
+        while job != outer and job != "main":
+            job = self.graph.jobs[job].parent or "main"
+        return job == outer
 
     @property
     def is_complete(self) -> bool:

@@ -30,7 +30,7 @@ class _Text:
     parts: list[str]
     length: int = 0
     version: int = 0
-    """When it last grew, in the feed's own count."""
+    """When it began or last grew, in the feed's own count."""
     is_committed: bool = False
     """Its value is published: whoever did not follow the text gets that instead."""
 
@@ -68,7 +68,9 @@ class Feed:
 
     def begin_text(self, variable: str, node: str, job: str, attempt: int) -> None:
         """An output starts to grow, or starts again after its engine was lost."""
-        self._texts[variable] = _Text(node, job, variable, attempt, [])
+        self._texts.pop(variable, None)
+        self._version += 1
+        self._texts[variable] = _Text(node, job, variable, attempt, [], version=self._version)
 
     def grow(self, variable: str, text: str) -> None:
         """An output grew."""
@@ -105,16 +107,20 @@ class Feed:
             seen = 0
             while True:
                 changed = self._changed
+                # What comes while the reader is busy waits for the next round: its text first.
+                end = len(self._events)
                 deltas, seen = self._deltas(offsets, seen), self._version
                 for delta in deltas:
                     yield delta
-                while position < len(self._events):
-                    position += 1
-                    yield self._events[position - 1]
+                for event in self._events[position:end]:
+                    yield event
+                position = end
+                if end < len(self._events):
+                    continue
+                if self._is_closed:
+                    return
                 if self._is_draining:
                     yield Event(None, "server.draining", {"program": self._program})
-                    return
-                if self._is_closed:
                     return
                 await changed.wait()
         finally:

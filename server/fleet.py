@@ -106,7 +106,7 @@ class Fleet:
         while not self._stopping:
             try:
                 await self._launch(dead.name)
-            except EngineStartError as error:
+            except (EngineStartError, OSError) as error:
                 logger.error("%s does not start again: %s", dead.name, error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

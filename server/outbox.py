@@ -25,10 +25,13 @@ import msgspec
 
 from .feed import Feed
 from .journal import EventRecord, Journal, ProgramRecord, Record
+from .program.errors import UnavailableError
 from .program.ir import Json
 from .program.status import Event, EventType
 
 logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5.0
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class Outbox:
     @property
     def has_ended(self) -> bool:
         """Whether the end of the program is on disk."""
-        return self._ended.done()
+        return self._ended.done() and self._ended.exception() is None
 
     @property
     def has_waiters(self) -> bool:
@@ -116,11 +119,15 @@ class Outbox:
         self.flush()
 
     def abandon(self) -> None:
-        """The server goes away: nobody is told anything more; waiters are cancelled."""
-        for waiters in self._waiters.values():
-            for waiter in waiters:
-                waiter.cancel()
-        self._ended.cancel()
+        """The server goes away: whoever waits hears that, and nothing more is told."""
+        error = UnavailableError(
+            "server.draining", "the server is about to stop", retry_after_s=RETRY_AFTER_S
+        )
+        for waiter in [self._ended, *(each for many in self._waiters.values() for each in many)]:
+            if not waiter.done():
+                waiter.set_exception(error)
+                waiter.exception()  # who waited may be gone already
+        self._waiters.clear()
 
     # --- to the disk ----------------------------------------------------------------------
 
@@ -166,8 +173,15 @@ class Outbox:
     # --- waiting --------------------------------------------------------------------------
 
     async def wait_for(self, variable: str, wait_s: float) -> bool:
-        """Wait until a variable is settled or the program has ended; False: not in `wait_s`."""
-        if variable in self.settled or self._ended.done():
+        """Wait until a variable is settled or the program has ended; False: not in `wait_s`.
+
+        Raises:
+            UnavailableError: `server.draining` if the server stops first.
+        """
+        if variable in self.settled:
+            return True
+        if self._ended.done():
+            self._ended.result()
             return True
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(variable, []).append(waiter)
@@ -182,7 +196,11 @@ class Outbox:
         return True
 
     async def wait_ended(self) -> None:
-        """Wait until the end of the program is on disk."""
+        """Wait until the end of the program is on disk.
+
+        Raises:
+            UnavailableError: `server.draining` if the server stops first.
+        """
         await asyncio.shield(self._ended)
 
 

@@ -5,7 +5,9 @@ Pure: from an execution that has ended to a Receipt.
 
 from __future__ import annotations
 
-from .execution import Execution, NodeState
+from typing import NamedTuple
+
+from .execution import Execution, NodeState, Usage
 from .program.ir import Generate
 from .program.status import (
     OutputTokens,
@@ -30,20 +32,21 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
         if isinstance(state.node, Generate) and state.started_at is not None
     ]
     usages = [state.usage for state in calls]
+    prompts = [explain(usage) for usage in usages]
     path = critical_path(execution)
-    logical = sum(usage.logical for usage in usages)
+    logical = sum(prompt.logical for prompt in prompts)
     return Receipt(
         calls=len(calls),
         prompt_tokens=ReceiptPromptTokens(
             logical=logical,
-            computed=sum(usage.computed for usage in usages),
+            computed=sum(prompt.computed for prompt in prompts),
             shared=SharedTokens(
-                static=sum(usage.static for usage in usages),
-                dynamic=sum(usage.dynamic for usage in usages),
-                generated=sum(usage.generated for usage in usages),
-                cache=sum(usage.cached for usage in usages),
+                static=sum(prompt.static for prompt in prompts),
+                dynamic=sum(prompt.dynamic for prompt in prompts),
+                generated=sum(prompt.generated for prompt in prompts),
+                cache=sum(prompt.cached for prompt in prompts),
             ),
-            recomputed=sum(usage.recomputed for usage in usages),
+            recomputed=sum(prompt.recomputed for prompt in prompts),
         ),
         output_tokens=OutputTokens(
             decoded=sum(usage.decoded for usage in usages),
@@ -53,12 +56,52 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
         round_trips_saved=max(0, len(calls) - 1),
         wall_s=execution.finished_at - execution.created_at,
         critical_path=[state.node.id for state in path],
-        critical_path_s=sum(map(_duration, path)),
+        critical_path_s=_covered_s(path),
         as_single_requests=SingleRequests(
             prompt_tokens=logical, estimated_s=_single_requests_s(execution)
         ),
         kv_block_seconds=sum(usage.block_seconds for usage in usages),
         blocks_held=blocks_held,
+    )
+
+
+class Prompt(NamedTuple):
+    """Where the tokens of a node's prompts came from: `logical` is the sum up to `cached`."""
+
+    logical: int
+    computed: int
+    static: int
+    dynamic: int
+    generated: int
+    cached: int
+    recomputed: int
+
+
+def explain(usage: Usage) -> Prompt:
+    """Explain every shared token by the first cause that fits: cache, program text, what a
+    model wrote, and else a value that several calls start with.
+
+    A prefix that a call filled for others and then again for itself is computed once. What an
+    output finds in its own context (`again`) is apart, for its causes are known.
+    """
+    computed = min(usage.computed, usage.logical)
+    shared = usage.logical - computed
+    cached = min(usage.cached, shared)
+    again = min(usage.again, shared - cached)
+    first = shared - cached - again
+    static = min(first, max(0, usage.constant - cached))
+    generated = min(first - static, usage.written)
+    again_static = min(again, usage.again_constant)
+    static += again_static
+    generated += min(again - again_static, usage.again_written)
+    return Prompt(
+        logical=usage.logical,
+        computed=computed,
+        static=static,
+        dynamic=shared - cached - static - generated,
+        generated=generated,
+        cached=cached,
+        recomputed=usage.recomputed + usage.computed - computed,
     )
 
 
@@ -70,9 +113,11 @@ def critical_path(execution: Execution) -> list[NodeState]:
     """
     ended = [state for state in execution.nodes.values() if _took_part(state)]
     path: list[NodeState] = []
+    seen: set[str] = set()  # a prompt may wait for a step that waits for one of its outputs
     state = max(ended, key=_finish, default=None)
-    while state is not None and state not in path:
+    while state is not None and state.node.id not in seen:
         path.append(state)
+        seen.add(state.node.id)
         state = max(filter(_took_part, _waited_for(execution, state)), key=_finish, default=None)
     return path[::-1]
 
@@ -96,8 +141,13 @@ def _finish(state: NodeState) -> float:
     return state.finished_at or 0.0
 
 
-def _duration(state: NodeState) -> float:
-    return (state.finished_at or 0.0) - (state.started_at or 0.0)
+def _covered_s(path: list[NodeState]) -> float:
+    """Seconds in which something on the path ran; what overlaps counts once."""
+    total, end = 0.0, 0.0
+    for state in sorted(path, key=lambda state: state.started_at or 0.0):
+        total += max(0.0, _finish(state) - max(state.started_at or 0.0, end))
+        end = max(end, _finish(state))
+    return total
 
 
 def _single_requests_s(execution: Execution) -> float:
@@ -109,6 +159,7 @@ def _single_requests_s(execution: Execution) -> float:
     total = 0.0
     for state in execution.nodes.values():
         usage = state.usage
-        scale = usage.logical / usage.computed if usage.computed else 1.0
+        computed = explain(usage).computed
+        scale = usage.logical / computed if computed else 1.0
         total += usage.prefill_s * scale + usage.decode_s
     return total

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from .execution import Execution
-from .journal import StoredProgram
+from .execution import Absence, Execution
+from .journal import StoredProgram, ValueRecord
 from .program.graph import Graph
 from .program.ir import Append, Json, Submission
 from .program.status import Phase, Problem
@@ -28,14 +28,12 @@ _ENDS: dict[str, Phase] = {
 class Past:
     """What a program brings along from before the restart."""
 
-    token_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Ids of committed outputs: a growing prompt continues behind them."""
+    outputs: dict[str, ValueRecord] = field(default_factory=dict)
+    """Committed outputs of calls, with their ids: a growing prompt continues behind them."""
     asked: set[str] = field(default_factory=set)
     """Request ids that clients have seen."""
     started: set[str] = field(default_factory=set)
     """Nodes that ran and did not end."""
-    last_seq: int = 0
-    """Events up to here are in the journal only."""
 
 
 def restore(stored: StoredProgram) -> tuple[Execution, Past]:
@@ -63,7 +61,9 @@ def restore(stored: StoredProgram) -> tuple[Execution, Past]:
     for record in stored.values:
         execution.commit(record.variable, msgspec.json.decode(record.value))
         if record.token_ids is not None:
-            past.token_ids[record.variable] = record.token_ids
+            past.outputs[record.variable] = record
+        if graph.get_producer(record.variable) is None:
+            graph.give(record.variable)
     _replay(stored, execution, past)
     for node_id, state in execution.nodes.items():
         for slot in graph.slots[node_id]:
@@ -77,16 +77,22 @@ def restore(stored: StoredProgram) -> tuple[Execution, Past]:
 
 def _replay(stored: StoredProgram, execution: Execution, past: Past) -> None:
     for event in stored.events:
-        past.last_seq = max(past.last_seq, event.seq)
         data: dict[str, Json] = msgspec.json.decode(event.data)
         if event.type == "client.requested":
             past.asked.add(data["request_id"])
+        elif event.type == "variable.failed":
+            problem = Problem(code=data["code"], message=data["message"])
+            execution.graph.give(data["variable"])
+            execution.lose(data["variable"], Absence("failed", problem))
         node_id = data.get("node")
         if node_id not in execution.nodes:
             continue
         state = execution.nodes[node_id]
+        if execution.wanted is not None:
+            execution.wanted.add(node_id)
         if "attempt" in data:
             state.attempt = max(state.attempt, data["attempt"])
+        state.num_retries += "retry" in data
         if event.type == "node.started":
             past.started.add(node_id)
         elif event.type == "node.finished" and not state.has_ended:

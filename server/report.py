@@ -16,6 +16,7 @@ from .journal import StoredProgram
 from .outbox import iso
 from .program.ir import Append, Generate, Submission
 from .program.status import (
+    ENDED,
     NodeStatus,
     OutputTokens,
     Phase,
@@ -25,11 +26,13 @@ from .program.status import (
     Receipt,
     VariableStatus,
 )
+from .receipt import explain
 
 
 def node_status(state: NodeState) -> NodeStatus:
     """One node."""
     node, usage = state.node, state.usage
+    prompt = explain(usage)
     is_call = isinstance(node, Generate)
     return NodeStatus(
         status=state.phase,
@@ -41,9 +44,9 @@ def node_status(state: NodeState) -> NodeStatus:
         prefill_s=usage.prefill_s,
         decode_s=usage.decode_s,
         prompt_tokens=PromptTokens(
-            logical=usage.logical,
-            computed=usage.computed,
-            shared=max(0, usage.logical - usage.computed),
+            logical=prompt.logical,
+            computed=prompt.computed,
+            shared=prompt.logical - prompt.computed,
         )
         if is_call
         else UNSET,
@@ -57,17 +60,26 @@ def node_status(state: NodeState) -> NodeStatus:
     )
 
 
-def variable_status(execution: Execution, settled: Container[str], variable: str) -> VariableStatus:
-    """One variable of a live program; what is not on disk yet still counts as running."""
-    phase = execution.phase_of(variable)
+def variable_status(
+    execution: Execution, settled: Container[str], variable: str, *, is_ended: bool
+) -> VariableStatus:
+    """One variable of a program; what is not on disk yet still counts as running.
+
+    Args:
+        execution: the program.
+        settled: variables whose value or absence is on disk.
+        variable: one of the program's.
+        is_ended: whether the end of the program is on disk.
+    """
     if variable in settled:
         if variable in execution.values:
             return VariableStatus(name=variable, status="done", value=execution.values[variable])
         absence = execution.absences[variable]
         return VariableStatus(name=variable, status=absence.phase, error=absence.problem)
-    if execution.finished_at is not None and variable not in execution.values:
+    if is_ended:
         return _never_came(variable, execution.problem)
-    return VariableStatus(name=variable, status="running" if phase == "done" else phase)
+    phase = execution.phase_of(variable)
+    return VariableStatus(name=variable, status="running" if phase in ENDED else phase)
 
 
 def program_status(
@@ -84,7 +96,8 @@ def program_status(
         finished_at=None if finished_at is None else iso(finished_at),
         outputs=list(execution.graph.outputs),
         variables={
-            name: variable_status(execution, settled, name) for name in execution.variable_names()
+            name: variable_status(execution, settled, name, is_ended=is_ended)
+            for name in execution.variable_names()
         },
         nodes={node_id: node_status(state) for node_id, state in execution.nodes.items()},
         receipt=UNSET if receipt is None else receipt,
@@ -107,7 +120,7 @@ def ending(execution: Execution) -> Ending:
     return Ending(
         nodes={node_id: node_status(state) for node_id, state in execution.nodes.items()},
         absences={
-            name: variable_status(execution, execution.absences, name)
+            name: variable_status(execution, execution.absences, name, is_ended=True)
             for name in names
             if name not in execution.values
         },

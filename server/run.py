@@ -21,6 +21,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
@@ -29,7 +30,7 @@ from msgspec import UNSET
 from .call import Call, Outcome, release
 from .encoder import Encoder, Work
 from .engine import Engine
-from .execution import Absence, Execution, Ready
+from .execution import Absence, Execution, NodeState, Ready
 from .feed import Feed
 from .journal import AppendRecord, EndRecord, Journal, ProgramRecord, ValueRecord
 from .model import Model
@@ -57,6 +58,8 @@ MAX_DEATHS = 3
 """Engines that may die under one call before it is taken to be the cause."""
 LEASE_S = 10.0
 """How long an attached program lives without a reader."""
+DEADLINE, LEASE = "the deadline", "the lease"
+"""Timers of a whole program, by names that no node can have."""
 
 
 class World(Protocol):
@@ -65,6 +68,7 @@ class World(Protocol):
     scheduler: Scheduler
     encoder: Encoder
     functions: Mapping[str, Callable[..., Any]]
+    function_threads: ThreadPoolExecutor
 
     @property
     def journal(self) -> Journal:
@@ -119,19 +123,22 @@ class Run:
     def resume(self, past: Past) -> None:
         """Go on after a restart: what was on disk is restored in `execution` already."""
         self._past = past
-        self.feed.first_seq = past.last_seq + 1
+        # Whatever was before this life has a lower number, committed values included.
+        self.feed.first_seq = self._world.journal.last_seq + 1
         self.outbox.settled |= self.execution.values.keys() | self.execution.absences.keys()
         self.start()
 
     def start(self) -> None:
         """Dispatch what is ready; the program is on disk."""
+        if self.is_over:
+            return  # the server went away while the disk took it: it starts with the next one
         self.execution.phase = "running"
         self._expect(self.execution.graph.nodes)
         loop = asyncio.get_running_loop()
         options = self.execution.options
         if options.deadline_s is not None:
             left_s = self.execution.created_at + options.deadline_s - time.time()
-            self._timers["deadline"] = loop.call_later(max(left_s, 0), self._deadline)
+            self._timers[DEADLINE] = loop.call_later(max(left_s, 0), self._deadline)
         for name, job in self.execution.graph.jobs.items():
             if job.timeout_s is not None:
                 self._timers[f"job {name}"] = loop.call_later(
@@ -172,7 +179,9 @@ class Run:
 
     def lose(self, variable: str, problem: Problem) -> None:
         """An input will never come: its readers fail with the client's own reason."""
+        self.execution.graph.give(variable)
         ready = self.execution.lose(variable, Absence("failed", problem))
+        self.emit("variable.failed", variable=variable, code=problem.code, message=problem.message)
         self.outbox.settle([variable])
         self._advance(ready)
 
@@ -181,6 +190,7 @@ class Run:
         if self.is_over:
             return
         self.is_over = True
+        self._release()
         execution = self.execution
         for call in list(self._calls.values()):
             call.abandon()
@@ -199,11 +209,11 @@ class Run:
         """The server goes away: let go of everything and leave the program as it is on disk."""
         self.is_over = True
         self.feed.drain()
+        self._release()
         for call in self._calls.values():
             call.abandon()
         for step in self._steps.values():
             step.abandon()
-        self._release()
         self.outbox.abandon()
 
     def engine_lost(self, engine: str) -> None:
@@ -219,7 +229,13 @@ class Run:
                 self._fail(node_id, RunError("engine.lost", problem))
                 continue
             state.attempt += 1
-            self.emit("node.restarted", node_id, engine=engine, attempt=state.attempt)
+            self.emit(
+                "node.restarted",
+                node_id,
+                engine=engine,
+                why="its engine died",
+                attempt=state.attempt,
+            )
 
     def _expect(self, nodes: Iterable[str]) -> None:
         """Read off the graph what new calls will share and how urgent they are."""
@@ -264,12 +280,6 @@ class Run:
         if state.has_ended:
             return
         node = state.node
-        if state.started_at is None:
-            state.started_at = time.time()
-            state.attempt = max(state.attempt, 1)
-            if node_id in self._past.started:
-                state.attempt += 1
-                self.emit("node.restarted", node_id, attempt=state.attempt)
         absence = execution.absence_for(execution.graph.slots[node_id][slot])
         try:
             if slot == 0 and not self._is_wanted(node):
@@ -278,13 +288,28 @@ class Run:
             if absence is not None and not _may_tolerate_absence(node):
                 self._absent(node_id, absence)
                 return
-            if slot == 0 and node.timeout_s is not None and node_id not in self._timers:
-                self._timers[node_id] = asyncio.get_running_loop().call_later(
-                    node.timeout_s, self._node_timeout, node_id
-                )
+            if state.started_at is None:
+                self._first_start(state)
             self._begin(node_id, slot)
         except ExpressionError as error:
             self._expression_failed(node_id, error, absence)
+        except ConureError as error:
+            self._fail(node_id, error)
+
+    def _first_start(self, state: NodeState) -> None:
+        """A node runs for the first time in this life of the server."""
+        node = state.node
+        state.started_at = time.time()
+        state.attempt = max(state.attempt, 1)
+        if node.id in self._past.started:
+            state.attempt += 1
+            why = "the server was started again"
+            self.emit("node.restarted", node.id, why=why, attempt=state.attempt)
+        # A client step counts the time of every question by itself, and may ask again.
+        if node.timeout_s is not None and not isinstance(node, ClientNode):
+            self._timers[node.id] = asyncio.get_running_loop().call_later(
+                node.timeout_s, self._node_timeout, node.id
+            )
 
     def _is_wanted(self, node: AnyNode) -> bool:
         if node.when is UNSET:
@@ -299,8 +324,8 @@ class Run:
                 self._prepare(node_id, slot)
             case Expr(expr=expr, output=output):
                 state.phase = "running"
-                self.commit(output, evaluate(expr, values), node=node_id)
-                self._slot_over(node_id, slot)
+                ready = self._commit(output, evaluate(expr, values), node=node_id)
+                self._slot_over(node_id, slot, ready)
             case ClientNode() as node:
                 state.phase = "running"
                 args = {name: evaluate(expr, values) for name, expr in node.args.items()}
@@ -310,8 +335,12 @@ class Run:
             case CallNode() as node:
                 state.phase = "running"
                 args = {name: evaluate(expr, values) for name, expr in node.args.items()}
-                function = self._world.functions[node.function]
-                self._steps[node_id] = FunctionStep(self, node, function, args)
+                function = self._world.functions.get(node.function)
+                if function is None:
+                    message = f"no function {node.function} is registered on this server any more"
+                    raise RunError("call.unknown_function", message)
+                threads = self._world.function_threads
+                self._steps[node_id] = FunctionStep(self, node, function, args, threads)
 
     def _prepare(self, node_id: str, slot: int) -> None:
         call = self._calls.get(node_id)
@@ -376,7 +405,7 @@ class Run:
             traces=execution.options.trace,
         )
         if state.slots_done:
-            call.restore(self._past.token_ids, execution.values, state.slots_done)
+            call.restore(self._past.outputs, execution.values, state.slots_done)
         return call
 
     # --- what calls report (call.Host) ----------------------------------------------------
@@ -402,8 +431,8 @@ class Run:
         """An output is whole."""
         node_id = call.node.id
         self.feed.complete(outcome.variable, outcome.text)
-        self.commit(outcome.variable, outcome.value, node=node_id, outcome=outcome)
-        self._slot_over(node_id, slot)
+        ready = self._commit(outcome.variable, outcome.value, node=node_id, outcome=outcome)
+        self._slot_over(node_id, slot, ready)
 
     def call_failed(self, call: Call, error: ConureError) -> None:
         """A call ended without its output: try again if its author allows, else fail."""
@@ -416,9 +445,8 @@ class Run:
         step = self._steps.pop(node_id, None)
         if step is None or self.is_over:
             return
-        if step.output is not None:
-            self.commit(step.output, value, node=node_id)
-        self._slot_over(node_id, 0)
+        ready = [] if step.output is None else self._commit(step.output, value, node=node_id)
+        self._slot_over(node_id, 0, ready)
 
     def step_failed(self, node_id: str, error: ConureError) -> None:
         """A step of any kind failed: run it again if `retries` allows, else fail its node."""
@@ -430,9 +458,10 @@ class Run:
         if self.is_over or state.has_ended:
             return
         is_partial = state.slots_done > 0
-        if state.attempt <= state.node.retries and not is_partial:
+        if state.num_retries < state.node.retries and not is_partial:
+            state.num_retries += 1
             state.attempt += 1
-            self.emit("node.restarted", node_id, attempt=state.attempt)
+            self.emit("node.restarted", node_id, why=error.code, attempt=state.attempt, retry=True)
             self._advance([Ready(node_id, 0)])
             return
         self._fail(node_id, error)
@@ -449,10 +478,18 @@ class Run:
 
     # --- committing -----------------------------------------------------------------------
 
-    def commit(
+    def commit(self, variable: str, value: Json) -> None:
+        """The client gives an input its value."""
+        self.execution.graph.give(variable)
+        self._advance(self._commit(variable, value, node=None))
+
+    def _commit(
         self, variable: str, value: Json, *, node: str | None, outcome: Outcome | None = None
-    ) -> None:
-        """Give a variable its value, in memory now and on disk with the next batch."""
+    ) -> list[Ready]:
+        """Give a variable its value, in memory now and on disk with the next batch.
+
+        Its readers are returned and not started: its node ends first.
+        """
         execution = self.execution
         attempt = execution.nodes[node].attempt if node is not None else 1
         record = ValueRecord(
@@ -468,11 +505,11 @@ class Run:
         self.outbox.add(record)
         self.emit("variable.committed", node, variable=variable, value=value)
         self.outbox.settle([variable])
-        self._advance(execution.commit(variable, value))
+        return execution.commit(variable, value)
 
-    def _slot_over(self, node_id: str, slot: int) -> None:
+    def _slot_over(self, node_id: str, slot: int, ready: list[Ready]) -> None:
         now = time.time()
-        ready = self.execution.finish_slot(node_id, slot, at=now)
+        ready += self.execution.finish_slot(node_id, slot, at=now)
         state = self.execution.nodes[node_id]
         if state.has_ended:
             self._forget(node_id)
@@ -480,8 +517,10 @@ class Run:
         self._advance(ready)
 
     def _forget(self, node_id: str) -> None:
-        self._calls.pop(node_id, None)
-        self._steps.pop(node_id, None)
+        if (call := self._calls.pop(node_id, None)) is not None:
+            call.abandon()
+        if (step := self._steps.pop(node_id, None)) is not None:
+            step.abandon()
         if (timer := self._timers.pop(node_id, None)) is not None:
             timer.cancel()
 
@@ -489,8 +528,6 @@ class Run:
 
     def _fail(self, node_id: str, error: ConureError) -> None:
         problem = Problem(code=error.code, message=error.message)
-        if (call := self._calls.get(node_id)) is not None:
-            call.abandon()
         isolates = self.execution.isolates(node_id)
         ready = self._end_node(node_id, "failed", problem, time.time())
         if isolates:
@@ -538,7 +575,9 @@ class Run:
 
     def _job_timeout(self, job: str) -> None:
         for node_id, state in self.execution.nodes.items():
-            if state.node.job == job and not state.has_ended and not self.is_over:
+            if self.is_over:
+                return
+            if not state.has_ended and self.execution.is_within(state.node.job, job):
                 self._fail(node_id, RunError("job.timeout", f"job {job} ran out of time"))
 
     def _deadline(self) -> None:
@@ -558,7 +597,7 @@ class Run:
             self.stop("cancelled", Problem(code="program.lease_lost", message=message))
             return
         loop = asyncio.get_running_loop()
-        self._timers["lease"] = loop.call_later(LEASE_S / 5, self._check_lease)
+        self._timers[LEASE] = loop.call_later(LEASE_S / 5, self._check_lease)
 
     # --- ending ---------------------------------------------------------------------------
 
@@ -579,7 +618,8 @@ class Run:
         execution.finished_at = now
         self._release()
         self.receipt = receipt(execution, blocks_held=self._blocks_held())
-        self.emit("program.finished", status=execution.phase, receipt=self.receipt)
+        told = msgspec.to_builtins(self.receipt)
+        self.emit("program.finished", status=execution.phase, receipt=told)
         problem = execution.problem
         self.outbox.add(
             EndRecord(
@@ -599,6 +639,7 @@ class Run:
         self._timers.clear()
         states = list(self.execution.nodes.values())
         for held in self._sharing.release_all():
+            held.is_filled = True  # nobody waits for what it costs any more: free it at once
             release(held, self, states[0], self._world.model.limits.block_size)
 
     def _blocks_held(self) -> int:
@@ -624,7 +665,8 @@ def _rank(priority: int, is_latency: bool, number: int) -> float:
 
 def _definitions(node: Generate, graph: Graph) -> Definitions | None:
     """What `expr` nodes compute, for hashes; a splice stays closed, so that the boundaries of a
-    hash are those of the rendered prompt."""
+    hash are those of the rendered prompt.
+    """
     has_splice = isinstance(node.messages, list) and any(m.splice for m in node.messages)
     return None if has_splice else graph.definitions
 

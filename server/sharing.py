@@ -98,6 +98,11 @@ class Sharing:
         self._held[held.engine, prefix] = held
         return True
 
+    def discard(self, held: Held) -> None:
+        """A context that is held is no good; safe for one that is not held."""
+        for key in [key for key, other in self._held.items() if other is held]:
+            del self._held[key]
+
     def lose_engine(self, engine: str) -> None:
         """An engine is gone with all its contexts."""
         for key in [key for key in self._held if key[0] == engine]:

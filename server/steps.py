@@ -13,6 +13,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import msgspec
@@ -109,34 +110,54 @@ class FunctionStep:
     """A function of the server at work, in a task; sync functions run in a thread."""
 
     def __init__(
-        self, host: StepHost, node: Call, function: Callable[..., Any], args: Mapping[str, Json]
+        self,
+        host: StepHost,
+        node: Call,
+        function: Callable[..., Any],
+        args: Mapping[str, Json],
+        threads: ThreadPoolExecutor,
     ) -> None:
         self.node = node
         self.output: str | None = None if node.output is UNSET else node.output
         self._host = host
-        self._task = asyncio.create_task(self._run(function, dict(args)))
+        self._is_abandoned = False
+        self._task = asyncio.create_task(self._run(function, dict(args), threads))
 
     def abandon(self) -> None:
         """Nobody waits for the result any more; safe to repeat. A thread runs to its end."""
+        self._is_abandoned = True
         if self._task is not asyncio.current_task():
             self._task.cancel()
 
-    async def _run(self, function: Callable[..., Any], args: dict[str, Json]) -> None:
+    async def _run(
+        self, function: Callable[..., Any], args: dict[str, Json], threads: ThreadPoolExecutor
+    ) -> None:
         node = self.node
         try:
             await self._host.outbox.barrier()
             if inspect.iscoroutinefunction(function):
                 result = await function(**args)
             else:
-                result = await asyncio.to_thread(function, **args)
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(threads, _run_in_thread, function, args)
             value = msgspec.json.decode(msgspec.json.encode(result))
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if self._is_abandoned:
+                return
             # The function is the operator's: its text may hold what a client must not read.
             logger.exception("function %s of node %s failed", node.function, node.id)
             message = f"function {node.function} of node {node.id} raised {type(error).__name__}"
             self._host.step_failed(node.id, RunError("call.failed", message))
         else:
             self._host.step_done(node.id, value)
+
+
+def _run_in_thread(function: Callable[..., Any], args: Mapping[str, Json]) -> Any:
+    try:
+        return function(**args)
+    except StopIteration as error:
+        # asyncio cannot carry this one from a thread: whoever awaits it would wait for ever.
+        raise RuntimeError("the function raised StopIteration") from error
 
 
 def request_id(program: str, node: str, attempt: int) -> str:

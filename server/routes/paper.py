@@ -185,7 +185,12 @@ async def get_variable(request: Request[Any, Any, Any]) -> GetAnswer:
 
 
 async def wait_for(
-    service: Service, program: str, variable: str, *, tenant: str, objective: Objective | None = None
+    service: Service,
+    program: str,
+    variable: str,
+    *,
+    tenant: str,
+    objective: Objective | None = None,
 ) -> VariableStatus:
     """Waits as long as it takes.
 

@@ -10,7 +10,7 @@ from conure.server.program.status import Event
 
 
 def committed(seq: int) -> Event:
-    return Event(seq, "variable.committed", {"seq": seq})
+    return Event(seq, "variable.committed", {"seq": seq, "variable": "other"})
 
 
 async def take(reading: AsyncGenerator[Event, None], count: int) -> list[Event]:
@@ -89,3 +89,31 @@ async def test_readers_of_a_draining_server_hear_so_and_end() -> None:
         "variable.committed",
         "server.draining",
     ]
+
+
+async def test_an_output_that_only_begins_hides_no_other_text() -> None:
+    feed = Feed("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.grow("x", "text")
+    feed.begin_text("y", "m", "main", 1)
+    reading = feed.read(0)
+    [delta] = await take(reading, 1)
+    assert (delta.data["variable"], delta.data["text"]) == ("x", "text")
+    await reading.aclose()
+
+
+async def test_text_that_comes_while_a_reader_is_busy_is_read_before_its_commit() -> None:
+    feed = Feed("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.grow("x", "ab")
+    feed.publish([Event(1, "node.started", {})])
+    reading = feed.read(0)
+    await take(reading, 2)
+    feed.grow("x", "cd")
+    feed.publish([committed(2)])
+    delta, commit = await take(reading, 2)
+    assert (delta.data["text"], delta.data["offset"]) == ("cd", 2)
+    assert commit.seq == 2
+    feed.close()
+    feed.drain()
+    assert [event async for event in reading] == [], "it has ended, so nobody needs to be told"
