@@ -23,15 +23,10 @@ from typing import Any
 
 import msgspec
 
-from .admission import check_options, check_program, num_calls
-from .answers import put_value, stands_already
 from .config import Config
-from .encoder import Encoder
-from .engine import Command, Engine, EngineStartError
-from .execution import Execution
-from .fleet import Fleet, FleetOptions
-from .journal import DuplicateKeyError, Journal, ProgramRecord, StoredProgram
-from .model import Model
+from .engines.engine import Command, Engine, EngineStartError
+from .engines.fleet import Fleet, FleetOptions
+from .engines.scheduler import Scheduler
 from .program.errors import (
     ConflictError,
     ConureError,
@@ -41,11 +36,16 @@ from .program.errors import (
 from .program.graph import Graph
 from .program.ir import Append, Generate, Objective, Submission
 from .program.status import Accepted, Event, ProgramStatus, PutValue, VariableStatus
-from .recovery import restore
-from .report import program_status, stored_status, variable_status
-from .run import Run
-from .scheduler import Scheduler
+from .prompts.model import Model
+from .runs.admission import check_options, check_program, num_calls
+from .runs.answers import put_value, stands_already
+from .runs.encoder import Encoder
+from .runs.execution import Execution
+from .runs.recovery import restore
+from .runs.report import program_status, stored_status, variable_status
+from .runs.run import Run
 from .service import EngineInfo, ModelInfo, Readiness
+from .store.journal import DuplicateKeyError, Journal, ProgramRecord, StoredProgram
 
 logger = logging.getLogger(__name__)
 

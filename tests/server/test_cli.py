@@ -22,15 +22,16 @@ import pytest
 
 from conure.server import cli
 from conure.server.cli import main
+from conure.server.commands.run import read_events
 from conure.server.config import Config
-from conure.server.running import read_events
 
 ROOT = Path(__file__).parents[2]
 
 SERVER = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from conure.server import cli, serving
+from conure.server import cli
+from conure.server.commands import serve as serving
 from conure.server.app import create_app
 from tests.server.service_double import ScriptedService
 

@@ -20,8 +20,8 @@ import transformers
 
 from conure.engine import builtin
 from conure.engine.api import StatusReport
-from conure.server.call import common_prefix_len
 from conure.server.program.status import ProgramStatus, Receipt, Trace
+from conure.server.runs.sharing import common_prefix_len
 
 from .inprocess import Desk, Program, client, desk_of, read, var
 
@@ -44,10 +44,10 @@ class Reference:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             builtin.cached(), dtype=torch.float32
         )
-        self._model: Any = loaded.eval()
+        self._model = loaded.eval()
         self._eos = set(loaded.generation_config.eos_token_id)
         self._known: dict[tuple[int, ...], list[int]] = {}
         self.num_checked = 0

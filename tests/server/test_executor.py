@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from conure.server import run
 from conure.server.program.errors import ConflictError, NotFoundError, ProgramError, PromptError
+from conure.server.runs import run
 
 from .inprocess import Desk, answer, call, client, desk_of, expr, read, say, var
 
@@ -255,7 +255,7 @@ async def test_functions_that_block_keep_nobody_else_waiting(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ends", ["node", "job", "outer", "program"])
 async def test_whoever_runs_out_of_time_is_told_so(tmp_path: Path, ends: str) -> None:
-    jobs = {
+    jobs: dict[str, dict[str, Any]] = {
         "slow": {"parent": "above"},
         "above": {"on_error": "isolate", "timeout_s": 0.2 if ends == "outer" else 60},
     }
@@ -264,7 +264,7 @@ async def test_whoever_runs_out_of_time_is_told_so(tmp_path: Path, ends: str) ->
     node = say("slow", "x", job="slow", ignore_eos=True, max_tokens=8_000)
     if ends == "node":
         node["timeout_s"] = 0.2
-    options = {"deadline_s": 0.2} if ends == "program" else {}
+    options: dict[str, Any] = {"deadline_s": 0.2} if ends == "program" else {}
     async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
         program = await desk.submit([node], jobs=jobs, outputs=["slow"], **options)
         slow = await program.get("slow")
@@ -340,8 +340,9 @@ async def test_prompts_that_are_too_long_are_refused_and_never_cut(tmp_path: Pat
 async def test_what_would_silently_not_be_done_is_refused(tmp_path: Path) -> None:
     async with desk_of(tmp_path) as desk:
         for option, value in (("policy", "fcfs"), ("tokens", "kept")):
+            options: dict[str, Any] = {option: value}
             with pytest.raises(ProgramError) as refused:
-                await desk.submit([say("x", "y")], **{option: value})
+                await desk.submit([say("x", "y")], **options)
             assert refused.value.code == "program.unsupported"
             assert refused.value.path == f"options.{option}"
 

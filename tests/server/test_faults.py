@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from conure.server import engine, executor, fleet
-from conure.server.call import Call
-from conure.server.engine import Engine, EngineStartError
-from conure.server.fleet import FleetOptions
+from conure.server import executor
+from conure.server.engines import engine, fleet
+from conure.server.engines.engine import Engine, EngineStartError
+from conure.server.engines.fleet import FleetOptions
 from conure.server.program.errors import UnavailableError
-from conure.server.prompt import Rendered
-from conure.server.tokenizer import Encoded
+from conure.server.prompts.prompt import Rendered
+from conure.server.prompts.tokenizer import Encoded
+from conure.server.runs.call import Call
 
 from .inprocess import Desk, Program, answer, client, desk_of, expr, read, say, var
 
