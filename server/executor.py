@@ -24,7 +24,8 @@ from typing import Any
 import msgspec
 
 from .config import Config
-from .engines.engine import Command, Engine, EngineStartError
+from .engines.command import command_of
+from .engines.engine import Engine, EngineStartError
 from .engines.fleet import Fleet, FleetOptions
 from .engines.scheduler import Scheduler
 from .program.errors import (
@@ -101,7 +102,7 @@ class Executor:
         """The engine of that name, if it is alive."""
         return None if self._fleet is None else self._fleet.engines.get(name)
 
-    def run_ended(self, run: Run) -> None:
+    def _run_ended(self, run: Run) -> None:
         """The end of a program is on disk."""
         if self._runs.pop(run.execution.id, None) is None:
             return
@@ -116,7 +117,7 @@ class Executor:
         """Open the journal, start the engines, let unfinished programs go on."""
         self._journal = Journal.open(self._config.data)
         self._fleet = Fleet(
-            FleetOptions(command=_command(self._config), num_engines=self._config.num_engines),
+            FleetOptions(command=command_of(self._config), num_engines=self._config.num_engines),
             first_epoch=self._journal.generation * 1_000_000,
             arrived=self._engine_arrived,
             lost=self._engine_lost,
@@ -162,7 +163,7 @@ class Executor:
 
     def _add(self, execution: Execution) -> Run:
         self._num_started += 1
-        run = Run(execution, self, number=self._num_started)
+        run = Run(execution, self, number=self._num_started, ended=lambda: self._run_ended(run))
         self._runs[execution.id] = run
         self._num_calls += num_calls(execution.graph)
         return run
@@ -453,35 +454,3 @@ def _variable(run: Run, variable: str) -> VariableStatus:
 
 def _accepted(program: str, outputs: list[str]) -> Accepted:
     return Accepted(id=program, status="accepted", outputs=outputs, url=f"/v1/programs/{program}")
-
-
-def _command(config: Config) -> Command:
-    """The engine's command line for these settings; what is None is left to the engine."""
-    settings: dict[str, object] = {
-        "context-len": config.context_len,
-        "num-blocks": config.num_blocks,
-        "block-size": config.block_size,
-        "step-tokens": config.step_tokens,
-        "max-sequences": config.max_sequences,
-    }
-    if config.engine == "fake":
-        settings |= {
-            "script": config.script,
-            "time-per-call": config.time_per_call,
-            "time-per-prompt-token": config.time_per_prompt_token,
-            "time-per-output-token": config.time_per_output_token,
-        }
-    else:
-        settings |= {
-            "model": config.model,
-            "dtype": config.dtype,
-            "device": config.device,
-            "threads": config.threads,
-        }
-    options = [
-        text
-        for name, value in settings.items()
-        if value is not None
-        for text in (f"--{name}", str(value))
-    ]
-    return Command(config.engine, tuple(options))

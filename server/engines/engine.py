@@ -16,7 +16,6 @@ import itertools
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ from typing import cast
 import msgspec
 
 from conure.engine import api
+
+from .command import Command
 
 logger = logging.getLogger(__name__)
 
@@ -36,28 +37,6 @@ Listener = Callable[[api.Report], None]
 
 class EngineStartError(Exception):
     """The engine's process ended before it said hello; the message is its own last line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """How to start an engine's process: the arguments of `python -m conure.engine`."""
-
-    kind: str
-    options: tuple[str, ...] = ()
-
-    def argv(self, descriptor: int, epoch: int) -> list[str]:
-        """The whole command line for one life of the engine."""
-        return [
-            sys.executable,
-            "-m",
-            "conure.engine",
-            "--fd",
-            str(descriptor),
-            "--epoch",
-            str(epoch),
-            self.kind,
-            *self.options,
-        ]
 
 
 @dataclass(slots=True)

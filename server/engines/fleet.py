@@ -15,7 +15,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .engine import Command, Engine, EngineStartError
+from .command import Command
+from .engine import Engine, EngineStartError
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ..program.graph import Graph
 from ..program.ir import AnyNode, Append, Call, Generate, Json, Limits, Submission
 from ..prompts.model import Model
 from ..prompts.prompt import render_chat, render_slot
-from .call import targets
+from .output import targets
 
 TURN_BYTES = 64
 """More than any chat template writes around one message, in tokens."""

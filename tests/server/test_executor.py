@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from conure.server.program.errors import ConflictError, NotFoundError, ProgramError, PromptError
-from conure.server.runs import run
+from conure.server.runs import clocks
 
 from .inprocess import Desk, answer, call, client, desk_of, expr, read, say, var
 
@@ -286,7 +286,7 @@ async def test_node_names_are_free(tmp_path: Path) -> None:
     async with desk_of(tmp_path) as desk:
         names = ["deadline", "lease", "main", "program", "None"]
         program = await desk.submit(
-            [expr(name, {"lit": 1}, timeout_s=60) for name in names] + [client("open", "never")],
+            [expr(name, {"lit": 1}) for name in names] + [client("open", "never")],
             outputs=names,
             deadline_s=0.3,
         )
@@ -296,7 +296,7 @@ async def test_node_names_are_free(tmp_path: Path) -> None:
 async def test_an_attached_program_dies_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "LEASE_S", 0.2)
+    monkeypatch.setattr(clocks, "LEASE_S", 0.2)
     async with desk_of(tmp_path) as desk:
         kept = await desk.submit([client("a", "x")], outputs=["x"], detach=False)
         lost = await desk.submit([client("a", "x")], outputs=["x"], detach=False)
