@@ -1,6 +1,7 @@
 # The commands of this repository. `make help` lists them; `make demo` and `make test` are
-# all a newcomer needs. Everything is installed into .venv and nothing outside the checkout
-# is written.
+# all a newcomer needs. Everything is installed into .venv. Outside the checkout, pip and
+# pyright keep their caches, and the built-in model is made once, in $XDG_CACHE_HOME/conure
+# (or ~/.cache/conure).
 
 PYTHON ?= python3
 VENV := .venv

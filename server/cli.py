@@ -1,7 +1,8 @@
 """The command line: `conure serve` and `conure run`.
 
 Knows arguments and exit codes: 0 fine, 1 the server cannot start or the program failed, 2
-wrong usage, 3 the server cannot be reached. Whatever goes wrong is one line on stderr.
+wrong usage, 3 the server cannot be reached, 130 interrupted. Whatever goes wrong is one
+line on stderr.
 
 Refuses to know how anything is done: servers and programs run in `commands`, both
 loaded when they are needed.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -111,7 +113,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default=DEFAULT_HOST, help="a loopback address")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 takes a free one")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the journal")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder of the journal (default: conure in XDG_STATE_HOME, else ~/.local/state)",
+    )
     parser.add_argument("--functions", metavar="MODULE", help="module with a dict `functions`")
     parser.add_argument(
         "--drain-s", type=float, default=30.0, help="how long calls may run on after SIGTERM"
@@ -121,7 +128,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--engine", choices=("local", "fake"), default="local")
     engine.add_argument("--engines", type=int, default=1, metavar="N", help="how many")
     engine.add_argument("--dtype", help="of the weights: float32, bfloat16, ...")
-    engine.add_argument("--device", help="cpu, cuda, cuda:1, ...")
+    engine.add_argument("--device", help="cpu, the only one so far")
     engine.add_argument("--context-len", type=int, metavar="TOKENS")
     engine.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks in all")
     engine.add_argument("--block-size", type=int, metavar="TOKENS")
@@ -147,7 +154,20 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         dest="inputs",
         help="an input; @FILE takes its text from a file, NAME:=VALUE takes JSON",
     )
-    parser.add_argument("--url", default=f"http://{DEFAULT_HOST}:{DEFAULT_PORT}")
+    default_url = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("CONURE_URL") or default_url,
+        help=f"address of the server (default: the variable CONURE_URL, else {default_url})",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=30.0,
+        metavar="S",
+        dest="wait_s",
+        help="how long a server that went away may take to come back (default: 30)",
+    )
     parser.add_argument("--json", action="store_true", help="print the program's status as JSON")
     _add_log_level(parser)
 
@@ -212,7 +232,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from .commands.run import run_file
 
     return run_file(
-        arguments.file, inputs=arguments.inputs, url=arguments.url, as_json=arguments.json
+        arguments.file,
+        inputs=arguments.inputs,
+        url=arguments.url,
+        as_json=arguments.json,
+        wait_s=arguments.wait_s,
     )
 
 

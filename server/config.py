@@ -17,11 +17,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from .program.decode import MAX_BODY_BYTES
+
 EngineKind: TypeAlias = Literal["local", "fake"]
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
-MAX_BODY_BYTES = 4 * 1024 * 1024
 
 
 class ConfigError(ValueError):
@@ -38,7 +39,7 @@ def default_data(environ: Mapping[str, str] = os.environ) -> Path:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach what listens on `host`."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ip_address(host).is_loopback
@@ -81,7 +82,7 @@ class Config:
     max_queued_calls: int = 100_000
     """Calls accepted and not ended, over all programs; beyond it submissions get 429."""
     max_body: int = MAX_BODY_BYTES
-    """Bytes of a request's body at most."""
+    """Bytes of a request's body at most; the decoder takes no more than the default."""
     drain_s: float = 30.0
     """How long a terminated server lets calls run before it parks them."""
 
@@ -120,6 +121,6 @@ _COUNTS = {
     "max_sequences": 65_536,
     "threads": 1_024,
     "max_queued_calls": 10_000_000,
-    "max_body": 1 << 30,
+    "max_body": MAX_BODY_BYTES,
 }
 _TIMES = ("time_per_call", "time_per_prompt_token", "time_per_output_token", "drain_s")

@@ -12,13 +12,15 @@ live here, or will be after the next start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,22 +38,31 @@ from .program.errors import (
 )
 from .program.graph import Graph
 from .program.ir import Append, Generate, Objective, Submission
-from .program.status import Accepted, Event, ProgramStatus, PutValue, VariableStatus
+from .program.status import Accepted, Event, Problem, ProgramStatus, PutValue, VariableStatus
 from .prompts.model import Model
-from .runs.admission import check_options, check_program, num_calls
+from .runs.admission import Room, check_options, check_program, check_variables, num_calls
 from .runs.answers import put_value, stands_already
 from .runs.encoder import Encoder
 from .runs.execution import Execution
+from .runs.outbox import iso
 from .runs.recovery import restore
-from .runs.report import program_status, stored_status, variable_status
+from .runs.report import program_status, stored_status, unreadable, variable_status
 from .runs.run import Run
 from .service import EngineInfo, ModelInfo, Readiness
-from .store.journal import DuplicateKeyError, Journal, ProgramRecord, StoredProgram
+from .store.journal import (
+    DuplicateKeyError,
+    EventRecord,
+    Journal,
+    ProgramRecord,
+    StoredProgram,
+)
 
 logger = logging.getLogger(__name__)
 
-NUM_RECENT = 256
-"""Ended programs that are still answered from memory."""
+NUM_RECENT = 64
+"""Ended programs that are still answered from memory; the others are read from the journal."""
+RECENT_BYTES = 64 * 1024 * 1024
+"""JSON of all of them together."""
 PAGE = 500
 ANSWERS_WITHIN_S = 5.0
 NUM_FUNCTION_THREADS = 32
@@ -80,9 +91,10 @@ class Executor:
         self._model: Model | None = None
         self._runs: dict[str, Run] = {}
         self._recent: OrderedDict[str, Run] = OrderedDict()
-        self._num_started = 0
-        self._num_calls = 0
+        self._recent_bytes = 0
+        self._room = Room(config.max_queued_calls)
         self._is_draining = False
+        self._is_stopped = False
 
     # --- run.World ------------------------------------------------------------------------
 
@@ -106,10 +118,18 @@ class Executor:
         """The end of a program is on disk."""
         if self._runs.pop(run.execution.id, None) is None:
             return
-        self._num_calls -= num_calls(run.execution.graph)
+        self._room.leave(run.execution)
         self._recent[run.execution.id] = run
-        while len(self._recent) > NUM_RECENT:
-            self._recent.popitem(last=False)
+        self._recent_bytes += run.outbox.num_bytes
+        while self._recent and (
+            len(self._recent) > NUM_RECENT or self._recent_bytes > RECENT_BYTES
+        ):
+            _, oldest = self._recent.popitem(last=False)
+            self._recent_bytes -= oldest.outbox.num_bytes
+
+    @property
+    def _num_calls(self) -> int:
+        return self._room.num_calls
 
     # --- life -----------------------------------------------------------------------------
 
@@ -127,8 +147,9 @@ class Executor:
         except EngineStartError as error:
             await self.stop()
             raise StartError("engine.start", str(error)) from error
-        for stored in await self._journal.unfinished():
-            self._resume(stored)
+        ends = [self._resume(stored) for stored in await self._journal.unfinished()]
+        if ends := [end for end in ends if end is not None]:
+            await asyncio.wait(ends, timeout=ANSWERS_WITHIN_S)
 
     async def drain(self) -> None:
         """Take nothing more, start no call, and wait for those that run."""
@@ -140,7 +161,7 @@ class Executor:
 
     async def stop(self) -> None:
         """Close everything; safe to call twice."""
-        self._is_draining = True
+        self._is_draining = self._is_stopped = True
         for run in self._runs.values():
             run.park()
         self._runs.clear()
@@ -151,21 +172,50 @@ class Executor:
         if self._journal is not None:
             await self._journal.close()
 
-    def _resume(self, stored: StoredProgram) -> None:
+    def _resume(self, stored: StoredProgram) -> asyncio.Future[None] | None:
+        """Let a program go on; if it cannot, end it: resolves when its end is on disk."""
         try:
             execution, past = restore(stored)
+            self._add(execution).resume(past)
         except Exception:
             # One program that cannot be read back must not keep the others from going on.
             logger.exception("program %s cannot be resumed", stored.id)
-            return
-        run = self._add(execution)
-        run.resume(past)
+            with contextlib.suppress(Exception):  # what is left of it may be broken anyhow
+                if stored.id in self._runs:
+                    self._forget(self._runs[stored.id])
+            return self._bury(stored)
+        return None
+
+    def _bury(self, stored: StoredProgram) -> asyncio.Future[None]:
+        problem = Problem(
+            code="program.unreadable",
+            message="the server could not take it up after a start; its log says why",
+        )
+        now = time.time()
+        end = unreadable(stored, problem, at=now)
+        seq = self.journal.next_seq()
+        told = {
+            "program": stored.id,
+            "status": end.status,
+            "receipt": msgspec.Raw(end.receipt),
+            "seq": seq,
+            "at": iso(now),
+        }
+        event = EventRecord(
+            program=stored.id,
+            seq=seq,
+            type="program.finished",
+            data=msgspec.json.encode(told),
+            at=now,
+        )
+        written = self.journal.append([event, end])
+        written.add_done_callback(partial(_log_failure, stored.id))
+        return written
 
     def _add(self, execution: Execution) -> Run:
-        self._num_started += 1
-        run = Run(execution, self, number=self._num_started, ended=lambda: self._run_ended(run))
+        run = Run(execution, self, ended=lambda: self._run_ended(run))
         self._runs[execution.id] = run
-        self._num_calls += num_calls(execution.graph)
+        self._room.count(execution)
         return run
 
     def _engine_arrived(self, engine: Engine) -> None:
@@ -196,7 +246,7 @@ class Executor:
         """Accept a program; see `Service.submit`."""
         body_hash = hashlib.blake2b(body, digest_size=32).digest()
         if idempotency_key is not None:
-            known = await self.journal.find_idempotent(tenant, idempotency_key)
+            known = await self._reading.find_idempotent(tenant, idempotency_key)
             if known is not None:
                 return await self._replay(tenant, body_hash, *known), True
         self._check_room()
@@ -254,7 +304,7 @@ class Executor:
     def _forget(self, run: Run) -> None:
         """A program that was not accepted after all."""
         self._runs.pop(run.execution.id, None)
-        self._num_calls -= num_calls(run.execution.graph)
+        self._room.leave(run.execution)
         run.park()
 
     async def _replay(
@@ -271,14 +321,7 @@ class Executor:
     def _check_room(self, more: int = 0) -> None:
         if self._is_draining:
             raise UnavailableError("server.draining", "the server is going away", retry_after_s=5)
-        if self._num_calls + more > self._config.max_queued_calls:
-            raise UnavailableError(
-                "queue.full",
-                f"{self._num_calls} calls are accepted and not ended, {more} more exceed the "
-                f"limit of {self._config.max_queued_calls}",
-                retry_after_s=2,
-                status=429,
-            )
+        self._room.check(more)
 
     async def append(
         self, program: str, append: Append, *, body: bytes, tenant: str
@@ -290,22 +333,26 @@ class Executor:
             raise ConflictError("session.ended", f"program {program} has ended")
         if not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
-        self._check_room(sum(isinstance(node, Generate) for node in append.nodes))
+        more = sum(isinstance(node, Generate) for node in append.nodes)
+        self._check_room(more)
+        check_variables(append.variables, "variables")
         await check_program(run.execution.graph, {}, self.model, self.functions, append=append)
+        self._check_room(more)  # others came in meanwhile
         if run.is_over or not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
-        before = num_calls(run.execution.graph)
         run.append(append, body)
-        self._num_calls += num_calls(run.execution.graph) - before
-        await run.outbox.barrier()
-        return await self.status(program, tenant=tenant)
+        if not run.outbox.has_ended:
+            self._room.count(run.execution)
+        await _in_time(run.outbox.barrier(), "the nodes")
+        receipt = run.receipt if run.outbox.has_ended else None
+        return program_status(run.execution, run.outbox.settled, receipt, only=append)
 
     async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
         """Stop a program; see `Service.cancel`."""
         run = self._live(program, tenant)
         if run is not None:
             run.cancel()
-            await run.outbox.wait_ended()
+            await _in_time(run.outbox.wait_ended(), "the end of the program")
         return await self.status(program, tenant=tenant)
 
     async def put(
@@ -320,14 +367,11 @@ class Executor:
             raise ConflictError("program.ended", f"program {program} has ended")
         run.execution.check_variable(variable)
         put_value(run, variable, body)
+        await _in_time(run.outbox.barrier(), f"the answer to {variable}")
         if run.execution.is_resolved(variable) and not await run.outbox.wait_for(
             variable, ANSWERS_WITHIN_S
         ):
-            raise UnavailableError(
-                "store.unavailable",
-                f"the value of {variable} is not on disk yet; send it again",
-                retry_after_s=ANSWERS_WITHIN_S,
-            )
+            raise _not_on_disk(f"the value of {variable}")
         return _variable(run, variable)
 
     # --- programs out ---------------------------------------------------------------------
@@ -372,7 +416,7 @@ class Executor:
         last = after
         # What was before this process, or before memory forgot it, is in the journal.
         while run is None or last < run.feed.first_seq - 1:
-            page = await self.journal.events(tenant, program, last, PAGE)
+            page = await self._reading.events(tenant, program, last, PAGE)
             if run is not None:
                 page = [record for record in page if record.seq < run.feed.first_seq]
             if not page:
@@ -431,20 +475,55 @@ class Executor:
     # --- finding --------------------------------------------------------------------------
 
     def _live(self, program: str, tenant: str) -> Run | None:
-        return _owned(self._runs.get(program), tenant)
+        run = _owned(self._runs.get(program), tenant)
+        if run is not None:
+            run.touch()  # somebody cares: an attached program lives on
+        return run
 
     def _recently(self, program: str, tenant: str) -> Run | None:
         return _owned(self._recent.get(program), tenant)
 
+    @property
+    def _reading(self) -> Journal:
+        """The journal, for a request; it may come after the end."""
+        self._check_running()
+        return self.journal
+
+    def _check_running(self) -> None:
+        if self._is_stopped:
+            raise UnavailableError("server.draining", "the server is going away", retry_after_s=5)
+
     async def _stored(self, program: str, tenant: str) -> ProgramStatus:
-        stored = await self.journal.load_program(tenant, program)
+        stored = await self._reading.load_program(tenant, program)
         if stored is None or stored.end is None:
+            self._check_running()  # a program that a stop has just parked has no end either
             raise NotFoundError("program.not_found", f"there is no program {program}")
         return stored_status(stored)
 
 
 def _owned(run: Run | None, tenant: str) -> Run | None:
     return run if run is not None and run.execution.tenant == tenant else None
+
+
+async def _in_time(written: Awaitable[None], what: str) -> None:
+    """Wait until something is on disk, but not for ever for a disk that stalls."""
+    try:
+        await asyncio.wait_for(asyncio.shield(written), ANSWERS_WITHIN_S)
+    except TimeoutError:
+        raise _not_on_disk(what) from None
+
+
+def _not_on_disk(what: str) -> UnavailableError:
+    return UnavailableError(
+        "store.unavailable",
+        f"the disk has not taken {what} yet, but may still do so; look, or send it again",
+        retry_after_s=ANSWERS_WITHIN_S,
+    )
+
+
+def _log_failure(program: str, written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and written.exception() is not None:
+        logger.error("the end of program %s was not written: %r", program, written.exception())
 
 
 def _variable(run: Run, variable: str) -> VariableStatus:

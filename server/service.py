@@ -101,15 +101,24 @@ class Service(Protocol):
     ) -> ProgramStatus:
         """Adds nodes to an open program, or closes it: all or nothing.
 
+        Returns:
+            The program, with no other nodes and variables than those that were added.
+
         Raises:
             NotFoundError: if there is no such program.
             ConflictError: if it is closed or has ended.
             ProgramError: if the whole would not be a program.
+            UnavailableError: if the disk does not take it within 5 s; it may still do so.
         """
         ...
 
     async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
-        """Stops a program; one that has ended stays as it is."""
+        """Stops a program; one that has ended stays as it is.
+
+        Raises:
+            NotFoundError: if there is no such program.
+            UnavailableError: if the disk does not take its end within 5 s; it still stops.
+        """
         ...
 
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:

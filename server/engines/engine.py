@@ -6,7 +6,7 @@ listens to a context and says once when the engine is gone.
 
 Kept true: commands leave in the order they were sent, one frame per turn of the event
 loop; after `lost` was called no listener hears anything more; a context id is never used
-twice in one epoch.
+twice in one epoch; a listener that raises ends its own call and nobody else's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -69,6 +70,8 @@ class Engine(asyncio.Protocol):
         self._buffer = bytearray()
         self._outgoing: list[api.Command] = []
         self._listeners: dict[int, Listener] = {}
+        self._owners: dict[int, str] = {}
+        self._num_owned: Counter[str] = Counter()
         self._context_ids = itertools.count(1)
         self._nonces = itertools.count(1)
         self._waiters = _Waiters()
@@ -134,11 +137,17 @@ class Engine(asyncio.Protocol):
         """Whether commands still reach it."""
         return self._alive
 
-    def new_context(self, listener: Listener) -> int:
-        """Allocate a context id whose reports go to `listener`."""
+    def new_context(self, listener: Listener, owner: str) -> int:
+        """Allocate a context id whose reports go to `listener`; `owner` names its program."""
         context = next(self._context_ids)
         self._listeners[context] = listener
+        self._owners[context] = owner
+        self._num_owned[owner] += 1
         return context
+
+    def num_contexts(self, owner: str) -> int:
+        """Contexts of this owner that were allocated and not given up."""
+        return self._num_owned.get(owner, 0)
 
     def send(self, *commands: api.Command) -> None:
         """Queue commands for the frame that leaves at the end of this turn of the loop.
@@ -154,6 +163,10 @@ class Engine(asyncio.Protocol):
     def free(self, context: int, keep: int = 0) -> None:
         """Stop listening to a context and give it up; its first `keep` tokens stay cached."""
         self._listeners.pop(context, None)
+        if (owner := self._owners.pop(context, None)) is not None:
+            self._num_owned[owner] -= 1
+            if not self._num_owned[owner]:
+                del self._num_owned[owner]
         self.send(api.Free(context, keep))
 
     async def status(self) -> api.StatusReport:
@@ -250,8 +263,24 @@ class Engine(asyncio.Protocol):
                     if status is not None and not status.done():
                         status.set_result(report)
                 case _:
-                    if (listener := self._listeners.get(report.context)) is not None:
-                        listener(report)
+                    self._deliver(report.context, report)
+
+    def _deliver(self, context: int, report: api.Report) -> None:
+        """Tell whoever listens. What a listener does not survive ends its own call, as if the
+        engine had failed it: the engine is everybody's, and the frame has more in it.
+        """
+        listener = self._listeners.get(context)
+        if listener is None:
+            return
+        try:
+            listener(report)
+        except Exception:
+            logger.exception("%s: a report on context %d broke its listener", self.name, context)
+            try:
+                listener(api.Failed(context, "server.internal", "the server made a mistake"))
+            except Exception:
+                logger.exception("%s: context %d cannot even fail", self.name, context)
+                self.free(context)
 
     def _flush(self) -> None:
         commands, self._outgoing = self._outgoing, []
@@ -287,6 +316,8 @@ class Engine(asyncio.Protocol):
             # A frozen process would hold its memory for ever; a dead one does not mind.
             process.send_signal(signal.SIGKILL)
         self._listeners.clear()
+        self._owners.clear()
+        self._num_owned.clear()
         error = ConnectionError(reason)
         waiting: Sequence[asyncio.Future[None] | asyncio.Future[api.StatusReport]] = [
             *self._waiters.pongs.values(),

@@ -9,8 +9,12 @@ queue, books what each engine has taken, and starts calls. Refuses to know progr
 their id, and prompts beyond their length.
 
 Kept true: a call is either waiting, or booked on exactly one engine, or unknown here;
-nobody overtakes a call of better rank that still waits for room (so none starves); an
-empty engine takes any call that its context length allows.
+nobody overtakes a call of better rank that still waits for room; an empty engine takes any
+call that its context length allows.
+
+A rank is a point in time (`rank`): when a call came, later by so much the less urgent it is.
+So a call ages without being touched, and none starves: whatever comes after its rank stands
+behind it.
 """
 
 from __future__ import annotations
@@ -26,6 +30,15 @@ from typing import NamedTuple
 LOOK_AHEAD = 8
 """Calls beyond what decodes at once that an engine may hold, so that it never idles."""
 
+THROUGHPUT_S = 30.0
+"""How much longer a call waits that nobody waits for by itself."""
+HEAD_START_S = 10.0
+"""How much sooner at most a call comes because its program began long ago."""
+PRIORITY_S = 60.0
+"""What one step of priority is worth."""
+NUM_STALE = 64
+"""Withdrawn calls that may stand in the queue, or as many as there are others."""
+
 
 @dataclass(slots=True)
 class Load:
@@ -37,8 +50,24 @@ class Load:
     max_calls: int
     used: int = 0
     programs: Counter[str] = field(default_factory=Counter)
-    """Calls of each program that run here, and contexts that it holds here."""
+    """Calls of each program that run here."""
     num_calls: int = 0
+
+
+def rank(began_s: float, now_s: float, *, is_latency: bool, priority: int) -> float:
+    """Where a call stands in the queue: lower is sooner.
+
+    Calls of older programs come first, within limits: work on what has been started ends
+    sooner than a little of everything.
+
+    Args:
+        began_s: when its program began, on the clock of `now_s`.
+        now_s: when the call came.
+        is_latency: whether somebody waits for it; else it may come THROUGHPUT_S later.
+        priority: each step is worth PRIORITY_S.
+    """
+    came_s = max(began_s, now_s - HEAD_START_S)
+    return came_s + (0.0 if is_latency else THROUGHPUT_S) - priority * PRIORITY_S
 
 
 class Placement(NamedTuple):
@@ -133,6 +162,7 @@ class Scheduler:
         load = ticket.load
         if load is None:
             self._num_waiting -= 1
+            self._compact()
             return
         load.used -= ticket.need
         load.num_calls -= 1
@@ -145,6 +175,12 @@ class Scheduler:
                     idle.set_result(None)
             self._idle.clear()
         self._schedule()
+
+    def _compact(self) -> None:
+        """Forget withdrawn calls once they are the larger part of the queue."""
+        if len(self._waiting) > 2 * self._num_waiting + NUM_STALE:
+            self._waiting = [entry for entry in self._waiting if not entry[2].is_withdrawn]
+            heapq.heapify(self._waiting)
 
     def _schedule(self) -> None:
         """Placing waits for the end of the turn, so that a whole map stage is seen at once."""

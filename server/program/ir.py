@@ -223,7 +223,7 @@ class Limits(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
     """Bounds that the program's author sets on it."""
 
     max_calls: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=10**12)] | None = None
 
 
 class Program(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):

@@ -19,10 +19,12 @@ Kept true: every generate node is in the result; one that no output needs is `th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from .graph import Graph, Slot
 from .ir import Generate
+from .order import sort
 
 
 class Performance(NamedTuple):
@@ -36,12 +38,25 @@ class Performance(NamedTuple):
     """Calls behind this one on the longest way to an output, each output of a prompt a call."""
 
 
-def get_perf_objective(graph: Graph) -> dict[str, Performance]:
-    """The performance of every generate node."""
-    slots = [slot for own in graph.slots.values() for slot in own]
-    order = [graph.number(slot) for slot in graph.topological()]
+def get_perf_objective(graph: Graph, nodes: Iterable[str] | None = None) -> dict[str, Performance]:
+    """The performance of every generate node, or of those among `nodes`.
+
+    Only `nodes` are looked at then, and what it costs is linear in them. What has ended can
+    be left out: nothing is behind it that has not.
+    """
+    names = graph.nodes if nodes is None else nodes
+    slots = [slot for name in names for slot in graph.slots[name]]
+    places = {graph.number(slot): place for place, slot in enumerate(slots)}
     calls = [isinstance(graph.nodes[slot.node], Generate) for slot in slots]
-    behind = [[graph.number(later) for later in graph.successors(slot)] for slot in slots]
+    behind = [
+        [
+            places[number]
+            for later in graph.successors(slot)
+            if (number := graph.number(later)) in places
+        ]
+        for slot in slots
+    ]
+    order = sort(range(len(slots)), behind.__getitem__)
     shape = _Shape(slots, calls, behind, order[::-1])
     waited = {name for name, objective in graph.objectives.items() if objective != "throughput"}
     stages = _distances(shape, waited)

@@ -6,11 +6,14 @@ Knows only shapes; who fills them is `execution`'s and `receipt`'s business.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from .ir import Json
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 
 Phase: TypeAlias = Literal[
     "accepted",
@@ -59,25 +62,25 @@ class VariableStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
 class PromptTokens(Struct, frozen=True, kw_only=True):
     """Prompt tokens of one call: `logical` = `computed` + `shared`."""
 
-    logical: int = 0
-    computed: int = 0
-    shared: int = 0
+    logical: Count = 0
+    computed: Count = 0
+    shared: Count = 0
 
 
 class OutputTokens(Struct, frozen=True, kw_only=True):
     """`decoded` by the model, `forced` by a grammar, `discarded` by a kill or a stop."""
 
-    decoded: int = 0
-    forced: int = 0
-    discarded: int = 0
+    decoded: Count = 0
+    forced: Count = 0
+    discarded: Count = 0
 
 
 class Trace(Struct, frozen=True, kw_only=True):
     """Token ids of one output, under `options.trace`: the prompt is everything before it."""
 
     variable: str
-    prompt_ids: list[int]
-    output_ids: list[int]
+    prompt_ids: list[TokenId]
+    output_ids: list[TokenId]
     reason: str
 
 
@@ -89,7 +92,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     engine: str | None = None
     why: str = ""
     """Why it runs where and when it does, or why it does not yet."""
-    attempt: int = 0
+    attempt: Count = 0
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -105,48 +108,48 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
 class SharedTokens(Struct, frozen=True, kw_only=True):
     """Prompt tokens whose KV was there already, by the first cause that explains them."""
 
-    static: int = 0
+    static: Count = 0
     """Text of the program that several of its calls start with."""
-    dynamic: int = 0
+    dynamic: Count = 0
     """Values that several calls of the program start with."""
-    generated: int = 0
+    generated: Count = 0
     """What the model itself had decoded."""
-    cache: int = 0
+    cache: Count = 0
     """Left by earlier programs."""
 
 
 class ReceiptPromptTokens(Struct, frozen=True, kw_only=True):
     """`logical` = `computed` + all of `shared`; `recomputed` and `discarded` come on top."""
 
-    logical: int = 0
-    computed: int = 0
+    logical: Count = 0
+    computed: Count = 0
     shared: SharedTokens = SharedTokens()
-    recomputed: int = 0
-    discarded: int = 0
+    recomputed: Count = 0
+    discarded: Count = 0
 
 
 class SingleRequests(Struct, frozen=True, kw_only=True):
     """The same calls sent one by one to a server that shares nothing."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: Count = 0
     estimated_s: float = 0.0
 
 
 class Receipt(Struct, frozen=True, kw_only=True):
     """What a program cost."""
 
-    calls: int = 0
+    calls: Count = 0
     prompt_tokens: ReceiptPromptTokens = ReceiptPromptTokens()
     output_tokens: OutputTokens = OutputTokens()
-    retokenized: int = 0
+    retokenized: Count = 0
     """Generated tokens that a later canonical prompt had to encode differently."""
-    round_trips_saved: int = 0
+    round_trips_saved: Count = 0
     wall_s: float = 0.0
     critical_path: list[str] = []
     critical_path_s: float = 0.0
     as_single_requests: SingleRequests = SingleRequests()
     kv_block_seconds: float = 0.0
-    blocks_held: int = 0
+    blocks_held: Count = 0
 
 
 class ProgramStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -198,6 +201,6 @@ EventType: TypeAlias = Literal[
 class Event(Struct, frozen=True):
     """One event of a program. `seq` is None for what is not journaled (deltas, draining)."""
 
-    seq: int | None
+    seq: Count | None
     type: EventType
     data: dict[str, Json]

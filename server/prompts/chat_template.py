@@ -121,6 +121,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
+        now: datetime | None = None,
     ) -> RenderedChat:
         """Return a chat as pieces of text.
 
@@ -128,6 +129,7 @@ class ChatTemplate:
             messages: in order.
             tools: definitions as the template expects them, or None.
             add_generation_prompt: True ends with the opening of the answer's turn.
+            now: what templates that write a date take it from; None: the clock.
 
         Raises:
             PromptError: `prompt.no_template` if the model has none; `prompt.template` with
@@ -146,7 +148,7 @@ class ChatTemplate:
                     "prompt.role",
                     f"The role {message.role!r} is not a plain word such as 'user'.",
                 )
-        sandbox, now = self._sandbox, datetime.now()
+        sandbox, now = self._sandbox, now or datetime.now()
 
         def run(chat: Sequence[Mapping[str, Json]], tools: Sequence[Json] | None) -> str:
             variables = {

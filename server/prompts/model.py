@@ -82,7 +82,7 @@ class Model:
                 path=f"{path}.tools",
             )
         for where, constraint in _constraints(node, path):
-            if constraint and "constraints" not in self.capabilities:
+            if constraint and "constraint" not in self.capabilities:
                 raise ProgramError(
                     "engine.unsupported_constraint",
                     f"the engine of model {self.name} cannot constrain its output",

@@ -109,16 +109,20 @@ class Tokenizer:
         }
         self._unknown_id = _unknown_id(layout, self._whole)
         self._growth: Growth | None = growth(layout)
-        self._apart: _Apart | None = None
+        self._apart: dict[bool, _Apart] = {}
         self._apart_lock = threading.Lock()
+        self._has_prefix = _drop_prefix(layout)
+        self._added = frozenset(self._whole.get_added_tokens_decoder())
 
-    def encode(self, pieces: Sequence[Piece], *, bos: bool) -> Encoded:
+    def encode(self, pieces: Sequence[Piece], *, bos: bool, continues: bool = False) -> Encoded:
         """Encode pieces as one text.
 
         Args:
             pieces: joined in order; empty ones change nothing.
             bos: True puts the model's BOS in front, unless the ids start with it already
                 or the model has none.
+            continues: True if the text goes on behind other tokens, so that the blank that
+                many tokenizers put before a text is not put before this one.
 
         Raises:
             PromptError: `prompt.encoding` if the text holds half a surrogate pair;
@@ -133,6 +137,8 @@ class Tokenizer:
             controls = self._find_controls(text, ids, spans)
             if not all(_lies_in(control.span, trusted) for control in controls):
                 ids, spans = self._encode_apart(text, trusted)
+        if continues and self._has_prefix:
+            ids, spans = self._continue(text, ids, spans)
         length = len(text)
         # A token of no width was put before the next character and stands or falls with it.
         ends = [end if end > start else min(start + 1, length) for start, end in spans]
@@ -141,13 +147,13 @@ class Tokenizer:
             ids, ends = [self._bos_id, *ids], [0, *ends]
         return Encoded(ids, ends)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, continues: bool = False) -> list[int]:
         """Encode text that yields no control token, whatever it spells; no BOS.
 
         Raises:
             PromptError: as `encode` does.
         """
-        return self.encode((Piece(text, special=False),), bos=False).ids
+        return self.encode((Piece(text, special=False),), bos=False, continues=continues).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; tokens flagged special are left out."""
@@ -212,19 +218,38 @@ class Tokenizer:
             )
         return ids, spans
 
-    def _load_apart(self) -> _Apart:
-        """Return the second tokenizer; most servers never meet a text that needs it."""
+    def _continue(
+        self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text that goes on, given those that it has by itself.
+
+        They differ before the first added token only: what is put behind one belongs there.
+        """
+        first = next((i for i, token_id in enumerate(ids) if token_id in self._added), len(ids))
+        end = spans[first][0] if first < len(ids) else len(text)
+        if not end:
+            return list(ids[first:]), list(spans[first:])
+        head_ids, head_spans = self._load_apart(continues=True).encode(text[:end], ())
+        return [*head_ids, *ids[first:]], [*head_spans, *spans[first:]]
+
+    def _load_apart(self, *, continues: bool = False) -> _Apart:
+        """Return the second tokenizer, or the one for text that goes on; few servers need them."""
         with self._apart_lock:
-            if self._apart is None:
-                self._apart = _Apart(self._json, self._controls.keys())
-            return self._apart
+            if continues not in self._apart:
+                controls = self._controls.keys()
+                self._apart[continues] = _Apart(self._json, controls, continues=continues)
+            return self._apart[continues]
 
 
 class _Apart:
     """The same tokenizer, but its control tokens are spelled by stand-ins."""
 
-    def __init__(self, tokenizer_json: str, control_ids: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer_json: str, control_ids: Collection[int], *, continues: bool = False
+    ) -> None:
         layout = _read_layout(tokenizer_json)
+        if continues:
+            _drop_prefix(layout)
         # Unguessable, and of characters that no normalizer rewrites or drops.
         nonce = secrets.token_hex(12)
         self._stand_ins = {token_id: f"<{nonce}.{token_id}>" for token_id in control_ids}
@@ -287,6 +312,27 @@ def _read_layout(tokenizer_json: str) -> dict[str, Any]:
         raise ValueError("the tokenizer.json of the model is not a tokenizer")
     layout["added_tokens"] = layout.get("added_tokens") or []
     return layout
+
+
+def _drop_prefix(layout: dict[str, Any]) -> bool:
+    """Take out what puts a blank before a text; False if nothing does."""
+    found = False
+    for name, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        stage = layout.get(name)
+        if not stage:
+            continue
+        steps = stage[parts] if stage["type"] == "Sequence" else [stage]
+        kept = [step for step in steps if step["type"] != "Prepend"]
+        found |= len(kept) < len(steps)
+        for step in kept:
+            if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+                found |= step.pop("add_prefix_space", True)
+                step["prepend_scheme"] = "never"
+            elif step["type"] == "ByteLevel" and step.get("add_prefix_space", True):
+                step["add_prefix_space"] = False
+                found = True
+        layout[name] = {"type": "Sequence", parts: kept} if kept else None
+    return found
 
 
 def _load(tokenizer_json: str) -> tokenizers.Tokenizer:

@@ -42,7 +42,13 @@ After = Annotated[
 ]
 LastEventId = Annotated[
     int | None,
-    HeaderParameter(name="Last-Event-ID", ge=0, le=_MAX_SEQ, description="As `after`; it wins."),
+    HeaderParameter(
+        name="Last-Event-ID",
+        ge=0,
+        le=_MAX_SEQ,
+        description="As `after`; it wins.",
+        schema_extra={"minimum": 0},  # the page leaves a lower end of 0 out where null may stand
+    ),
 ]
 
 

@@ -16,12 +16,13 @@ from typing import Any
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..config import is_loopback
 from ..program.errors import ConureError
 
 _KEY = "conure.request_id"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
-_LOCAL = re.compile(rb"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
-_LOCAL_ORIGIN = re.compile(rb"https?://" + _LOCAL.pattern, re.IGNORECASE)
+_HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+_SCHEME = re.compile(rb"https?://", re.IGNORECASE)
 
 
 class ForbiddenError(ConureError):
@@ -55,12 +56,23 @@ class LocalOnly(ASGIMiddleware):
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Passes the request on, or raises ForbiddenError."""
         hosts = [v for k, v in scope["headers"] if k == b"host"]
-        if not hosts or not all(map(_LOCAL.fullmatch, hosts)):
+        if not hosts or not all(map(_is_local, hosts)):
             raise ForbiddenError(
                 "host.forbidden",
                 "the Host header must name this machine: localhost, 127.0.0.1 or [::1]",
             )
         for name, value in scope["headers"]:
-            if name == b"origin" and not _LOCAL_ORIGIN.fullmatch(value):
+            if name == b"origin" and not _is_local_origin(value):
                 raise ForbiddenError("origin.forbidden", "requests of other origins are refused")
         await next_app(scope, receive, send)
+
+
+def _is_local(host: bytes) -> bool:
+    """Whether a Host header names this machine: by what the server may listen on, no more."""
+    found = _HOST.fullmatch(host.decode("latin-1"))
+    return found is not None and is_loopback(found[1] or found[2])
+
+
+def _is_local_origin(origin: bytes) -> bool:
+    scheme = _SCHEME.match(origin)
+    return scheme is not None and _is_local(origin[scheme.end() :])

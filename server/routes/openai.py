@@ -18,7 +18,7 @@ from litestar import Request, Response, get, post
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
-from ..program.decode import decode_json
+from ..program.decode import decode_json, seal
 from ..program.errors import NotFoundError
 from ..program.ir import Submission
 from ..service import ModelInfo
@@ -131,7 +131,7 @@ async def _answer(
     dialect_type: type[Dialect],
 ) -> ASGIResponse:
     service, tenant = service_of(request), tenant_of(request)
-    body = msgspec.json.encode(submission)
+    submission, body = seal(submission)
     accepted, _ = await service.submit(submission, body=body, tenant=tenant)
     call = Call(service, accepted.id, tenant=tenant)
     options = wanted.stream_options

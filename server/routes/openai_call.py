@@ -115,15 +115,16 @@ class Call:
 
     async def _final(self, value: Json) -> Final:
         status = await self._service.status(self._program, tenant=self._tenant)
-        node = status.nodes[CALL]
-        prompt, output = node.prompt_tokens, node.output_tokens
-        num_prompt = 0 if prompt is UNSET else prompt.logical
-        num_shared = 0 if prompt is UNSET else prompt.shared
-        num_output = 0 if output is UNSET else output.decoded + output.forced
+        prompt = status.nodes[CALL].prompt_tokens
+        # What was decoded may be more than what was kept: the message counts its own tokens.
+        counted = value["usage"]
         usage = Usage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_output,
-            total_tokens=num_prompt + num_output,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_shared),
+            prompt_tokens=counted["prompt_tokens"],
+            completion_tokens=counted["completion_tokens"],
+            total_tokens=counted["prompt_tokens"] + counted["completion_tokens"],
+            prompt_tokens_details=PromptTokensDetails(
+                # Of a call that ran again, the node adds up what every try found.
+                cached_tokens=0 if prompt is UNSET else min(prompt.shared, counted["prompt_tokens"])
+            ),
         )
         return Final(value["content"], value.get("finish_reason", "stop"), usage)

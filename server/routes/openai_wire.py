@@ -62,7 +62,7 @@ class OpenAIRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=_UINT63)] | None = None
     stop: Stops | None = None
-    n: int | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
 
     # Not OpenAI's, but what other servers take as well.
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
@@ -133,7 +133,7 @@ class CompletionRequest(OpenAIRequest, frozen=True, forbid_unknown_fields=True, 
     """The body of `POST /v1/completions`."""
 
     prompt: str | list[Json]
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool | None = None
     suffix: Json | UnsetType = UNSET
 

@@ -22,7 +22,7 @@ import msgspec
 from litestar import Request, post
 from msgspec import UNSET, Meta, Struct
 
-from ..program.decode import decode_json
+from ..program.decode import decode_json, seal
 from ..program.errors import RunError
 from ..program.ir import Append, Json, Objective, Program, Submission
 from ..program.status import ENDED, PutValue, VariableStatus
@@ -120,14 +120,12 @@ async def submit_prompt(request: Request[Any, Any, Any]) -> SubmitAnswer:
     )
     if wanted.session_id is None:
         program = Program(name="session", variables=lowered.variables, nodes=lowered.nodes)
-        submission = Submission(program=program, open=True)
-        body = msgspec.json.encode(submission)
+        submission, body = seal(Submission(program=program, open=True))
         accepted, _ = await service.submit(submission, body=body, tenant=tenant)
         session = accepted.id
     else:
         session = wanted.session_id
-        append = Append(variables=lowered.variables, nodes=lowered.nodes)
-        body = msgspec.json.encode(append)
+        append, body = seal(Append(variables=lowered.variables, nodes=lowered.nodes))
         await service.append(session, append, body=body, tenant=tenant)
     bound = [
         BoundPlaceholder(

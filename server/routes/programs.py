@@ -85,7 +85,7 @@ async def cancel_program(request: Request[Any, Any, Any], program: FromPath[str]
     tags=["programs"],
 )
 async def append_nodes(request: Request[Any, Any, Any], program: FromPath[str]) -> ProgramStatus:
-    """Adds nodes to an open program, or closes it: all or nothing."""
+    """Adds nodes to an open program, or closes it, all or nothing; tells only what is new."""
     body = await read_json(request)
     return await service_of(request).append(
         program, decode_append(body), body=body, tenant=tenant_of(request)

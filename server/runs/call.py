@@ -13,6 +13,7 @@ nothing more.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Protocol
@@ -21,7 +22,7 @@ from conure.engine import api
 
 from ..engines.engine import Engine
 from ..engines.scheduler import Placement, Scheduler, Ticket
-from ..program.errors import ConureError, RunError
+from ..program.errors import ConureError, PromptError, RunError
 from ..program.ir import Generate, Json
 from ..program.status import Trace
 from ..prompts.model import Model
@@ -32,6 +33,8 @@ from .context import CallContext
 from .execution import NodeState
 from .output import Outcome, final_sampling, targets, value_of
 from .sharing import Sharing
+
+logger = logging.getLogger(__name__)
 
 NUM_TAIL = 4
 """Tokens before an output that decide how its first one is spelled."""
@@ -76,6 +79,7 @@ class Call:
         *,
         hashes: tuple[bytes, ...],
         constants: tuple[bool, ...],
+        came_s: float,
         rank: float,
         group: str | None,
         salt: str,
@@ -91,6 +95,8 @@ class Call:
         self.slot = 0
         self.ids: list[int] = []
         self.is_over = False
+        self.came_s = came_s
+        """When it was first ready, on the clock of ranks."""
         self._host = host
         self._constants = constants
         self._rank = rank
@@ -98,6 +104,7 @@ class Call:
         self._traces = traces
         self._ticket: Ticket | None = None
         self._context = CallContext(
+            program,
             state,
             sharing,
             host,
@@ -113,6 +120,8 @@ class Call:
         self._leftover = ""
         self._num_generated = 0
         self._is_slot_counted = False
+        self._num_filling = 0
+        """Tokens that the engine was told to fill and has not said what they cost."""
         self._clock = 0.0
 
     # --- before the engine ----------------------------------------------------------------
@@ -137,18 +146,23 @@ class Call:
     def encode(self, slot: int, rendered: Rendered) -> Encoded:
         """The ids that slot `slot` appends. Pure; may run in a thread."""
         is_prompt_start = slot == 0 and isinstance(self.node.prompt, list)
-        return self.model.tokenizer.encode(rendered.pieces, bos=is_prompt_start)
+        return self.model.tokenizer.encode(rendered.pieces, bos=is_prompt_start, continues=slot > 0)
 
     def enqueue(self, slot: int, rendered: Rendered, encoded: Encoded) -> None:
         """Wait for an engine with these ids.
 
         Raises:
-            PromptError: `prompt.too_long`.
+            PromptError: `prompt.too_long`, `prompt.empty`.
         """
         self.slot = slot
         self._prompt = encoded.ids
         self.state.prefix_break |= rendered.prefix_break
         num_prompt = len(self.ids) + len(encoded.ids)
+        if num_prompt == 0:
+            output = self.targets[slot].variable
+            raise PromptError(
+                "prompt.empty", f"node {self.node.id}: nothing stands before output {output}"
+            )
         sampling = self.targets[slot].sampling
         budget = self.model.output_budget(num_prompt, sampling.max_tokens, f"node {self.node.id}")
         name = f"{self.program}/{self.node.id}/{slot}"
@@ -163,16 +177,38 @@ class Call:
 
     def _queue(self) -> None:
         assert self._sampling is not None
-        need = len(self.ids) + len(self._prompt) + self._sampling.max_tokens
+        wanted = self.ids + self._prompt
+        need = len(wanted) + self._sampling.max_tokens - self._context.num_shared(wanted)
         self._clock = time.monotonic()
         self.state.phase = "queued"
         self._ticket = Ticket(self.program, self._rank, need, self._start)
         self._host.scheduler.submit(self._ticket)
 
+    def rerank(self, rank: float, group: str | None) -> None:
+        """The call is worth more than it was: move it in the queue, or on its engine."""
+        self._group = group
+        if rank == self._rank:
+            return
+        self._rank = rank
+        self._context.set_rank(rank)
+        ticket = self._ticket
+        if ticket is not None and ticket.load is None:
+            self._withdraw()
+            self._ticket = Ticket(self.program, rank, ticket.need, self._start)
+            self._host.scheduler.submit(self._ticket)
+
     # --- on the engine --------------------------------------------------------------------
 
     def _start(self, placement: Placement) -> None:
-        """The scheduler's turn: fill what is missing and generate, in one frame."""
+        """The scheduler's turn. A mistake of ours must not keep others from theirs."""
+        try:
+            self._run_on(placement)
+        except Exception:
+            logger.exception("node %s could not be sent to an engine", self.node.id)
+            self.fail_internally()
+
+    def _run_on(self, placement: Placement) -> None:
+        """Fill what is missing and generate, in one frame."""
         assert self._sampling is not None
         now = time.monotonic()
         self.state.usage.queued_s += now - self._clock
@@ -184,6 +220,7 @@ class Call:
         self.state.phase = "running"
         self._output = []
         context = self._context.fill(engine, self.ids, self._prompt, self._on_report)
+        self._num_filling = self._context.num_sent
         engine.send(api.Generate(context, self._sampling, rank=self._rank, group=self._group))
         self._host.slot_started(self, self.slot)
 
@@ -198,6 +235,7 @@ class Call:
             case api.Finished():
                 self._finished(report)
             case api.Failed():
+                self._num_filling = 0  # refused, most likely: nobody says how far it came
                 self._context.free()
                 self._withdraw()
                 self._host.call_failed(self, RunError(report.code, report.message))
@@ -210,6 +248,7 @@ class Call:
         usage.prefill_s += now - self._clock
         self._clock = now
         usage.recomputed += report.recomputed
+        self._num_filling = 0
         if self._is_slot_counted:
             usage.recomputed += report.computed
             return
@@ -292,7 +331,7 @@ class Call:
                 if record.text.startswith(read):
                     self._leftover = record.text[len(read) :]
             else:
-                ids = tokenizer.encode_text(record.text)
+                ids = tokenizer.encode_text(record.text, continues=bool(self.ids))
             self.ids += ids
             self._num_generated += len(ids)
 
@@ -300,8 +339,8 @@ class Call:
         """The engine that held the context is gone. True: this call was running there and waits
         again now; False: it held nothing that it cannot fill again when its time comes.
         """
-        self._context.lose()
         self._discard_output()
+        self._context.lose()
         if self._ticket is None or self._ticket.load is None:
             return False
         self._withdraw()
@@ -312,26 +351,33 @@ class Call:
         """Whether its context is on this engine."""
         return self._context.engine is not None and self._context.engine.name == engine
 
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks that its context refers to, about."""
-        return self._context.num_blocks
-
     def abandon(self) -> None:
         """End without a result: leave the queue and the engine; safe to repeat."""
         if self.is_over:
             return
         self.is_over = True
-        self._withdraw()
         self._discard_output()
+        self._withdraw()
         self._context.free()
         self._context.leave()
 
+    def fail_internally(self) -> None:
+        """End after a mistake of ours; safe when it is over."""
+        if not self.is_over:
+            message = f"the server made a mistake in node {self.node.id}"
+            self._host.call_failed(self, RunError("server.internal", message))
+
     def _discard_output(self) -> None:
-        """What was decoded so far is lost; the engine will not count it for us."""
-        self.state.usage.decoded += len(self._output)
-        self.state.usage.discarded += len(self._output)
+        """What was computed for this slot is lost; the engine will not count it for us.
+
+        A prompt that was being filled counts whole: how far it came nobody says.
+        """
+        usage = self.state.usage
+        usage.decoded += len(self._output)
+        usage.discarded += len(self._output)
         self._output = []
+        usage.prompt_discarded += self._num_filling
+        self._num_filling = 0
 
     def _withdraw(self) -> None:
         if self._ticket is not None:

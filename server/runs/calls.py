@@ -11,9 +11,11 @@ the calls hold is given up with the last of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from ..engines.scheduler import rank
 from ..program.graph import Graph
 from ..program.ir import Generate
 from ..program.objective import Performance, get_perf_objective
@@ -29,6 +31,9 @@ from .execution import Execution
 from .sharing import Sharing
 from .world import World
 
+NUM_WEIGHED_AT_ONCE = 128
+"""Nodes that have not ended, up to which every append weighs all of them again."""
+
 
 class CallHost(Host, Protocol):
     """What the calls of a program need of it, besides what one call needs."""
@@ -43,32 +48,38 @@ class CallHost(Host, Protocol):
 class Calls:
     """The calls of one program."""
 
-    def __init__(self, execution: Execution, world: World, host: CallHost, *, number: int) -> None:
+    def __init__(self, execution: Execution, world: World, host: CallHost) -> None:
         self._execution = execution
         self._world = world
         self._host = host
-        self._number = number
+        self._began_s = time.monotonic()
         self._sharing = Sharing()
         self._calls: dict[str, Call] = {}
         self._hashes: dict[str, tuple[bytes, ...]] = {}
         self._performance: dict[str, Performance] = {}
+        self._live: dict[str, None] = {}
+        self._unweighed: dict[str, None] = {}
         self.past: Mapping[str, ValueRecord] = {}
         """Outputs that were committed before a restart: a half-done call goes on behind them."""
 
     @property
     def num_held(self) -> int:
-        """What the calls still hold: blocks of contexts, and prefixes; 0 after the end."""
-        return sum(call.num_blocks for call in self._calls.values()) + self._sharing.num_held
+        """Contexts of the program that engines still report on; 0 after the end."""
+        engines = map(self._world.engine, self._sharing.engines)
+        program = self._execution.id
+        return sum(engine.num_contexts(program) for engine in engines if engine is not None)
 
     def expect(self, nodes: Iterable[str]) -> None:
         """New nodes are in the graph: count who will read which prefix."""
         graph = self._execution.graph
-        self.weigh()
+        states = self._execution.nodes
+        nodes = [node_id for node_id in nodes if not states[node_id].has_ended]
+        self._unweighed.update(dict.fromkeys(nodes))
+        self._live.update(dict.fromkeys(nodes))
         calls = [
             (node_id, node)
             for node_id in nodes
             if isinstance(node := graph.nodes[node_id], Generate)
-            and not self._execution.nodes[node_id].has_ended
         ]
         if len(calls) == 1 and not self._execution.is_open and not self._hashes:
             return  # nobody to share with
@@ -78,8 +89,32 @@ class Calls:
             self._sharing.expect(node_id, hashes[: _num_shareable(node, hashes)])
 
     def weigh(self) -> None:
-        """Deduce anew what each call is worth; calls that wait already keep their rank."""
-        self._performance = get_perf_objective(self._execution.graph)
+        """Deduce anew what each call is worth, also those that wait or run already."""
+        self._performance = get_perf_objective(self._execution.graph, self._live)
+        self._unweighed.clear()
+        for node_id, call in self._calls.items():
+            performance = self._performance[node_id]
+            call.rerank(self._rank(call.node, performance, call.came_s), performance.group)
+
+    def _weigh_new(self) -> None:
+        """Weigh nodes that were appended. In a large graph by themselves, until there are many:
+        what they do to those before them can wait, and the loop cannot.
+        """
+        is_large = len(self._live) > NUM_WEIGHED_AT_ONCE
+        if is_large and len(self._unweighed) * 10 < len(self._live):
+            fresh = [name for name in self._unweighed if name not in self._performance]
+            if fresh:
+                self._performance |= get_perf_objective(self._execution.graph, fresh)
+        elif self._unweighed:
+            self.weigh()
+
+    def _rank(self, node: Generate, performance: Performance, came_s: float) -> float:
+        return rank(
+            self._began_s,
+            came_s,
+            is_latency=performance.kind == "latency",
+            priority=node.priority,
+        )
 
     def prepare(self, node_id: str, slot: int) -> None:
         """A slot is ready: render and encode its prompt, then tell the host."""
@@ -107,8 +142,9 @@ class Calls:
         state = execution.nodes[node_id]
         node = state.node
         assert isinstance(node, Generate)
-        performance = self._performance.get(node_id)
-        is_latency = performance is None or performance.kind == "latency"
+        self._weigh_new()
+        performance = self._performance[node_id]
+        came_s = time.monotonic()
         call = Call(
             execution.id,
             state,
@@ -117,8 +153,9 @@ class Calls:
             self._host,
             hashes=self._hashes.get(node_id, ()),
             constants=prefix_constant(node, _definitions(node, execution.graph)),
-            rank=_rank(node.priority, is_latency, self._number),
-            group=None if performance is None else performance.group,
+            came_s=came_s,
+            rank=self._rank(node, performance, came_s),
+            group=performance.group,
             salt=execution.tenant,
             keeps_all=execution.is_open or not self._hashes,
             traces=execution.options.trace,
@@ -139,6 +176,8 @@ class Calls:
     def end(self, node_id: str) -> None:
         """The node is over: its call is abandoned and waits for no prefix; safe to repeat."""
         self.drop(node_id)
+        self._live.pop(node_id, None)
+        self._unweighed.pop(node_id, None)
         for held in self._sharing.arrive(node_id):
             state = self._execution.nodes[node_id]
             release(held, self._world, state, self._world.model.limits.block_size)
@@ -152,18 +191,14 @@ class Calls:
         """Abandon all calls and give up every prefix."""
         for node_id in list(self._calls):
             self.drop(node_id)
-        states = list(self._execution.nodes.values())
+        if not self._sharing.engines:
+            return
+        states = self._execution.nodes.values()
+        payer = next(s for s in states if isinstance(s.node, Generate) and s.started_at is not None)
+        payer.usage.prompt_discarded += self._sharing.num_filling
         for held in self._sharing.release_all():
             held.is_filled = True  # nobody waits for what it costs any more: free it at once
-            release(held, self._world, states[0], self._world.model.limits.block_size)
-
-
-def _rank(priority: int, is_latency: bool, number: int) -> float:
-    """Lower runs first: by priority, then latency before throughput, then program by program.
-
-    Older programs first: work on what has been started ends sooner than a little of everything.
-    """
-    return -priority * 2.0**44 + (0.0 if is_latency else 2.0**42) + float(number)
+            release(held, self._world, payer, self._world.model.limits.block_size)
 
 
 def _definitions(node: Generate, graph: Graph) -> Definitions | None:

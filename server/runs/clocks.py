@@ -65,6 +65,10 @@ class Clocks:
         if not execution.options.detach:
             self._check_lease()
 
+    def touch(self) -> None:
+        """Somebody asked about the program; it need not be for long."""
+        self._read_at = time.monotonic()
+
     def watch(self, node: AnyNode) -> None:
         """A node starts. A client step counts the time of each question by itself."""
         if node.timeout_s is not None and not isinstance(node, Client):

@@ -35,6 +35,7 @@ class CallContext:
 
     def __init__(
         self,
+        program: str,
         state: NodeState,
         sharing: Sharing,
         engines: Engines,
@@ -51,8 +52,11 @@ class CallContext:
         """Leading tokens that are program text."""
         self.num_written = 0
         """Tokens taken from a context where a model had written them."""
+        self.num_sent = 0
+        """Tokens of the last fill, less what its context was forked from."""
         self.num_refilled = 0
         """Tokens of earlier slots that the last fill had to fill once more."""
+        self._program = program
         self._state = state
         self._sharing = sharing
         self._engines = engines
@@ -66,10 +70,17 @@ class CallContext:
         self._num_inherited = 0
         self._since = 0.0
 
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks that it refers to, about."""
-        return 0 if self.id is None else -(-self._len // self._block_size)
+    def num_shared(self, ids: list[int]) -> int:
+        """How many leading tokens of a new context's prompt are held already."""
+        if self.id is not None:
+            return 0
+        return self._sharing.num_shared(self._hashes[: len(self._cuts)], ids)
+
+    def set_rank(self, rank: float) -> None:
+        """The call is more urgent than it was, or less."""
+        self._rank = rank
+        if self.engine is not None and self.id is not None:
+            self.engine.send(api.Update(self.id, rank))
 
     def set_cuts(self, cuts: tuple[int, ...], constants: tuple[bool, ...]) -> None:
         """Say where the boundaries of the first slot lie in its tokens.
@@ -100,6 +111,7 @@ class CallContext:
             self.id = self._fork(engine, ids, prompt, listener)
         else:
             engine.send(api.Fill(self.id, prompt, rank=self._rank))
+            self.num_sent = len(prompt)
         self._len = len(ids) + len(prompt)
         return self.id
 
@@ -108,6 +120,7 @@ class CallContext:
         behind it every prefix that calls still to come will read.
         """
         wanted = ids + prompt
+        self._sharing.engines.add(engine.name)
         parent, parent_len = None, 0
         # A prefix whose last reader is this call comes back released: fork first, free after.
         released = self._sharing.arrive(self._state.node.id)
@@ -125,9 +138,10 @@ class CallContext:
                     prefix = wanted[:cut]
                     parent = self._hold_prefix(engine, prefix, boundary, parent, parent_len)
                     parent_len = cut
-        context = engine.new_context(listener)
+        context = engine.new_context(listener, self._program)
         self._since = time.monotonic()
         self._num_inherited = parent_len
+        self.num_sent = len(wanted) - parent_len
         self.num_refilled = max(0, len(ids) - parent_len)
         engine.send(
             api.Fill(context, wanted[parent_len:], parent, parent_len, self._salt, self._rank)
@@ -171,7 +185,7 @@ class CallContext:
                 self._sharing.discard(held)
                 engine.free(held.context)
 
-        held.context = engine.new_context(on_report)
+        held.context = engine.new_context(on_report, self._program)
         self._sharing.fill(held)
         engine.send(
             api.Fill(held.context, ids[parent_len:], parent, parent_len, self._salt, self._rank)

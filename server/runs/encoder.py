@@ -8,6 +8,7 @@ in portions, so that the first calls start while the last are still encoded.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from ..program.ir import Json
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
 from .call import Call
+
+logger = logging.getLogger(__name__)
 
 INLINE_CHARS = 8_192
 """Characters of prompt that one turn of the loop may encode itself."""
@@ -83,7 +86,12 @@ def _encode(batch: list[Work]) -> list[tuple[Work, tuple[Rendered, Encoded] | Ex
 
 def _deliver(results: list[tuple[Work, tuple[Rendered, Encoded] | Exception]]) -> None:
     for work, result in results:
-        if isinstance(result, Exception):
-            work.broken(result)
-        else:
-            work.done(*result)
+        try:
+            if isinstance(result, Exception):
+                work.broken(result)
+            else:
+                work.done(*result)
+        except Exception:
+            # The others of the batch belong to other programs.
+            logger.exception("node %s was encoded and cannot go on", work.call.node.id)
+            work.call.fail_internally()

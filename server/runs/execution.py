@@ -56,6 +56,8 @@ class Usage:
     """What stood in the context already when its later outputs began."""
     again_constant: int = 0
     again_written: int = 0
+    prompt_discarded: int = 0
+    """Of prompts that were given up before the engine had said what they cost."""
     decoded: int = 0
     discarded: int = 0
     retokenized: int = 0

@@ -26,7 +26,15 @@ import msgspec
 from ..program.errors import UnavailableError
 from ..program.ir import Json
 from ..program.status import Event, EventType
-from ..store.journal import EventRecord, Journal, ProgramRecord, Record
+from ..store.journal import (
+    AppendRecord,
+    EndRecord,
+    EventRecord,
+    Journal,
+    ProgramRecord,
+    Record,
+    ValueRecord,
+)
 from .feed import Feed
 
 logger = logging.getLogger(__name__)
@@ -50,6 +58,9 @@ class Outbox:
     ) -> None:
         self.settled: set[str] = set()
         """Variables whose value or absence is on disk."""
+        self.num_bytes = 0
+        """JSON that was added so far: about what the program holds in memory."""
+        self._refused: dict[str, BaseException] = {}
         self._program = program
         self._journal = journal
         self._feed = feed
@@ -89,6 +100,7 @@ class Outbox:
 
     def add(self, record: Record) -> None:
         """Write a record."""
+        self.num_bytes += _size(record)
         self._batch.records.append(record)
         self._schedule()
 
@@ -103,6 +115,7 @@ class Outbox:
         The future fails if the disk refuses; then nothing of the program was kept.
         """
         self._is_scheduled = False
+        self.num_bytes += _size(record)
         batch, self._batch = self._batch, _Batch()
         written = self._journal.append([record, *batch.records], accept=True)
 
@@ -123,10 +136,7 @@ class Outbox:
         error = UnavailableError(
             "server.draining", "the server is about to stop", retry_after_s=RETRY_AFTER_S
         )
-        for waiter in [self._ended, *(each for many in self._waiters.values() for each in many)]:
-            if not waiter.done():
-                waiter.set_exception(error)
-                waiter.exception()  # who waited may be gone already
+        _fail([self._ended, *(each for many in self._waiters.values() for each in many)], error)
         self._waiters.clear()
 
     # --- to the disk ----------------------------------------------------------------------
@@ -154,9 +164,11 @@ class Outbox:
             self.flush()
 
     def _on_disk(self, done: asyncio.Future[None], batch: _Batch) -> None:
-        if done.cancelled() or done.exception() is not None:
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+        if error is not None:
             # The journal retries a disk that refuses; what is refused for good is a bug of ours.
-            logger.error("program %s: a batch was not written: %r", self._program, done)
+            logger.error("program %s: a batch was not written: %r", self._program, error)
+            self._refuse(batch, error)
             return
         self._feed.publish(batch.events)
         for variable in batch.settled:
@@ -170,6 +182,16 @@ class Outbox:
             self._ended.set_result(None)
             self._on_ended()
 
+    def _refuse(self, batch: _Batch, error: BaseException) -> None:
+        """Nobody may wait for what will never be on disk."""
+        for variable in batch.settled:
+            self._refused[variable] = error
+            _fail(self._waiters.pop(variable, []), error)
+        if batch.is_last and not self._ended.done():
+            self._feed.drain()
+            _fail([self._ended, *(each for many in self._waiters.values() for each in many)], error)
+            self._waiters.clear()
+
     # --- waiting --------------------------------------------------------------------------
 
     async def wait_for(self, variable: str, wait_s: float) -> bool:
@@ -177,9 +199,12 @@ class Outbox:
 
         Raises:
             UnavailableError: `server.draining` if the server stops first.
+            JournalError: if the journal refused the variable, or the end, for good.
         """
         if variable in self.settled:
             return True
+        if variable in self._refused:
+            raise self._refused[variable]
         if self._ended.done():
             self._ended.result()
             return True
@@ -200,6 +225,7 @@ class Outbox:
 
         Raises:
             UnavailableError: `server.draining` if the server stops first.
+            JournalError: if the journal refused the end for good.
         """
         await asyncio.shield(self._ended)
 
@@ -208,6 +234,26 @@ def _wake(waiters: list[asyncio.Future[None]]) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
+
+
+def _fail(waiters: list[asyncio.Future[None]], error: BaseException) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_exception(error)
+            waiter.exception()  # who waited may be gone already
+
+
+def _size(record: Record) -> int:
+    """Bytes of what a record holds, roughly."""
+    match record:
+        case ProgramRecord() | AppendRecord():
+            return len(record.body)
+        case ValueRecord():
+            return len(record.value)
+        case EventRecord():
+            return len(record.data)
+        case EndRecord():
+            return len(record.nodes)
 
 
 def iso(unix_s: float) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-
-import msgspec
+from typing import Any
 
 from conure.engine import api
 
-from ..program.errors import RunError
+from ..program.decode import decode_json
+from ..program.errors import ProgramError, RunError
 from ..program.ir import Generate, Json, Output, OutputForm, Sampling
 from ..program.rope import output_form
 
@@ -107,8 +107,9 @@ def value_of(target: Target, report: api.Finished, *, num_prompt: int, model: st
 
 def _parse(variable: str, text: str) -> Json:
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+        # The limits of what clients send: a model's JSON goes the same ways afterwards.
+        return decode_json(text.encode(), Any)
+    except (ProgramError, UnicodeError) as error:
         raise RunError(
             "output.not_json", f"output {variable} is not JSON ({error}): {text[:80]!r}"
         ) from error

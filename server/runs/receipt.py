@@ -23,7 +23,8 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
 
     Args:
         execution: the program; its `finished_at` is set.
-        blocks_held: KV blocks that its contexts still refer to, 0 unless something leaked.
+        blocks_held: contexts that it has not given up, each of a block at least; 0 unless
+            something leaked.
     """
     assert execution.finished_at is not None
     calls = [
@@ -47,6 +48,7 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
                 cache=sum(prompt.cached for prompt in prompts),
             ),
             recomputed=sum(prompt.recomputed for prompt in prompts),
+            discarded=sum(usage.prompt_discarded for usage in usages),
         ),
         output_tokens=OutputTokens(
             decoded=sum(usage.decoded for usage in usages),
@@ -153,13 +155,13 @@ def _covered_s(path: list[NodeState]) -> float:
 def _single_requests_s(execution: Execution) -> float:
     """The same calls one after another on a server that shares nothing.
 
-    Prefill is scaled from what was computed to what would have been; decoding is taken as
-    measured, although a batch slows each of its members down, so this errs on the slow side.
+    Every prompt token is priced at the fastest rate at which any of the calls was filled, which
+    is the rate of a long prompt: what a few leftover tokens took is mostly the fixed cost of a
+    step. Decoding is taken as measured, although a batch slows each of its members down.
     """
-    total = 0.0
-    for state in execution.nodes.values():
-        usage = state.usage
-        computed = explain(usage).computed
-        scale = usage.logical / computed if computed else 1.0
-        total += usage.prefill_s * scale + usage.decode_s
-    return total
+    usages = [state.usage for state in execution.nodes.values()]
+    rates = [
+        usage.prefill_s / computed for usage in usages if (computed := explain(usage).computed)
+    ]
+    per_token_s = min(rates, default=0.0)
+    return sum(usage.logical * per_token_s + usage.decode_s for usage in usages)

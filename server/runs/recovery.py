@@ -15,7 +15,7 @@ from ..program.graph import Graph
 from ..program.ir import Append, Json, Submission
 from ..program.status import Phase, Problem
 from ..store.journal import StoredProgram, ValueRecord
-from .execution import Absence, Execution
+from .execution import Absence, Execution, NodeState, Usage
 
 _ENDS: dict[str, Phase] = {
     "node.failed": "failed",
@@ -96,8 +96,18 @@ def _replay(stored: StoredProgram, execution: Execution, past: Past) -> None:
         if event.type == "node.started":
             past.started.add(node_id)
         elif event.type == "node.finished" and not state.has_ended:
+            _restore_account(state, data)
             for slot in execution.graph.slots[node_id]:
                 execution.finish_slot(node_id, slot.index, at=event.at)
         elif event.type in _ENDS:
+            _restore_account(state, data)
             problem = Problem(code=data["code"], message=data["message"])
             execution.end(node_id, _ENDS[event.type], problem, at=event.at)
+
+
+def _restore_account(state: NodeState, data: dict[str, Json]) -> None:
+    """What a node cost in an earlier life, for the receipt."""
+    state.started_at = data.get("started_at")
+    state.engine = data.get("engine")
+    if "usage" in data:
+        state.usage = msgspec.convert(data["usage"], Usage)

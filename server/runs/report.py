@@ -11,7 +11,7 @@ from collections.abc import Container
 import msgspec
 from msgspec import UNSET, Struct
 
-from ..program.ir import Append, Generate, Submission
+from ..program.ir import Append, Generate, Json
 from ..program.status import (
     ENDED,
     NodeStatus,
@@ -23,7 +23,7 @@ from ..program.status import (
     Receipt,
     VariableStatus,
 )
-from ..store.journal import StoredProgram
+from ..store.journal import EndRecord, StoredProgram
 from .execution import Execution, NodeState
 from .outbox import iso
 from .receipt import explain
@@ -83,9 +83,24 @@ def variable_status(
 
 
 def program_status(
-    execution: Execution, settled: Container[str], receipt: Receipt | None
+    execution: Execution,
+    settled: Container[str],
+    receipt: Receipt | None,
+    *,
+    only: Append | None = None,
 ) -> ProgramStatus:
-    """A live program, or one that ended a moment ago."""
+    """A live program, or one that ended a moment ago.
+
+    Args:
+        execution: the program.
+        settled: variables whose value or absence is on disk.
+        receipt: None until the end of the program is on disk.
+        only: tell no other nodes and variables than those that this added.
+    """
+    names, nodes = execution.variable_names(), list(execution.nodes)
+    if only is not None:
+        nodes = [node.id for node in only.nodes]
+        names = _added_variables(execution, only)
     is_ended = receipt is not None
     finished_at = execution.finished_at if is_ended else None
     return ProgramStatus(
@@ -96,13 +111,23 @@ def program_status(
         finished_at=None if finished_at is None else iso(finished_at),
         outputs=list(execution.graph.outputs),
         variables={
-            name: variable_status(execution, settled, name, is_ended=is_ended)
-            for name in execution.variable_names()
+            name: variable_status(execution, settled, name, is_ended=is_ended) for name in names
         },
-        nodes={node_id: node_status(state) for node_id, state in execution.nodes.items()},
+        nodes={node_id: node_status(execution.nodes[node_id]) for node_id in nodes},
         receipt=UNSET if receipt is None else receipt,
         error=UNSET if execution.problem is None or not is_ended else execution.problem,
     )
+
+
+def _added_variables(execution: Execution, append: Append) -> list[str]:
+    """Variables that an append declared, gave or produces, each once."""
+    written = (
+        variable
+        for node in append.nodes
+        for slot in execution.graph.slots[node.id]
+        for variable in slot.writes
+    )
+    return list(dict.fromkeys((*append.variables, *append.inputs, *written)))
 
 
 class Ending(Struct, frozen=True, kw_only=True):
@@ -128,16 +153,61 @@ def ending(execution: Execution) -> Ending:
     )
 
 
+class _Program(Struct, frozen=True):
+    name: str = ""
+    outputs: list[str] = []
+
+
+class _Body(Struct, frozen=True):
+    """What a submission or an append says about how its program looks.
+
+    Read without bounds: what was written once is told, even if nothing can run it any more.
+    """
+
+    program: _Program = _Program()
+    inputs: dict[str, Json] = {}
+
+
+def _body(body: bytes) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=_Body)
+    except msgspec.DecodeError:
+        return _Body()
+
+
+def unreadable(stored: StoredProgram, problem: Problem, *, at: float) -> EndRecord:
+    """The end of a program that cannot go on, because what is stored of it cannot be read."""
+    outputs = _body(stored.body).program.outputs
+    known = {record.variable for record in stored.values}
+    last = Ending(
+        nodes={},
+        absences={
+            name: VariableStatus(name=name, status="failed", error=problem)
+            for name in outputs
+            if name not in known
+        },
+        outputs=outputs,
+    )
+    return EndRecord(
+        program=stored.id,
+        status="failed",
+        finished_at=at,
+        receipt=msgspec.json.encode(Receipt()),
+        error=msgspec.json.encode(problem),
+        nodes=msgspec.json.encode(last),
+    )
+
+
 def stored_status(stored: StoredProgram) -> ProgramStatus:
     """A program that ended, from the journal."""
     end = stored.end
     assert end is not None
-    submission = msgspec.json.decode(stored.body, type=Submission)
+    submission = _body(stored.body)
     problem = None if end.error is None else msgspec.json.decode(end.error, type=Problem)
     last = msgspec.json.decode(end.nodes, type=Ending)
     given = dict(submission.inputs)
     for body in stored.appends:
-        given |= msgspec.json.decode(body, type=Append).inputs
+        given |= _body(body).inputs
     given |= {record.variable: msgspec.json.decode(record.value) for record in stored.values}
     values = {
         name: VariableStatus(name=name, status="done", value=value) for name, value in given.items()

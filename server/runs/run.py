@@ -33,6 +33,7 @@ from ..program.ir import AnyNode, Append, Expr, Generate, Json, Objective
 from ..program.ir import Call as CallNode
 from ..program.ir import Client as ClientNode
 from ..program.status import EventType, Phase, Problem, Receipt
+from ..program.value import has_type, kind_of
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
 from ..store.journal import AppendRecord, EndRecord, ProgramRecord, ValueRecord
@@ -58,9 +59,7 @@ MAX_DEATHS = 3
 class Run:
     """A program between its acceptance and its end. Also the host of its calls."""
 
-    def __init__(
-        self, execution: Execution, world: World, *, number: int, ended: Callable[[], None]
-    ) -> None:
+    def __init__(self, execution: Execution, world: World, *, ended: Callable[[], None]) -> None:
         self.execution = execution
         self.feed = Feed(execution.id)
         self.scheduler = world.scheduler
@@ -68,7 +67,7 @@ class Run:
         self.receipt: Receipt | None = None
         self.outbox = Outbox(execution.id, world.journal, self.feed, ended)
         self._world = world
-        self._calls = Calls(execution, world, self, number=number)
+        self._calls = Calls(execution, world, self)
         self._steps: dict[str, ClientStep | FunctionStep] = {}
         self._clocks = Clocks(execution, self, feed=self.feed, outbox=self.outbox)
         self._work: deque[Ready] = deque()
@@ -121,9 +120,14 @@ class Run:
         """Somebody asks for this variable: it may start now, and be more urgent than it was."""
         if self.is_over:
             return
+        self.touch()
         if objective is not None and self.execution.graph.demand(variable, objective):
             self._calls.weigh()
         self._advance(self.execution.want(variable))
+
+    def touch(self) -> None:
+        """Somebody asked about the program: an attached one lives on for a while."""
+        self._clocks.touch()
 
     def cancel(self) -> None:
         """The client wants the program no more."""
@@ -218,6 +222,11 @@ class Run:
             self._expression_failed(node_id, error, absence)
         except ConureError as error:
             self.fail(node_id, error)
+        except Exception:
+            # Whoever committed what made this slot ready has nothing to do with it.
+            logger.exception("node %s could not be started", node_id)
+            message = f"the server made a mistake in node {node_id}"
+            self.fail(node_id, RunError("server.internal", message))
 
     def _first_start(self, state: NodeState) -> None:
         """A node runs for the first time in this life of the server."""
@@ -310,7 +319,11 @@ class Run:
         """An output is whole."""
         node_id = call.node.id
         self.feed.complete(outcome.variable, outcome.text)
-        ready = self._commit(outcome.variable, outcome.value, node=node_id, outcome=outcome)
+        try:
+            ready = self._commit(outcome.variable, outcome.value, node=node_id, outcome=outcome)
+        except ConureError as error:
+            self.call_failed(call, error)
+            return
         self._slot_over(node_id, slot, ready)
 
     def call_failed(self, call: Call, error: ConureError) -> None:
@@ -324,7 +337,11 @@ class Run:
         step = self._steps.pop(node_id, None)
         if step is None or self.is_over:
             return
-        ready = [] if step.output is None else self._commit(step.output, value, node=node_id)
+        try:
+            ready = [] if step.output is None else self._commit(step.output, value, node=node_id)
+        except ConureError as error:
+            self.step_failed(node_id, error)
+            return
         self._slot_over(node_id, 0, ready)
 
     def step_failed(self, node_id: str, error: ConureError) -> None:
@@ -366,8 +383,15 @@ class Run:
         """Give a variable its value, in memory now and on disk with the next batch.
 
         Its readers are returned and not started: its node ends first.
+
+        Raises:
+            RunError: `variable.type` if it is declared to be something else.
         """
         execution = self.execution
+        declared = execution.graph.variables[variable].type
+        if not has_type(value, declared):
+            message = f"variable {variable} is declared as {declared}, not as {kind_of(value)}"
+            raise RunError("variable.type", message)
         attempt = execution.nodes[node].attempt if node is not None else 1
         record = ValueRecord(
             program=execution.id,
@@ -390,7 +414,7 @@ class Run:
         state = self.execution.nodes[node_id]
         if state.has_ended:
             self._forget(node_id)
-            self.emit("node.finished", node_id, engine=state.engine, attempt=state.attempt)
+            self.emit("node.finished", node_id, attempt=state.attempt, **_account(state))
         self._advance(ready)
 
     def _forget(self, node_id: str) -> None:
@@ -435,7 +459,11 @@ class Run:
         self._forget(node_id)
         kinds: dict[Phase, EventType] = {"failed": "node.failed", "skipped": "node.skipped"}
         self.emit(
-            kinds.get(phase, "node.killed"), node_id, code=problem.code, message=problem.message
+            kinds.get(phase, "node.killed"),
+            node_id,
+            code=problem.code,
+            message=problem.message,
+            **_account(self.execution.nodes[node_id]),
         )
         for slot in self.execution.graph.slots[node_id]:
             self.outbox.settle(v for v in slot.writes if v in self.execution.absences)
@@ -489,6 +517,15 @@ class Run:
             if definition.meta is not None:
                 data["meta"] = definition.meta
         self.outbox.emit(event_type, **data)
+
+
+def _account(state: NodeState) -> dict[str, Any]:
+    """What a node that ends has cost, for the receipt of a later life of the server."""
+    if state.started_at is None:
+        return {}
+    told = {name: number for name, number in msgspec.to_builtins(state.usage).items() if number}
+    account = {"engine": state.engine, "started_at": state.started_at}
+    return account | ({"usage": told} if told else {})
 
 
 def _may_tolerate_absence(node: Any) -> bool:

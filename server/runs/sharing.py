@@ -63,6 +63,8 @@ class Sharing:
         self._hashes: dict[str, tuple[bytes, ...]] = {}
         self._held: dict[tuple[str, bytes], Held] = {}
         self._filling: list[Held] = []
+        self.engines: set[str] = set()
+        """Where the program ever had a context."""
 
     def expect(self, node: str, hashes: tuple[bytes, ...]) -> None:
         """A call will come and read these prefixes, one per boundary of its first slot."""
@@ -91,6 +93,11 @@ class Sharing:
     def find(self, engine: str, hashes: Sequence[bytes]) -> list[Held]:
         """The contexts on this engine that keep any of these prefixes."""
         return [held for prefix in hashes if (held := self._held.get((engine, prefix))) is not None]
+
+    def num_shared(self, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
+        """How many leading tokens of a prompt are held already, on some engine."""
+        found = (held for key, held in self._held.items() if key[1] in hashes)
+        return max((common_prefix_len(held.ids, ids) for held in found), default=0)
 
     def hold(self, prefix: bytes, held: Held) -> bool:
         """Keep a context for the calls still to come; False: nobody will, or it is kept already."""
@@ -137,6 +144,9 @@ class Sharing:
         """Contexts that are held, on all engines."""
         return len(self._held)
 
-    def holders(self, engine: str) -> int:
-        """How many contexts this program holds on an engine: what affinity is worth."""
-        return sum(key[0] == engine for key in self._held)
+    @property
+    def num_filling(self) -> int:
+        """Tokens that contexts are being filled with to hold them, as far as nobody knows yet
+        what that costs.
+        """
+        return sum(held.num_own for held in self._filling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml  # type: ignore[import-untyped]  # it has none
 
 from conure.server.app import drain
 from conure.server.program.errors import ProgramError, UnavailableError
+from conure.server.routes import openai, paper, programs
 from conure.server.service import Readiness
 
 from .service_double import ScriptedService, app_of, in_process, over_socket, refusal
@@ -67,14 +69,26 @@ async def test_router_errors_are_problems() -> None:
         assert "POST" in wrong.headers["allow"]
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8400", "127.0.0.1:1", "[::1]", "[::1]:9"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8400", "127.0.0.1:1", "[::1]", "[::1]:9", "127.0.0.2:1"]
+)
 async def test_hosts_of_this_machine_pass(host: str) -> None:
     async with in_process(app_of(ScriptedService())) as client:
         assert (await client.get("/healthz", headers={"Host": host})).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["example.com", "localhost.example.com", "127.0.0.1.nip.io", "localhost:8400@x", ""]
+    "host",
+    [
+        "example.com",
+        "localhost.example.com",
+        "127.0.0.1.nip.io",
+        "localhost:8400@x",
+        "10.0.0.1",
+        "::1",
+        "[127.0.0.1]",
+        "",
+    ],
 )
 async def test_other_hosts_are_forbidden(host: str) -> None:
     async with in_process(app_of(ScriptedService())) as client:
@@ -234,6 +248,43 @@ async def document() -> dict[str, Any]:
         assert "cdn" not in answer.text
         assert (await client.get("/schema")).json() == parsed
         return parsed
+
+
+LOWER, UPPER = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
+
+
+def unbounded(schema: Any, path: str = "", ends: frozenset[str] = frozenset()) -> list[str]:
+    """Where a schema lets any integer through; ends beside a `oneOf` hold for all of it."""
+    if isinstance(schema, list):
+        return [p for i, part in enumerate(schema) for p in unbounded(part, f"{path}[{i}]", ends)]
+    if not isinstance(schema, dict):
+        return []
+    ends = ends | (schema.keys() & (LOWER | UPPER))
+    found = []
+    for key, part in schema.items():
+        inherited = ends if key in ("oneOf", "anyOf") else frozenset()
+        found += unbounded(part, f"{path}.{key}", inherited)
+    is_open = schema.get("type") == "integer" and not (ends & LOWER and ends & UPPER)
+    return [*found, path] if is_open else found
+
+
+async def test_no_request_takes_an_integer_of_any_size() -> None:
+    whole = await document()
+    bodies = {body.__name__ for body in (*programs.BODIES, *paper.BODIES, *openai.BODIES)}
+    schemas = whole["components"]["schemas"]
+    assert bodies <= schemas.keys()
+    reached, todo = set(), list(bodies)
+    while todo:
+        name = todo.pop()
+        reached.add(name)
+        refs = re.findall(r"#/components/schemas/(\w+)", json.dumps(schemas[name]))
+        todo += set(refs) - reached
+    assert {"Generate", "Limits"} <= reached
+    assert unbounded({name: schemas[name] for name in reached}) == []
+    parameters = [
+        way.get("parameters", []) for at in whole["paths"].values() for way in at.values()
+    ]
+    assert unbounded(parameters) == []
 
 
 async def test_the_document_has_every_route_with_bodies_and_problems() -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -297,18 +297,224 @@ def test_run_without_a_server_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFi
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert main(["run", str(file), "--url", f"http://127.0.0.1:{port}"]) == 3
-    assert capsys.readouterr().err.startswith(f"conure: cannot reach http://127.0.0.1:{port}")
+    error = capsys.readouterr().err
+    assert error.startswith(f"conure: cannot reach http://127.0.0.1:{port}")
+    assert error.endswith("is the server running (`conure serve`)?\n")
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"inputs": 3}'])
+def test_run_finds_the_server_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CONURE_URL", raising=False)
+    assert cli._parser().parse_args(["run", "f"]).url == "http://127.0.0.1:8400"
+    monkeypatch.setenv("CONURE_URL", "http://here:1")
+    assert cli._parser().parse_args(["run", "f"]).url == "http://here:1"
+    assert cli._parser().parse_args(["run", "f", "--url", "http://there:2"]).url == "http://there:2"
+    assert main(["run", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the variable CONURE_URL, else http://127.0.0.1:8400" in told
+
+
+ASK = {"id": "n", "op": "expr", "expr": {"var": "topic"}, "output": "x"}
+PROGRAM = {"variables": {"topic": {}, "unread": {}}, "nodes": [ASK], "outputs": ["x"]}
+
+
+class Silent(httpx.BaseTransport):
+    """A server that accepts a program, and then what `then` does."""
+
+    def __init__(self, then: Callable[[httpx.Request], httpx.Response]) -> None:
+        self.then = then
+        self.paths: list[str] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.paths.append(request.url.path)
+        if request.method == "POST":
+            return httpx.Response(202, json={"id": "p_1"})
+        return self.then(request)
+
+
+def run_against(
+    transport: httpx.BaseTransport,
+    submission: object,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+) -> int:
+    """What `conure run` answers when this is its server."""
+    real = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: real(**options, transport=transport))
+    file = folder / "program.json"
+    file.write_bytes(msgspec.json.encode(submission))
+    return main(["run", str(file), "--url", "http://there:2/", *arguments])
+
+
+def interrupt(_: httpx.Request) -> httpx.Response:
+    raise KeyboardInterrupt
+
+
+def refuse(_: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("refused")
+
+
+def test_run_refuses_a_program_whose_inputs_have_no_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Silent(interrupt)
+    assert run_against(server, PROGRAM, tmp_path, monkeypatch) == 2
+    assert server.paths == []
+    error = capsys.readouterr().err
+    assert "no value for the input `topic`; give it with -p NAME=VALUE" in error
+    assert "unread" not in error
+
+
+@pytest.mark.parametrize(
+    "submission",
+    [
+        {"program": PROGRAM, "inputs": {"topic": None}},
+        {"program": PROGRAM, "open": True},  # whoever appends or puts may bring it
+        {"program": {"nodes": "the server says what is wrong with this"}},
+    ],
+)
+def test_run_submits_what_may_have_all_it_needs(
+    submission: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Silent(interrupt)
+    run_against(server, submission, tmp_path, monkeypatch)
+    assert server.paths[0] == "/v1/programs"
+
+
+def test_run_that_is_interrupted_says_that_the_program_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_against(Silent(interrupt), PROGRAM, tmp_path, monkeypatch, "-p", "topic=tea")
+    assert code == 130
+    assert capsys.readouterr().err == (
+        "p_1: accepted\n"
+        "it goes on as p_1; stop it with: curl -X DELETE http://there:2/v1/programs/p_1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "then", [refuse, lambda _: httpx.Response(503), lambda _: httpx.Response(200)]
+)
+def test_run_that_loses_its_server_says_how_to_find_the_program(
+    then: Callable[[httpx.Request], httpx.Response],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("-p", "topic=tea", "--wait", "0.2")
+    server = Silent(then)
+    assert run_against(server, PROGRAM, tmp_path, monkeypatch, *arguments) == 3
+    assert len(server.paths) >= 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("conure: lost http://there:2: no answer for 0.2 s")
+    assert last.endswith(
+        "kept as p_1; once the server is back: curl http://there:2/v1/programs/p_1"
+    )
+
+
+def test_run_does_not_wait_for_a_program_that_is_not_there_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = {"code": "program.not_found", "detail": "there is no program p_1"}
+    server = Silent(lambda _: httpx.Response(404, json=problem))
+    assert run_against(server, PROGRAM, tmp_path, monkeypatch, "-p", "topic=tea") == 1
+    assert len(server.paths) == 2
+    assert "program.not_found" in capsys.readouterr().err
+
+
+def test_run_goes_on_after_a_restart_of_the_server(tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "conure.server.cli", "serve", "--engine", "fake"]
+    serve += ["--data", str(tmp_path / "data")]
+    file = tmp_path / "program.json"
+    step = {"id": "s", "op": "client", "name": "step", "output": "topic"}
+    file.write_bytes(msgspec.json.encode({"nodes": [step, ASK], "outputs": ["x"]}))
+
+    def start(*command: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "PYTHONPATH": str(ROOT / ".src")}
+        pipe = subprocess.PIPE
+        return stack.enter_context(
+            killed(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ))
+        )
+
+    with contextlib.ExitStack() as stack:
+        server = start(*serve, "--port", "0")
+        url = address(server)
+        run = start(*serve[:3], "run", str(file), "--url", url)
+        assert run.stderr is not None
+        path = read_until(run.stderr, r"PUT (\S+)")
+        server.kill()
+        read_until(run.stderr, r"(the connection broke)")
+        assert address(start(*serve, "--port", url.rpartition(":")[2])) == url
+        httpx.put(url + path, json={"value": "tea"}).raise_for_status()
+        out, error = run.communicate(timeout=30)
+    assert run.returncode == 0, error
+    assert out.startswith("--- x\ntea\n")
+    assert "client step" not in error, "an event came twice"
+
+
+@contextlib.contextmanager
+def killed(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that is gone when the block has ended."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_until(lines: Iterable[str], pattern: str) -> str:
+    """Group 1 of the first line in which a pattern is found."""
+    said = []
+    for line in lines:
+        said.append(line)
+        if found := re.search(pattern, line):
+            return found[1]
+    raise AssertionError(said)
+
+
+@pytest.mark.parametrize("url", ["foo", "ftp://there", "http://", "http://there:port"])
+def test_run_calls_an_address_that_is_none_wrong_usage(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "program.json"
+    file.write_text("{}")
+    assert main(["run", str(file), "--url", url]) == 2
+    assert capsys.readouterr().err.startswith(f"conure: {url!r} is no URL of a server")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("x", "-p x: not NAME=VALUE"),
+        ("x=@/nowhere/x", "-p x: cannot read /nowhere/x: No such file or directory"),
+        ("x:={", "-p x:= takes JSON: "),
+        ("x=@BINARY", "-p x: {BINARY} is not UTF-8 text"),
+    ],
+)
+def test_run_names_the_input_that_is_wrong(
+    text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, binary = tmp_path / "program.json", tmp_path / "binary"
+    file.write_text("{}")
+    binary.write_bytes(b"\xff")
+    assert main(["run", str(file), "-p", text.replace("BINARY", str(binary))]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("conure: " + error.replace("{BINARY}", str(binary)))
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"program": {}, "inputs": 3}'])
 def test_run_refuses_files_that_are_no_programs(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "program.json"
     file.write_text(content)
-    arguments = ["run", str(file), "-p", "x"]
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["run", str(file), "-p", "x=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"conure: {file}: ")
+    assert error.count("\n") == 1
 
 
 def test_events_are_read_whatever_is_between_them() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from conure.server.config import Config, ConfigError, default_data, is_loopback
+from conure.server.program.decode import MAX_BODY_BYTES
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
@@ -33,6 +34,7 @@ def test_hosts_that_others_reach_are_refused(host: str) -> None:
         {"drain_s": -1.0},
         {"time_per_call": float("nan")},
         {"max_body": 0},
+        {"max_body": MAX_BODY_BYTES + 1},
         {"engine": "remote"},
         {"engine": "fake", "model": "x"},
     ],

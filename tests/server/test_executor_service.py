@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
 
+from conure.server import executor
 from conure.server.program.errors import (
     ConflictError,
     NotFoundError,
@@ -15,6 +17,8 @@ from conure.server.program.errors import (
     UnavailableError,
 )
 from conure.server.program.status import Event
+from conure.server.runs.recovery import Past
+from conure.server.runs.run import Run
 
 from .inprocess import Disk, Program, answer, client, desk_of, expr, read, say, var
 
@@ -308,3 +312,138 @@ async def test_whoever_waits_on_a_server_that_stops_is_told_so(tmp_path: Path) -
         with pytest.raises(UnavailableError) as told:
             await waiting
         assert told.value.code == "server.draining"
+
+
+async def test_a_stopped_server_says_so_and_not_that_there_is_no_program(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        done = await desk.submit([expr("e", {"lit": 1})], outputs=["e"])
+        await done.end()
+        desk.executor._recent.clear()
+        open_ = await desk.submit([client("a", "x")], outputs=["x"])
+        await desk.executor.stop()
+        for program in (done, open_):
+            for late in (program.status(), program.get("x"), program.events(), program.cancel()):
+                with pytest.raises(UnavailableError) as told:
+                    await late
+                assert told.value.code == "server.draining"
+
+
+async def test_calls_of_a_session_that_have_ended_leave_room_for_others(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, max_queued_calls=3) as desk:
+        session = await desk.submit([client("gate", "go")], open=True)
+        for i in range(5):
+            await session.append(nodes=[say(f"c{i}", "x"), say(f"d{i}", "y")])
+            await session.value(f"c{i}")
+            await session.value(f"d{i}")
+        await session.append(nodes=[say(f"w{i}", read("go")) for i in range(3)])
+        with pytest.raises(UnavailableError) as refused:
+            await desk.submit([say("x", "y")])
+        assert refused.value.code == "queue.full"
+        await session.cancel()
+        assert desk.executor._num_calls == 0
+
+
+async def test_an_append_answers_with_what_it_added(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        session = await desk.submit([expr("a", {"lit": 1})], outputs=["a"], open=True)
+        told = await session.append(
+            nodes=[expr("b", var("n"), writes="c")], variables={"n": {}}, inputs={"n": 2}
+        )
+        assert (told.id, told.outputs) == (session.id, ["a"])
+        assert list(told.nodes) == ["b"]
+        assert list(told.variables) == ["n", "c"]
+        assert told.variables["n"].value == 2
+        assert set((await session.status()).nodes) == {"a", "b"}
+        closed = await session.append(close=True)
+        assert (closed.nodes, closed.variables) == ({}, {})
+
+
+async def test_nobody_waits_for_ever_for_a_disk_that_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "ANSWERS_WITHIN_S", 0.05)
+    async with desk_of(tmp_path) as desk:
+        session = await desk.submit([client("a", "x", retries=1)], outputs=["x"], open=True)
+        await session.event("client.requested")
+        disk = Disk(desk)
+        for change in (
+            session.put_error("x", "again"),  # runs again: no value comes of it
+            session.append(nodes=[expr("e", {"lit": 1})]),
+            session.cancel(),
+        ):
+            with pytest.raises(UnavailableError) as refused:
+                await change
+            assert refused.value.code == "store.unavailable"
+        disk.let_through()
+        monkeypatch.undo()
+        await session.end()
+        assert (await session.cancel()).status == "cancelled"
+
+
+@pytest.mark.parametrize("breaks", ["body", "resume"])
+async def test_a_program_that_cannot_be_taken_up_again_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    async with desk_of(tmp_path) as desk:
+        broken = await desk.submit([client("a", "x")], outputs=["x"], inputs={"i": 1})
+        await broken.event("client.requested")
+        whole = await desk.submit([client("a", "x")], outputs=["x"])
+        await whole.event("client.requested")
+    if breaks == "body":
+        with sqlite3.connect(tmp_path / "journal.sqlite3") as connection:
+            connection.execute("UPDATE program SET body = x'7b' WHERE id = ?", (broken.id,))
+    resume = Run.resume
+
+    def refuse(run: Run, past: Past) -> None:
+        resume(run, past)
+        if breaks == "resume" and run.execution.id == broken.id:
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(Run, "resume", refuse)
+    async with desk_of(tmp_path) as desk:
+        broken = Program(desk, broken.id)
+        status = await broken.status()
+        assert status.status == "failed"
+        assert status.error
+        assert status.error.code == "program.unreadable"
+        assert status.receipt
+        assert (await broken.events())[-1].type == "program.finished"
+        if breaks == "resume":
+            assert status.variables["i"].value == 1
+            assert (await broken.get("x")).status == "failed"
+        whole = Program(desk, whole.id)
+        await whole.put("x", 2)
+        assert (await whole.end()).status == "done"
+    async with desk_of(tmp_path) as desk:
+        assert await Program(desk, broken.id).status() == status, "it was ended once and for all"
+
+
+async def test_a_schema_that_nothing_would_check_is_refused(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        declared = {"n": {"schema": {"type": "integer"}}}
+        with pytest.raises(ProgramError) as refused:
+            await desk.submit([], variables=declared)
+        assert (refused.value.code, refused.value.path) == (
+            "program.unsupported",
+            "program.variables.n.schema",
+        )
+        session = await desk.submit([], open=True)
+        with pytest.raises(ProgramError) as refused:
+            await session.append(variables=declared)
+        assert refused.value.path == "variables.n.schema"
+        await session.cancel()
+
+
+async def test_memory_keeps_few_and_small_programs_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "RECENT_BYTES", 50_000)
+    async with desk_of(tmp_path) as desk:
+        programs = []
+        for i in range(8):
+            nodes = [expr("e", {"lit": "x" * (60_000 if i == 6 else 100)})]
+            programs.append(await desk.submit(nodes, outputs=["e"]))
+            await programs[-1].end()
+        assert list(desk.executor._recent) == [programs[7].id]
+        for program in programs:
+            assert (await program.status()).status == "done"

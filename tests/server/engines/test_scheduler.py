@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.engines.scheduler import LOOK_AHEAD, Load, Placement, Scheduler, Ticket, place
+from conure.server.engines.scheduler import (
+    HEAD_START_S,
+    LOOK_AHEAD,
+    PRIORITY_S,
+    THROUGHPUT_S,
+    Load,
+    Placement,
+    Scheduler,
+    Ticket,
+    place,
+    rank,
+)
 
 
 async def turn() -> None:
@@ -54,8 +65,8 @@ async def test_a_call_waits_until_an_engine_is_there(desk: Desk) -> None:
 
 
 async def test_better_rank_runs_first_and_equal_ranks_in_order_of_arrival(desk: Desk) -> None:
-    for name, rank in [("a", 2.0), ("b", 1.0), ("c", 1.0)]:
-        desk.ticket(name, rank=rank)
+    for name, place_in_line in [("a", 2.0), ("b", 1.0), ("c", 1.0)]:
+        desk.ticket(name, rank=place_in_line)
     desk.scheduler.engine_arrived("e", capacity=1_000, max_sequences=4)
     await turn()
     assert desk.names == ["b", "c", "a"]
@@ -169,3 +180,56 @@ def test_place_chooses_an_engine_with_room_whenever_there_is_one(
     assert (placement is None) == (not able)
     if placement is not None:
         assert placement.engine in able
+
+
+times = st.floats(0, 1e6)
+
+
+@given(came=times, wait=st.floats(0, 1e4), priority=st.integers(-5, 5), head_start=times)
+def test_a_call_is_overtaken_only_by_what_comes_within_a_bounded_time(
+    came: float, wait: float, priority: int, head_start: float
+) -> None:
+    """Whoever waits longest is next at last, however urgent and old the others are."""
+    waiting = rank(came, came, is_latency=False, priority=priority)
+    later = came + wait
+    other = rank(later - head_start, later, is_latency=True, priority=priority)
+    if wait > THROUGHPUT_S + HEAD_START_S:
+        assert other > waiting
+    elif wait < THROUGHPUT_S - 1:
+        assert other < waiting
+    urgent = rank(came, came, is_latency=False, priority=priority + 1)
+    assert urgent == pytest.approx(waiting - PRIORITY_S)
+
+
+async def test_a_steady_load_that_is_waited_for_starves_nobody(desk: Desk) -> None:
+    desk.scheduler.engine_arrived("e", capacity=100, max_sequences=1)
+    running = desk.ticket("first", rank=-1.0, need=100)
+    await turn()
+    desk.ticket("patient", rank=rank(0.0, 0.0, is_latency=False, priority=0), need=100)
+    overtaken = 0
+    while overtaken < 100:
+        now = float(overtaken)
+        urgent = rank(now, now, is_latency=True, priority=0)
+        ticket = desk.ticket(f"urgent.{overtaken}", rank=urgent, need=100)
+        desk.scheduler.withdraw(running)
+        await turn()
+        if desk.names[-1] == "patient":
+            break
+        running = ticket
+        overtaken += 1
+    assert overtaken == THROUGHPUT_S, "it was overtaken for so long, and no longer"
+
+
+async def test_withdrawn_calls_do_not_pile_up_behind_one_that_waits(desk: Desk) -> None:
+    desk.scheduler.engine_arrived("e", capacity=100, max_sequences=4)
+    running = desk.ticket("a", need=60)
+    desk.ticket("big", need=80)
+    await turn()
+    kept = [desk.ticket(f"k.{i}", rank=float(i)) for i in range(1, 4)]
+    for i in range(1_000):
+        desk.scheduler.withdraw(desk.ticket(f"w.{i}", rank=float(i % 7)))
+    assert desk.scheduler.num_waiting == 1 + len(kept)
+    assert len(desk.scheduler._waiting) < 100
+    desk.scheduler.withdraw(running)
+    await turn()
+    assert desk.names == ["a", "big", "k.1", "k.2"]

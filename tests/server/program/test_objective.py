@@ -183,3 +183,14 @@ def test_prompts_that_grow_in_turns_are_deduced_slot_by_slot() -> None:
         "a": "latency 1",
         "b": "a 1",
     }
+
+
+def test_what_has_ended_can_be_left_out() -> None:
+    nodes = [call("a"), call("b"), call("c", "a", "b"), expr("e", "c"), call("d", "e"), call("f")]
+    graph = graph_of(nodes, d="latency", f="throughput")
+    whole = get_perf_objective(graph)
+    assert get_perf_objective(graph, graph.nodes) == whole
+    for ended in ({"a", "b"}, {"a", "b", "c"}, {"a", "b", "c", "e", "d"}):
+        left = [name for name in graph.nodes if name not in ended]
+        expected = {name: whole[name] for name in left if name in whole}
+        assert get_perf_objective(graph, left) == expected

@@ -404,3 +404,29 @@ def test_threads_get_the_same_ids() -> None:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda pieces: ours.encode(pieces, bos=False).ids, rows))
     assert found == [ours.encode(pieces, bos=False).ids for pieces in rows]
+
+
+@kinds
+@pytest.mark.parametrize("tail", ["dog", " dog", "im_end of the text", "  the", "\nAssistant: a"])
+def test_text_that_goes_on_gets_no_blank_that_nobody_wrote(kind: str, tail: str) -> None:
+    _, ours = pair(kind)
+    before = ours.encode_text("the")
+    continued = ours.encode([plain(tail)], bos=False, continues=True)
+    read = ours.decode(before + continued.ids).removeprefix(ours.decode(before))
+    assert read == (tail.lower() if kind == "lower case" else tail)
+    assert continued.ends[-1] == len(tail)
+
+
+@kinds
+@pytest.mark.parametrize("before", ["", "dog"])
+def test_what_stands_behind_a_control_token_is_encoded_as_ever(kind: str, before: str) -> None:
+    theirs, ours = pair(kind)
+    end = theirs.token_to_id("<|im_end|>")
+    assert end is not None
+    pieces = [plain(before), special("<|im_end|>the"), plain("<|im_end|> dog")]
+    whole = ours.encode(pieces, bos=False)
+    continued = ours.encode(pieces, bos=False, continues=True)
+    behind = whole.ids[whole.ids.index(end) :]
+    assert continued.ids[-len(behind) :] == behind
+    assert continued.ids.count(end) == whole.ids.count(end) == 1
+    assert continued.ends[-1] == whole.ends[-1]

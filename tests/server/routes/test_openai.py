@@ -35,11 +35,21 @@ def answering(text: str = "Hello!", pieces: tuple[str, ...] = (), reason: str = 
         for piece in pieces:
             program.delta("answer", piece, offset=offset)
             offset += len(piece)
-        program.spend("call", prompt=12, shared=8, output=5)
-        program.commit("answer", {"role": "assistant", "content": text, "finish_reason": reason})
+        # The call ran twice: what its first try spent is no part of the answer's usage.
+        program.spend("call", prompt=24, shared=8, output=9)
+        message = {"role": "assistant", "content": text, "finish_reason": reason}
+        program.commit("answer", message | {"usage": usage(prompt=12, output=5)})
         program.finish()
 
     return play
+
+
+def usage(*, prompt: int, output: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+    }
 
 
 def failing(code: str, message: str) -> Any:
@@ -159,7 +169,8 @@ async def test_a_restarted_call_repeats_no_text() -> None:
         program.delta("answer", "cde", offset=2, attempt=2)
         program.delta("answer", "hi", offset=7, attempt=2)
         program.spend("call", prompt=1, shared=0, output=1)
-        program.commit("answer", {"content": "abcdefghij", "finish_reason": "stop"})
+        message = {"content": "abcdefghij", "finish_reason": "stop"}
+        program.commit("answer", message | {"usage": usage(prompt=1, output=1)})
         program.finish()
 
     service.on_submit = play
@@ -352,3 +363,14 @@ async def test_a_bug_answers_in_the_same_shape_and_says_nothing() -> None:
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "server.internal"
     assert "canary" not in answer.text
+
+
+async def test_a_request_that_makes_no_program_in_bounds_is_refused_before_it_is_accepted() -> None:
+    service = ScriptedService()
+    parts = [{"type": "text", "text": "x"}] * 10_001
+    async with in_process(app_of(service)) as client:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": parts}]}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "program.invalid"
+    assert service.programs == {}

@@ -212,3 +212,15 @@ async def test_malformed_ids_and_criteria_are_refused() -> None:
 def test_content_is_text_as_it_stands_or_compact_json() -> None:
     assert text_of('"x"') == '"x"'
     assert text_of({"a": [1, None]}) == '{"a":[1,null]}'
+
+
+async def test_a_prompt_that_makes_no_program_in_bounds_is_refused_before_it_is_accepted() -> None:
+    service = ScriptedService()
+    too_long = request("{{a}}" * 10_500 + "{{o}}", placeholder("a", False), placeholder("o", True))
+    async with in_process(app_of(service)) as client:
+        check_problem(await client.post("/v1/submit", json=too_long), 400, "program.invalid")
+        assert service.programs == {}
+        opened = (await client.post("/v1/submit", json=WRITE)).json()
+        again = too_long | {"session_id": opened["session_id"]}
+        check_problem(await client.post("/v1/submit", json=again), 400, "program.invalid")
+        assert service.appended == []

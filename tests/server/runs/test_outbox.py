@@ -222,16 +222,30 @@ async def test_a_program_that_the_disk_refuses_leaves_no_trace(stage: Stage) -> 
     assert len(stage.journal.batches) == 1
 
 
-async def test_a_batch_that_is_refused_tells_nobody(
+async def test_a_batch_that_is_refused_tells_no_reader_and_fails_whoever_waits_for_it(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = asyncio.create_task(stage.outbox.wait_for("x", 10))
+    other = asyncio.create_task(stage.outbox.wait_for("y", 10))
+    ending = asyncio.create_task(stage.outbox.wait_ended())
     stage.commit("x")
     await turn()
     await stage.journal.write(JournalError("store.invariant", "no"))
-    assert (stage.seen, stage.outbox.settled, waiting.done()) == ([], set(), False)
+    assert (stage.seen, stage.outbox.settled) == ([], set())
     assert "was not written" in caplog.text
-    waiting.cancel()
+    for late in (waiting, stage.outbox.wait_for("x", 10)):
+        with pytest.raises(JournalError, match="no"):
+            await late
+    assert not other.done()
+    stage.outbox.emit("program.finished")
+    stage.outbox.end()
+    await stage.journal.write(JournalError("store.invariant", "no end"))
+    with pytest.raises(JournalError, match="no end"):
+        await ending
+    for late in (other, stage.outbox.wait_for("z", 10)):
+        with pytest.raises(JournalError, match="no end"):
+            await late
+    assert (stage.outbox.has_ended, stage.ends) == (False, 0)
 
 
 async def test_a_server_that_goes_away_tells_whoever_waits(stage: Stage) -> None:

@@ -286,6 +286,7 @@ def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> Call:
         host,
         hashes=(),
         constants=(),
+        came_s=0.0,
         rank=0.0,
         group=None,
         salt="",
