@@ -106,7 +106,8 @@ def _load(options: argparse.Namespace) -> Runner:
     from .local import BUILTIN, LocalRunner
 
     return LocalRunner(
-        model=options.model or BUILTIN,
+        model=options.dummy_weights or options.model or BUILTIN,
+        dummy=options.dummy_weights is not None,
         dtype=options.dtype,
         device=options.device,
         threads=options.threads,
@@ -128,7 +129,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     fake.add_argument("--script", type=Path, metavar="FILE", help="what it answers, as JSON")
     for name, what in _TIMES.items():
         fake.add_argument(f"--{name}", type=_duration, default=0.0, metavar="S", help=what)
-    local.add_argument("--model", metavar="PATH_OR_NAME", help="default: the built-in one")
+    source = local.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="PATH_OR_NAME", help="default: the built-in one")
+    source.add_argument(
+        "--dummy-weights", metavar="CONFIG", help="random weights for this config file or folder"
+    )
     local.add_argument("--dtype", default="auto", help="of the weights")
     local.add_argument("--device", default="cpu", help="where they lie")
     local.add_argument("--threads", type=_positive, metavar="N", help="of the tensor library")

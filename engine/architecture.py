@@ -142,14 +142,15 @@ def _unsupported(config: PretrainedConfig, found: type[PreTrainedModel]) -> str:
     findings = {
         "it is not a text-only decoder": config.is_encoder_decoder or not is_text,
         "it keeps a recurrent state (state-space or linear layers)": found._is_stateful,
-        f"{found.__name__} does not attend through transformers' AttentionInterface": (
-            not found._supports_attention_backend
-        ),
-        f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES))} are not supported": (
-            bool(layer_types - _LAYER_TYPES)
+        f"{found.__name__} does not attend through transformers' AttentionInterface": not (
+            # Some that do have not said so; the other looks into the source.
+            found._supports_attention_backend or found._can_set_attn_implementation()
         ),
         "its chunked attention exists in the attention mask only": bool(
             getattr(config, "attention_chunk_size", None)
+        ),
+        f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES))} are not supported": (
+            bool(layer_types - _LAYER_TYPES)
         ),
         "its weights are quantised": getattr(config, "quantization_config", None) is not None,
     }

@@ -14,6 +14,8 @@ Errors, all `EngineError`: `model.invalid` for weights that are damaged or not a
 from __future__ import annotations
 
 import copy
+import re
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -97,7 +99,16 @@ def make(
         raise EngineError(
             "model.invalid", f"cannot make a model of {found.folder}: {_line(error)}"
         ) from error
+    _widen(model)
     return _ready(model), config
+
+
+def _widen(model: PreTrainedModel) -> None:
+    """Keep in float32 what the model's class wants so, as loading does."""
+    wide = model._keep_in_fp32_modules_strict or ()
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and any(re.search(one, name) for one in wide):
+            tensor.data = tensor.data.float()
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:

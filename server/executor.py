@@ -442,6 +442,7 @@ def _command(config: Config) -> Command:
     else:
         settings |= {
             "model": config.model,
+            "dummy-weights": config.dummy_weights,
             "dtype": config.dtype,
             "device": config.device,
             "threads": config.threads,
