@@ -135,7 +135,7 @@ class LocalRunner:
         self.special_tokens = found.special_tokens
         self.bos_id = found.bos_id
         self.eos_ids = found.eos_ids
-        self.capabilities: tuple[str, ...] = ("tokens",)
+        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
         if is_builtin:
             self.description = builtin.DESCRIPTION
         else:
