@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         write(options.config, options.folder, dtype=options.dtype, seed=options.seed)
     except (EngineError, OSError) as error:
-        print(f"conure-dummy: {error}", file=sys.stderr)  # noqa: T201 - its user reads it
+        sys.stderr.write(f"conure-dummy: {error}\n")
         return 1
     return 0
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from conure.engine import api
 from conure.engine.engine import Engine
 from conure.engine.local import LocalRunner
-from conure.engine.runner import Row
+from conure.engine.runner import Row, Runner
 
 from . import shrunk
 
@@ -76,7 +76,8 @@ class Session:
     def __init__(self, runner: Recorder, **limits: int) -> None:
         full = runner._runner.limits
         runner.limits = msgspec.structs.replace(full, **{"max_sequences": 32, **limits})
-        self.engine = Engine(runner, epoch=1)
+        # What it does not define itself it takes from the runner behind it.
+        self.engine = Engine(cast("Runner", runner), epoch=1)
         self.contexts: dict[int, Context] = {}
 
     def fill(self, tokens: list[int], parent: int | None = None, length: int = 0) -> int:

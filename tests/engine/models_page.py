@@ -82,6 +82,14 @@ _REFUSALS: Final = """
 _OUTRO: Final = """
 A rotary embedding that changes with length (`dynamic`, `longrope`) is right up to the
 length where it changes, so contexts end there: keys are stored rotated.
+
+## Random weights
+
+`conure serve --dummy-weights CONFIG` serves a model of the shape that a config.json
+describes, a file or its folder: seeded random weights, made in place on the device. Without
+a tokenizer.json beside the config, text is bytes, and ids behind the bytes are written as
+numbers. `python -m conure.engine.dummy CONFIG FOLDER` writes the same model as a folder, for
+measuring another server on the same weights.
 """
 
 
