@@ -14,7 +14,6 @@ Kept true: whatever a grammar is, compiling it ends in a matcher or an EngineErr
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -109,8 +108,10 @@ def is_valid(schema: Any, text: str) -> bool:
 
     Takes as long as the schema wants: to be called where that can be ended from outside.
     """
-    jsonschema = importlib.import_module("jsonschema")
-    referencing = importlib.import_module("referencing")
+    # Imported here: the engine itself compiles only.
+    import jsonschema
+    import referencing
+
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
