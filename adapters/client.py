@@ -159,7 +159,7 @@ class Client:
     def attach(self, program_id: str) -> Run:
         """A handle on a program that was submitted before, by anybody."""
         status = self._do(exchange.status(program_id, self._retry))
-        return Run(self, exchange.accepted_of(status))
+        return Run(self, exchange.accepted_of(status), is_new=False)
 
     def run(
         self,
@@ -251,8 +251,9 @@ class Client:
 class Run:
     """A program on the server."""
 
-    def __init__(self, client: Client, accepted: Accepted) -> None:
+    def __init__(self, client: Client, accepted: Accepted, *, is_new: bool = True) -> None:
         self._client = client
+        self._is_new = is_new
         self.id = accepted.id
         self.outputs = accepted.outputs
         """Names of the program's outputs."""
@@ -316,7 +317,8 @@ class Run:
     def serve_client_steps(self, functions: Mapping[str, Function]) -> Result:
         """Run the program's client steps in threads until it ends; see `Client.run`."""
         desk = self._client._settings.desk
-        shift = desk.open(self.id, self.outputs)
+        status = None if self._is_new else self.status()
+        shift = desk.open(self.id, self.outputs, status)
         pool = ThreadPoolExecutor(NUM_STEP_THREADS, thread_name_prefix="conure-step")
         try:
             with contextlib.closing(self.events()) as events:

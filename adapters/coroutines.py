@@ -124,7 +124,7 @@ class AsyncClient:
     async def attach(self, program_id: str) -> AsyncRun:
         """A handle on a program that was submitted before, by anybody."""
         status = await self._do(exchange.status(program_id, self._retry))
-        return AsyncRun(self, exchange.accepted_of(status))
+        return AsyncRun(self, exchange.accepted_of(status), is_new=False)
 
     async def run(
         self,
@@ -221,8 +221,9 @@ class AsyncClient:
 class AsyncRun:
     """A program on the server."""
 
-    def __init__(self, client: AsyncClient, accepted: Accepted) -> None:
+    def __init__(self, client: AsyncClient, accepted: Accepted, *, is_new: bool = True) -> None:
         self._client = client
+        self._is_new = is_new
         self.id = accepted.id
         self.outputs = accepted.outputs
         """Names of the program's outputs."""
@@ -276,7 +277,8 @@ class AsyncRun:
     async def serve_client_steps(self, functions: Mapping[str, Function]) -> Result:
         """Run the program's client steps until it ends; see `Client.run`."""
         desk = self._client._settings.desk
-        shift = desk.open(self.id, self.outputs)
+        status = None if self._is_new else await self.status()
+        shift = desk.open(self.id, self.outputs, status)
         answers: set[asyncio.Task[None]] = set()
         try:
             async with aclosing(self.events()) as events:

@@ -10,6 +10,7 @@ Kept true: one request id is handed out at most once by a desk, whatever is repl
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ import msgspec
 from conure.server.program.errors import ConureError, ProgramError, RunError
 from conure.server.program.ir import Client, Json, Program
 from conure.server.program.status import (
+    ENDED,
     Event,
     Problem,
     ProgramStatus,
@@ -29,6 +31,9 @@ from .exchange import failure_of
 
 Function: TypeAlias = Callable[..., Any]
 """Called with the step's `args` by name; returns JSON, or an awaitable of it."""
+
+MAX_CLOSED = 1_000
+"""Programs that a desk remembers after their end."""
 
 _BODIES = ("nodes", "body", "then", "else", "handlers")
 
@@ -59,18 +64,27 @@ class Desk:
 
     def __init__(self) -> None:
         self._taken: dict[str, set[str]] = {}
+        self._closed: deque[str] = deque()
         self._lock = threading.Lock()
 
-    def open(self, program: str, outputs: list[str]) -> Shift:
-        """Begin to serve a program."""
-        with self._lock:
-            self._taken.setdefault(program, set())
-        return Shift(self, program, outputs)
+    def open(self, program: str, outputs: list[str], status: ProgramStatus | None = None) -> Shift:
+        """Begin to serve a program.
+
+        Args:
+            program: its id.
+            outputs: names of its outputs.
+            status: of a program that was there before: what has ended is not run again.
+        """
+        variables = {} if status is None else status.variables
+        ended = frozenset(name for name, found in variables.items() if found.status in ENDED)
+        return Shift(self, program, outputs, ended)
 
     def close(self, program: str) -> None:
-        """The program has ended: its requests need no memory any more."""
+        """The program has ended; only its latest fellows are remembered as well."""
         with self._lock:
-            self._taken.pop(program, None)
+            self._closed.append(program)
+            while len(self._closed) > MAX_CLOSED:
+                self._taken.pop(self._closed.popleft(), None)
 
     def take(self, program: str, request_id: str) -> bool:
         """Whether this request is new here; it never is again."""
@@ -85,8 +99,11 @@ class Desk:
 class Shift:
     """What one run of a program has said so far."""
 
-    def __init__(self, desk: Desk, program: str, outputs: list[str]) -> None:
+    def __init__(
+        self, desk: Desk, program: str, outputs: list[str], ended: frozenset[str] = frozenset()
+    ) -> None:
         self._desk = desk
+        self._ended = ended
         self._program = program
         self._outputs = dict.fromkeys(outputs)
         self._values: dict[str, Json] = {}
@@ -98,6 +115,8 @@ class Shift:
         """Learn from an event; return the step it asks for, if it is to be run now."""
         data = event.data
         if event.type == "client.requested":
+            if data["output"] in self._ended:
+                return None
             if not self._desk.take(self._program, data["request_id"]):
                 return None
             name = data["name"]

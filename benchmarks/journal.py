@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from conure.server.journal import EventRecord, Journal, ProgramRecord, Record, ValueRecord
+from conure.server.store.journal import EventRecord, Journal, ProgramRecord, Record, ValueRecord
 
 VALUE = b'"' + b"v" * 298 + b'"'
 PRODUCERS = (1, 8, 64, 512)

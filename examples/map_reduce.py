@@ -127,7 +127,7 @@ def main() -> int:
     """Reads the arguments and runs the example."""
     parser = argparse.ArgumentParser(description="LangChain map-reduce over a short story")
     parser.add_argument("--url", help="of the server (CONURE_URL, else http://127.0.0.1:8400)")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each answer")
     arguments = parser.parse_args()
     try:
         with Client(arguments.url) as client:

@@ -225,7 +225,8 @@ def _is_worth_it(plan: Plan, rows: Integers, num_tokens: int) -> bool:
 
 
 def _shared_item(plan: Plan, rows: Integers, begin: int, end: int) -> Item:
-    spans = [np.arange(plan.query_start[row], plan.query_start[row + 1]) for row in rows]
+    starts = plan.query_start
+    spans = [np.arange(int(starts[row]), int(starts[row + 1])) for row in rows]
     return Item(
         queries=np.concatenate(spans),
         blocks=plan.tables[rows[0], begin:end],

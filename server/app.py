@@ -21,10 +21,10 @@ from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
 from .config import Config
-from .gate import LocalOnly, add_request_id
-from .problem import answer_problem
 from .routes import events, health, openai, paper, programs
 from .routes.document import openapi_config
+from .routes.gate import LocalOnly, add_request_id
+from .routes.problem import answer_problem
 from .service import Service
 
 

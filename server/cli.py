@@ -3,7 +3,7 @@
 Knows arguments and exit codes: 0 fine, 1 the server cannot start or the program failed, 2
 wrong usage, 3 the server cannot be reached. Whatever goes wrong is one line on stderr.
 
-Refuses to know how anything is done: servers run in `serving`, programs in `running`, both
+Refuses to know how anything is done: servers and programs run in `commands`, both
 loaded when they are needed.
 """
 
@@ -161,7 +161,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     config = config_of(arguments)
     functions = load_functions(arguments.functions) if arguments.functions else {}
-    from .serving import StartError, serve
+    from .commands.serve import StartError, serve
 
     try:
         serve(config, functions=functions)
@@ -217,7 +217,7 @@ def load_functions(module_name: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .running import run_file
+    from .commands.run import run_file
 
     return run_file(
         arguments.file, inputs=arguments.inputs, url=arguments.url, as_json=arguments.json

@@ -18,19 +18,16 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
-from .admission import check_program, num_calls
-from .answers import put_value
 from .config import Config
-from .encoder import Encoder
-from .engine import Command, Engine, EngineStartError
-from .execution import Execution
-from .fleet import Fleet, FleetOptions
-from .journal import DuplicateKeyError, Journal, ProgramRecord, StoredProgram
-from .model import Model
+from .engines.command import command_of
+from .engines.engine import Engine, EngineStartError
+from .engines.fleet import Fleet, FleetOptions
+from .engines.scheduler import Scheduler
 from .program.errors import (
     ConflictError,
     ConureError,
@@ -38,13 +35,18 @@ from .program.errors import (
     UnavailableError,
 )
 from .program.graph import Graph
-from .program.ir import Append, Objective, Submission
+from .program.ir import Append, Generate, Objective, Submission
 from .program.status import Accepted, Event, ProgramStatus, PutValue, VariableStatus
-from .recovery import restore
-from .report import program_status, stored_status, variable_status
-from .run import Run
-from .scheduler import Scheduler
+from .prompts.model import Model
+from .runs.admission import check_options, check_program, num_calls
+from .runs.answers import put_value, stands_already
+from .runs.encoder import Encoder
+from .runs.execution import Execution
+from .runs.recovery import restore
+from .runs.report import program_status, stored_status, variable_status
+from .runs.run import Run
 from .service import EngineInfo, ModelInfo, Readiness
+from .store.journal import DuplicateKeyError, Journal, ProgramRecord, StoredProgram
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ NUM_RECENT = 256
 """Ended programs that are still answered from memory."""
 PAGE = 500
 ANSWERS_WITHIN_S = 5.0
+NUM_FUNCTION_THREADS = 32
 
 
 class StartError(ConureError):
@@ -65,6 +68,10 @@ class Executor:
         self, config: Config, *, functions: Mapping[str, Callable[..., Any]] | None = None
     ) -> None:
         self.functions: Mapping[str, Callable[..., Any]] = dict(functions or {})
+        # Apart from the threads that the server itself needs: these may be blocked for long.
+        self.function_threads = ThreadPoolExecutor(
+            NUM_FUNCTION_THREADS, thread_name_prefix="function"
+        )
         self.scheduler = Scheduler()
         self.encoder = Encoder()
         self._config = config
@@ -95,7 +102,7 @@ class Executor:
         """The engine of that name, if it is alive."""
         return None if self._fleet is None else self._fleet.engines.get(name)
 
-    def run_ended(self, run: Run) -> None:
+    def _run_ended(self, run: Run) -> None:
         """The end of a program is on disk."""
         if self._runs.pop(run.execution.id, None) is None:
             return
@@ -110,7 +117,7 @@ class Executor:
         """Open the journal, start the engines, let unfinished programs go on."""
         self._journal = Journal.open(self._config.data)
         self._fleet = Fleet(
-            FleetOptions(command=_command(self._config), num_engines=self._config.num_engines),
+            FleetOptions(command=command_of(self._config), num_engines=self._config.num_engines),
             first_epoch=self._journal.generation * 1_000_000,
             arrived=self._engine_arrived,
             lost=self._engine_lost,
@@ -137,6 +144,7 @@ class Executor:
         for run in self._runs.values():
             run.park()
         self._runs.clear()
+        self.function_threads.shutdown(wait=False, cancel_futures=True)
         await self.encoder.stop()
         if self._fleet is not None:
             await self._fleet.stop()
@@ -155,7 +163,7 @@ class Executor:
 
     def _add(self, execution: Execution) -> Run:
         self._num_started += 1
-        run = Run(execution, self, number=self._num_started)
+        run = Run(execution, self, number=self._num_started, ended=lambda: self._run_ended(run))
         self._runs[execution.id] = run
         self._num_calls += num_calls(execution.graph)
         return run
@@ -192,6 +200,7 @@ class Executor:
             if known is not None:
                 return await self._replay(tenant, body_hash, *known), True
         self._check_room()
+        check_options(submission)
         graph = Graph.build(
             submission.program,
             submission.inputs,
@@ -200,6 +209,7 @@ class Executor:
         )
         self._check_room(num_calls(graph))
         await check_program(graph, submission.inputs, self.model, self.functions)
+        self._check_room(num_calls(graph))  # others came in meanwhile
         execution = Execution(
             f"p_{secrets.token_hex(12)}",
             tenant,
@@ -219,16 +229,27 @@ class Executor:
             body=body,
             created_at=execution.created_at,
         )
+        accepted = run.accept(record)
         try:
-            await run.accept(record)
+            await asyncio.shield(accepted)
+        except asyncio.CancelledError:
+            # Whoever asked is gone, but what may be on disk must be live here as well.
+            accepted.add_done_callback(lambda done: self._settle(run, done))
+            raise
         except DuplicateKeyError as error:
             self._forget(run)
             return await self._replay(tenant, body_hash, error.program, error.body_hash), True
-        except BaseException:
+        except ConureError:
             self._forget(run)
             raise
         run.start()
         return _accepted(execution.id, list(graph.outputs)), False
+
+    def _settle(self, run: Run, accepted: asyncio.Future[None]) -> None:
+        if accepted.cancelled() or accepted.exception() is not None:
+            self._forget(run)
+        else:
+            run.start()
 
     def _forget(self, run: Run) -> None:
         """A program that was not accepted after all."""
@@ -256,6 +277,7 @@ class Executor:
                 f"{self._num_calls} calls are accepted and not ended, {more} more exceed the "
                 f"limit of {self._config.max_queued_calls}",
                 retry_after_s=2,
+                status=429,
             )
 
     async def append(
@@ -268,11 +290,11 @@ class Executor:
             raise ConflictError("session.ended", f"program {program} has ended")
         if not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
-        self._check_room(len(append.nodes))
-        before = num_calls(run.execution.graph)
+        self._check_room(sum(isinstance(node, Generate) for node in append.nodes))
         await check_program(run.execution.graph, {}, self.model, self.functions, append=append)
         if run.is_over or not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
+        before = num_calls(run.execution.graph)
         run.append(append, body)
         self._num_calls += num_calls(run.execution.graph) - before
         await run.outbox.barrier()
@@ -293,14 +315,20 @@ class Executor:
         run = self._live(program, tenant)
         if run is None:
             status = (await self._stored(program, tenant)).variables.get(variable)
-            if status is not None and status.status == "done" and status.value == body.value:
+            if status is not None and stands_already(status, body):
                 return status
             raise ConflictError("program.ended", f"program {program} has ended")
         run.execution.check_variable(variable)
         put_value(run, variable, body)
-        if run.execution.is_resolved(variable):
-            await run.outbox.wait_for(variable, ANSWERS_WITHIN_S)
-        return variable_status(run.execution, run.outbox.settled, variable)
+        if run.execution.is_resolved(variable) and not await run.outbox.wait_for(
+            variable, ANSWERS_WITHIN_S
+        ):
+            raise UnavailableError(
+                "store.unavailable",
+                f"the value of {variable} is not on disk yet; send it again",
+                retry_after_s=ANSWERS_WITHIN_S,
+            )
+        return _variable(run, variable)
 
     # --- programs out ---------------------------------------------------------------------
 
@@ -334,7 +362,7 @@ class Executor:
         run.want(variable, objective)
         if wait_s > 0:
             await run.outbox.wait_for(variable, wait_s)
-        return variable_status(run.execution, run.outbox.settled, variable)
+        return _variable(run, variable)
 
     async def events(self, program: str, *, tenant: str, after: int) -> AsyncGenerator[Event, None]:
         """Events of a program; see `Service.events`."""
@@ -419,38 +447,10 @@ def _owned(run: Run | None, tenant: str) -> Run | None:
     return run if run is not None and run.execution.tenant == tenant else None
 
 
+def _variable(run: Run, variable: str) -> VariableStatus:
+    is_ended = run.outbox.has_ended
+    return variable_status(run.execution, run.outbox.settled, variable, is_ended=is_ended)
+
+
 def _accepted(program: str, outputs: list[str]) -> Accepted:
     return Accepted(id=program, status="accepted", outputs=outputs, url=f"/v1/programs/{program}")
-
-
-def _command(config: Config) -> Command:
-    """The engine's command line for these settings; what is None is left to the engine."""
-    settings: dict[str, object] = {
-        "context-len": config.context_len,
-        "num-blocks": config.num_blocks,
-        "block-size": config.block_size,
-        "step-tokens": config.step_tokens,
-        "max-sequences": config.max_sequences,
-    }
-    if config.engine == "fake":
-        settings |= {
-            "script": config.script,
-            "time-per-call": config.time_per_call,
-            "time-per-prompt-token": config.time_per_prompt_token,
-            "time-per-output-token": config.time_per_output_token,
-        }
-    else:
-        settings |= {
-            "model": config.model,
-            "dummy-weights": config.dummy_weights,
-            "dtype": config.dtype,
-            "device": config.device,
-            "threads": config.threads,
-        }
-    options = [
-        text
-        for name, value in settings.items()
-        if value is not None
-        for text in (f"--{name}", str(value))
-    ]
-    return Command(config.engine, tuple(options))

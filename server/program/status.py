@@ -187,6 +187,7 @@ EventType: TypeAlias = Literal[
     "node.killed",
     "node.skipped",
     "variable.committed",
+    "variable.failed",
     "client.requested",
     "nodes.appended",
     "yield",

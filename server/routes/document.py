@@ -20,7 +20,7 @@ from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
 from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody
 from msgspec import Struct
 
-from ..problem import PROBLEM_JSON, ProblemDetails
+from .problem import PROBLEM_JSON, ProblemDetails
 
 _ERRORS = (400, 403, 413, 415, 429, 500, 503)
 

@@ -103,7 +103,7 @@ async def follow(
             else:
                 yield None
     finally:
-        waiting = [future for future in (item, drained) if future is not None]
+        waiting: list[asyncio.Future[Any]] = [task for task in (item, drained) if task is not None]
         for future in waiting:
             future.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -18,7 +18,6 @@ from litestar import Request, Response, get, post
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
-from ..problem import failure_of
 from ..program.decode import decode_json
 from ..program.errors import NotFoundError
 from ..program.ir import Submission
@@ -44,6 +43,7 @@ from .openai_wire import (
     lower_chat,
     lower_completion,
 )
+from .problem import failure_of
 
 _ERRORS = problems(404, 422, 424, content=answers.ErrorAnswer)
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from ..problem import Failure
 from .openai_call import Final, Usage
+from .problem import Failure
 
 DONE = b"data: [DONE]\n\n"
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

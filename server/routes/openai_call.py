@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from msgspec import UNSET, Struct
 
-from ..problem import AbsentError
 from ..program.errors import ConureError
 from ..program.ir import Json
 from ..service import Service
@@ -24,6 +23,7 @@ from .connection import draining_error
 from .events import DRAINING, PING_S, follow
 from .openai_wire import ANSWER, CALL
 from .paper import wait_for
+from .problem import AbsentError
 
 logger = logging.getLogger(__name__)
 

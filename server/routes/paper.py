@@ -22,7 +22,6 @@ import msgspec
 from litestar import Request, post
 from msgspec import UNSET, Meta, Struct
 
-from ..problem import AbsentError
 from ..program.decode import decode_json
 from ..program.errors import RunError
 from ..program.ir import Append, Json, Objective, Program, Submission
@@ -31,6 +30,7 @@ from ..service import Service
 from .connection import RequestError, read_json, service_of, tenant_of, while_connected
 from .document import problems, reads
 from .placeholders import Placeholder, lower_request
+from .problem import AbsentError
 from .programs import MAX_WAIT_S
 
 VariableId = Annotated[str, Meta(min_length=3, max_length=512)]
@@ -185,7 +185,12 @@ async def get_variable(request: Request[Any, Any, Any]) -> GetAnswer:
 
 
 async def wait_for(
-    service: Service, program: str, variable: str, *, tenant: str, objective: Objective | None = None
+    service: Service,
+    program: str,
+    variable: str,
+    *,
+    tenant: str,
+    objective: Objective | None = None,
 ) -> VariableStatus:
     """Waits as long as it takes.
 

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 from litestar import Request, Response, delete, get, post, put
 from litestar.params import FromPath, HeaderParameter, QueryParameter
 
-from ..problem import AbsentError
 from ..program.decode import decode_append, decode_json, decode_submission
 from ..program.ir import Append, Submission
 from ..program.status import ENDED, Accepted, ProgramStatus, PutValue, VariableStatus
 from .connection import read_json, service_of, tenant_of, while_connected
 from .document import answers, problems, reads
+from .problem import AbsentError
 
 MAX_WAIT_S = 600.0
 

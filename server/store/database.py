@@ -145,7 +145,7 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     scripts = sorted(
         (int(entry.name.split("_")[0]), entry.read_text("utf-8"))
-        for entry in files(__package__).iterdir()
+        for entry in files("conure.server.store").iterdir()
         if entry.name.endswith(".sql")
     )
     newest = scripts[-1][0]

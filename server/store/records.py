@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 
 from msgspec import Struct
 
-from conure.server.program.errors import ConureError
+from ..program.errors import ConureError
 
 
 class JournalError(ConureError):

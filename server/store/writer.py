@@ -27,8 +27,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from conure.server.program.errors import UnavailableError
-
+from ..program.errors import UnavailableError
 from .database import SEQ_BLOCK
 from .records import (
     AppendRecord,

@@ -144,13 +144,13 @@ class Kit:
     path = "/v1/programs/p_1"
 
     @staticmethod
-    def accepted() -> Answer:
+    def accepted() -> Any:
         """The answer to a submission."""
         body = {"id": "p_1", "status": "accepted", "outputs": ["out"], "url": "/v1/programs/p_1"}
         return Answer(202, body)
 
     @staticmethod
-    def status(phase: str, **more: Any) -> Answer:
+    def status(phase: str, **more: Any) -> Any:
         """A program's status."""
         body = {"id": "p_1", "status": phase, "created_at": "now", "outputs": ["out"], **more}
         return Answer(200, body)

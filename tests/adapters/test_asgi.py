@@ -36,7 +36,7 @@ class Stream:
         body = (await receive())["body"]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"<" + body, "more_body": True})
-        gone = asyncio.create_task(receive())  # type: ignore[arg-type]  # any awaitable will do
+        gone = asyncio.ensure_future(receive())
         while not self.may_end.is_set():
             await asyncio.sleep(0.001)
             if gone.done() and gone.result()["type"] == "http.disconnect":

@@ -21,7 +21,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import PromptError, RunError
 
-TEXT = StrOutputParser()
+TEXT: Runnable[Any, Any] = StrOutputParser()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def history(_: Any) -> list[Any]:
 
 
 def chains(llm: ChatConure) -> dict[str, tuple[Runnable[Any, Any], Any]]:
-    call = prompt("Say {x}") | llm
+    call: Any = prompt("Say {x}") | llm
     say = call | TEXT
     return {
         "message": (call, {"x": "tea"}),
@@ -138,6 +138,7 @@ def test_a_chain_and_its_program_give_the_same(client: Client, llm: ChatConure, 
 
 
 async def test_so_do_they_with_await(client: Client, llm: ChatConure) -> None:
+    chain: Any
     async with client.asynchronous() as other:
         for name in ("assign", "retrieval after rewriting", "function of a message"):
             chain, given = chains(llm)[name]

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from conure.adapters.client import AsyncClient, Client, NotReadyError, ServerUnreachableError
+from conure.adapters.client import (
+    AsyncClient,
+    Client,
+    NotReadyError,
+    Retry,
+    Run,
+    ServerUnreachableError,
+)
 from conure.server.program.errors import (
     ConflictError,
     NotFoundError,
@@ -211,6 +218,20 @@ async def test_client_steps_run_here_once_however_often_they_are_asked(
     assert put_bodies(double)[-1] == {"value": 42, "request_id": "r1"}
 
 
+async def test_a_program_that_is_taken_up_again_repeats_no_step(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    variables = {"out": {"status": "done", "value": 4}}
+    double.on("GET", PROGRAM, kit.status("done", variables=variables, receipt={"calls": 0}))
+    committed = kit.sse(3, "variable.committed", variable="out", value=4)
+    stream = kit.Answer(chunks=[asks(kit, 2, "r", n=2), committed, kit.finished(4)])
+    double.on("GET", f"{PROGRAM}/events", stream)
+    run = await caller(caller.client.attach, "p_1")
+    result = await caller(run.serve_client_steps, {"double": lambda n: 1 / 0})
+    assert result.outputs == {"out": 4}
+    assert put_bodies(double) == []
+
+
 async def test_a_coroutine_function_is_a_function_too(caller: Any, double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     stream = kit.Answer(chunks=[asks(kit, 2, "r", n=1), kit.finished(5)], gate=has_answer(double))
@@ -267,6 +288,20 @@ async def test_a_step_that_appears_later_without_a_function_fails_at_once(
     assert put_bodies(double)[0]["error"]["code"] == "client.no_function"
 
 
+def test_a_run_that_is_interrupted_cancels_its_program(
+    double: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Run, functions: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "serve_client_steps", interrupt)
+    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("DELETE", PROGRAM, kit.status("cancelled"))
+    with Client(app=double) as client, pytest.raises(KeyboardInterrupt):
+        client.run(kit.program)
+    assert len(double.of("DELETE", PROGRAM)) == 1
+
+
 async def test_a_coroutine_that_is_cancelled_cancels_its_program(double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     never = kit.Answer(chunks=[asks(kit, 2, "r", n=1), b""], gate=lambda: False)
@@ -290,7 +325,7 @@ async def test_a_coroutine_that_is_cancelled_cancels_its_program(double: Any, ki
 def test_one_client_serves_many_threads(double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done", "value": 1}))
-    values = []
+    values: list[Any] = []
     with Client(app=double) as client:
 
         def work() -> None:
@@ -318,8 +353,6 @@ def test_one_async_client_serves_one_loop_after_the_other(double: Any, kit: Any)
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conure.adapters.client import Retry
-
     monkeypatch.setenv("CONURE_URL", "http://127.0.0.1:9")
     with (
         Client(retry=Retry(max_retries=1, first_s=0.001)) as client,

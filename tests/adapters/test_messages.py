@@ -32,7 +32,7 @@ CALL = {"id": "c1", "name": "add", "args": {"a": "ü"}, "type": "tool_call"}
         (HumanMessage("hi"), {"role": "user", "content": "hi"}),
         (SystemMessage("s", name="n"), {"role": "system", "content": "s", "name": "n"}),
         (AIMessage(""), {"role": "assistant", "content": ""}),
-        (ChatMessage("c", role="critic"), {"role": "critic", "content": "c"}),
+        (ChatMessage(content="c", role="critic"), {"role": "critic", "content": "c"}),
         (
             ToolMessage("3", tool_call_id="c1"),
             {"role": "tool", "content": "3", "tool_call_id": "c1"},
@@ -73,7 +73,7 @@ def test_a_message_says_the_same_on_the_wire(message: Any, wire: Any) -> None:
 
 def test_a_message_without_a_role_is_refused_by_class() -> None:
     with pytest.raises(ProgramError, match="FunctionMessage"):
-        to_wire(FunctionMessage("x", name="f"))
+        to_wire(FunctionMessage(content="x", name="f"))
 
 
 def test_a_model_takes_what_langchains_models_take() -> None:

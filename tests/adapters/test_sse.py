@@ -13,7 +13,7 @@ from conure.adapters import sse
 from conure.adapters.sse import Cursor, Message, Parser
 from conure.server.program.errors import ConureError
 
-TEXT = st.text(st.characters(blacklist_characters="\r\n\0", blacklist_categories=("Cs",)))
+TEXT = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]))
 FIELD = st.tuples(st.sampled_from(["data", "event", "id", "", "retry", "other"]), TEXT)
 END = st.sampled_from(["\n", "\r\n", "\r"])
 
@@ -27,9 +27,7 @@ def model(events: list[list[tuple[str, str]]]) -> list[Message]:
         kinds = [value for name, value in fields if name == "event"]
         if data:
             messages.append(
-                Message(
-                    ids[-1] if ids else None, (kinds and kinds[-1]) or "message", "\n".join(data)
-                )
+                Message(ids[-1] if ids else None, ["", *kinds][-1] or "message", "\n".join(data))
             )
     return messages
 

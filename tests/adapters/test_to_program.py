@@ -37,7 +37,7 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Submission
 
 LLM = ChatConure(temperature=0, max_tokens=5)
-TEXT = StrOutputParser()
+TEXT: Runnable[Any, Any] = StrOutputParser()
 
 
 def prompt(template: str, **kwargs: Any) -> ChatPromptTemplate:
@@ -165,7 +165,7 @@ def test_the_same_chain_is_the_same_program() -> None:
 
 
 def test_an_input_that_many_prompts_read_is_one_input() -> None:
-    branches = {f"b{n}": prompt(f"{n} {{text}}") | LLM | TEXT for n in range(5)}
+    branches: dict[str, Any] = {f"b{n}": prompt(f"{n} {{text}}") | LLM | TEXT for n in range(5)}
     both = RunnableParallel(**branches, two=prompt("{text} {style}") | LLM)
     assert to_program(both).inputs == ["text", "style"]
     compiled = to_program(both)
@@ -232,27 +232,30 @@ def test_a_step_says_each_thing_that_is_needed_of_it() -> None:
 
 async def test_functions_get_what_the_chain_would_give_them() -> None:
     got: list[Any] = []
+
+    def keep(value: Any) -> str:
+        got.append(value)
+        return "done"
+
     chain = (
         RunnablePassthrough.assign(
             text=prompt("{x}") | LLM | TEXT,
             message=prompt("{x}") | LLM,
             deep={"a": itemgetter("x")},
         )
-        | RunnableLambda(lambda d: got.append(d) or "done")  # type: ignore[func-returns-value]
+        | keep
         | TEXT
     )
     compiled = to_program(chain)
     given = {"x": 1, "h": [HumanMessage("h")]}
     args = {
-        "input": compiled.submission(given)["inputs"]["answer"]
-        if "answer" in compiled.inputs
-        else compiled.submission(given)["inputs"][compiled.inputs[-1]],
+        "input": compiled.submission(given)["inputs"]["input"],
         "text": "t",
         "message": {"role": "assistant", "content": "m", "model": "default"},
         "deep": {"a": 1},
     }
-    assert compiled.functions["function"](**args) == "done"
-    assert await compiled.async_functions["function"](**args) == "done"
+    assert compiled.functions["keep"](**args) == "done"
+    assert await compiled.async_functions["keep"](**args) == "done"
     for value in got:
         assert list(value) == ["x", "h", "text", "message", "deep"]
         assert value["h"] == [HumanMessage("h")]
@@ -304,12 +307,13 @@ def test_a_generator_function_is_added_up_as_langchain_does() -> None:
 
 @pytest.mark.parametrize("value", [{1, 2}, object()])
 def test_an_input_that_cannot_travel_is_refused_when_it_is_submitted(value: Any) -> None:
-    compiled = to_program(RunnableLambda(lambda v: "x") | prompt("{x}") | LLM)
+    function: Any = RunnableLambda(lambda v: "x")
+    compiled = to_program(function | prompt("{x}") | LLM)
     with pytest.raises(ProgramError, match="cannot travel as JSON"):
         compiled.submission(value)
 
 
-CALL: Runnable[Any, Any] = prompt("{x}") | LLM
+CALL: Any = prompt("{x}") | LLM
 REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: CALL | TEXT | prompt("{y:>9}") | LLM, "chain.steps[3]", "{y:>9} formats"),
     (lambda: CALL | TEXT | prompt("{y!r}") | LLM, "chain.steps[3]", "{y!r} formats"),
@@ -366,7 +370,7 @@ def test_no_code_of_the_user_runs_while_a_chain_is_read() -> None:
     def explode(*_: Any) -> Any:
         raise AssertionError
 
-    chain = (
+    chain: Any = (
         {"a": RunnableLambda(explode), "b": prompt("{x}").partial(x=explode) | LLM | TEXT}
         | prompt("{a} {b}")
         | LLM

@@ -303,7 +303,7 @@ async def over_socket(app: Litestar) -> AsyncIterator[str]:
     )
     server = _Server(config)
     async with app.lifespan():
-        # As in `serving`: without the protocol's number, asyncio leaves Nagle on.
+        # As in `commands.serve`: without the protocol's number, asyncio leaves Nagle on.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             running = asyncio.ensure_future(server.serve([listener]))

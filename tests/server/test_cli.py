@@ -20,17 +20,19 @@ import httpx
 import msgspec
 import pytest
 
-from conure.server import cli, executor
+from conure.server import cli
 from conure.server.cli import main
+from conure.server.commands.run import read_events
 from conure.server.config import Config
-from conure.server.running import read_events
+from conure.server.engines.command import command_of
 
 ROOT = Path(__file__).parents[2]
 
 SERVER = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from conure.server import cli, serving
+from conure.server import cli
+from conure.server.commands import serve as serving
 from conure.server.app import create_app
 from tests.server.service_double import ScriptedService
 
@@ -109,7 +111,7 @@ def test_every_engine_option_reaches_the_configuration(tmp_path: Path) -> None:
 def test_dummy_weights_reach_the_engine_in_place_of_a_model(tmp_path: Path) -> None:
     config = config_from("--dummy-weights", str(tmp_path), "--dtype", "bfloat16")
     assert (config.model, config.dummy_weights) == (None, str(tmp_path))
-    command = executor._command(config)
+    command = command_of(config)
     assert command.kind == "local"
     assert command.options == ("--dummy-weights", str(tmp_path), "--dtype", "bfloat16")
 

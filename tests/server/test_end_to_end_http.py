@@ -21,9 +21,9 @@ import pytest
 from conure.server.app import create_app
 from conure.server.config import Config
 
+from .routes.test_events import parse
 from .service_double import in_process, over_socket
 from .test_app import check_problem
-from .test_routes_events import parse
 
 ROOT = Path(__file__).parents[2]
 

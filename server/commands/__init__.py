@@ -1,0 +1,1 @@
+"""What the command line does: serve, and run a file."""

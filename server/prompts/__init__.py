@@ -1,0 +1,1 @@
+"""How a call's prompt becomes token ids: values into text, text into tokens of one model."""

@@ -1,0 +1,387 @@
+"""A chat's messages into the pieces of one prompt, by the model's own template.
+
+A template writes text of its own around what people and programs said, and only the former
+may yield control tokens. The rendering does not show which is which. So it is done twice:
+plain, which is the prompt; and with a mark at each end of each text that is not the
+template's own. If the second without its marks is the first, letter for letter, the marks
+tell whose each stretch is, and where each segment ends.
+
+Some templates look at a text or change it, and then marks get in the way. Templates that
+trim are met by a second try with the marks inside of the outer blanks. Others (that cut the
+reasoning out of an old answer, say) leave one opaque run: `prefix_break`, and text in it
+that spells a control token is refused, for it could not be told from the template's own.
+The same name goes to a template that moves what was said earlier behind what was said later.
+
+Nothing is remembered between renderings. A rendering of a small chat takes a few
+microseconds, less than its tokenisation, and a template may look at any letter of a content,
+so a cached frame of a chat's shape would need a proof that this one does not.
+
+Marks are also set around strings in tools, tool calls and names if they contain anything
+but words and common punctuation. A role is the program's word and must be a plain one.
+
+Knows templates and pieces. Refuses to know programs, variables and token ids. Kept true:
+the pieces joined are the template's plain rendering, always.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ..program.errors import PromptError
+from ..program.ir import Json
+from .template_sandbox import TemplateSandbox
+from .tokenizer import Piece
+
+_MAX_DEPTH = 64
+"""Levels of JSON in a tool or a tool call."""
+_ROLE = re.compile(r"\w[\w .-]*", re.ASCII)
+_PLAIN_STRING = re.compile(r"[\w\s.,:;!?'\"()/+*=-]*", re.ASCII)
+"""Strings that neither are nor complete a control token."""
+_CONTROL_SHAPE = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
+"""What control tokens look like, for a template whose tokenizer is not at hand."""
+
+
+class ChatMessage(NamedTuple):
+    """One message, in the shape that templates expect."""
+
+    role: str
+    content: tuple[Piece, ...]
+    """Segments. Text of one that is `special` counts as the template's own."""
+    name: str | None = None
+    tool_calls: Sequence[Json] | None = None
+    tool_call_id: str | None = None
+
+
+class RenderedChat(NamedTuple):
+    """A chat as one prompt."""
+
+    pieces: tuple[Piece, ...]
+    ends: tuple[int, ...]
+    """Characters of the joined text up to the end of each content segment, in the order of
+    the messages. It never decreases; a segment that left no trace ends with the one before.
+    """
+    prefix_break: bool
+    """True: the text up to a segment's end may depend on later ones; every end is the text's."""
+
+
+class _Run(NamedTuple):
+    """Consecutive marks that stand around and between the segments of one text."""
+
+    first: int
+    specials: tuple[bool, ...]
+    """One for each segment: mark `first + i` stands before it, `first + i + 1` behind it."""
+    ends_at: int | None
+    """Index of its first segment among the chat's content segments; None: not a content."""
+
+
+class _Marking(NamedTuple):
+    """The variables of a rendering with marks in them."""
+
+    messages: list[dict[str, Json]]
+    tools: list[Json] | None
+    runs: list[_Run]
+
+
+class ChatTemplate:
+    """A model's chat template, safe to render in any number of threads."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        spells_special: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Compile a template.
+
+        Args:
+            source: Jinja source; empty for a model without a chat template.
+            special_tokens: names that the template may use (`bos_token`, ...) to their text.
+            spells_special: tells whether a text spells a control token, normally
+                `Tokenizer.spells_special`. None: `special_tokens` and the usual shapes.
+
+        Raises:
+            PromptError: `prompt.template` if the source does not compile.
+        """
+        self._sandbox = TemplateSandbox(source) if source else None
+        self._special_tokens = dict(special_tokens)
+        self._spells_special = spells_special or self._looks_special
+        # Digits and private characters: no filter for letters, blanks or JSON changes them.
+        self._nonce = "".join(secrets.choice("0123456789") for _ in range(20))
+        self._mark = re.compile(f"\ue000{self._nonce}\\.([0-9]+)\ue001")
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Json] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> RenderedChat:
+        """Return a chat as pieces of text.
+
+        Args:
+            messages: in order.
+            tools: definitions as the template expects them, or None.
+            add_generation_prompt: True ends with the opening of the answer's turn.
+
+        Raises:
+            PromptError: `prompt.no_template` if the model has none; `prompt.template` with
+                the template's own message if it refuses the chat or fails on it;
+                `prompt.role` if a role is not a plain word; `prompt.special_text` if text
+                spells a control token where the template hides whose it is.
+        """
+        if self._sandbox is None:
+            raise PromptError(
+                "prompt.no_template",
+                "The model has no chat template; use `prompt`, or a model that has one.",
+            )
+        for message in messages:
+            if not _ROLE.fullmatch(message.role):
+                raise PromptError(
+                    "prompt.role",
+                    f"The role {message.role!r} is not a plain word such as 'user'.",
+                )
+        sandbox, now = self._sandbox, datetime.now()
+
+        def run(chat: Sequence[Mapping[str, Json]], tools: Sequence[Json] | None) -> str:
+            variables = {
+                **self._special_tokens,
+                "messages": chat,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return sandbox.render(variables, now=now)
+
+        outer = self._set_marks(messages, tools, inside=False)
+        text = run([_plain(message) for message in messages], tools)
+        for marking in self._tries(outer, messages, tools):
+            try:
+                marked = run(marking.messages, marking.tools)
+            except PromptError:
+                # It took the plain chat and stumbles over the marks: it looks at the text.
+                continue
+            found = self._read(marked, text, marking.runs, _num_segments(messages))
+            if found is not None:
+                return found
+        self._check_opaque(messages, tools)
+        return RenderedChat(
+            (Piece(text, special=True),), (len(text),) * _num_segments(messages), True
+        )
+
+    def _tries(
+        self, outer: _Marking, messages: Sequence[ChatMessage], tools: Sequence[Json] | None
+    ) -> Iterator[_Marking]:
+        yield outer
+        if any(map(_has_outer_blanks, messages)):
+            yield self._set_marks(messages, tools, inside=True)
+
+    def _set_marks(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Json] | None, *, inside: bool
+    ) -> _Marking:
+        """Return what a template is given, with marks around all text that is not its own.
+
+        Args:
+            messages: the chat.
+            tools: as in `render`.
+            inside: True sets the marks of a content inside of its outer blanks.
+
+        Raises:
+            PromptError: `prompt.template` if a tool or a tool call nests too deep.
+        """
+        runs: list[_Run] = []
+        num_marks = num_segments = 0
+
+        def mark_leaf(text: str) -> str:
+            nonlocal num_marks
+            if _PLAIN_STRING.fullmatch(text):
+                return text
+            runs.append(_Run(num_marks, (False,), None))
+            num_marks += 2
+            return f"{self._spell(num_marks - 2)}{text}{self._spell(num_marks - 1)}"
+
+        marked_tools = None if tools is None else [_map_strings(tool, mark_leaf) for tool in tools]
+        chat = []
+        for message in messages:
+            content = _join(message.content)
+            low, high = _core(content) if inside else (0, len(content))
+            if low < high:
+                specials = tuple(piece.special for piece in message.content)
+                runs.append(_Run(num_marks, specials, num_segments))
+                content = self._mark_content(message.content, num_marks, low, high)
+                num_marks += len(specials) + 1
+            num_segments += len(message.content)
+            chat.append(_fields(message, content, mark_leaf))
+        return _Marking(chat, marked_tools, runs)
+
+    def _mark_content(self, content: Sequence[Piece], first: int, low: int, high: int) -> str:
+        """Return a content with a mark at each boundary of its segments, from low to high."""
+        text = _join(content)
+        borders = [low]
+        at = 0
+        for piece in content:
+            at += len(piece.text)
+            borders.append(min(max(at, low), high))
+        borders[-1] = high
+        parts = [text[:low], self._spell(first)]
+        for number, (start, end) in enumerate(pairwise(borders), first + 1):
+            parts += [text[start:end], self._spell(number)]
+        parts.append(text[high:])
+        return "".join(parts)
+
+    def _spell(self, number: int) -> str:
+        return f"\ue000{self._nonce}.{number}\ue001"
+
+    def _read(
+        self, marked: str, text: str, runs: Sequence[_Run], num_segments: int
+    ) -> RenderedChat | None:
+        """Return what the marks of a rendering tell, or None where they tell nothing.
+
+        Args:
+            marked: the rendering with marks.
+            text: the rendering without.
+            runs: the marks that were set.
+            num_segments: content segments of the chat.
+        """
+        parts = self._mark.split(marked)
+        if "".join(parts[::2]) != text:
+            return None
+        starts = {run.first: run for run in runs}
+        ends: dict[int, int] = {}
+        pieces = [Piece(parts[0], special=True)]
+        offset = len(parts[0])
+        inside: _Run | None = None
+        index = 0
+        for number, part in zip(map(int, parts[1::2]), parts[2::2], strict=True):
+            if inside is None:
+                # Outside of a run only the first mark of one can stand.
+                inside, index = starts.get(number), 0
+                if inside is None:
+                    return None
+            else:
+                index += 1
+                if number != inside.first + index:
+                    return None
+                if inside.ends_at is not None:
+                    ends.setdefault(inside.ends_at + index - 1, offset)
+                if index == len(inside.specials):
+                    inside = None
+            pieces.append(Piece(part, True if inside is None else inside.specials[index]))
+            offset += len(part)
+        if inside is not None:
+            return None
+        return _finish(text, pieces, ends, num_segments)
+
+    def _check_opaque(self, messages: Sequence[ChatMessage], tools: Sequence[Json] | None) -> None:
+        """Refuse a chat with text that could pose as the template's own.
+
+        Raises:
+            PromptError: `prompt.special_text`.
+        """
+        strings = [
+            "".join([piece.text for piece in message.content if not piece.special])
+            for message in messages
+        ]
+
+        def collect(text: str) -> str:
+            strings.append(text)
+            return text
+
+        for tool in tools or ():
+            _map_strings(tool, collect)
+        for message in messages:
+            _fields(message, "", collect)
+        for string in strings:
+            if self._spells_special(string):
+                raise PromptError(
+                    "prompt.special_text",
+                    "A message spells a control token of the model, and the model's chat"
+                    " template rewrites messages, so that it could not be told from a real"
+                    " one; take it out of the message.",
+                )
+
+    def _looks_special(self, text: str) -> bool:
+        return bool(_CONTROL_SHAPE.search(text)) or any(
+            token and token in text for token in self._special_tokens.values()
+        )
+
+
+def _finish(
+    text: str, pieces: Sequence[Piece], ends: Mapping[int, int], num_segments: int
+) -> RenderedChat:
+    """Return pieces with neighbours of one kind joined, and an end for every segment."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        if not piece.text:
+            continue
+        if joined and joined[-1].special == piece.special:
+            joined[-1] = Piece(joined[-1].text + piece.text, piece.special)
+        else:
+            joined.append(piece)
+    offsets: list[int] = []
+    for segment in range(num_segments):
+        before = offsets[-1] if offsets else 0
+        offset = ends.get(segment, before)
+        if offset < before:
+            return RenderedChat(tuple(joined), (len(text),) * num_segments, True)
+        offsets.append(offset)
+    return RenderedChat(tuple(joined), tuple(offsets), False)
+
+
+def _join(content: Sequence[Piece]) -> str:
+    return "".join([piece.text for piece in content])
+
+
+def _core(text: str) -> tuple[int, int]:
+    """Return where a text without its outer blanks begins and ends."""
+    low = len(text) - len(text.lstrip())
+    return low, low + len(text.strip())
+
+
+def _has_outer_blanks(message: ChatMessage) -> bool:
+    text = _join(message.content)
+    return text.strip() != text
+
+
+def _num_segments(messages: Sequence[ChatMessage]) -> int:
+    return sum(len(message.content) for message in messages)
+
+
+def _plain(message: ChatMessage) -> dict[str, Json]:
+    return _fields(message, _join(message.content), None)
+
+
+def _fields(
+    message: ChatMessage, content: str, change: Callable[[str], str] | None
+) -> dict[str, Json]:
+    """Return a message as a template reads it; `change` applies to its other strings."""
+    fields: dict[str, Json] = {"role": message.role, "content": content}
+    for key in ("name", "tool_calls", "tool_call_id"):
+        value = getattr(message, key)
+        if value is not None:
+            fields[key] = value if change is None else _map_strings(value, change)
+    return fields
+
+
+def _map_strings(value: Json, change: Callable[[str], str], depth: int = 0) -> Any:
+    """Return JSON with every string in it changed, keys included.
+
+    Raises:
+        PromptError: `prompt.template` if it nests too deep.
+    """
+    if depth > _MAX_DEPTH:
+        raise PromptError(
+            "prompt.template", f"A tool or a tool call nests deeper than {_MAX_DEPTH} levels."
+        )
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _map_strings(each, change, depth + 1) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_strings(each, change, depth + 1) for each in value]
+    return value

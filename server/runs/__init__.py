@@ -1,0 +1,1 @@
+"""Programs at work: from a checked graph to values, events and a receipt."""

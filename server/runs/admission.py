@@ -1,0 +1,123 @@
+"""Whether a program can run here at all, found out before anything of it is accepted.
+
+Checks what the graph cannot know: models, functions, and prompts that are too long for the
+model although every input is there already. Prompts that are surely short are not encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from ..program.errors import ExpressionError, ProgramError, PromptError
+from ..program.graph import Graph
+from ..program.ir import AnyNode, Append, Call, Generate, Json, Limits, Submission
+from ..prompts.model import Model
+from ..prompts.prompt import render_chat, render_slot
+from .output import targets
+
+TURN_BYTES = 64
+"""More than any chat template writes around one message, in tokens."""
+
+
+def num_calls(graph: Graph) -> int:
+    """LLM calls of a program."""
+    return sum(isinstance(node, Generate) for node in graph.nodes.values())
+
+
+def check_options(submission: Submission) -> None:
+    """Refuse what a submission asks for and this server would silently not do.
+
+    Raises:
+        ProgramError: `program.unsupported`, with the path of the field.
+    """
+    options, program = submission.options, submission.program
+    for path, is_left_out in (
+        ("options.policy", options.policy is None),
+        ("options.tokens", options.tokens == "canonical"),
+        ("program.limits", program.limits == Limits()),
+    ):
+        if not is_left_out:
+            raise ProgramError(
+                "program.unsupported", f"`{path}` is not supported yet; leave it out", path=path
+            )
+
+
+async def check_program(
+    graph: Graph,
+    inputs: Mapping[str, Json],
+    model: Model,
+    functions: Mapping[str, Callable[..., Any]],
+    *,
+    append: Append | None = None,
+) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        ProgramError: `model.unknown`, `engine.unsupported_*`, `call.unknown_function`.
+        PromptError: `prompt.too_long`, for a call whose inputs are all there.
+    """
+    nodes: list[AnyNode] = list(graph.nodes.values()) if append is None else append.nodes
+    root = "program.nodes" if append is None else "nodes"
+    values = inputs if append is None else append.inputs
+    suspects: list[tuple[str, Generate]] = []
+    for i, node in enumerate(nodes):
+        path = f"{root}[{i}]"
+        if isinstance(node, Generate):
+            model.check(node, path)
+            slots = graph.slots.get(node.id)
+            reads = slots[0].reads if slots else frozenset()
+            if (
+                append is None
+                and node.when is UNSET  # decided when it runs
+                and reads <= values.keys()
+                and _may_be_long(node, reads, values, model)
+            ):
+                suspects.append((path, node))
+        elif isinstance(node, Call) and node.function not in functions:
+            known = ", ".join(sorted(functions)) or "none"
+            raise ProgramError(
+                "call.unknown_function",
+                f"no function {node.function} is registered on this server (there are: {known})",
+                path=f"{path}.function",
+            )
+    if suspects:
+        await asyncio.to_thread(_check_lengths, suspects, values, model)
+
+
+def _may_be_long(
+    node: Generate, reads: frozenset[str], values: Mapping[str, Json], model: Model
+) -> bool:
+    """A token stands for at least one byte, so few bytes are few tokens."""
+    size = len(msgspec.json.encode(node)) + TURN_BYTES * (1 + len(node.messages or []))
+    for name in reads:
+        value = values[name]
+        size += 4 * len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+        if isinstance(value, list):
+            size += TURN_BYTES * len(value)
+    return size + (targets(node)[0].sampling.max_tokens or 1) > model.max_len
+
+
+def _check_lengths(
+    suspects: list[tuple[str, Generate]], values: Mapping[str, Json], model: Model
+) -> None:
+    for path, node in suspects:
+        is_prompt = isinstance(node.prompt, list)
+        try:
+            rendered = (
+                render_slot(node, 0, values)
+                if is_prompt
+                else render_chat(node, values, model.template)
+            )
+            encoded = model.tokenizer.encode(rendered.pieces, bos=is_prompt)
+        except (PromptError, ExpressionError):
+            continue  # its run says so, whether or not the prompt is long
+        try:
+            sampling = targets(node)[0].sampling
+            model.output_budget(len(encoded.ids), sampling.max_tokens, f"node {node.id}")
+        except PromptError as error:
+            raise PromptError(error.code, error.message, path=path) from error

@@ -1,0 +1,339 @@
+"""One LLM call on its way: from a ready slot to token ids, to an engine, to a value.
+
+A call is the run of one `generate` node: one context that grows slot by slot, with the
+literal text before each output filled and the output generated. Knows the prompt's ids,
+the context that holds them, and what the engine reports. Refuses to know what happens to
+a value afterwards: it tells its host, once per slot, either `slot_done` or `call_failed`.
+
+Kept true: `ids` are the tokens of the context as far as slots are done, so that a context
+lost with its engine is filled again elsewhere and an output that stands is never sampled
+again; a call has at most one ticket and at most one context; after `abandon` it says
+nothing more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from conure.engine import api
+
+from ..engines.engine import Engine
+from ..engines.scheduler import Placement, Scheduler, Ticket
+from ..program.errors import ConureError, RunError
+from ..program.ir import Generate, Json
+from ..program.status import Trace
+from ..prompts.model import Model
+from ..prompts.prompt import Rendered, render_chat, render_slot
+from ..prompts.tokenizer import Encoded, Piece
+from ..store.journal import ValueRecord
+from .context import CallContext
+from .execution import NodeState
+from .output import Outcome, final_sampling, targets, value_of
+from .sharing import Sharing
+
+NUM_TAIL = 4
+"""Tokens before an output that decide how its first one is spelled."""
+
+
+class Host(Protocol):
+    """What a call needs of the program that it belongs to."""
+
+    scheduler: Scheduler
+
+    def engine(self, name: str) -> Engine | None:
+        """The engine of that name, if it is alive."""
+        ...
+
+    def slot_started(self, call: Call, slot: int) -> None:
+        """The slot runs on an engine now."""
+        ...
+
+    def slot_grew(self, call: Call, slot: int, text: str) -> None:
+        """More text of the slot's output."""
+        ...
+
+    def slot_done(self, call: Call, slot: int, outcome: Outcome) -> None:
+        """The slot's output is whole."""
+        ...
+
+    def call_failed(self, call: Call, error: ConureError) -> None:
+        """The call ended without its output."""
+        ...
+
+
+class Call:
+    """The run of one generate node."""
+
+    def __init__(
+        self,
+        program: str,
+        state: NodeState,
+        model: Model,
+        sharing: Sharing,
+        host: Host,
+        *,
+        hashes: tuple[bytes, ...],
+        constants: tuple[bool, ...],
+        rank: float,
+        group: str | None,
+        salt: str,
+        keeps_all: bool,
+        traces: bool,
+    ) -> None:
+        assert isinstance(state.node, Generate)
+        self.program = program
+        self.state = state
+        self.node: Generate = state.node
+        self.model = model
+        self.targets = targets(self.node)
+        self.slot = 0
+        self.ids: list[int] = []
+        self.is_over = False
+        self._host = host
+        self._constants = constants
+        self._rank = rank
+        self._group = group
+        self._traces = traces
+        self._ticket: Ticket | None = None
+        self._context = CallContext(
+            state,
+            sharing,
+            host,
+            hashes=hashes,
+            block_size=model.limits.block_size,
+            rank=rank,
+            salt=salt,
+            keeps_all=keeps_all,
+        )
+        self._prompt: list[int] = []
+        self._sampling: api.Sampling | None = None
+        self._output: list[int] = []
+        self._leftover = ""
+        self._num_generated = 0
+        self._is_slot_counted = False
+        self._clock = 0.0
+
+    # --- before the engine ----------------------------------------------------------------
+
+    def render(self, slot: int, values: dict[str, Json]) -> Rendered:
+        """The text that slot `slot` appends. Pure; may run in a thread.
+
+        Raises:
+            PromptError: if the values do not make a prompt.
+            ExpressionError: if an input's expression fails on its values.
+        """
+        if isinstance(self.node.prompt, list):
+            rendered = render_slot(self.node, slot, values)
+            if not self._leftover:
+                return rendered
+            shift = len(self._leftover)
+            pieces = (Piece(self._leftover, False), *rendered.pieces)
+            ends = tuple(end + shift for end in rendered.ends)
+            return Rendered(pieces, ends, rendered.prefix_break)
+        return render_chat(self.node, values, self.model.template)
+
+    def encode(self, slot: int, rendered: Rendered) -> Encoded:
+        """The ids that slot `slot` appends. Pure; may run in a thread."""
+        is_prompt_start = slot == 0 and isinstance(self.node.prompt, list)
+        return self.model.tokenizer.encode(rendered.pieces, bos=is_prompt_start)
+
+    def enqueue(self, slot: int, rendered: Rendered, encoded: Encoded) -> None:
+        """Wait for an engine with these ids.
+
+        Raises:
+            PromptError: `prompt.too_long`.
+        """
+        self.slot = slot
+        self._prompt = encoded.ids
+        self.state.prefix_break |= rendered.prefix_break
+        num_prompt = len(self.ids) + len(encoded.ids)
+        sampling = self.targets[slot].sampling
+        budget = self.model.output_budget(num_prompt, sampling.max_tokens, f"node {self.node.id}")
+        name = f"{self.program}/{self.node.id}/{slot}"
+        if self.state.num_retries:
+            name += f"/{self.state.num_retries}"  # what its author wants tried again draws anew
+        self._sampling = final_sampling(sampling, max_tokens=budget, name=name)
+        if slot == 0:
+            cuts = tuple(encoded.tokens_before(end) for end in rendered.ends)
+            self._context.set_cuts(cuts, self._constants)
+        self._is_slot_counted = False
+        self._queue()
+
+    def _queue(self) -> None:
+        assert self._sampling is not None
+        need = len(self.ids) + len(self._prompt) + self._sampling.max_tokens
+        self._clock = time.monotonic()
+        self.state.phase = "queued"
+        self._ticket = Ticket(self.program, self._rank, need, self._start)
+        self._host.scheduler.submit(self._ticket)
+
+    # --- on the engine --------------------------------------------------------------------
+
+    def _start(self, placement: Placement) -> None:
+        """The scheduler's turn: fill what is missing and generate, in one frame."""
+        assert self._sampling is not None
+        now = time.monotonic()
+        self.state.usage.queued_s += now - self._clock
+        self._clock = now
+        engine = self._host.engine(placement.engine)
+        assert engine is not None, "the scheduler places calls on engines that are there"
+        self.state.engine = engine.name
+        self.state.why = placement.why
+        self.state.phase = "running"
+        self._output = []
+        context = self._context.fill(engine, self.ids, self._prompt, self._on_report)
+        engine.send(api.Generate(context, self._sampling, rank=self._rank, group=self._group))
+        self._host.slot_started(self, self.slot)
+
+    def _on_report(self, report: api.Report) -> None:
+        match report:
+            case api.Filled():
+                self._filled(report)
+            case api.Tokens():
+                self._output += report.ids
+                if report.text:
+                    self._host.slot_grew(self, self.slot, report.text)
+            case api.Finished():
+                self._finished(report)
+            case api.Failed():
+                self._context.free()
+                self._withdraw()
+                self._host.call_failed(self, RunError(report.code, report.message))
+            case _:
+                raise AssertionError(f"not a report on a context: {report}")
+
+    def _filled(self, report: api.Filled) -> None:
+        usage = self.state.usage
+        now = time.monotonic()
+        usage.prefill_s += now - self._clock
+        self._clock = now
+        usage.recomputed += report.recomputed
+        if self._is_slot_counted:
+            usage.recomputed += report.computed
+            return
+        self._is_slot_counted = True
+        # The prompt of an output is all before it, as if it were asked for by itself.
+        usage.logical += len(self.ids) + len(self._prompt)
+        if self.slot == 0:
+            usage.constant += self._context.num_constant
+            usage.written += self._context.num_written
+        else:
+            usage.again += len(self.ids)
+            usage.again_constant += min(self._context.num_constant, len(self.ids))
+            usage.again_written += self._num_generated
+        # A growing context's last generated id gets its KV with the next fill: that one is
+        # neither a prompt token nor computed again.
+        usage.computed += min(report.computed, len(self._prompt))
+        again = max(0, report.computed - len(self._prompt))
+        usage.recomputed += min(again, self._context.num_refilled)
+        usage.cached += report.cached
+        self._context.num_refilled = 0
+
+    def _finished(self, report: api.Finished) -> None:
+        usage = self.state.usage
+        usage.decode_s += time.monotonic() - self._clock
+        usage.decoded += report.num_decoded
+        # The token that ends an output (EOS, a stop token) has done its work; others have not.
+        num_ending = 1 if report.reason == "stop" and not isinstance(report.stop, str) else 0
+        usage.discarded += max(0, report.num_decoded - report.num_kept - num_ending)
+        kept = self._output[: report.num_kept]
+        prompt_ids = self.ids + self._prompt
+        if self._traces:
+            self.state.trace.append(
+                Trace(
+                    variable=self.targets[self.slot].variable,
+                    prompt_ids=prompt_ids,
+                    output_ids=kept,
+                    reason=report.reason,
+                )
+            )
+        self.ids = prompt_ids + kept
+        self._num_generated += len(kept)
+        self._prompt = []
+        self._output = []
+        self._leftover = report.leftover
+        self._withdraw()
+        target = self.targets[self.slot]
+        try:
+            value = value_of(target, report, num_prompt=len(prompt_ids), model=self.model.name)
+        except ConureError as error:
+            self._host.call_failed(self, error)
+            return
+        engine = self._context.engine
+        assert engine is not None
+        if self.slot + 1 == len(self.targets):
+            self.is_over = True
+            self._context.keep(self.ids, num_prompt=len(prompt_ids))
+        outcome = Outcome(target.variable, value, report.text, kept, engine.epoch)
+        self._host.slot_done(self, self.slot, outcome)
+
+    # --- after the engine -----------------------------------------------------------------
+
+    def restore(
+        self, outputs: Mapping[str, ValueRecord], values: dict[str, Json], done: int
+    ) -> None:
+        """Rebuild the ids of slots whose outputs stand already, after a restart of the server.
+
+        Ids of another tokenizer mean something else here: then the text is encoded again.
+        """
+        tokenizer = self.model.tokenizer
+        for slot in range(done):
+            self.ids += self.encode(slot, self.render(slot, values)).ids
+            record = outputs[self.targets[slot].variable]
+            assert record.text is not None
+            assert record.token_ids is not None
+            self._leftover = ""
+            ids = record.token_ids
+            if record.tokenizer_hash == self.model.tokenizer_hash:
+                tail = self.ids[-NUM_TAIL:]
+                read = tokenizer.decode(tail + ids)[len(tokenizer.decode(tail)) :]
+                if record.text.startswith(read):
+                    self._leftover = record.text[len(read) :]
+            else:
+                ids = tokenizer.encode_text(record.text)
+            self.ids += ids
+            self._num_generated += len(ids)
+
+    def engine_lost(self) -> bool:
+        """The engine that held the context is gone. True: this call was running there and waits
+        again now; False: it held nothing that it cannot fill again when its time comes.
+        """
+        self._context.lose()
+        self._discard_output()
+        if self._ticket is None or self._ticket.load is None:
+            return False
+        self._withdraw()
+        self._queue()
+        return True
+
+    def is_on(self, engine: str) -> bool:
+        """Whether its context is on this engine."""
+        return self._context.engine is not None and self._context.engine.name == engine
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that its context refers to, about."""
+        return self._context.num_blocks
+
+    def abandon(self) -> None:
+        """End without a result: leave the queue and the engine; safe to repeat."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._withdraw()
+        self._discard_output()
+        self._context.free()
+        self._context.leave()
+
+    def _discard_output(self) -> None:
+        """What was decoded so far is lost; the engine will not count it for us."""
+        self.state.usage.decoded += len(self._output)
+        self.state.usage.discarded += len(self._output)
+        self._output = []
+
+    def _withdraw(self) -> None:
+        if self._ticket is not None:
+            self._host.scheduler.withdraw(self._ticket)
+            self._ticket = None

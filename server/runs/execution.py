@@ -1,0 +1,354 @@
+"""One program while it runs: which slots are ready, which values stand, how each node ended.
+
+The state machine of a program, without I/O: every method is a plain step that returns the
+slots that became ready by it. Knows the graph, values and phases; refuses to know engines,
+clients, disks and clocks (times are handed in).
+
+Kept true: a variable is resolved at most once, either by a value or by an absence; a slot
+is reported ready exactly once, when everything it reads is resolved, the slot before it is
+done and every node it comes after has ended; a node that has ended never changes again.
+
+    values    variable -> JSON                      committed, never replaced
+    absences  variable -> (phase, problem)          nobody will ever write it
+    missing   (node, slot) -> how many things it still waits for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..program.errors import ConflictError, NotFoundError
+from ..program.graph import Graph, Slot
+from ..program.ir import AnyNode, Append, Job, Json, Options
+from ..program.status import ENDED, Phase, Problem, Trace
+
+
+class Ready(NamedTuple):
+    """A slot whose time has come."""
+
+    node: str
+    slot: int
+
+
+class Absence(NamedTuple):
+    """Why a variable will never have a value."""
+
+    phase: Phase
+    problem: Problem
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens and seconds of one node, summed over its slots, as they were reported."""
+
+    logical: int = 0
+    computed: int = 0
+    """Of its prompts, and of prefixes that it filled for others as well."""
+    cached: int = 0
+    recomputed: int = 0
+    constant: int = 0
+    """Leading tokens of its first prompt that are text of the program."""
+    written: int = 0
+    """Tokens that a model had written and the first prompt took over."""
+    again: int = 0
+    """What stood in the context already when its later outputs began."""
+    again_constant: int = 0
+    again_written: int = 0
+    decoded: int = 0
+    discarded: int = 0
+    retokenized: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    block_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class NodeState:
+    """What has become of one node."""
+
+    node: AnyNode
+    phase: Phase = "waiting"
+    attempt: int = 0
+    engine: str | None = None
+    why: str = ""
+    problem: Problem | None = None
+    prefix_break: bool = False
+    slots_done: int = 0
+    num_deaths: int = 0
+    """Engines that died while it ran on them."""
+    num_retries: int = 0
+    """Attempts after failures of its own, of which `retries` allows so many."""
+    started_at: float | None = None
+    finished_at: float | None = None
+    usage: Usage = field(default_factory=Usage)
+    trace: list[Trace] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the node is past everything."""
+        return self.phase in ENDED
+
+
+class Execution:
+    """A program's live state."""
+
+    def __init__(
+        self,
+        program_id: str,
+        tenant: str,
+        graph: Graph,
+        inputs: Mapping[str, Json],
+        options: Options,
+        *,
+        name: str,
+        is_open: bool,
+        created_at: float,
+    ) -> None:
+        self.id = program_id
+        self.tenant = tenant
+        self.name = name
+        self.graph = graph
+        self.options = options
+        self.is_open = is_open
+        self.created_at = created_at
+        self.finished_at: float | None = None
+        self.phase: Phase = "accepted"
+        self.problem: Problem | None = None
+        self.values: dict[str, Json] = dict(inputs)
+        self.given: frozenset[str] = frozenset(inputs)
+        self.absences: dict[str, Absence] = {}
+        self.nodes: dict[str, NodeState] = {}
+        self.wanted: set[str] | None = None if options.start == "eager" else set()
+        self._asked: set[str] = set()
+        self._is_session = is_open
+        self._missing: dict[tuple[str, int], int] = {}
+        self._num_unended = 0
+        self._reported: set[tuple[str, int]] = set()
+        self._is_started = False
+        self._count(graph.nodes)
+
+    # --- growing --------------------------------------------------------------------------
+
+    def append(self, append: Append) -> tuple[tuple[str, ...], list[Ready]]:
+        """Add nodes to an open program, all or none; returns their ids and what is ready.
+
+        Raises:
+            ProgramError: if the nodes do not fit into the graph.
+        """
+        added = self.graph.append(append)
+        ready: list[Ready] = []
+        for variable, value in append.inputs.items():
+            if variable in self.values:
+                raise ConflictError("variable.committed", f"variable {variable} has a value")
+            ready += self.commit(variable, value)
+        self.given |= append.inputs.keys()
+        self._count(added)
+        if append.close:
+            self.is_open = False
+        if self.wanted is None:
+            ready += self._ready(
+                (node_id, slot.index) for node_id in added for slot in self.graph.slots[node_id]
+            )
+        else:
+            # What was asked for may have got a producer now, however far back.
+            self._want(self._asked)
+            ready += self._ready(self._missing)
+        return added, ready
+
+    def start(self) -> list[Ready]:
+        """Begin: from here on slots are reported. Before, a past can be restored in silence."""
+        self._is_started = True
+        return self._ready(self._missing)
+
+    def _count(self, nodes: Iterable[str]) -> None:
+        ids = list(nodes)
+        for node_id in ids:
+            self.nodes[node_id] = NodeState(self.graph.nodes[node_id])
+        self._num_unended += len(ids)
+        for node_id in ids:
+            node = self.graph.nodes[node_id]
+            for slot in self.graph.slots[node_id]:
+                missing = sum(not self.is_resolved(name) for name in slot.reads)
+                if slot.index == 0:
+                    missing += sum(not self.nodes[other].has_ended for other in node.after)
+                else:
+                    missing += 1
+                self._missing[node_id, slot.index] = missing
+
+    def _ready(self, keys: Iterable[tuple[str, int]]) -> list[Ready]:
+        return [Ready(*key) for key in keys if not self._missing[key] and self._take(key)]
+
+    def want(self, variable: str) -> list[Ready]:
+        """Somebody asks for a variable: under `start: demand`, its ancestors may run now."""
+        if self.wanted is None or variable in self._asked:
+            return []
+        self._asked.add(variable)
+        self._want([variable])
+        return self._ready(self._missing)
+
+    def _want(self, variables: Iterable[str]) -> None:
+        assert self.wanted is not None
+        producers = map(self.graph.get_producer, variables)
+        stack = [producer.node for producer in producers if producer is not None]
+        seen: set[str] = set()
+        while stack:
+            node_id = stack.pop()
+            if node_id in seen:
+                continue
+            seen.add(node_id)
+            stack += self.graph.nodes[node_id].after
+            for slot in self.graph.slots[node_id]:
+                before = map(self.graph.get_producer, slot.reads)
+                stack += [producer.node for producer in before if producer is not None]
+        self.wanted |= seen
+
+    # --- resolving ------------------------------------------------------------------------
+
+    def is_resolved(self, variable: str) -> bool:
+        """Whether the variable has a value or will never have one."""
+        return variable in self.values or variable in self.absences
+
+    def commit(self, variable: str, value: Json) -> list[Ready]:
+        """Give a variable its only value."""
+        assert not self.is_resolved(variable), variable
+        self.values[variable] = value
+        return self._resolved(variable)
+
+    def lose(self, variable: str, absence: Absence) -> list[Ready]:
+        """A variable will never have a value."""
+        assert not self.is_resolved(variable), variable
+        self.absences[variable] = absence
+        return self._resolved(variable)
+
+    def _resolved(self, variable: str) -> list[Ready]:
+        return self._count_down(
+            (slot.node, slot.index) for slot in self.graph.get_consumers(variable)
+        )
+
+    def _count_down(self, keys: Iterable[tuple[str, int]]) -> list[Ready]:
+        ready = []
+        for key in keys:
+            if key not in self._missing:
+                continue  # a node that is being appended is counted when it is added
+            self._missing[key] -= 1
+            if self._missing[key] == 0 and self._take(key):
+                ready.append(Ready(*key))
+        return ready
+
+    def _take(self, key: tuple[str, int]) -> bool:
+        node_id, slot = key
+        state = self.nodes[node_id]
+        if not self._is_started or key in self._reported or state.has_ended:
+            return False
+        if slot < state.slots_done:  # done before a restart
+            return False
+        if self.wanted is not None and node_id not in self.wanted:
+            return False
+        self._reported.add(key)
+        return True
+
+    # --- ending ---------------------------------------------------------------------------
+
+    def finish_slot(self, node_id: str, slot: int, *, at: float) -> list[Ready]:
+        """A slot did its work (its variables were committed before); may end the node."""
+        state = self.nodes[node_id]
+        state.slots_done = slot + 1
+        if state.slots_done < len(self.graph.slots[node_id]):
+            return self._count_down([(node_id, slot + 1)])
+        return self._end(state, "done", at)
+
+    def end(self, node_id: str, phase: Phase, problem: Problem | None, *, at: float) -> list[Ready]:
+        """End a node before its time: what it has not written is absent from now on.
+
+        Ending a node that has ended is safe and does nothing.
+        """
+        state = self.nodes[node_id]
+        if state.has_ended:
+            return []
+        state.problem = problem
+        ready = self._end(state, phase, at)
+        absence = Absence(
+            phase, problem or Problem(code=f"node.{phase}", message=f"{node_id}: {phase}")
+        )
+        for slot in self.graph.slots[node_id]:
+            for variable in slot.writes:
+                if not self.is_resolved(variable):
+                    ready += self.lose(variable, absence)
+        return ready
+
+    def _end(self, state: NodeState, phase: Phase, at: float) -> list[Ready]:
+        state.phase = phase
+        state.finished_at = at
+        self._num_unended -= 1
+        return self._count_down((other, 0) for other in self.graph.followers(state.node.id))
+
+    def absence_for(self, slot: Slot) -> Absence | None:
+        """Why this slot cannot run: the first absence among what it reads.
+
+        A failure goes on as the same failure, so that whoever asks for the end of a chain
+        learns what broke at its beginning; a skipped or killed variable skips its readers.
+        """
+        found = [self.absences[name] for name in sorted(slot.reads) if name in self.absences]
+        if not found:
+            return None
+        absence = next((a for a in found if a.phase == "failed"), found[0])
+        if absence.phase in {"killed", "skipped"}:
+            return Absence("skipped", absence.problem)
+        return absence
+
+    def isolates(self, node_id: str) -> bool:
+        """Whether a failure of this node stays with its readers instead of ending the program.
+
+        A session is many people's work laid side by side: unless told otherwise, it isolates.
+        """
+        node = self.graph.nodes[node_id]
+        if node.on_error is not None:
+            return node.on_error == "isolate"
+        job = self.graph.jobs[node.job]
+        return job.on_error == "isolate" or (self._is_session and job == Job())
+
+    def is_within(self, job: str, outer: str) -> bool:
+        """Whether a job is another one or stands below it; all stand below `main`."""
+        while job != outer and job != "main":
+            job = self.graph.jobs[job].parent or "main"
+        return job == outer
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to run and nobody may add more."""
+        if self.is_open:
+            return False
+        if self.wanted is None:
+            return self._num_unended == 0
+        return all(map(self.is_resolved, self.graph.outputs)) and all(
+            self.nodes[node_id].has_ended for node_id in self.wanted
+        )
+
+    # --- reading --------------------------------------------------------------------------
+
+    def check_variable(self, variable: str) -> None:
+        """Make sure that the program has this variable.
+
+        Raises:
+            NotFoundError: if it has not.
+        """
+        if variable not in self.graph.variables:
+            raise NotFoundError(
+                "variable.not_found", f"program {self.id} has no variable {variable}"
+            )
+
+    def variable_names(self) -> list[str]:
+        """Every variable, declared or produced, in the order of the program."""
+        return list(self.graph.variables)
+
+    def phase_of(self, variable: str) -> Phase:
+        """Where a variable stands."""
+        if variable in self.values:
+            return "done"
+        if variable in self.absences:
+            return self.absences[variable].phase
+        producer = self.graph.get_producer(variable)
+        return "waiting" if producer is None else self.nodes[producer.node].phase

@@ -1,0 +1,165 @@
+"""What a program cost: sums over its nodes, its critical path, and the same calls sent singly.
+
+Pure: from an execution that has ended to a Receipt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..program.ir import Generate
+from ..program.status import (
+    OutputTokens,
+    Receipt,
+    ReceiptPromptTokens,
+    SharedTokens,
+    SingleRequests,
+)
+from .execution import Execution, NodeState, Usage
+
+
+def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
+    """Sum up a program that has ended.
+
+    Args:
+        execution: the program; its `finished_at` is set.
+        blocks_held: KV blocks that its contexts still refer to, 0 unless something leaked.
+    """
+    assert execution.finished_at is not None
+    calls = [
+        state
+        for state in execution.nodes.values()
+        if isinstance(state.node, Generate) and state.started_at is not None
+    ]
+    usages = [state.usage for state in calls]
+    prompts = [explain(usage) for usage in usages]
+    path = critical_path(execution)
+    logical = sum(prompt.logical for prompt in prompts)
+    return Receipt(
+        calls=len(calls),
+        prompt_tokens=ReceiptPromptTokens(
+            logical=logical,
+            computed=sum(prompt.computed for prompt in prompts),
+            shared=SharedTokens(
+                static=sum(prompt.static for prompt in prompts),
+                dynamic=sum(prompt.dynamic for prompt in prompts),
+                generated=sum(prompt.generated for prompt in prompts),
+                cache=sum(prompt.cached for prompt in prompts),
+            ),
+            recomputed=sum(prompt.recomputed for prompt in prompts),
+        ),
+        output_tokens=OutputTokens(
+            decoded=sum(usage.decoded for usage in usages),
+            discarded=sum(usage.discarded for usage in usages),
+        ),
+        retokenized=sum(usage.retokenized for usage in usages),
+        round_trips_saved=max(0, len(calls) - 1),
+        wall_s=execution.finished_at - execution.created_at,
+        critical_path=[state.node.id for state in path],
+        critical_path_s=_covered_s(path),
+        as_single_requests=SingleRequests(
+            prompt_tokens=logical, estimated_s=_single_requests_s(execution)
+        ),
+        kv_block_seconds=sum(usage.block_seconds for usage in usages),
+        blocks_held=blocks_held,
+    )
+
+
+class Prompt(NamedTuple):
+    """Where the tokens of a node's prompts came from: `logical` is the sum up to `cached`."""
+
+    logical: int
+    computed: int
+    static: int
+    dynamic: int
+    generated: int
+    cached: int
+    recomputed: int
+
+
+def explain(usage: Usage) -> Prompt:
+    """Explain every shared token by the first cause that fits: cache, program text, what a
+    model wrote, and else a value that several calls start with.
+
+    A prefix that a call filled for others and then again for itself is computed once. What an
+    output finds in its own context (`again`) is apart, for its causes are known.
+    """
+    computed = min(usage.computed, usage.logical)
+    shared = usage.logical - computed
+    cached = min(usage.cached, shared)
+    again = min(usage.again, shared - cached)
+    first = shared - cached - again
+    static = min(first, max(0, usage.constant - cached))
+    generated = min(first - static, usage.written)
+    again_static = min(again, usage.again_constant)
+    static += again_static
+    generated += min(again - again_static, usage.again_written)
+    return Prompt(
+        logical=usage.logical,
+        computed=computed,
+        static=static,
+        dynamic=shared - cached - static - generated,
+        generated=generated,
+        cached=cached,
+        recomputed=usage.recomputed + usage.computed - computed,
+    )
+
+
+def critical_path(execution: Execution) -> list[NodeState]:
+    """The chain of nodes that decided when the program ended, first node first.
+
+    Walks back from the node that finished last; its predecessor is the one, among those it
+    waited for, that finished last.
+    """
+    ended = [state for state in execution.nodes.values() if _took_part(state)]
+    path: list[NodeState] = []
+    seen: set[str] = set()  # a prompt may wait for a step that waits for one of its outputs
+    state = max(ended, key=_finish, default=None)
+    while state is not None and state.node.id not in seen:
+        path.append(state)
+        seen.add(state.node.id)
+        state = max(filter(_took_part, _waited_for(execution, state)), key=_finish, default=None)
+    return path[::-1]
+
+
+def _waited_for(execution: Execution, state: NodeState) -> list[NodeState]:
+    graph = execution.graph
+    names = set(state.node.after)
+    for slot in graph.slots[state.node.id]:
+        for variable in slot.reads:
+            producer = graph.get_producer(variable)
+            if producer is not None and producer.node != state.node.id:
+                names.add(producer.node)
+    return [execution.nodes[name] for name in names]
+
+
+def _took_part(state: NodeState) -> bool:
+    return state.started_at is not None and state.finished_at is not None
+
+
+def _finish(state: NodeState) -> float:
+    return state.finished_at or 0.0
+
+
+def _covered_s(path: list[NodeState]) -> float:
+    """Seconds in which something on the path ran; what overlaps counts once."""
+    total, end = 0.0, 0.0
+    for state in sorted(path, key=lambda state: state.started_at or 0.0):
+        total += max(0.0, _finish(state) - max(state.started_at or 0.0, end))
+        end = max(end, _finish(state))
+    return total
+
+
+def _single_requests_s(execution: Execution) -> float:
+    """The same calls one after another on a server that shares nothing.
+
+    Prefill is scaled from what was computed to what would have been; decoding is taken as
+    measured, although a batch slows each of its members down, so this errs on the slow side.
+    """
+    total = 0.0
+    for state in execution.nodes.values():
+        usage = state.usage
+        computed = explain(usage).computed
+        scale = usage.logical / computed if computed else 1.0
+        total += usage.prefill_s * scale + usage.decode_s
+    return total

@@ -1,0 +1,63 @@
+"""For which tokenizers a bound is proven, and which one; that it holds: test_tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conure.server.prompts.token_bound import Growth, growth
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False}
+BYTES_WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True}
+META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
+TO_META = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+SPLIT = {"type": "Split", "pattern": {"String": " "}}
+
+
+def layout(
+    normalizer: Any = None, pre_tokenizer: Any = None, added: tuple[str, ...] = (), **model: Any
+) -> dict[str, Any]:
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "added_tokens": [{"content": each} for each in added],
+        "model": {"type": "BPE", "vocab": {"\u2581": 0}, "byte_fallback": True, **model},
+    }
+
+
+def row(*steps: Any, key: str) -> dict[str, Any]:
+    return {"type": "Sequence", key: list(steps)}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (layout(), Growth(1, 0)),
+        (layout({"type": "NFC"}, BYTES), Growth(3, 0)),
+        (layout(None, BYTES_WITH_SPACE, ("<s>",)), Growth(1, 1)),
+        (layout(None, row(SPLIT, BYTES, key="pretokenizers")), Growth(1, 0)),
+        (layout(None, META, ("<s>",)), Growth(1, 1)),
+        (layout(row(PREPEND, TO_META, key="normalizers"), None, ("<s>",)), Growth(1, 1)),
+        # A prefix for each piece, and no token long enough to make up for it.
+        (layout(None, row(SPLIT, BYTES_WITH_SPACE, key="pretokenizers")), None),
+        (layout(None, META, ("<s>", "a")), None),
+        # The sign for a blank takes three bytes where it is no token.
+        (layout(TO_META, BYTES), None),
+        (layout(TO_META, None, vocab={}), None),
+        (layout(None, META, vocab={}), None),
+        (layout({"type": "NFKC"}, BYTES), None),
+        (layout({"type": "Lowercase"}, BYTES), None),
+        (layout(None, {"type": "UnknownSplit"}), None),
+        (layout(type="Unheard"), None),
+    ],
+)
+def test_growth_is_proven_or_given_up(tokenizer: dict[str, Any], expected: Growth | None) -> None:
+    assert growth(tokenizer) == expected
+
+
+def test_the_bound_counts_bytes() -> None:
+    assert Growth(3, 1).max_tokens("abc") == 4
+    assert Growth(3, 1).max_tokens("aä") == 10
+    assert Growth(1, 0).max_tokens("") == 0

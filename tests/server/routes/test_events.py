@@ -1,0 +1,174 @@
+"""Server-sent events: the wire, resuming, pings, draining, and readers that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+
+from conure.server.app import drain
+from conure.server.program.status import Event
+from conure.server.routes.events import event_bytes, follow
+
+from ..service_double import Scripted, ScriptedService, app_of, in_process, over_socket, until
+from ..test_app import PROGRAM, check_problem
+
+EVENTS = "/v1/programs/p_1/events"
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    events = []
+    for block in text.split("\n\n"):
+        fields = dict(
+            line.split(": ", 1) for line in block.split("\n") if line[:1] not in ("", ":")
+        )
+        if fields:
+            events.append({**fields, "data": json.loads(fields["data"])})
+    return events
+
+
+def tell_a_story(program: Scripted) -> None:
+    program.tell("node.started", node="say")
+    program.delta("greeting", "h\ni", offset=0)
+    program.commit("greeting", "h\ni")
+    program.finish()
+
+
+async def test_events_have_ids_only_where_they_are_journaled() -> None:
+    service = ScriptedService()
+    service.on_submit = tell_a_story
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        answer = await client.get(EVENTS)
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["cache-control"] == "no-cache"
+        events = parse(answer.text)
+    assert [event["event"] for event in events] == [
+        "program.accepted",
+        "node.started",
+        "node.delta",
+        "variable.committed",
+        "program.finished",
+    ]
+    assert [event.get("id") for event in events] == ["1", "2", None, "3", "4"]
+    assert events[2]["data"]["text"] == "h\ni"
+    assert service.programs["p_1"].num_readers == 0
+
+
+async def test_readers_resume_after_an_id_and_the_header_wins() -> None:
+    service = ScriptedService()
+    service.on_submit = tell_a_story
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        by_query = parse((await client.get(EVENTS, params={"after": 3})).text)
+        assert [event.get("id") for event in by_query] == [None, "4"]
+        headers = {"Last-Event-ID": "3"}
+        by_header = parse((await client.get(EVENTS, params={"after": 1}, headers=headers)).text)
+        assert by_header == by_query
+
+
+@pytest.mark.parametrize("after", ["-1", "x", str(2**63)])
+async def test_sequence_numbers_have_bounds(after: str) -> None:
+    service = ScriptedService()
+    service.on_submit = tell_a_story
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        answer = await client.get(EVENTS, params={"after": after})
+        check_problem(answer, 400, "request.invalid")
+        answer = await client.get(EVENTS, headers={"Last-Event-ID": after})
+        check_problem(answer, 400, "request.invalid")
+
+
+async def test_a_reader_that_leaves_closes_the_service_generator() -> None:
+    service = ScriptedService()
+    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        program = service.programs["p_1"]
+        async with client.stream("GET", EVENTS) as answer:
+            async for line in answer.aiter_lines():
+                if line == "event: program.accepted":
+                    break
+            assert program.num_readers == 1
+        await until(lambda: program.num_readers == 0)
+
+
+async def test_a_drain_ends_streams_with_its_event() -> None:
+    service = ScriptedService()
+    app = app_of(service)
+    async with in_process(app) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        program = service.programs["p_1"]
+        reading = asyncio.ensure_future(client.get(EVENTS))
+        await until(lambda: program.num_readers == 1)
+        await drain(app, timeout_s=1)
+        events = parse((await reading).text)
+        assert events[-1]["event"] == "server.draining"
+        assert "id" not in events[-1]
+        assert program.num_readers == 0
+
+
+async def test_a_stream_that_fails_ends_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(ScriptedService):
+        async def events(
+            self, program: str, *, tenant: str, after: int
+        ) -> AsyncGenerator[Event, None]:
+            yield Event(1, "program.accepted", {})
+            raise RuntimeError("canary")
+
+    async with in_process(app_of(Failing())) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        answer = await client.get(EVENTS)
+        assert len(parse(answer.text)) == 1
+        assert "canary" not in answer.text
+    assert "canary" in caplog.text
+
+
+async def test_silence_is_broken_by_pings_that_lose_no_event() -> None:
+    release = asyncio.Event()
+
+    async def source() -> AsyncGenerator[Event, None]:
+        yield Event(1, "node.queued", {})
+        await release.wait()
+        yield Event(2, "node.started", {})
+
+    seen: list[int | None] = []
+    async for event in follow(source(), asyncio.Event(), ping_s=0.001):
+        seen.append(None if event is None else event.seq)
+        if seen.count(None) == 3:
+            release.set()
+    assert [seq for seq in seen if seq is not None] == [1, 2]
+    assert seen.count(None) >= 3
+
+
+async def test_a_source_that_never_waits_lets_other_tasks_run() -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async def source() -> AsyncGenerator[Event, None]:
+        for seq in range(1000):
+            yield Event(seq, "node.queued", {})
+
+    ticking = asyncio.ensure_future(tick())
+    count = 0
+    async for _ in follow(source(), asyncio.Event(), ping_s=15):
+        count += 1
+    ticking.cancel()
+    assert count == 1000
+    assert ticks >= 10
+
+
+def test_an_event_is_one_block_whatever_is_in_it() -> None:
+    block = event_bytes(Event(7, "yield", {"value": "a\n\nb\r\nid: 9"}))
+    assert block.startswith(b"id: 7\nevent: yield\ndata: {")
+    assert block.count(b"\n") == 4
+    assert block.endswith(b"}\n\n")
+    assert b"\r" not in block

@@ -1,0 +1,179 @@
+"""Programs and variables over HTTP: status codes, headers, waiting and leaving."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from conure.server.app import drain
+
+from ..service_double import ScriptedService, app_of, in_process, over_socket, until
+from ..test_app import PROGRAM, check_problem
+
+VARIABLE = "/v1/programs/p_1/variables/greeting"
+
+
+async def test_a_submission_is_202_with_location_and_a_replay_says_so() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        headers = {"Idempotency-Key": "k1"}
+        first = await client.post("/v1/programs", json=PROGRAM, headers=headers)
+        assert first.status_code == 202
+        assert first.headers["location"] == "/v1/programs/p_1"
+        assert "idempotent-replay" not in first.headers
+        assert first.json() == {
+            "id": "p_1",
+            "status": "accepted",
+            "outputs": ["greeting"],
+            "url": "/v1/programs/p_1",
+        }
+        again = await client.post("/v1/programs", json=PROGRAM, headers=headers)
+        assert again.headers["idempotent-replay"] == "true"
+        assert again.json() == first.json()
+
+
+async def test_an_idempotency_key_has_bounds() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        for key in ("", "k" * 256):
+            headers = {"Idempotency-Key": key}
+            answer = await client.post("/v1/programs", json=PROGRAM, headers=headers)
+            problem = check_problem(answer, 400, "request.invalid")
+            assert problem["path"].startswith("header.")
+
+
+async def test_status_cancel_and_append_answer_with_the_program() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json={**PROGRAM, "open": True})
+        status = await client.get("/v1/programs/p_1")
+        assert (status.status_code, status.json()["name"]) == (200, "greet")
+        node = {"id": "x", "op": "expr", "expr": 1, "output": "one"}
+        appended = await client.post("/v1/programs/p_1/nodes", json={"nodes": [node]})
+        assert appended.status_code == 202
+        assert "one" in appended.json()["variables"]
+        await client.post("/v1/programs/p_1/nodes", json={"close": True})
+        late = await client.post("/v1/programs/p_1/nodes", json={"nodes": [node]})
+        check_problem(late, 409, "program.closed")
+        cancelled = await client.delete("/v1/programs/p_1")
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/programs/p_9"),
+        ("DELETE", "/v1/programs/p_9"),
+        ("GET", "/v1/programs/p_9/events"),
+        ("GET", "/v1/programs/p_9/variables/x"),
+    ],
+)
+async def test_unknown_programs_are_404(method: str, path: str) -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        check_problem(await client.request(method, path), 404, "program.unknown")
+
+
+async def test_a_variable_is_202_then_200_and_null_is_a_value() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        waiting = await client.get(VARIABLE)
+        assert waiting.status_code == 202
+        assert waiting.json() == {"name": "greeting", "status": "waiting"}
+        service.programs["p_1"].commit("greeting", None)
+        done = await client.get(VARIABLE)
+        assert done.status_code == 200
+        assert done.json() == {"name": "greeting", "status": "done", "value": None}
+
+
+async def test_a_dotted_instance_is_a_name() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        service.programs["p_1"].commit("part.3.0", "x")
+        answer = await client.get("/v1/programs/p_1/variables/part.3.0")
+        assert answer.json()["value"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("phase", "code", "status"),
+    [
+        ("failed", "prompt.too_long", 400),
+        ("failed", "expr.json", 422),
+        ("failed", "engine.lost", 424),
+        ("killed", "run.killed", 424),
+        ("skipped", "run.skipped", 424),
+    ],
+)
+async def test_a_variable_without_a_value_answers_with_its_own_code(
+    phase: str, code: str, status: int
+) -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        service.programs["p_1"].lose("greeting", phase, code, "because")
+        problem = check_problem(await client.get(VARIABLE), status, code)
+        assert problem["detail"] == "because"
+        assert (problem["variable"], problem["variable_status"]) == ("greeting", phase)
+
+
+@pytest.mark.parametrize("wait", ["-1", "600.5", "nan", "x"])
+async def test_waiting_has_bounds(wait: str) -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        problem = check_problem(
+            await client.get(VARIABLE, params={"wait_s": wait}), 400, "request.invalid"
+        )
+        assert problem["path"] == "query.wait_s"
+
+
+async def test_a_long_poll_gets_the_value_when_it_comes_and_202_when_it_does_not() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        short = await client.get(VARIABLE, params={"wait_s": 0.01})
+        assert short.status_code == 202
+        program = service.programs["p_1"]
+        waiting = asyncio.ensure_future(client.get(VARIABLE, params={"wait_s": 30}))
+        await until(lambda: program.num_waiters == 1)
+        program.commit("greeting", "hi")
+        assert (await waiting).json()["value"] == "hi"
+
+
+async def test_a_long_poll_ends_with_its_connection() -> None:
+    service = ScriptedService()
+    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        program = service.programs["p_1"]
+        waiting = asyncio.ensure_future(client.get(VARIABLE, params={"wait_s": 600}))
+        await until(lambda: program.num_waiters == 1)
+        waiting.cancel()
+        await until(lambda: program.num_waiters == 0)
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_a_long_poll_ends_with_a_drain() -> None:
+    service = ScriptedService()
+    app = app_of(service)
+    async with in_process(app) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        program = service.programs["p_1"]
+        waiting = asyncio.ensure_future(client.get(VARIABLE, params={"wait_s": 600}))
+        await until(lambda: program.num_waiters == 1)
+        await drain(app, timeout_s=1)
+        answer = await waiting
+        check_problem(answer, 503, "server.draining")
+        assert int(answer.headers["retry-after"]) > 0
+        assert program.num_waiters == 0
+
+
+async def test_a_put_commits_once() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        path = "/v1/programs/p_1/variables/who"
+        first = await client.put(path, json={"value": {"a": [1]}, "request_id": "r"})
+        assert first.status_code == 200
+        assert first.json()["value"] == {"a": [1]}
+        assert service.puts[0][1].request_id == "r"
+        check_problem(await client.put(path, json={"value": 2}), 409, "variable.committed")

@@ -1,0 +1,156 @@
+"""What a program is said to have cost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conure.server.runs.execution import Execution, Usage
+from conure.server.runs.receipt import critical_path, explain, receipt
+
+from ..inprocess import client, expr, read, say, var
+from .test_execution import execute
+
+
+def run(execution: Execution, times: dict[str, tuple[float, float]]) -> Execution:
+    """Let nodes have run at these times; others never began and were skipped."""
+    for node_id, state in execution.nodes.items():
+        if node_id in times:
+            state.phase = "done"
+            state.started_at, state.finished_at = times[node_id]
+        else:
+            state.phase, state.finished_at = "skipped", 0.5
+    execution.finished_at = max(end for _, end in times.values())
+    return execution
+
+
+def names(execution: Execution) -> list[str]:
+    return [state.node.id for state in critical_path(execution)]
+
+
+def test_the_critical_path_leads_back_through_whoever_was_waited_for_last() -> None:
+    nodes = [
+        expr("fast", {"lit": 1}),
+        say("slow", "s"),
+        say("join", read("fast"), read("slow")),
+        say("aside", "a"),
+        expr("end", var("join"), after=["aside"]),
+    ]
+    execution = run(
+        execute(nodes),
+        {"fast": (0, 1), "slow": (0, 5), "join": (5, 6), "aside": (0, 5.5), "end": (6, 6.5)},
+    )
+    assert names(execution) == ["slow", "join", "end"]
+    told = receipt(execution, blocks_held=0)
+    assert told.critical_path == ["slow", "join", "end"]
+    assert told.critical_path_s == pytest.approx(6.5)
+    # Had something else been waited for longer, that would be the path.
+    execution.nodes["aside"].finished_at = 6.2
+    assert names(execution) == ["aside", "end"]
+
+
+def test_time_in_which_two_nodes_of_the_path_ran_counts_once() -> None:
+    prompt = [{"output": "a"}, {"input": "x"}, {"output": "b"}]
+    nodes = [
+        {"id": "p", "op": "generate", "prompt": prompt},
+        client("ask", "x", args={"a": var("a")}),
+    ]
+    execution = run(execute(nodes), {"p": (1, 10), "ask": (3, 7)})
+    told = receipt(execution, blocks_held=0)
+    assert told.critical_path == ["ask", "p"], "each waits for the other, and stands there once"
+    assert told.critical_path_s == pytest.approx(9)
+    execution = run(execute(nodes), {"p": (1, 4), "ask": (6, 7)})  # nothing ran in between
+    assert receipt(execution, blocks_held=0).critical_path_s == pytest.approx(4)
+
+
+def test_what_never_ran_is_no_call_and_on_no_path() -> None:
+    nodes = [say("off", "x", when={"lit": False}), say("end", "y", after=["off"])]
+    execution = run(execute(nodes), {"end": (1, 2)})
+    told = receipt(execution, blocks_held=0)
+    assert (told.calls, told.critical_path, told.round_trips_saved) == (1, ["end"], 0)
+    empty = execute([])
+    empty.finished_at = 1.0
+    told = receipt(empty, blocks_held=0)
+    assert (told.calls, told.critical_path, told.critical_path_s) == (0, [], 0)
+
+
+def test_tokens_are_summed_and_single_requests_pay_for_all_of_them() -> None:
+    execution = run(
+        execute([say("a", "x"), say("b", read("a")), expr("e", var("b"))]),
+        {"a": (0, 1), "b": (1, 2), "e": (2, 2)},
+    )
+    one = Usage(logical=100, computed=100, decoded=5, discarded=2, prefill_s=1, decode_s=2)
+    other = Usage(
+        logical=100,
+        computed=20,
+        cached=10,
+        constant=40,
+        written=25,
+        recomputed=7,
+        decoded=5,
+        retokenized=3,
+        prefill_s=0.2,
+        decode_s=2,
+        block_seconds=4,
+    )
+    execution.nodes["a"].usage, execution.nodes["b"].usage = one, other
+    told = receipt(execution, blocks_held=2)
+    tokens = told.prompt_tokens
+    assert (tokens.logical, tokens.computed, tokens.recomputed) == (200, 120, 7)
+    shared = tokens.shared
+    assert (shared.cache, shared.static, shared.dynamic, shared.generated) == (10, 30, 15, 25)
+    assert (told.output_tokens.decoded, told.output_tokens.discarded) == (10, 2)
+    assert (told.retokenized, told.kv_block_seconds, told.blocks_held) == (3, 4, 2)
+    assert (told.calls, told.round_trips_saved, told.wall_s) == (2, 1, 2)
+    assert told.as_single_requests.prompt_tokens == 200
+    # Prefill of what was shared would have taken its share of time: 1 + 5 x 0.2, and 4 of decoding.
+    assert told.as_single_requests.estimated_s == pytest.approx(6)
+
+
+def test_a_long_chain_has_its_receipt_at_once() -> None:
+    nodes: list[Any] = [expr("n0", {"lit": 0})]
+    nodes += [expr(f"n{i}", var(f"n{i - 1}")) for i in range(1, 5_000)]
+    execution = run(execute(nodes), {f"n{i}": (i, i + 1) for i in range(5_000)})
+    began = time.perf_counter()
+    assert len(receipt(execution, blocks_held=0).critical_path) == 5_000
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (Usage(), (0, 0, 0, 0, 0, 0)),
+        (Usage(logical=50, computed=50, constant=40), (50, 0, 0, 0, 0, 0)),
+        (Usage(logical=50, computed=10, cached=5, constant=30), (10, 25, 10, 0, 5, 0)),
+        (Usage(logical=50, cached=90, constant=30), (0, 0, 0, 0, 50, 0)),
+        (Usage(logical=50, computed=20, constant=4, written=20), (20, 4, 6, 20, 0, 0)),
+        # A prefix was filled for others, and then the prompt as a whole.
+        (Usage(logical=50, computed=80, recomputed=1), (50, 0, 0, 0, 0, 31)),
+        (Usage(computed=30), (0, 0, 0, 0, 0, 30)),
+        # The second output of a prompt finds 30 tokens, 8 of them written, 12 of the program.
+        (
+            Usage(
+                logical=70, computed=40, constant=12, again=30, again_constant=12, again_written=8
+            ),
+            (40, 12, 10, 8, 0, 0),
+        ),
+    ],
+)
+def test_shared_tokens_are_explained_by_the_first_cause_that_fits(
+    usage: Usage, expected: tuple[int, ...]
+) -> None:
+    told = explain(usage)
+    assert told[1:] == expected
+    assert told.logical == sum(told[1:6])
+
+
+@given(st.builds(Usage, *([st.integers(0, 100)] * 9)))
+def test_the_causes_always_add_up(usage: Usage) -> None:
+    told = explain(usage)
+    assert told.logical == sum(told[1:6])
+    assert min(told) >= 0
+    assert told.computed + told.recomputed == usage.computed + usage.recomputed

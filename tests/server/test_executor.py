@@ -1,0 +1,384 @@
+"""Programs from submission to receipt: an executor, a journal and the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.server.program.errors import ConflictError, NotFoundError, ProgramError, PromptError
+from conure.server.runs import clocks
+
+from .inprocess import Desk, answer, call, client, desk_of, expr, read, say, var
+
+
+async def test_every_kind_of_node_works_with_the_others(tmp_path: Path) -> None:
+    threads: list[str] = []
+
+    def shout(text: str) -> str:
+        threads.append(threading.current_thread().name)
+        return text.upper()
+
+    async def count(text: str) -> dict[str, int]:
+        return {"letters": len(text)}
+
+    async with desk_of(tmp_path, {"shout": shout, "count": count}) as desk:
+        program = await desk.submit(
+            [
+                say("write", "Write about ", read("topic"), ":", writes="text"),
+                expr("twice", {"concat": [var("text"), "!", var("text")]}),
+                call("loud", "shout", args={"text": var("twice")}),
+                call("size", "count", args={"text": var("loud")}),
+                client("look", "found", args={"n": {"get": [var("size"), "letters"]}}),
+                say("last", "Say ", read("found"), " of ", read("size"), writes="end"),
+            ],
+            inputs={"topic": "rain"},
+            outputs=["end"],
+        )
+        asked = await program.event("client.requested")
+        text = answer("Write about rain:")
+        loud = f"{text}!{text}".upper()
+        assert asked.data["args"] == {"n": len(loud)}
+        assert asked.data["name"] == "step"
+        await program.put("found", "a lot", asked.data["request_id"])
+        status = await program.end()
+        assert status.status == "done"
+        values = {name: v.value for name, v in status.variables.items()}
+        assert values["loud"] == loud
+        assert values["end"] == answer(f'Say a lot of {{"letters":{len(loud)}}}')
+        assert {node.status for node in status.nodes.values()} == {"done"}
+        assert threads != [threading.main_thread().name]
+        assert await desk.num_held() == [(0, 0)]
+
+
+async def test_one_prompt_grows_through_its_outputs_and_a_client_step(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            {
+                "id": "t",
+                "op": "generate",
+                "prompt": [
+                    {"text": "Question: "},
+                    {"input": "q"},
+                    {"text": "\nThought: "},
+                    {"output": "thought", "max_tokens": 64},
+                    {"text": "\nSearch: "},
+                    {"output": "search", "max_tokens": 64},
+                    {"text": "\nFound: "},
+                    {"input": "found"},
+                    {"text": "\nAnswer: "},
+                    {"output": "end", "max_tokens": 64},
+                ],
+            },
+            client("find", "found", args={"query": var("search")}),
+        ]
+        program = await desk.submit(nodes, inputs={"q": "why?"}, outputs=["end"], trace=True)
+        asked = await program.event("client.requested")
+        # The first outputs can be read while the prompt waits in its middle.
+        text = "Question: why?\nThought: "
+        thought = answer(text)
+        assert await program.value("thought") == thought
+        text += f"{thought}\nSearch: "
+        search = answer(text)
+        assert asked.data["args"] == {"query": search}
+        await program.put("found", "this")
+        text += f"{search}\nFound: this\nAnswer: "
+        assert await program.value("end") == answer(text)
+        status = await program.end()
+        traces = status.nodes["t"].trace
+        assert traces
+        assert bytes(traces[-1].prompt_ids).decode() == text
+        receipt = status.receipt
+        assert receipt
+        # Every output is asked for behind all that stands before it; only new text is computed.
+        tokens = receipt.prompt_tokens
+        assert tokens.logical == sum(len(trace.prompt_ids) for trace in traces)
+        assert tokens.shared.generated == 2 * len(thought) + len(search)
+        assert tokens.computed == len(text) - len(thought) - len(search)
+        assert receipt.critical_path == ["find", "t"]
+        assert receipt.critical_path_s <= receipt.wall_s
+        assert await desk.num_held() == [(0, 0)]
+
+
+async def test_when_and_after_decide_what_runs_and_in_which_order(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        program = await desk.submit(
+            [
+                say("no", "never", when={"eq": [var("n"), 2]}),
+                say("reader", "reads ", read("no")),
+                expr("kept", {"first": [var("reader"), "else"]}),
+                say("yes", "always", when="n", after=["no"]),
+                expr("late", {"lit": 1}, after=["yes"]),
+            ],
+            inputs={"n": 1},
+            outputs=["kept", "late"],
+        )
+        assert await program.value("kept") == "else"
+        skipped = await program.get("reader")
+        assert skipped.status == "skipped"
+        assert skipped.error
+        assert skipped.error.code == "node.when"
+        status = await program.end()
+        assert status.status == "done"
+        phases = {name: node.status for name, node in status.nodes.items()}
+        assert phases == {
+            "no": "skipped",
+            "reader": "skipped",
+            "kept": "done",
+            "yes": "done",
+            "late": "done",
+        }
+        assert status.receipt
+        assert status.receipt.calls == 1, "what was skipped is no call"
+        order = [e.data["node"] for e in await program.events() if e.type == "node.finished"]
+        assert order.index("yes") < order.index("late")
+
+
+async def test_nobody_waits_for_what_failed_or_was_skipped(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        program = await desk.submit(
+            [
+                expr("bad", {"parse_json": ["{"]}, on_error="isolate"),
+                expr("next", var("bad")),
+                say("far", "x", read("next")),
+                expr("off", {"lit": 1}, when={"lit": False}),
+                client("open", "never"),
+            ],
+            outputs=["far", "off", "never"],
+        )
+        far, off = await asyncio.gather(program.get("far"), program.get("off"))
+        assert (far.status, off.status) == ("failed", "skipped")
+        assert far.error
+        assert far.error.code == "expr.json", "the reason is the one at the beginning of the chain"
+        assert (await program.status()).status == "running"
+        assert (await program.get("never", wait_s=0)).status == "running"
+        await program.put("never", 1)
+        ended = await program.end()
+        assert ended.status == "failed", "an output failed"
+        assert ended.error
+        assert ended.error.code == "expr.json"
+
+
+async def test_a_failure_ends_the_program_unless_it_is_isolated(tmp_path: Path) -> None:
+    nodes = [
+        expr("bad", {"get": [{"parse_json": ["["]}, 0]}),
+        client("other", "step"),
+        expr("good", {"lit": 1}),
+    ]
+    async with desk_of(tmp_path) as desk:
+        program = await desk.submit(nodes, outputs=["step", "good"])
+        status = await program.end()
+        assert status.status == "failed"
+        assert status.nodes["bad"].status == "failed"
+        assert status.nodes["other"].status == "killed"
+        assert status.error == status.variables["step"].error
+        jobs = {"risky": {"on_error": "isolate"}}
+        nodes[0]["job"] = "risky"
+        program = await desk.submit(nodes, outputs=["step", "good"], jobs=jobs)
+        assert await program.value("good") == 1
+        await program.put("step", 2)
+        status = await program.end()
+        assert status.status == "done"
+        assert status.nodes["bad"].status == "failed"
+
+
+async def test_a_failure_that_a_commit_brings_about_ends_the_program_once(tmp_path: Path) -> None:
+    """The reader of a value fails in the very turn in which the value is committed."""
+    async with desk_of(tmp_path) as desk:
+        program = await desk.submit(
+            [say("write", "x", writes="text"), expr("bad", {"parse_json": [var("text")]})],
+            outputs=["bad"],
+        )
+        status = await program.end()
+        assert status.nodes["write"].status == "done"
+        assert status.nodes["bad"].status == "failed"
+        events = await program.events()
+        assert [e.type for e in events].index("program.finished") == len(events) - 1
+        assert [e.type for e in events].count("node.finished") == 1
+
+
+async def test_functions_that_raise_fail_their_node_and_tell_nobody_their_secrets(
+    tmp_path: Path,
+) -> None:
+    def secret() -> None:
+        raise ValueError("hunter2")
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    def leave() -> None:
+        raise SystemExit(1)
+
+    def odd() -> object:
+        return object()
+
+    def empty() -> Any:
+        return next(iter(()))
+
+    functions = {f.__name__: f for f in (secret, cancelled, leave, odd, empty)}
+    async with desk_of(tmp_path, functions) as desk:
+        nodes = [call(name, name, on_error="isolate") for name in functions]
+        program = await desk.submit(nodes, outputs=["secret"])
+        status = await program.end()
+        for node in status.nodes.values():
+            assert node.status == "failed"
+            assert node.error
+            assert node.error.code == "call.failed"
+            assert "hunter2" not in node.error.message
+        with pytest.raises(ProgramError) as refused:
+            await desk.submit([call("x", "nope")])
+        assert (refused.value.code, refused.value.path) == (
+            "call.unknown_function",
+            "program.nodes[0].function",
+        )
+
+
+async def test_functions_that_block_keep_nobody_else_waiting(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def block() -> bool:
+        return gate.wait(20)
+
+    async with desk_of(tmp_path, {"block": block}) as desk:
+        try:
+            blocked = await desk.submit([call(f"b{i}", "block") for i in range(24)])
+            # Long enough to be encoded in a thread.
+            long = await desk.submit([say("x", "long " * 1_000)], outputs=["x"])
+            assert await long.value("x") == answer("long " * 1_000)
+        finally:
+            gate.set()
+        assert (await blocked.end()).status == "done"
+
+
+@pytest.mark.parametrize("ends", ["node", "job", "outer", "program"])
+async def test_whoever_runs_out_of_time_is_told_so(tmp_path: Path, ends: str) -> None:
+    jobs: dict[str, dict[str, Any]] = {
+        "slow": {"parent": "above"},
+        "above": {"on_error": "isolate", "timeout_s": 0.2 if ends == "outer" else 60},
+    }
+    if ends == "job":
+        jobs["slow"]["timeout_s"] = 0.2
+    node = say("slow", "x", job="slow", ignore_eos=True, max_tokens=8_000)
+    if ends == "node":
+        node["timeout_s"] = 0.2
+    options: dict[str, Any] = {"deadline_s": 0.2} if ends == "program" else {}
+    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
+        program = await desk.submit([node], jobs=jobs, outputs=["slow"], **options)
+        slow = await program.get("slow")
+        status = await program.end()
+        code = {
+            "node": "node.timeout",
+            "job": "job.timeout",
+            "outer": "job.timeout",
+            "program": "program.deadline_exceeded",
+        }[ends]
+        assert slow.error
+        assert slow.error.code == code
+        assert status.status == ("deadline_exceeded" if ends == "program" else "failed")
+        assert await desk.num_held() == [(0, 0)]
+
+
+async def test_node_names_are_free(tmp_path: Path) -> None:
+    """Nothing inside is confused by a node that is called like a thing of ours."""
+    async with desk_of(tmp_path) as desk:
+        names = ["deadline", "lease", "main", "program", "None"]
+        program = await desk.submit(
+            [expr(name, {"lit": 1}) for name in names] + [client("open", "never")],
+            outputs=names,
+            deadline_s=0.3,
+        )
+        assert (await program.end()).status == "deadline_exceeded"
+
+
+async def test_an_attached_program_dies_without_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clocks, "LEASE_S", 0.2)
+    async with desk_of(tmp_path) as desk:
+        kept = await desk.submit([client("a", "x")], outputs=["x"], detach=False)
+        lost = await desk.submit([client("a", "x")], outputs=["x"], detach=False)
+        free = await desk.submit([client("a", "x")], outputs=["x"])
+        waiting = asyncio.create_task(kept.get("x"))
+        # Not as one of its readers.
+        await asyncio.wait_for(desk.executor._runs[lost.id].outbox.wait_ended(), 10)
+        assert (await lost.status()).error is not None
+        assert (await free.status()).status == "running"
+        assert (await kept.status()).status == "running"
+        await kept.put("x", 1)
+        assert (await waiting).value == 1
+        await free.cancel()
+
+
+async def test_prompts_that_are_too_long_are_refused_and_never_cut(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, context_len=512) as desk:
+        with pytest.raises(PromptError) as refused:
+            await desk.submit([say("x", "y" * 500, max_tokens=13)])
+        assert refused.value.code == "prompt.too_long"
+        assert refused.value.path == "program.nodes[0]"
+        for word in ("500", "13", "512", "--context-len"):
+            assert word in refused.value.message
+        program = await desk.submit([say("x", "y" * 500, max_tokens=12)], outputs=["x"])
+        assert await program.value("x") == answer("y" * 500)[:12]
+        program = await desk.submit(
+            [client("a", "v"), say("x", read("v"), max_tokens=13)], outputs=["x"]
+        )
+        await program.event("client.requested")
+        await program.put("v", "y" * 500)
+        failed = await program.get("x")
+        assert failed.error
+        assert failed.error.code == "prompt.too_long"
+        for word in ("500", "13", "512", "--context-len", "node x"):
+            assert word in failed.error.message
+        # What is not going to run is not too long.
+        program = await desk.submit([say("x", "y" * 500, max_tokens=13, when={"lit": False})])
+        assert (await program.end()).status == "done"
+
+
+async def test_what_would_silently_not_be_done_is_refused(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        for option, value in (("policy", "fcfs"), ("tokens", "kept")):
+            options: dict[str, Any] = {option: value}
+            with pytest.raises(ProgramError) as refused:
+                await desk.submit([say("x", "y")], **options)
+            assert refused.value.code == "program.unsupported"
+            assert refused.value.path == f"options.{option}"
+
+
+async def test_what_a_call_failed_with_may_be_tried_again(tmp_path: Path) -> None:
+    """Up to `retries` times, each time with other noise; engines that die do not count."""
+    async with desk_of(tmp_path) as desk:
+        nodes = [say("x", "abc", **{"as": "value"}, retries=2, on_error="isolate")]
+        program = await desk.submit(nodes, outputs=["x"])
+        failed = await program.get("x")
+        assert failed.error
+        assert failed.error.code == "output.not_json"
+        status = await program.end()
+        assert status.nodes["x"].attempt == 3
+        again = [e.data["why"] for e in await program.events() if e.type == "node.restarted"]
+        assert again == ["output.not_json"] * 2
+
+
+async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        program = await desk.submit([client("a", "x")], outputs=["x"], open=True, key="k")
+        other = Desk(desk.executor, "other")
+        foreign = type(program)(other, program.id)
+        for attempt in (
+            foreign.get("x", 0),
+            foreign.status(),
+            foreign.cancel(),
+            foreign.put("x", 1),
+            foreign.append(close=True),
+            anext(foreign.read()),
+        ):
+            with pytest.raises(NotFoundError):
+                await attempt
+        again = await other.submit([client("a", "x")], outputs=["x"], open=True, key="k")
+        assert again.id != program.id, "keys are a tenant's own"
+        with pytest.raises(ConflictError):
+            await desk.submit([], key="k")
+        await program.cancel()
+        await again.cancel()
