@@ -20,7 +20,9 @@ B tokens of a block - N blocks - V tokens of the vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -34,7 +36,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from conure.kernels import ops
 from conure.kernels.plan import Plan, build
 
-from . import architecture, builtin, checkpoint, trial, weights
+from . import architecture, builtin, checkpoint, lean, trial, weights
 from .api import EngineError, Limits
 from .runner import Row
 from .sampling import sample
@@ -43,9 +45,17 @@ BUILTIN: Final = "builtin"
 DEFAULT_CONTEXT_LEN: Final = 32_768
 DEFAULT_CONTEXTS: Final = 8
 MEMORY_SHARE: Final = 0.4
+KEPT_BYTES: Final = 2**25
+"""Blocks up to this size are kept when freed; the largest that the C library allows."""
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+TRIAL_TOKENS: Final = 12
+"""Tokens by which the lean forward pass is compared with the model."""
 SAVED_BYTES: Final = 2**21
 """Keys of a layer that sharing must save to be worth another work item. Measured: an item
 costs about 0.1 ms on two cores, in which they read a few MiB."""
+
+_log = logging.getLogger(__name__)
 
 
 class LocalRunner:
@@ -65,6 +75,7 @@ class LocalRunner:
         max_sequences: int = 16,
         threads: int | None = None,
         min_saved: int | None = None,
+        is_lean: bool = True,
     ) -> None:
         """Load a model and allocate its caches.
 
@@ -83,6 +94,7 @@ class LocalRunner:
             threads: Threads of torch in this process; None leaves them.
             min_saved: Tokens of reading that a shared stretch must save; None follows
                 `SAVED_BYTES`.
+            is_lean: Run plain decoders by `lean` instead of by their modules.
 
         Raises:
             EngineError: `model.not_found`, `model.invalid` or `model.unsupported` for the
@@ -96,6 +108,7 @@ class LocalRunner:
             )
         if threads is not None:
             torch.set_num_threads(threads)
+        _keep_freed_memory()
         is_builtin = model == BUILTIN and not dummy
         if dummy:
             found = checkpoint.read_dummy(model)
@@ -116,14 +129,16 @@ class LocalRunner:
             step_tokens=step_tokens,
             max_sequences=max_sequences,
         )
+        self._operations = operations = ops.implementation("cpu")
         own = {
-            layer.source: _new_caches(layer, self.limits.num_blocks, block_size, self._model.dtype)
+            layer.source: _new_caches(
+                operations, layer, self.limits.num_blocks, block_size, self._model.dtype
+            )
             for layer in owners
         }
         # Layers that share keys and values stand here with one pair of caches.
         self._caches = [own[layer.source] for layer in layers]
         self._own_caches = list(chain.from_iterable(own.values()))
-        self._operations = ops.implementation("cpu")
         saved = SAVED_BYTES // max(1, max(sizes) * element // 2)
         self._min_saved = saved if min_saved is None else min_saved
         parameters = inspect.signature(self._model.forward).parameters
@@ -140,6 +155,10 @@ class LocalRunner:
             self.description = builtin.DESCRIPTION
         else:
             self.description = _describe(self._model, is_dummy=dummy)
+        self.layers = layers
+        self._lean: lean.LeanModel | None = None
+        if is_lean:
+            self._lean = self._make_lean()
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
@@ -162,11 +181,32 @@ class LocalRunner:
         logits = self._forward(torch.tensor([*chain.from_iterable(ids)]), plan, last)
         return sample(logits, [rows[index] for index in sampling], self.eos_ids) if sampling else []
 
+    @torch.inference_mode()
+    def _make_lean(self) -> lean.LeanModel | None:
+        """Return the lean forward pass, where there is one and it gives the same logits."""
+        if not lean.is_plain(self._model, self.layers):
+            return None
+        num = min(TRIAL_TOKENS, self.limits.context_len)
+        size = self.limits.block_size
+        plan = build([num], [num], [range(-(-num // size))], block_size=size)
+        ids, every = torch.arange(3, 3 + num) * 37 % self._config.vocab_size, torch.arange(num)
+        wanted = self._forward(ids, plan, every)
+        made = self._lean = lean.LeanModel(self._model, self.limits.context_len)
+        if lean.agrees(self._forward(ids, plan, every), wanted):
+            return made
+        _log.warning("model=%s: the lean forward pass differs and is not used", self.model)
+        made.restore()
+        return None
+
     def _forward(self, ids: Tensor, plan: Plan, last: Tensor) -> Tensor:
         """Return the logits [len(last), V] at the packed tokens `last`."""
         positions = torch.from_numpy(plan.positions)
+        step = _Step(
+            plan, torch.from_numpy(plan.slots), self._caches, self._operations, self.layers
+        )
+        if self._lean is not None:
+            return self._lean(ids, positions, last, step.run)
         keep = {"logits_to_keep": last} if self._keeps_logits else {}
-        step = _Step(plan, torch.from_numpy(plan.slots), self._caches, self._operations)
         token = architecture.CURRENT.set(step)
         try:
             logits: Tensor = self._model(
@@ -185,6 +225,7 @@ class _Step:
     slots: Tensor
     caches: Sequence[tuple[Tensor, Tensor]]
     operations: ops.Operations
+    layers: Sequence[trial.Layer]
 
     def attend(
         self,
@@ -217,6 +258,14 @@ class _Step:
             sinks=sinks,
         )
         return out[None]
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Do the same for `lean.LeanModel`; see `lean.Attend`."""
+        caches = self.caches[layer]
+        self.operations.store_kv(key, value, *caches, self.slots)
+        return self.operations.attention(
+            query, *caches, self.plan, scale=scale, window=self.layers[layer].window
+        )
 
 
 def _limits(
@@ -276,14 +325,31 @@ def _free_bytes() -> int:
 
 
 def _new_caches(
-    layer: trial.Layer, num_blocks: int, block_size: int, dtype: torch.dtype
+    operations: ops.Operations,
+    layer: trial.Layer,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    # Zeros come from fresh pages: blocks take no memory until they are written.
     shape = (num_blocks, block_size, layer.kv_heads)
     return (
-        torch.zeros(*shape, layer.key_dim, dtype=dtype),
-        torch.zeros(*shape, layer.value_dim, dtype=dtype),
+        operations.new_cache(*shape, layer.key_dim, dtype),
+        operations.new_cache(*shape, layer.value_dim, dtype),
     )
+
+
+def _keep_freed_memory() -> None:
+    """Tell the C library to keep what a step frees for the next one.
+
+    By default it gives large blocks back, and each step pays for fresh pages: 13 % of a
+    prefill. Elsewhere than under glibc nothing happens.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    set_option(_M_MMAP_THRESHOLD, KEPT_BYTES)
+    set_option(_M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
 
 
 def _name(model: str, folder: Path) -> str:

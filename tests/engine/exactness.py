@@ -42,8 +42,14 @@ class Recorder:
         self.limits = runner.limits
         self.logits: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         self._last: list[Tensor] = []
-        self.model_itself: Any = runner._model
-        self.model_itself.register_forward_hook(lambda *call: self._last.append(call[2].logits[0]))
+        forward = runner._forward
+
+        def recording(ids: Tensor, plan: Any, last: Tensor) -> Tensor:
+            self._last.append(forward(ids, plan, last))
+            return self._last[-1]
+
+        # Whichever forward pass the runner has chosen for the model.
+        runner._forward = recording  # type: ignore[method-assign]  # to look over its shoulder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

@@ -112,7 +112,7 @@ def judge(name: str, folder: Path, *, thorough: bool = False) -> Row:
     recorder, judging = exactness.load(folder, "float32")
     exact = exactness.examine(recorder, judging, thorough=thorough)
     rounding = exactness.measure(*exactness.load(folder, "bfloat16"))
-    return Row(keeps(trial.probe(recorder.model_itself, name)), exact, rounding)
+    return Row(keeps(recorder.layers), exact, rounding)
 
 
 def refusal(name: str, folder: Path) -> str:

@@ -80,10 +80,10 @@ def shifted(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("mistral", dropping("sliding_window")),
+        ("olmo3", dropping("sliding_window")),
         ("gpt_oss", dropping("s_aux")),
         ("gemma2", dropping("softcap")),
-        ("llama", rescaled),
+        ("olmo2", rescaled),
         ("gemma4_text", shifted),
         ("deepseek_v3", shifted),
     ],
