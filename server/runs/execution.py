@@ -57,6 +57,7 @@ class Usage:
     again_constant: int = 0
     again_written: int = 0
     decoded: int = 0
+    forced: int = 0
     discarded: int = 0
     retokenized: int = 0
     queued_s: float = 0.0
@@ -76,6 +77,7 @@ class NodeState:
     why: str = ""
     problem: Problem | None = None
     prefix_break: bool = False
+    constraint_relaxed: bool = False
     slots_done: int = 0
     num_deaths: int = 0
     """Engines that died while it ran on them."""

@@ -404,3 +404,13 @@ def test_threads_get_the_same_ids() -> None:
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda pieces: ours.encode(pieces, bos=False).ids, rows))
     assert found == [ours.encode(pieces, bos=False).ids for pieces in rows]
+
+
+@kinds
+def test_the_bytes_of_tokens_one_by_one_are_those_of_the_text(kind: str) -> None:
+    theirs, ours = pair(kind)
+    ids = ours.encode_text("The dog, 你好 ä 🦜 <b>both</b> x")
+    joined = b"".join(ours.token_bytes(token_id) for token_id in ids)
+    assert joined.decode().strip() == theirs.decode(ids, skip_special_tokens=False).strip()
+    assert ours.num_tokens == theirs.get_vocab_size()
+    assert ours.token_bytes(theirs.token_to_id("<|im_end|>")) == b"<|im_end|>"
