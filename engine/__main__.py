@@ -18,8 +18,9 @@ import math
 import signal
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -28,6 +29,11 @@ from .engine import Engine
 from .fake import DEFAULT_LIMITS, FakeRunner, load_script
 from .frames import FrameSocket, decode_commands
 from .runner import Runner
+
+if TYPE_CHECKING:
+    from .constraints import Constraints
+
+_log = logging.getLogger(__name__)
 
 _LIMITS: Final = {
     "context-len": "tokens of one context, at most",
@@ -51,21 +57,26 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         peer = FrameSocket(_inherit(options.fd))
-        engine = Engine(_load(options), options.epoch)
+        runner = _load(options)
+        constraints = _constraints(runner)
+        engine = Engine(runner, options.epoch, constraints=constraints)
     except EngineError as error:
         print(f"conure-engine: {error.message}", file=sys.stderr)  # noqa: T201 - its user reads it
         return 3
     # What exists now stays: a collection need not look at it again and again.
     gc.freeze()
-    serve(engine, peer)
+    serve(engine, peer, None if constraints is None else constraints.fileno())
     return 0
 
 
-def serve(engine: Engine, peer: FrameSocket) -> None:
-    """Say hello, then obey and report until the peer closes."""
+def serve(engine: Engine, peer: FrameSocket, wake: int | None = None) -> None:
+    """Say hello, then obey and report until the peer closes.
+
+    `wake` is a file descriptor that is readable when the engine has something to collect.
+    """
     is_open = peer.send(engine.hello())
     while is_open:
-        frames = peer.receive(wait=engine.is_idle)
+        frames = peer.receive(wait=engine.is_idle, wake=wake)
         if frames is None:
             return
         for payload in frames:
@@ -106,12 +117,27 @@ def _load(options: argparse.Namespace) -> Runner:
     from .local import BUILTIN, LocalRunner
 
     return LocalRunner(
-        model=options.model or BUILTIN,
+        model=options.dummy_weights or options.model or BUILTIN,
+        dummy=options.dummy_weights is not None,
         dtype=options.dtype,
         device=options.device,
         threads=options.threads,
         **limits,
     )
+
+
+def _constraints(runner: Runner) -> Constraints | None:
+    """Build what keeps outputs to grammars, where its library is there and can do it."""
+    if find_spec("llguidance") is None:
+        return None
+    # Imported here: an engine can do without.
+    from .constraints import Constraints
+
+    try:
+        return Constraints(runner.tokenizer_json, runner.eos_ids)
+    except ValueError as error:
+        _log.warning("constraints are not available: %s", error)
+        return None
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -128,7 +154,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     fake.add_argument("--script", type=Path, metavar="FILE", help="what it answers, as JSON")
     for name, what in _TIMES.items():
         fake.add_argument(f"--{name}", type=_duration, default=0.0, metavar="S", help=what)
-    local.add_argument("--model", metavar="PATH_OR_NAME", help="default: the built-in one")
+    source = local.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="PATH_OR_NAME", help="default: the built-in one")
+    source.add_argument(
+        "--dummy-weights", metavar="CONFIG", help="random weights for this config file or folder"
+    )
     local.add_argument("--dtype", default="auto", help="of the weights")
     local.add_argument("--device", default="cpu", help="where they lie")
     local.add_argument("--threads", type=_positive, metavar="N", help="of the tensor library")

@@ -57,6 +57,10 @@ class Sampling(Struct, frozen=True, array_like=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit); ids that the model does not have are passed over."""
+    logprobs: int | None = None
+    """How many of the likeliest ids to tell beside every id; None tells nothing."""
 
 
 # --- server to engine -------------------------------------------------------------------
@@ -132,7 +136,18 @@ class Ping(Struct, frozen=True, array_like=True, tag="ping"):
     nonce: int
 
 
-Command: TypeAlias = Fill | Generate | Free | Update | Abort | Status | Ping
+class Check(Struct, frozen=True, array_like=True, tag="check"):
+    """Ask whether a constraint can be kept, and whether a text keeps it; answered by Checked.
+
+    A Generate under the same constraint then finds it compiled.
+    """
+
+    nonce: int
+    constraint: str
+    text: str | None = None
+
+
+Command: TypeAlias = Fill | Generate | Free | Update | Abort | Status | Ping | Check
 
 
 # --- engine to server -------------------------------------------------------------------
@@ -168,7 +183,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     eos_ids: list[int]
     limits: Limits
     capabilities: list[str]
-    """Of `tokens`, `logprobs`, `constraint`, `parts`, ...: what it can do beyond greedy text."""
+    """Of `tokens`, `logprobs`, `constraints`, `parts`, ...: what it can do beyond greedy text."""
     description: str = ""
 
 
@@ -186,6 +201,15 @@ class Filled(Struct, frozen=True, array_like=True, tag="filled"):
     """Tokens computed again, after eviction or preemption."""
 
 
+class Chance(Struct, frozen=True, array_like=True):
+    """How likely the model found an id, before penalties, bias, constraint and temperature."""
+
+    logprob: float
+    """Natural logarithm. 0 for an id that a constraint forced: no model was asked."""
+    top: list[tuple[int, float]] = []
+    """The likeliest ids with theirs, likeliest first."""
+
+
 class Tokens(Struct, frozen=True, array_like=True, tag="tokens"):
     """New output of one Generate in this step. Text lags behind ids while a stop string or
     a character is incomplete.
@@ -194,6 +218,8 @@ class Tokens(Struct, frozen=True, array_like=True, tag="tokens"):
     context: int
     ids: list[int]
     text: str
+    chances: list[Chance] = []
+    """One for each id, where the Generate asked for logprobs."""
 
 
 class Finished(Struct, frozen=True, array_like=True, tag="finished"):
@@ -211,7 +237,13 @@ class Finished(Struct, frozen=True, array_like=True, tag="finished"):
     num_decoded: int
     """Ids that the model produced, those thrown away at the end included."""
     stop: str | int | None = None
-    """The stop string or token id that ended it, None for EOS or length."""
+    """The stop string or token id that ended it, None for EOS, length or a finished grammar."""
+    num_forced: int = 0
+    """Ids that a constraint forced without asking the model."""
+    constraint: Literal["none", "met", "relaxed", "cut", "broken"] = "none"
+    """`met`: the text belongs to the constraint's language. `relaxed`: the grammar could not
+    enforce all of it, but the finished text was held against it. `cut`: length or a stop
+    string ended the text before it did. `broken`: relaxed, and the text turned out wrong."""
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
@@ -247,7 +279,19 @@ class Pong(Struct, frozen=True, array_like=True, tag="pong"):
     nonce: int
 
 
-Report: TypeAlias = Filled | Tokens | Finished | Failed | StatusReport | Pong
+class Checked(Struct, frozen=True, array_like=True, tag="checked"):
+    """What a Check found: `code` is empty where the constraint can be kept."""
+
+    nonce: int
+    code: str = ""
+    message: str = ""
+    is_relaxed: bool = False
+    """Parts of it are enforced by looking at the finished text only."""
+    matches: bool | None = None
+    """Whether the text keeps it; None without a text."""
+
+
+Report: TypeAlias = Filled | Tokens | Finished | Failed | StatusReport | Pong | Checked
 
 
 class Commands(Struct, frozen=True, array_like=True):

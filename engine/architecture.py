@@ -1,23 +1,21 @@
-"""Which transformers models the local runner can run, and how their layers look.
+"""Which transformers models the local runner can run, and the hook they attend through.
 
-Two gates. `model_class` refuses by what a config says, before weights are read: classes that
-do not attend through transformers' `AttentionInterface`, state-space and linear layers,
-windows that exist only in a mask, rotary embeddings that change with the length of a
-sequence. `probe` runs a loaded model once on a few tokens and looks at what arrives at the
-hook: every layer exactly once, no mask, a window wherever the config speaks of one. What it
-saw also gives the cache shapes, so layers may differ from each other.
+`model_class` refuses by what a config says, before weights are read: classes that do not
+attend through transformers' `AttentionInterface`, state-space and linear layers, windows and
+chunks that exist only in a mask. What a config does not give away is found by `trial`, on
+the loaded model.
 
-Knows transformers' configs and the hook, no blocks and no contexts. Kept true: whatever
-passes both gates attends to nothing but what the hook shows it.
+A rotary embedding that changes once a sequence grows is right up to that length, which
+`longest` says: keys are stored rotated and cannot be turned again.
+
+Knows transformers' configs and the hook, no blocks and no contexts.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -31,9 +29,9 @@ from .api import EngineError
 ATTENTION: Final = "conure"
 """The name of the hook among transformers' attention implementations."""
 
-PROBE_TOKENS: Final = 3
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
-_MOVING_ROPE: Final = frozenset({"dynamic", "longrope"})
+_FOREIGN: Final = ("indices", "block_indices", "position_bias", "sinks")
+"""Arguments of the hook that change what is attended to, and that no kernel here knows."""
 
 
 class Attending(Protocol):
@@ -59,16 +57,6 @@ class Attending(Protocol):
 CURRENT: Final[ContextVar[Attending]] = ContextVar("attending")
 """Set around every forward pass. A context variable because some models drop the extra
 arguments that would otherwise carry it to the hook."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What one layer keeps per token."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
 
 
 def register() -> None:
@@ -97,30 +85,21 @@ def model_class(config: PretrainedConfig, name: str) -> type[PreTrainedModel]:
     return chosen
 
 
-def probe(model: PreTrainedModel, name: str) -> list[Layer]:
-    """Run the model on a few tokens and return its layers in order.
-
-    Raises:
-        EngineError: `model.unsupported` if a layer does not attend through the hook, or not
-            by the hook alone, or if the model fails.
-    """
-    seen = _Probe()
-    token = CURRENT.set(seen)
-    try:
-        with torch.inference_mode():
-            ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64)
-            positions = torch.arange(PROBE_TOKENS)[None]
-            model(input_ids=ids, position_ids=positions, use_cache=False)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise EngineError(
-            "model.unsupported", f"cannot run {name}: a trial of three tokens failed: {error}"
-        ) from error
-    finally:
-        CURRENT.reset(token)
-    reason = seen.complaint or _missing(seen, model.config)
-    if reason:
-        raise EngineError("model.unsupported", f"cannot run {name}: {reason}")
-    return [seen.layers[index] for index in range(len(seen.layers))]
+def longest(config: PretrainedConfig) -> tuple[int | None, str]:
+    """Return the tokens that a context may have at most, None without a bound, and why."""
+    made_for: int | None = getattr(config, "max_position_embeddings", None)
+    reason = f"the model was made for {made_for} tokens"
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind not in ("dynamic", "longrope"):
+            continue
+        switch = made_for
+        if kind == "longrope":
+            switch = rope.get("original_max_position_embeddings", made_for)
+        if switch is not None and (made_for is None or switch <= made_for):
+            made_for = int(switch)
+            reason = f"its {kind} rotary embedding changes beyond {switch} tokens"
+    return made_for, reason
 
 
 def _hook(
@@ -134,10 +113,13 @@ def _hook(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Hand one layer's attention to whoever runs the forward pass; transformers calls it."""
     del dropout  # of training only
+    for name in _FOREIGN:
+        if others.get(name) is not None:
+            raise ValueError(f"its attention takes {name!r}, which no kernel here knows")
     out = CURRENT.get().attend(
         module,
         query,
@@ -152,57 +134,6 @@ def _hook(
     return out, None
 
 
-@dataclass(slots=True)
-class _Probe:
-    """Notes what arrives at the hook."""
-
-    layers: dict[int, Layer] = field(default_factory=dict)
-    complaint: str = ""
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        del scale, softcap, sinks
-        index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or index in self.layers:
-            self.complaint = "its attention layers cannot be told apart"
-        elif mask is not None:
-            self.complaint = "it builds an attention mask of its own"
-        elif not getattr(module, "is_causal", True):
-            self.complaint = "it attends to later tokens too"
-        elif query.shape[2] != key.shape[2] or query.shape[2] != PROBE_TOKENS:
-            self.complaint = "its attention does not see one key per token"
-        else:
-            self.layers[index] = Layer(key.shape[1], key.shape[3], value.shape[3], window)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def _missing(seen: _Probe, config: PretrainedConfig) -> str:
-    """Say what the config promises and the hook did not see; empty where nothing is amiss."""
-    wanted = range(config.num_hidden_layers)
-    if sorted(seen.layers) != list(wanted):
-        return f"{len(seen.layers)} of its {len(wanted)} layers attend through the hook"
-    types = getattr(config, "layer_types", None)
-    if getattr(config, "sliding_window", None) is None and types is None:
-        return ""
-    default = "full_attention" if types is not None else "sliding_attention"
-    for index, layer in seen.layers.items():
-        layer_type = types[index] if types is not None else default
-        if layer_type == "sliding_attention" and layer.window is None:
-            return "its sliding window exists in the attention mask only"
-    return ""
-
-
 def _unsupported(config: PretrainedConfig, found: type[PreTrainedModel]) -> str:
     """Return why a config cannot run, empty where nothing speaks against it."""
     layer_types = set(getattr(config, "layer_types", None) or ())
@@ -211,30 +142,25 @@ def _unsupported(config: PretrainedConfig, found: type[PreTrainedModel]) -> str:
     findings = {
         "it is not a text-only decoder": config.is_encoder_decoder or not is_text,
         "it keeps a recurrent state (state-space or linear layers)": found._is_stateful,
-        f"{found.__name__} does not attend through transformers' AttentionInterface": (
-            not found._supports_attention_backend
-        ),
-        f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES))} are not supported": (
-            bool(layer_types - _LAYER_TYPES)
+        f"{found.__name__} does not attend through transformers' AttentionInterface": not (
+            # Some that do have not said so; the other looks into the source.
+            found._supports_attention_backend or found._can_set_attn_implementation()
         ),
         "its chunked attention exists in the attention mask only": bool(
             getattr(config, "attention_chunk_size", None)
         ),
-        "its rotary embedding changes with the length of the sequence": bool(
-            _rope_types(config) & _MOVING_ROPE
+        f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES))} are not supported": (
+            bool(layer_types - _LAYER_TYPES)
         ),
-        "its layers share keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
         "its weights are quantised": getattr(config, "quantization_config", None) is not None,
     }
     return next((reason for reason, holds in findings.items() if holds), "")
 
 
-def _rope_types(config: PretrainedConfig) -> set[str]:
-    """Return the kinds of rotary embedding of a config, which may have one per layer type."""
-    found = set()
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of every rotary embedding; there may be one per layer type."""
+    found: list[dict[str, Any]] = []
     for name in ("rope_parameters", "rope_scaling"):
         parameters = getattr(config, name, None) or {}
-        for one in (parameters, *parameters.values()):
-            if isinstance(one, dict):
-                found.add(str(one.get("rope_type", one.get("type", "default"))))
+        found += [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]
     return found

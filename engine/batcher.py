@@ -9,7 +9,8 @@ and the prompt still moves.
 A pure decision over its arguments: reads contexts, asks `memory` for room, writes nothing
 but the rows it returns. Refuses to know where blocks come from and what rows are run by.
 Kept true: rows never hold more tokens or sequences than the limits; if any context has work
-and the pool can hold it, something is chosen or already complete.
+that is not held up by its constraint and the pool can hold it, something is chosen or
+already complete.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def plan(work: Sequence[Context], memory: Memory, limits: Limits) -> Batch:
         if context.is_released:
             # Its last reader, just before it in this step, needed less than it was to make.
             continue
-        length = len(context.ids)
+        generation = context.generation
+        # The last token is run when it can be said what may follow it.
+        length = len(context.ids) - context.is_held
         if _is_decoding(context):
             num_decoding -= 1
             room = 1
@@ -63,11 +66,12 @@ def plan(work: Sequence[Context], memory: Memory, limits: Limits) -> Batch:
             room = budget - min(num_decoding, most_kept)
             if room <= 0 or not memory.attach(context):
                 continue
-        generation = context.generation
         begin = context.num_computed
-        if begin == length:
+        if begin >= length:
             if generation is None:
                 complete.append(context)
+                continue
+            if generation.is_held:
                 continue
             begin -= 1
         end = memory.reserve(context, begin, min(length, begin + room))
@@ -77,7 +81,8 @@ def plan(work: Sequence[Context], memory: Memory, limits: Limits) -> Batch:
         row = context.row
         row.start = begin
         row.num_new = end - begin
-        row.sampling = generation.sampling if generation is not None and end == length else None
+        can_sample = generation is not None and generation.can_sample and end == length
+        row.sampling = generation.sampling if generation is not None and can_sample else None
         chosen.append(context)
         budget -= end - begin
     return Batch(chosen, complete)
@@ -89,4 +94,5 @@ def _is_decoding(context: Context) -> bool:
         context.generation is not None
         and len(context.ids) - context.num_computed <= 1
         and context.parent is None
+        and not context.generation.is_held
     )

@@ -34,12 +34,19 @@ CHAT_TEMPLATE: Final = (
 """ChatML: every turn stands between its markers and ends with a newline."""
 
 
-def tokenizer_json() -> str:
+def tokenizer_json(vocab_size: int = VOCAB_SIZE) -> str:
     """Return the tokenizer.json text of the byte tokenizer.
 
     It loads with `tokenizers.Tokenizer.from_str`; encoding adds no special tokens, and
     decoding bytes that are no UTF-8 gives U+FFFD.
+
+    Args:
+        vocab_size: At least `VOCAB_SIZE`. A model with more ids than bytes and special
+            tokens may produce any of them: the text of id 300 is " 300", which nothing is
+            encoded to.
     """
+    if vocab_size < VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be at least {VOCAB_SIZE}, got {vocab_size}")
     added = [
         {
             "id": token_id,
@@ -58,7 +65,10 @@ def tokenizer_json() -> str:
         "trim_offsets": False,
         "use_regex": False,
     }
-    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    chars = _byte_chars()
+    vocab = {char: byte for byte, char in enumerate(chars)}
+    blank = chars[ord(" ")]
+    numbers = {f"{blank}{number}": number for number in range(VOCAB_SIZE, vocab_size)}
     model: dict[str, object] = {
         "type": "BPE",
         "dropout": None,
@@ -68,7 +78,7 @@ def tokenizer_json() -> str:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": {**vocab, **SPECIAL_IDS},
+        "vocab": {**vocab, **SPECIAL_IDS, **numbers},
         "merges": [],
     }
     return json.dumps(

@@ -1,8 +1,9 @@
 """A model folder: what an engine tells the server about it, read without its weights.
 
 The tokenizer's text, the chat template, special tokens, the ids that end a text and the one
-that begins it. `locate` finds the folder of a name, on disk or on the model hub. Only data
-is read: nothing in a folder is executed, and a folder that asks for it is refused.
+that begins it. `locate` finds the folder of a name, on disk or on the model hub. `read_dummy`
+makes do with a config, for weights that are made up. Only data is read: nothing in a folder
+is executed, and a folder that asks for it is refused.
 
 Knows files and JSON, no torch. Kept true: a `Checkpoint` has everything a Hello needs, or
 reading it raised one sentence that says what is missing.
@@ -20,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from . import bytelevel
 from .api import EngineError
 
 
@@ -28,6 +30,7 @@ class Checkpoint:
     """What a model folder says besides its weights."""
 
     folder: Path
+    """A folder, or from `read_dummy` a config file, as transformers takes either."""
     config: dict[str, Any]
     """config.json as it stands."""
     tokenizer_json: str
@@ -74,25 +77,73 @@ def read(folder: Path) -> Checkpoint:
         EngineError: `model.invalid` if a needed file is missing or damaged;
             `model.unsupported` if the folder needs code of its own, or has no safetensors.
     """
-    config = _json_object(folder / "config.json")
-    if config is None:
-        raise EngineError("model.invalid", f"{folder} has no config.json: not a model folder")
-    tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
-    if "auto_map" in config:
-        raise EngineError(
-            "model.unsupported",
-            f"{folder} needs code of its own (auto_map in config.json), which is never run",
-        )
+    config = _config(folder / "config.json")
     if not any(folder.glob("*.safetensors")):
         raise EngineError(
             "model.unsupported", f"{folder} has no .safetensors weights, other formats are not read"
         )
-    tokenizer_path = folder / "tokenizer.json"
-    if not tokenizer_path.is_file():
+    if not (folder / "tokenizer.json").is_file():
         raise EngineError("model.invalid", f"{folder} has no tokenizer.json")
-    tokenizer_json = tokenizer_path.read_text(encoding="utf-8")
+    return _with_tokenizer(folder, folder, config)
+
+
+def read_dummy(path: str) -> Checkpoint:
+    """Read what a model of random weights needs: a config, and a tokenizer where there is one.
+
+    Without a tokenizer beside the config text is bytes, and ids behind those of `bytelevel`
+    are written as numbers.
+
+    Args:
+        path: A folder with a config.json, or such a file under any name.
+
+    Raises:
+        EngineError: `model.not_found` or `model.invalid` if there is no config;
+            `model.unsupported` if it needs code, or has no room for bytes.
+    """
+    found = Path(path).expanduser().resolve()
+    if not found.exists():
+        raise EngineError("model.not_found", f"no config at {path!r}")
+    file = found / "config.json" if found.is_dir() else found
+    config = _config(file)
+    if (file.parent / "tokenizer.json").is_file():
+        return _with_tokenizer(found, file.parent, config)
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size < bytelevel.VOCAB_SIZE:
+        raise EngineError(
+            "model.unsupported",
+            f"{found} comes without a tokenizer.json, and its vocab_size ({size}) has no room for"
+            f" the {bytelevel.VOCAB_SIZE} ids of bytes",
+        )
     return Checkpoint(
-        folder=folder,
+        folder=found,
+        config=config,
+        tokenizer_json=bytelevel.tokenizer_json(size),
+        chat_template=bytelevel.CHAT_TEMPLATE,
+        special_tokens=dict(bytelevel.SPECIAL_TOKENS),
+        bos_id=None,
+        eos_ids=bytelevel.EOS_IDS,
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    config = _json_object(path)
+    if config is None:
+        raise EngineError("model.invalid", f"{path.parent} has no {path.name}: not a model folder")
+    if "auto_map" in config:
+        raise EngineError(
+            "model.unsupported",
+            f"{path} needs code of its own (auto_map), which is never run",
+        )
+    return config
+
+
+def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkpoint:
+    """Return a checkpoint at `found` with what the files in `folder` say about text."""
+    tokenizer_path = folder / "tokenizer.json"
+    tokenizer_json = tokenizer_path.read_text(encoding="utf-8")
+    tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
+    return Checkpoint(
+        folder=found,
         config=config,
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(folder, tokenizer_config),

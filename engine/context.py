@@ -20,8 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from .api import Sampling
-from .detokenizer import Detokenizer
+from .generation import Generation
 from .radix import Node
 from .runner import Row
 
@@ -38,20 +37,6 @@ class Tally:
     end: int | None = None
     """Position after the Fill's last token; None for what no Fill has claimed yet."""
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
-
-
-@dataclass(slots=True)
-class Generation:
-    """A Generate that is under way."""
-
-    sampling: Sampling
-    num_prompt: int
-    end: int
-    """Tokens of the context at which it ends with `length`."""
-    stop_ids: frozenset[int]
-    """Ids that end it: EOS, unless it is ignored, and the stop tokens."""
-    detokenizer: Detokenizer
-    num_decoded: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +83,16 @@ class Context:
     def has_work(self) -> bool:
         """Tokens are to be filled or generated."""
         return self.generation is not None or len(self.tallies) > 1
+
+    @property
+    def is_held(self) -> bool:
+        """It generates, and cannot go on before its constraint is ready."""
+        return self.generation is not None and self.generation.is_held
+
+    @property
+    def is_stalled(self) -> bool:
+        """It is held, and all that can be computed meanwhile is computed."""
+        return self.is_held and self.num_computed >= len(self.ids) - 1
 
     def is_before(self, other: Context) -> bool:
         """Whether this one is served before the other: by rank, then by arrival."""

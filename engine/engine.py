@@ -3,11 +3,12 @@
 `apply` takes commands, `step` lets the model run once, and what comes of both is reported in
 the Step that `step` returns. One thread calls both; nothing here blocks but the runner.
 
-Knows contexts, commands and reports. Refuses to know sockets, tensors, and which tokens or
-blocks a step gets (`batcher`, `memory`). Kept true: every Generate that `apply` accepts ends
-in one Finished or Failed unless it is aborted or freed; a context that failed is gone, and
-answers later commands with the same failure instead of starting anew; a step that raises
-fails the contexts that were in it and nobody else.
+Knows contexts, commands and reports. Refuses to know sockets, tensors, what becomes of
+sampled ids (`outputs`), and which tokens or blocks a step gets (`batcher`, `memory`). Kept
+true: every Generate that `apply` accepts ends in one Finished or Failed unless it is aborted
+or freed; a context that failed is gone, and answers later commands with the same failure
+instead of starting anew; a step that raises fails the contexts that were in it and nobody
+else.
 
 A context that the server frees while forks still wait for its tokens goes on without a
 name until they have them: its reports are dropped, and what it should keep is kept then.
@@ -20,17 +21,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Literal, TypeAlias
 
 from . import api
 from .batcher import plan
-from .context import CACHED, COMPUTED, RECOMPUTED, SHARED, Context, Generation, Tally, Totals
-from .detokenizer import NUM_CONTEXT, Detokenizer, load_tokenizer
+from .context import CACHED, COMPUTED, RECOMPUTED, SHARED, Context, Tally, Totals
 from .memory import KVMemory
-from .refusals import check_fork, check_generate, check_length, check_start
+from .outputs import Constraints, Outputs
+from .refusals import check_fork, check_length, check_start
 from .runner import Runner
-
-Reason: TypeAlias = Literal["stop", "length"]
 
 _log = logging.getLogger(__name__)
 _MAX_FAILED = 4096
@@ -39,13 +37,20 @@ _MAX_FAILED = 4096
 class Engine:
     """Contexts over one runner."""
 
-    def __init__(self, runner: Runner, epoch: int) -> None:
-        """Begin with no context. `epoch` tells this life of the engine from others."""
+    def __init__(
+        self, runner: Runner, epoch: int, *, constraints: Constraints | None = None
+    ) -> None:
+        """Begin with no context.
+
+        Args:
+            runner: The model.
+            epoch: Tells this life of the engine from others.
+            constraints: Keeps outputs to grammars; without it they are refused.
+        """
         self._runner = runner
         self._epoch = epoch
         self._limits = runner.limits
-        self._eos_ids = frozenset(runner.eos_ids)
-        self._tokenizer = load_tokenizer(runner.tokenizer_json)
+        self._has_constraints = constraints is not None
         self._totals = Totals()
         self._memory = KVMemory(self._limits.num_blocks, self._limits.block_size, self._totals)
         self._contexts: dict[int, Context] = {}
@@ -56,7 +61,7 @@ class Engine:
         self._work: list[Context] = []
         self._is_sorted = True
         self._has_idle = False
-        self._num_slots = self._limits.num_blocks * self._limits.block_size
+        self._outputs = Outputs(self, runner, self._memory, self._totals, constraints)
         self._num_arrived = 0
         self._num_steps = 0
         self._reports: list[api.Report] = []
@@ -77,7 +82,10 @@ class Engine:
             bos_id=runner.bos_id,
             eos_ids=list(runner.eos_ids),
             limits=self._limits,
-            capabilities=list(runner.capabilities),
+            capabilities=[
+                *runner.capabilities,
+                *(["constraints"] if self._has_constraints else []),
+            ],
             description=runner.description,
         )
 
@@ -88,7 +96,7 @@ class Engine:
                 try:
                     self._start(command)
                 except api.EngineError as error:
-                    self._fail(command.context, error.code, error.message)
+                    self.fail(command.context, error.code, error.message)
             case api.Free():
                 self._free(command.context, command.keep)
             case api.Abort():
@@ -99,11 +107,15 @@ class Engine:
                 self._reports.append(self.status(command.nonce))
             case api.Ping():
                 self._reports.append(api.Pong(command.nonce))
+            case api.Check():
+                self._outputs.check(command)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to compute and nothing to report: `step` would return None."""
-        return not self._reports and all(context.is_released for context in self._work)
+        """Nothing to compute and nothing to report: `step` would return None, until a command
+        comes or a constraint is ready.
+        """
+        return not self._reports and all(c.is_released or c.is_stalled for c in self._work)
 
     def status(self, nonce: int = 0) -> api.StatusReport:
         """Return what the engine holds and what it did since it started.
@@ -135,11 +147,12 @@ class Engine:
 
     def step(self) -> api.Step | None:
         """Run the model once over whatever is due; None where there is nothing to do."""
+        self._outputs.collect()
         self._drop_idle()
         if not self._is_sorted:
             self._work.sort(key=attrgetter("rank", "arrival"))
             self._is_sorted = True
-        if self._work:
+        if not all(context.is_stalled for context in self._work):
             self._run()
         elif not self._reports:
             return None
@@ -152,7 +165,8 @@ class Engine:
         memory = self._memory
         memory.begin_step(self._num_steps)
         batch = plan(self._work, memory, self._limits)
-        assert batch.chosen or batch.complete, "work that no step can do"
+        is_held_up = any(context.is_held for context in self._work)
+        assert batch.chosen or batch.complete or is_held_up, "work that no step can do"
         rows = [context.row for context in batch.chosen]
         num_sampled = sum(row.sampling is not None for row in rows)
         try:
@@ -189,55 +203,7 @@ class Engine:
             if len(context.tallies) > 1:
                 self._answer_fills(context)
             if row.sampling is not None and generation is not None:
-                self._take_id(context, generation, next(sampled))
-
-    def _take_id(self, context: Context, generation: Generation, token_id: int) -> None:
-        """Append a sampled id, unless it ends the Generate."""
-        self._totals.decoded += 1
-        generation.num_decoded += 1
-        detokenizer = generation.detokenizer
-        if token_id in generation.stop_ids:
-            if text := detokenizer.finish():
-                self._reports.append(api.Tokens(context.id, [], text))
-            is_named = token_id in generation.sampling.stop_token_ids
-            self._finish(context, generation, "stop", token_id if is_named else None)
-            return
-        context.ids.append(token_id)
-        length = len(context.ids)
-        context.decoded[-1][1] = length
-        can_stop = length - generation.num_prompt >= generation.sampling.min_tokens
-        text = detokenizer.push(token_id, can_stop=can_stop)
-        is_over = detokenizer.stop is not None or length >= generation.end
-        if is_over:
-            text += detokenizer.finish()
-        self._reports.append(api.Tokens(context.id, [token_id], text))
-        if is_over:
-            reason: Reason = "length" if detokenizer.stop is None else "stop"
-            self._finish(context, generation, reason, detokenizer.stop)
-        elif length > self._num_slots:
-            # The pool is smaller than the model's context: no way to go on, ever.
-            self._refuse_length(context, length)
-
-    def _finish(
-        self, context: Context, generation: Generation, reason: Reason, stop: str | int | None
-    ) -> None:
-        """End a Generate whose text is complete; cut the context behind what it keeps."""
-        detokenizer = generation.detokenizer
-        num_kept, leftover = detokenizer.kept()
-        num_decoded = generation.num_decoded
-        self._reports.append(
-            api.Finished(
-                context.id, reason, detokenizer.text, num_kept, leftover, num_decoded, stop
-            )
-        )
-        context.generation = None
-        self._has_idle = True
-        length = generation.num_prompt + num_kept
-        if length < len(context.ids):
-            self._memory.truncate(context, length)
-            context.ids = context.row.ids = context.ids[:length]
-            context.high_water = min(context.high_water, length)
-            context.decoded[-1][1] = length
+                self._outputs.take(context, generation, next(sampled))
 
     def _answer_fills(self, context: Context) -> None:
         """Report the Fills whose tokens all have KV."""
@@ -255,6 +221,30 @@ class Engine:
                         counts[RECOMPUTED],
                     )
                 )
+        if context.generation is not None:
+            self._outputs.end(context, context.generation)
+
+    # What outputs ask for.
+
+    def report(self, report: api.Report) -> None:
+        """Send a report with the next step."""
+        self._reports.append(report)
+
+    def rest(self, context: Context) -> None:
+        """A context has less to do than before; maybe nothing."""
+        self._has_idle = True
+
+    def fail(self, context_id: int, code: str, message: str) -> None:
+        """Report a failure and free the context, if there is one."""
+        failure = self._failed[context_id] = api.Failed(context_id, code, message)
+        self._reports.append(failure)
+        if len(self._failed) > _MAX_FAILED:
+            self._failed.popitem(last=False)
+        context = self._contexts.pop(context_id, None)
+        if context is not None:
+            self._outputs.drop(context)
+            self._memory.release(context)
+            self._has_idle = True
 
     # Contexts coming and going.
 
@@ -282,12 +272,14 @@ class Engine:
             context.rank = command.rank
             self._is_sorted = False
         if isinstance(command, api.Generate):
-            self._begin_generate(context, command)
+            self._outputs.begin(context, command)
         if is_new and parent is not None:
             self._memory.fork(context, parent, command.parent_len)
         if isinstance(command, api.Fill):
             self._begin_fill(context, command)
-        if context.has_work and not context.is_queued:
+        else:
+            self._outputs.start(context)
+        if context.has_work and not context.is_queued and not context.is_released:
             context.is_queued = True
             self._work.append(context)
             self._is_sorted = False
@@ -300,24 +292,6 @@ class Engine:
         context.tallies.append(Tally())
         if length == context.num_computed:
             self._answer_fills(context)
-
-    def _begin_generate(self, context: Context, command: api.Generate) -> None:
-        sampling, length = command.sampling, len(context.ids)
-        check_generate(command, length, self._limits)
-        stop_ids = frozenset(sampling.stop_token_ids)
-        generation = Generation(
-            sampling,
-            num_prompt=length,
-            end=min(length + sampling.max_tokens, self._limits.context_len),
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
-            detokenizer=Detokenizer(self._tokenizer, context.ids[-NUM_CONTEXT:], sampling.stop),
-        )
-        if generation.end <= length:
-            self._finish(context, generation, "length", None)
-            return
-        context.decoded.append([length, length])
-        context.generation = generation
-        context.row.num_prompt = length
 
     def _update(self, command: api.Update) -> None:
         context = self._contexts.get(command.context)
@@ -334,7 +308,7 @@ class Engine:
             return
         # Nothing more is said about it, not even what was answered before this step.
         self._reports = [r for r in self._reports if getattr(r, "context", None) != context_id]
-        context.generation = None
+        self._outputs.drop(context)
         if context.num_waiting and context.has_work:
             # Somebody forked from tokens that are still to come: see the head of this file.
             context.keep = keep
@@ -343,29 +317,11 @@ class Engine:
         self._memory.release(context, keep)
         self._has_idle = True
 
-    def _fail(self, context_id: int, code: str, message: str) -> None:
-        """Report a failure and free the context, if there is one."""
-        failure = self._failed[context_id] = api.Failed(context_id, code, message)
-        self._reports.append(failure)
-        if len(self._failed) > _MAX_FAILED:
-            self._failed.popitem(last=False)
-        context = self._contexts.pop(context_id, None)
-        if context is not None:
-            context.generation = None
-            self._memory.release(context)
-            self._has_idle = True
-
-    def _refuse_length(self, context: Context, length: int) -> None:
-        try:
-            check_length(length, self._limits)
-        except api.EngineError as error:
-            self._fail(context.id, error.code, error.message)
-
     def _fail_step(self, chosen: list[Context], error: Exception) -> None:
         """Fail the contexts of a step whose runner raised; others are computed again."""
         for context in chosen:
             if context.keep is None:
-                self._fail(context.id, "engine.step", f"the model failed: {error!r}")
+                self.fail(context.id, "engine.step", f"the model failed: {error!r}")
             else:
                 self._memory.release(context)
         self._memory.undo_step()

@@ -11,6 +11,14 @@ counts; an entry without `match` is the default, and without one `default_text` 
 end with EOS. Where EOS is not wanted (`ignore_eos`, fewer than `min_tokens`), the text goes
 on from its beginning after a space.
 
+Under a mask the text is forced into it: next comes the first character, from where the
+output has got to in the text, that the mask allows. Where it allows none of the rest: EOS,
+else one that closes what is open (`"`, `]`, `}`), else any, a digit or a letter if it can be;
+every fourth time whichever. An output is thus a function of prompt and grammar.
+
+**Chances.** An id that is told has probability 1/2, the likeliest others, in order of ids,
+half of the one before.
+
 **Time.** A step takes `time_per_prompt_token` for every token that is no decoding, plus
 `time_per_output_token` if any row samples (a batch decodes in parallel), plus
 `time_per_call` if any row samples its first id. All in seconds, passed to `sleep`, which may
@@ -27,6 +35,7 @@ ids. Loads no torch.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from array import array
@@ -38,7 +47,7 @@ from typing import Final
 
 import msgspec
 
-from .api import EngineError, Limits, Sampling
+from .api import Chance, EngineError, Limits, Sampling
 from .bytelevel import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -66,6 +75,7 @@ DEFAULT_LIMITS: Final = Limits(
     context_len=8192, block_size=16, num_blocks=8192, step_tokens=2048, max_sequences=256
 )
 
+_ALNUM: Final = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SPECIALS: Final = (END_OF_TEXT, TURN_START, TURN_END)
 
 
@@ -145,7 +155,7 @@ class FakeRunner:
         self.bos_id: int | None = None
         self.eos_ids: tuple[int, ...] = EOS_IDS
         self.limits = limits
-        self.capabilities: tuple[str, ...] = ("tokens",)
+        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
         self.description = "scripted text, no model"
         self._answer = answer
         self._time_per_call = time_per_call
@@ -180,7 +190,10 @@ class FakeRunner:
                 num_prompt_tokens += row.num_new
             else:
                 num_prompt_tokens += row.num_new - 1
-            sampled.append(self._next_id(row, sampling, num_output))
+            next_id = self._next_id(row, sampling, num_output)
+            sampled.append(next_id)
+            if sampling.logprobs is not None:
+                row.chance = _chance(next_id, sampling.logprobs)
         duration = (
             num_prompt_tokens * self._time_per_prompt_token
             + has_first * self._time_per_call
@@ -194,6 +207,8 @@ class FakeRunner:
         script = self._scripts.get((row.context, row.num_prompt))
         if script is None:
             script = self._write_script(row)
+        if row.mask is not None:
+            return _next_allowed(script, row.ids[row.num_prompt :], row.mask)
         if num_output < len(script):
             next_id = script[num_output]
         elif not sampling.ignore_eos and num_output >= sampling.min_tokens:
@@ -214,6 +229,40 @@ class FakeRunner:
         if len(self._scripts) > self._max_scripts:
             self._scripts.popitem(last=False)
         return script
+
+
+def _next_allowed(script: bytes, output: Sequence[int], mask: bytes) -> int:
+    """Return the next id of a text that is forced into a mask; see the head of this file."""
+    rest = script[_reached(script, output) :]
+    for byte in rest:
+        if _is_allowed(mask, byte):
+            return byte
+    allowed = [token_id for token_id in range(8 * len(mask)) if _is_allowed(mask, token_id)]
+    assert allowed, "a mask that allows nothing"
+    liked = [i for i in (*EOS_IDS, *b'"]}', *_ALNUM, *range(0x20, 0x7F)) if i in allowed]
+    if not liked or (liked[0] not in EOS_IDS and len(output) % 4 == 3):
+        # A language may allow what we like for ever, and want something else for its end.
+        return allowed[len(output) * 7919 % len(allowed)]
+    return int(liked[0])
+
+
+def _reached(script: bytes, output: Sequence[int]) -> int:
+    """Return how far a text has got: each id of the output moves on to its next occurrence."""
+    at = 0
+    for token_id in output:
+        if token_id < NUM_BYTES:
+            at = script.find(token_id, at) + 1 or at
+    return at
+
+
+def _is_allowed(mask: bytes, token_id: int) -> bool:
+    return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def _chance(token_id: int, num_top: int) -> Chance:
+    likeliest = [token_id, *(i for i in range(num_top) if i != token_id)][:num_top]
+    top = [(each, -math.log(2) * (rank + 1)) for rank, each in enumerate(likeliest)]
+    return Chance(-math.log(2), top)
 
 
 def _text_of(ids: Sequence[int]) -> str:

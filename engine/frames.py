@@ -101,21 +101,24 @@ class FrameSocket:
         self._buffer = bytearray()
         self._is_closed = False
 
-    def receive(self, *, wait: bool) -> list[bytes] | None:
+    def receive(self, *, wait: bool, wake: int | None = None) -> list[bytes] | None:
         """Return the payloads that are there, in order; None once the peer has closed.
 
-        With `wait`, sleep until at least one is there. Frames that came whole before the
-        peer closed are returned first.
+        With `wait`, sleep until at least one is there, or the file descriptor `wake` is
+        readable. Frames that came whole before the peer closed are returned first.
 
         Raises:
             FrameError: if a frame is too large or the peer closed in the middle of it.
         """
         self._drain()
         frames = self._cut()
+        awaited = [self._sock.fileno(), *([] if wake is None else [wake])]
         while wait and not frames and not self._is_closed:
-            select.select([self._sock], [], [])
+            readable, _, _ = select.select(awaited, [], [])
             self._drain()
             frames = self._cut()
+            if wake in readable:
+                break
         if frames or not self._is_closed:
             return frames
         if self._buffer:

@@ -20,24 +20,23 @@ B tokens of a block - N blocks - V tokens of the vocabulary.
 
 from __future__ import annotations
 
-import copy
+import ctypes
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PretrainedConfig, PreTrainedModel
 
 from conure.kernels import ops
 from conure.kernels.plan import Plan, build
 
-from . import architecture, builtin, checkpoint
+from . import architecture, builtin, checkpoint, lean, trial, weights
 from .api import EngineError, Limits
 from .runner import Row
 from .sampling import sample
@@ -46,9 +45,17 @@ BUILTIN: Final = "builtin"
 DEFAULT_CONTEXT_LEN: Final = 32_768
 DEFAULT_CONTEXTS: Final = 8
 MEMORY_SHARE: Final = 0.4
+KEPT_BYTES: Final = 2**25
+"""Blocks up to this size are kept when freed; the largest that the C library allows."""
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+TRIAL_TOKENS: Final = 12
+"""Tokens by which the lean forward pass is compared with the model."""
 SAVED_BYTES: Final = 2**21
 """Keys of a layer that sharing must save to be worth another work item. Measured: an item
 costs about 0.1 ms on two cores, in which they read a few MiB."""
+
+_log = logging.getLogger(__name__)
 
 
 class LocalRunner:
@@ -58,6 +65,7 @@ class LocalRunner:
         self,
         *,
         model: str,
+        dummy: bool = False,
         dtype: str = "auto",
         device: str = "cpu",
         context_len: int | None = None,
@@ -67,11 +75,14 @@ class LocalRunner:
         max_sequences: int = 16,
         threads: int | None = None,
         min_saved: int | None = None,
+        is_lean: bool = True,
     ) -> None:
         """Load a model and allocate its caches.
 
         Args:
             model: A model folder, `owner/name` on the hub, or `builtin`.
+            dummy: Make random weights for the config at `model`, a folder or a file, instead
+                of reading any.
             dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the folder says so, else
                 float32.
             device: `cpu`.
@@ -83,6 +94,7 @@ class LocalRunner:
             threads: Threads of torch in this process; None leaves them.
             min_saved: Tokens of reading that a shared stretch must save; None follows
                 `SAVED_BYTES`.
+            is_lean: Run plain decoders by `lean` instead of by their modules.
 
         Raises:
             EngineError: `model.not_found`, `model.invalid` or `model.unsupported` for the
@@ -96,12 +108,17 @@ class LocalRunner:
             )
         if threads is not None:
             torch.set_num_threads(threads)
-        is_builtin = model == BUILTIN
-        folder = builtin.cached() if is_builtin else checkpoint.locate(model)
-        found = checkpoint.read(folder)
-        self._model, self._config = _load(found, dtype)
-        layers = architecture.probe(self._model, str(folder))
-        sizes = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers]
+        _keep_freed_memory()
+        is_builtin = model == BUILTIN and not dummy
+        if dummy:
+            found = checkpoint.read_dummy(model)
+            self._model, self._config = weights.make(found, dtype, device)
+        else:
+            found = checkpoint.read(builtin.cached() if is_builtin else checkpoint.locate(model))
+            self._model, self._config = weights.load(found, dtype, device)
+        layers = trial.probe(self._model, str(found.folder))
+        owners = [layer for index, layer in enumerate(layers) if layer.source == index]
+        sizes = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in owners]
         element = self._model.dtype.itemsize
         self.limits = _limits(
             self._config,
@@ -112,33 +129,43 @@ class LocalRunner:
             step_tokens=step_tokens,
             max_sequences=max_sequences,
         )
-        self._caches = [
-            _new_caches(layer, self.limits.num_blocks, block_size, self._model.dtype)
-            for layer in layers
-        ]
-        self._operations = ops.implementation("cpu")
+        self._operations = operations = ops.implementation("cpu")
+        own = {
+            layer.source: _new_caches(
+                operations, layer, self.limits.num_blocks, block_size, self._model.dtype
+            )
+            for layer in owners
+        }
+        # Layers that share keys and values stand here with one pair of caches.
+        self._caches = [own[layer.source] for layer in layers]
+        self._own_caches = list(chain.from_iterable(own.values()))
         saved = SAVED_BYTES // max(1, max(sizes) * element // 2)
         self._min_saved = saved if min_saved is None else min_saved
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
 
-        self.model = BUILTIN if is_builtin else _name(model, folder)
+        self.model = BUILTIN if is_builtin else _name(model, found.folder)
         self.tokenizer_json = found.tokenizer_json
         self.chat_template = found.chat_template
         self.special_tokens = found.special_tokens
         self.bos_id = found.bos_id
         self.eos_ids = found.eos_ids
-        self.capabilities: tuple[str, ...] = ("tokens",)
-        self.description = builtin.DESCRIPTION if is_builtin else _describe(self._model)
+        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
+        if is_builtin:
+            self.description = builtin.DESCRIPTION
+        else:
+            self.description = _describe(self._model, is_dummy=dummy)
+        self.layers = layers
+        self._lean: lean.LeanModel | None = None
+        if is_lean:
+            self._lean = self._make_lean()
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
         """Copy blocks, run the rows, return one id per sampling row; see `runner.Runner`."""
         if copies:
             source, destination = torch.tensor(copies, dtype=torch.int64).unbind(1)
-            self._operations.copy_blocks(
-                list(chain.from_iterable(self._caches)), source, destination
-            )
+            self._operations.copy_blocks(self._own_caches, source, destination)
         if not rows:
             return []
         plan = build(
@@ -154,11 +181,32 @@ class LocalRunner:
         logits = self._forward(torch.tensor([*chain.from_iterable(ids)]), plan, last)
         return sample(logits, [rows[index] for index in sampling], self.eos_ids) if sampling else []
 
+    @torch.inference_mode()
+    def _make_lean(self) -> lean.LeanModel | None:
+        """Return the lean forward pass, where there is one and it gives the same logits."""
+        if not lean.is_plain(self._model, self.layers):
+            return None
+        num = min(TRIAL_TOKENS, self.limits.context_len)
+        size = self.limits.block_size
+        plan = build([num], [num], [range(-(-num // size))], block_size=size)
+        ids, every = torch.arange(3, 3 + num) * 37 % self._config.vocab_size, torch.arange(num)
+        wanted = self._forward(ids, plan, every)
+        made = self._lean = lean.LeanModel(self._model, self.limits.context_len)
+        if lean.agrees(self._forward(ids, plan, every), wanted):
+            return made
+        _log.warning("model=%s: the lean forward pass differs and is not used", self.model)
+        made.restore()
+        return None
+
     def _forward(self, ids: Tensor, plan: Plan, last: Tensor) -> Tensor:
         """Return the logits [len(last), V] at the packed tokens `last`."""
         positions = torch.from_numpy(plan.positions)
+        step = _Step(
+            plan, torch.from_numpy(plan.slots), self._caches, self._operations, self.layers
+        )
+        if self._lean is not None:
+            return self._lean(ids, positions, last, step.run)
         keep = {"logits_to_keep": last} if self._keeps_logits else {}
-        step = _Step(plan, torch.from_numpy(plan.slots), self._caches, self._operations)
         token = architecture.CURRENT.set(step)
         try:
             logits: Tensor = self._model(
@@ -177,6 +225,7 @@ class _Step:
     slots: Tensor
     caches: Sequence[tuple[Tensor, Tensor]]
     operations: ops.Operations
+    layers: Sequence[trial.Layer]
 
     def attend(
         self,
@@ -210,51 +259,13 @@ class _Step:
         )
         return out[None]
 
-
-def _load(found: checkpoint.Checkpoint, dtype: str) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """Return the loaded model, attending through the hook, and its config."""
-    folder = str(found.folder)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(folder, **options)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        kind = found.config.get("model_type")
-        raise EngineError(
-            "model.unsupported",
-            f"transformers cannot read {folder} (model type {kind!r}): {_line(error)}",
-        ) from error
-    architecture.model_class(config, folder)
-    architecture.register()
-    if dtype == "auto":
-        said = found.config.get("dtype", found.config.get("torch_dtype"))
-        dtype = "bfloat16" if said == "bfloat16" else "float32"
-    # Bars on stderr have no reader here; problems come back as the report.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
-    try:
-        # Annotated as a model, it is a pair when the loading info is asked for.
-        pair: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            # The library writes the attention's name into the config it is given.
-            config=copy.deepcopy(config),
-            dtype=getattr(torch, dtype),
-            attn_implementation=architecture.ATTENTION,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Do the same for `lean.LeanModel`; see `lean.Attend`."""
+        caches = self.caches[layer]
+        self.operations.store_kv(key, value, *caches, self.slots)
+        return self.operations.attention(
+            query, *caches, self.plan, scale=scale, window=self.layers[layer].window
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        raise EngineError("model.invalid", f"cannot load {folder}: {_line(error)}") from error
-    model, report = pair
-    if report["missing_keys"]:
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise EngineError("model.invalid", f"the weights in {folder} lack {some}")
-    loaded: PreTrainedModel = model.eval()
-    return loaded, config
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of what an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _limits(
@@ -278,13 +289,10 @@ def _limits(
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise EngineError("engine.bad_option", f"{name} must be at least 1, got {number}")
-    longest = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LEN)
-    if context_len is not None and context_len > longest:
-        raise EngineError(
-            "engine.bad_option",
-            f"context_len is {context_len}, the model was made for {longest} tokens",
-        )
-    wanted = context_len or min(longest, DEFAULT_CONTEXT_LEN)
+    longest, reason = architecture.longest(config)
+    if context_len is not None and longest is not None and context_len > longest:
+        raise EngineError("engine.bad_option", f"context_len is {context_len}, but {reason}")
+    wanted = context_len or min(longest or DEFAULT_CONTEXT_LEN, DEFAULT_CONTEXT_LEN)
     if num_blocks is None:
         affordable = int(MEMORY_SHARE * _free_bytes()) // (token_bytes * block_size)
         num_blocks = max(1, min(DEFAULT_CONTEXTS * -(-wanted // block_size), affordable))
@@ -317,21 +325,41 @@ def _free_bytes() -> int:
 
 
 def _new_caches(
-    layer: architecture.Layer, num_blocks: int, block_size: int, dtype: torch.dtype
+    operations: ops.Operations,
+    layer: trial.Layer,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    # Zeros come from fresh pages: blocks take no memory until they are written.
     shape = (num_blocks, block_size, layer.kv_heads)
     return (
-        torch.zeros(*shape, layer.key_dim, dtype=dtype),
-        torch.zeros(*shape, layer.value_dim, dtype=dtype),
+        operations.new_cache(*shape, layer.key_dim, dtype),
+        operations.new_cache(*shape, layer.value_dim, dtype),
     )
+
+
+def _keep_freed_memory() -> None:
+    """Tell the C library to keep what a step frees for the next one.
+
+    By default it gives large blocks back, and each step pays for fresh pages: 13 % of a
+    prefill. Elsewhere than under glibc nothing happens.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    set_option(_M_MMAP_THRESHOLD, KEPT_BYTES)
+    set_option(_M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
 
 
 def _name(model: str, folder: Path) -> str:
     """Return the name that programs use: the last part of the path or hub name."""
+    if folder.is_file():  # a config of a dummy model
+        return folder.parent.name if folder.name == "config.json" else folder.stem
     return Path(model).name if not Path(model).expanduser().is_dir() else folder.name
 
 
-def _describe(model: PreTrainedModel) -> str:
+def _describe(model: PreTrainedModel, *, is_dummy: bool) -> str:
     millions = model.num_parameters() / 1e6
-    return f"{type(model).__name__}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"
+    what = f"{type(model).__name__}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"
+    return f"{what}, dummy random weights: its text means nothing" if is_dummy else what

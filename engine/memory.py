@@ -86,6 +86,7 @@ class KVMemory:
             self._share_partial(context, parent)
             lacks = context.num_computed < context.parent_len
             is_coming = parent.has_work and parent.num_computed < context.parent_len
+            is_coming = is_coming and not parent.is_held
             if lacks and is_coming and parent.is_before(context):
                 return False
         self.detach(context)

@@ -76,13 +76,16 @@ def check_length(length: int, limits: api.Limits) -> None:
         )
 
 
-def check_generate(command: api.Generate, length: int, limits: api.Limits) -> None:
+def check_generate(
+    command: api.Generate, length: int, limits: api.Limits, has_constraints: bool
+) -> None:
     """Refuse a Generate at the end of a context of `length` tokens.
 
     Raises:
-        EngineError: if the context is empty or too long, or a constraint is asked for.
+        EngineError: if the context is empty or too long, or a constraint is asked for that
+            this engine cannot keep.
     """
-    if command.constraint is not None:
+    if command.constraint is not None and not has_constraints:
         raise api.EngineError(
             "engine.unsupported_constraint", "this engine does not constrain its output"
         )

@@ -6,9 +6,10 @@ from the softmax of what the cuts left. The noise is a function of (seed, positi
 computed from integers alone, so a draw depends neither on the other rows of the step nor on
 how often a context was evicted and computed again: there is no state to lose.
 
-Order of the steps, as in transformers: repetition, presence and frequency penalties; masks
-of end tokens; temperature; top-k; top-p; min-p. The repetition penalty counts the whole
-context, the other two count what this Generate produced.
+Order of the steps, as in transformers: repetition, presence and frequency penalties; bias;
+the row's mask, or else masks of end tokens; temperature; top-k; top-p; min-p. The repetition
+penalty counts the whole context, the other two count what this Generate produced. Chances
+that a row wants told are those of the logits as they came.
 
 Knows ids, logits and `Sampling`; refuses to know text, stop strings and when a row is over.
 Kept true: at least one token survives the cuts, and a row's result is the same in any batch.
@@ -26,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .api import Sampling
+from .api import Chance, Sampling
 from .runner import Row
 
 Words = NDArray[np.uint64]
@@ -49,9 +50,18 @@ def sample(logits: Tensor, rows: Sequence[Row], eos_ids: Sequence[int]) -> list[
     if all(_is_plain(one, row) for one, row in zip(sampled, rows, strict=True)):
         return logits.argmax(dim=-1).tolist()
     scores = logits.float()
+    told = {
+        index: torch.log_softmax(scores[index], dim=-1)
+        for index, one in enumerate(sampled)
+        if one.logprobs is not None
+    }
     for index, (one, row) in enumerate(zip(sampled, rows, strict=True)):
         _penalise(scores[index], one, row)
-        _mask_ends(scores[index], one, row, eos_ids)
+        _add_bias(scores[index], one)
+        if row.mask is None:
+            _mask_ends(scores[index], one, row, eos_ids)
+        else:
+            _allow(scores[index], row.mask)
     chosen: list[int] = scores.argmax(dim=-1).tolist()
     drawn = [index for index, one in enumerate(sampled) if one.temperature > 0]
     if drawn:
@@ -60,6 +70,8 @@ def sample(logits: Tensor, rows: Sequence[Row], eos_ids: Sequence[int]) -> list[
         )
         for index, token in zip(drawn, picked, strict=True):
             chosen[index] = token
+    for index, logprobs in told.items():
+        rows[index].chance = _chance(logprobs, chosen[index], sampled[index].logprobs or 0)
     return chosen
 
 
@@ -99,6 +111,9 @@ def _is_plain(sampling: Sampling, row: Row) -> bool:
         and sampling.presence_penalty == 0
         and sampling.frequency_penalty == 0
         and not sampling.ignore_eos
+        and not sampling.logit_bias
+        and sampling.logprobs is None
+        and row.mask is None
         and len(row.ids) - row.num_prompt >= sampling.min_tokens
     )
 
@@ -115,6 +130,31 @@ def _penalise(scores: Tensor, sampling: Sampling, row: Row) -> None:
     ids = torch.tensor(row.ids[row.num_prompt :], dtype=torch.int64)
     generated, counts = torch.unique(ids, return_counts=True)
     scores[generated] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+def _add_bias(scores: Tensor, sampling: Sampling) -> None:
+    """Add, in place, what the caller wants added to the scores [V] of single tokens."""
+    known = [(token, bias) for token, bias in sampling.logit_bias if token < len(scores)]
+    if known:
+        tokens, biases = zip(*known, strict=True)
+        scores[list(tokens)] += torch.tensor(biases, dtype=scores.dtype)
+
+
+def _allow(scores: Tensor, mask: bytes) -> None:
+    """Make, in place, every token impossible whose bit is not set in the mask."""
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    width = min(len(bits), len(scores))
+    scores[:width].masked_fill_(torch.from_numpy(bits[:width] == 0), float("-inf"))
+    scores[width:] = float("-inf")
+
+
+def _chance(logprobs: Tensor, token: int, num_top: int) -> Chance:
+    """Return what a row wants told about its token, from logprobs [V]."""
+    top: list[tuple[int, float]] = []
+    if num_top:
+        values, tokens = logprobs.topk(min(num_top, len(logprobs)))
+        top = list(zip(tokens.tolist(), values.tolist(), strict=True))
+    return Chance(float(logprobs[token]), top)
 
 
 def _mask_ends(scores: Tensor, sampling: Sampling, row: Row, eos_ids: Sequence[int]) -> None:

@@ -5,11 +5,12 @@ it down. All implementations mean the same (`reference` defines what), read the 
 and obey the same plan. Here arguments are checked, once for all of them.
 
     reference    plain torch, float64-able, slow
-    cpu          fast torch: each shared stretch once, packed heads, parts merged by LSE
+    cpu          fast torch: each shared stretch once, packed heads, one softmax
 
 Knows no model and no context: a plan says which queries read which blocks. A key/value
-cache is [N, B, K, D], so that blocks that follow each other in memory are one stretch that
-is read in place.
+cache is [N, B, K, D] whose first two dimensions flatten, so that blocks that follow each
+other in memory are one stretch that is read in place; `new_cache` returns one in the layout
+that its implementation reads fastest, and each implementation takes any.
 
 Shapes: T queries or new tokens - H query heads - K kv heads - D head dim - E value head dim -
 B tokens of a block - N blocks - S parts - W most parts of one query.
@@ -62,6 +63,12 @@ class Kernels(Protocol):
         """Copy whole blocks."""
         ...
 
+    def new_cache(
+        self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Allocate a cache of zeros."""
+        ...
+
 
 def implementation(name: str) -> Operations:
     """Return the operations of one implementation.
@@ -72,7 +79,7 @@ def implementation(name: str) -> Operations:
     if name == "reference":
         return Operations(name, reference)
     if name == "cpu":
-        return Operations(name, cpu)
+        return Operations(name, cpu.Cpu())
     if name == "triton":
         raise ValueError("implementation 'triton' is not built yet, use 'cpu' or 'reference'")
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
@@ -105,7 +112,7 @@ class Operations:
 
         Args:
             query: [T, H, D], rows in the plan's order; strides are free but for the last.
-            key_cache: [N, B, K, D] with K a divisor of H.
+            key_cache: [N, B, K, D] with K a divisor of H, blocks that follow each other.
             value_cache: [N, B, K, E].
             plan: Of this step's rows.
             scale: Factor of the scores.
@@ -176,16 +183,15 @@ class Operations:
         Args:
             key: [T, K, D], strides are free.
             value: [T, K, E].
-            key_cache: [N, B, K, D], contiguous.
-            value_cache: [N, B, K, E], contiguous.
+            key_cache: [N, B, K, D], blocks that follow each other.
+            value_cache: [N, B, K, E].
             slots: [T] int64, block * B + offset, each slot at most once.
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
         """
         for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-            if cache.dim() != 4 or not cache.is_contiguous():
-                raise ValueError(f"{name}_cache must be a contiguous [N, B, K, D]")
+            _check_layout(name, cache)
             if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
                 raise ValueError(
                     f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {list(new.shape)}"
@@ -217,22 +223,35 @@ class Operations:
         if len(source):
             self._kernels.copy_blocks(caches, source, destination)
 
+    def new_cache(
+        self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Return zeros [num_blocks, block_size, heads, dim] in this implementation's layout."""
+        return self._kernels.new_cache(num_blocks, block_size, heads, dim, dtype)
+
+
+def _check_layout(name: str, cache: Tensor) -> None:
+    """Demand that slots have one distance in memory and that a vector is one stretch."""
+    if cache.dim() != 4:
+        raise ValueError(f"{name}_cache must be [N, B, K, D], got {list(cache.shape)}")
+    strides = cache.stride()
+    if strides[0] != cache.shape[1] * strides[1] or strides[3] != 1:
+        raise ValueError(f"{name}_cache must have slots at one distance, got strides {strides}")
+
 
 def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> None:
     if query.dim() != 3:
         raise ValueError(f"query must be [T, H, D], got {list(query.shape)}")
     if query.shape[0] != plan.num_queries:
         raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
-    if key_cache.dim() != 4 or not key_cache.is_contiguous():
-        raise ValueError("key_cache must be a contiguous [N, B, K, D]")
+    _check_layout("key", key_cache)
     num_blocks, block_size, kv_heads, head_dim = key_cache.shape
     if value_cache.shape[:3] != key_cache.shape[:3] or value_cache.dim() != 4:
         raise ValueError(
             f"value_cache must be [{num_blocks}, {block_size}, {kv_heads}, E],"
             f" got {list(value_cache.shape)}"
         )
-    if not value_cache.is_contiguous():
-        raise ValueError("value_cache must be contiguous")
+    _check_layout("value", value_cache)
     if block_size != plan.block_size:
         raise ValueError(f"key_cache has blocks of {block_size}, the plan of {plan.block_size}")
     if plan.max_block >= num_blocks:

@@ -78,14 +78,19 @@ def store_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
     """Write new keys and values to their slots; see `ops.Operations.store_kv`."""
-    key_cache.view(-1, *key_cache.shape[2:])[slots] = key.to(key_cache.dtype)
-    value_cache.view(-1, *value_cache.shape[2:])[slots] = value.to(value_cache.dtype)
+    key_cache.flatten(0, 1)[slots] = key.to(key_cache.dtype)
+    value_cache.flatten(0, 1)[slots] = value.to(value_cache.dtype)
 
 
 def copy_blocks(caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
     """Copy whole blocks inside each cache; see `ops.Operations.copy_blocks`."""
     for cache in caches:
         cache[destination] = cache[source]
+
+
+def new_cache(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros in the order of their dimensions; see `ops.Operations.new_cache`."""
+    return torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:

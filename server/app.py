@@ -21,7 +21,7 @@ from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
 from .config import Config
-from .routes import events, health, openai, paper, programs
+from .routes import events, grammar, health, openai, paper, programs
 from .routes.document import openapi_config
 from .routes.gate import LocalOnly, add_request_id
 from .routes.problem import answer_problem
@@ -55,7 +55,7 @@ def create_app(
     state.service = service
     state.draining = asyncio.Event()
     state.version = version()
-    bodies = (*programs.BODIES, *paper.BODIES, *openai.BODIES)
+    bodies = (*programs.BODIES, *paper.BODIES, *openai.BODIES, *grammar.BODIES)
     return Litestar(
         route_handlers=_routes(),
         lifespan=[_life(service)],
@@ -87,7 +87,7 @@ async def drain(app: Litestar, *, timeout_s: float) -> None:
 
 
 def _routes() -> list[ControllerRouterHandler]:
-    own = (*programs.ROUTES, *events.ROUTES, *paper.ROUTES, *health.ROUTES)
+    own = (*programs.ROUTES, *events.ROUTES, *paper.ROUTES, *grammar.ROUTES, *health.ROUTES)
     compatible = Router(
         "/",
         route_handlers=list(openai.ROUTES),

@@ -29,6 +29,7 @@ _SETTINGS = (
     "port",
     "engine",
     "model",
+    "dummy_weights",
     "dtype",
     "device",
     "context_len",
@@ -127,6 +128,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--engine", choices=("local", "fake"), default="local")
     engine.add_argument("--engines", type=int, default=1, metavar="N", help="how many")
+    engine.add_argument(
+        "--dummy-weights",
+        metavar="CONFIG",
+        help="make random weights for this config, a file or folder, instead of loading a model",
+    )
     engine.add_argument("--dtype", help="of the weights: float32, bfloat16, ...")
     engine.add_argument("--device", help="cpu, the only one so far")
     engine.add_argument("--context-len", type=int, metavar="TOKENS")
@@ -193,6 +199,8 @@ def config_of(arguments: argparse.Namespace) -> Config:
     """
     if arguments.model is not None and _is_missing_folder(arguments.model):
         raise UsageError(f"there is no model folder {arguments.model}")
+    if arguments.dummy_weights is not None and not Path(arguments.dummy_weights).exists():
+        raise UsageError(f"there is no config {arguments.dummy_weights}")
     if arguments.script is not None and not arguments.script.is_file():
         raise UsageError(f"there is no script {arguments.script}")
     if arguments.model is not None and arguments.model.startswith("~"):

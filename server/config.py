@@ -61,6 +61,8 @@ class Config:
     num_engines: int = 1
     model: str | None = None
     """Folder or name of a model. None: the built-in random one."""
+    dummy_weights: str | None = None
+    """A config, file or folder, that the engine makes random weights for; instead of `model`."""
     dtype: str | None = None
     device: str | None = None
     context_len: int | None = None
@@ -102,6 +104,10 @@ class Config:
                 raise ConfigError(f"{name} is {seconds}; it must be within 0 and 3600 seconds")
         if self.engine == "fake" and self.model is not None:
             raise ConfigError("the fake engine takes no model; give it a script instead")
+        if self.dummy_weights is not None and (self.engine == "fake" or self.model is not None):
+            raise ConfigError(
+                "dummy_weights takes the place of a local engine's model; give it no other"
+            )
 
     def _check_host(self) -> None:
         # Whoever reaches the port may run programs, and there are no keys yet.

@@ -29,6 +29,7 @@ from .config import Config
 from .engines.command import command_of
 from .engines.engine import Engine, EngineStartError
 from .engines.fleet import Fleet, FleetOptions
+from .engines.grammars import Grammars
 from .engines.scheduler import Scheduler
 from .program.errors import (
     ConflictError,
@@ -36,8 +37,9 @@ from .program.errors import (
     NotFoundError,
     UnavailableError,
 )
+from .program.grammar import grammar_of
 from .program.graph import Graph
-from .program.ir import Append, Generate, Objective, Submission
+from .program.ir import Append, Constraint, Generate, Objective, Submission
 from .program.status import Accepted, Event, Problem, ProgramStatus, PutValue, VariableStatus
 from .prompts.model import Model
 from .runs.admission import Room, check_options, check_program, check_variables, num_calls
@@ -48,7 +50,7 @@ from .runs.outbox import iso
 from .runs.recovery import restore
 from .runs.report import program_status, stored_status, unreadable, variable_status
 from .runs.run import Run
-from .service import EngineInfo, ModelInfo, Readiness
+from .service import EngineInfo, GrammarInfo, ModelInfo, Readiness
 from .store.journal import (
     DuplicateKeyError,
     EventRecord,
@@ -85,6 +87,7 @@ class Executor:
         )
         self.scheduler = Scheduler()
         self.encoder = Encoder()
+        self.grammars = Grammars(lambda: self._fleet.engines.values() if self._fleet else ())
         self._config = config
         self._journal: Journal | None = None
         self._fleet: Fleet | None = None
@@ -258,7 +261,7 @@ class Executor:
             objectives=submission.objectives,
         )
         self._check_room(num_calls(graph))
-        await check_program(graph, submission.inputs, self.model, self.functions)
+        await check_program(graph, submission.inputs, self.model, self.functions, self.grammars)
         self._check_room(num_calls(graph))  # others came in meanwhile
         execution = Execution(
             f"p_{secrets.token_hex(12)}",
@@ -336,7 +339,9 @@ class Executor:
         more = sum(isinstance(node, Generate) for node in append.nodes)
         self._check_room(more)
         check_variables(append.variables, "variables")
-        await check_program(run.execution.graph, {}, self.model, self.functions, append=append)
+        await check_program(
+            run.execution.graph, {}, self.model, self.functions, self.grammars, append=append
+        )
         self._check_room(more)  # others came in meanwhile
         if run.is_over or not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
@@ -431,6 +436,17 @@ class Executor:
                     yield event
             finally:
                 await reading.aclose()
+
+    async def check_grammar(self, constraint: Constraint, text: str | None) -> GrammarInfo:
+        """What is known about a constraint; see `Service.check_grammar`."""
+        found = await self.grammars.match(grammar_of(constraint), text)
+        error = Problem(code=found.code, message=found.message) if found.code else None
+        return GrammarInfo(
+            is_supported=not found.code,
+            is_relaxed=found.is_relaxed,
+            matches=found.matches,
+            error=error,
+        )
 
     def models(self) -> list[ModelInfo]:
         """The models that programs can name."""

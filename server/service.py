@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from conure.engine.api import StatusReport
 
-from .program.ir import Append, Objective, Submission
-from .program.status import Accepted, Event, ProgramStatus, PutValue, VariableStatus
+from .program.ir import Append, Constraint, Objective, Submission
+from .program.status import Accepted, Event, Problem, ProgramStatus, PutValue, VariableStatus
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -31,6 +31,19 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     description: str = ""
     created: int = 0
     """Unix time at which it was loaded, in seconds."""
+
+
+class GrammarInfo(Struct, frozen=True, kw_only=True):
+    """What is known about a constraint."""
+
+    is_supported: bool
+    """Outputs can be held to it."""
+    is_relaxed: bool = False
+    """Parts of it are enforced by looking at the finished text only."""
+    matches: bool | None = None
+    """Whether the text belongs to it; null where no text was sent."""
+    error: Problem | None = None
+    """Why it is not supported."""
 
 
 class Readiness(Struct, frozen=True, kw_only=True):
@@ -168,6 +181,14 @@ class Service(Protocol):
 
         Raises:
             NotFoundError: if there is no such program (at the first iteration).
+        """
+        ...
+
+    async def check_grammar(self, constraint: Constraint, text: str | None) -> GrammarInfo:
+        """Finds out whether outputs can be held to a constraint, and whether a text keeps it.
+
+        Raises:
+            UnavailableError: if no engine answers.
         """
         ...
 

@@ -157,7 +157,8 @@ class _Process:
         line = f"conure {version()} listens on http://{_address(host, port)}"
         for model in models[:1]:
             line += f", model {describe(model)}"
-        if self._config.engine == "local" and self._config.model is None:
+        config = self._config
+        if config.engine == "local" and config.model is None and config.dummy_weights is None:
             line += "; this is the built-in random model, its answers are noise"
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

@@ -49,6 +49,7 @@ def command_of(config: Config) -> Command:
     else:
         settings |= {
             "model": config.model,
+            "dummy-weights": config.dummy_weights,
             "dtype": config.dtype,
             "device": config.device,
             "threads": config.threads,

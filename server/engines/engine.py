@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -46,6 +46,7 @@ class _Waiters:
 
     pongs: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     statuses: dict[int, asyncio.Future[api.StatusReport]] = field(default_factory=dict)
+    checks: dict[int, asyncio.Future[api.Checked]] = field(default_factory=dict)
 
 
 class Engine(asyncio.Protocol):
@@ -183,6 +184,20 @@ class Engine(asyncio.Protocol):
             raise ConnectionError(f"{self.name} is gone")
         return await future
 
+    async def check(self, constraint: str, text: str | None = None) -> api.Checked:
+        """Ask whether a constraint can be kept, and whether a text keeps it.
+
+        Raises:
+            ConnectionError: if the engine is lost before it answers.
+        """
+        nonce = next(self._nonces)
+        future: asyncio.Future[api.Checked] = asyncio.get_running_loop().create_future()
+        self._waiters.checks[nonce] = future
+        self.send(api.Check(nonce, constraint, text))
+        if not self._alive:
+            raise ConnectionError(f"{self.name} is gone")
+        return await future
+
     async def stop(self) -> None:
         """End the process; safe to call twice. Nobody's `lost` is called for it."""
         self._alive = False
@@ -262,6 +277,10 @@ class Engine(asyncio.Protocol):
                     status = self._waiters.statuses.pop(report.nonce, None)
                     if status is not None and not status.done():
                         status.set_result(report)
+                case api.Checked():
+                    check = self._waiters.checks.pop(report.nonce, None)
+                    if check is not None and not check.done():
+                        check.set_result(report)
                 case _:
                     self._deliver(report.context, report)
 
@@ -319,9 +338,10 @@ class Engine(asyncio.Protocol):
         self._owners.clear()
         self._num_owned.clear()
         error = ConnectionError(reason)
-        waiting: Sequence[asyncio.Future[None] | asyncio.Future[api.StatusReport]] = [
+        waiting: Sequence[asyncio.Future[Any]] = [
             *self._waiters.pongs.values(),
             *self._waiters.statuses.values(),
+            *self._waiters.checks.values(),
         ]
         for future in waiting:
             if not future.done():

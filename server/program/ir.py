@@ -54,10 +54,20 @@ class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     ] = []
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=64)] = []
     ignore_eos: bool = False
+    logit_bias: Annotated[
+        dict[Annotated[int, Meta(ge=0, lt=2**31)], Annotated[float, Meta(ge=-100, le=100)]],
+        Meta(max_length=1_024),
+    ] = {}
+    """Token ids (as strings in JSON) to what is added to their logits."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Under `as: message`: tell how likely each token was, and this many others beside it."""
 
 
 class Constraint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """A language that the output must belong to; exactly one field is set."""
+    """A language that the output must belong to; exactly one field is set.
+
+    JSON comes out compactly, without blanks between its tokens. A `list` is one of strings.
+    """
 
     choices: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | UnsetType = UNSET
     regex: Annotated[str, Meta(max_length=65_536)] | UnsetType = UNSET

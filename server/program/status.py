@@ -100,6 +100,8 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     output_tokens: OutputTokens | UnsetType = UNSET
     prefix_break: bool = False
     """The chat template rewrites turns, so this prompt could only be read as one run of text."""
+    constraint_relaxed: bool = False
+    """The grammar could not enforce all of a schema; the finished text was held against it."""
     error: Problem | UnsetType = UNSET
     trace: list[Trace] | UnsetType = UNSET
     meta: Json | UnsetType = UNSET

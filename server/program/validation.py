@@ -181,7 +181,7 @@ def _chat_slot(node: Generate, reads: set[str]) -> Slot:
     for index, message in enumerate(node.messages):
         reads |= _check_message(message, f"messages[{index}]")
     check_name(node.output.variable, "output.variable")
-    _check_constraint(node.output.constraint, "output.constraint")
+    check_constraint(node.output.constraint, "output.constraint")
     _check_sampling(node.output, "output")
     return Slot(node.id, 0, frozenset(reads), (node.output.variable,))
 
@@ -226,7 +226,7 @@ def _check_output_segment(segment: Segment, path: str) -> None:
         _refuse_mixed(segment, path)
     assert segment.output is not UNSET
     check_name(segment.output, f"{path}.output")
-    _check_constraint(segment.constraint, f"{path}.constraint")
+    check_constraint(segment.constraint, f"{path}.constraint")
     _check_sampling(segment, path)
 
 
@@ -254,7 +254,12 @@ def _check_input(expression: Expression, path: str) -> set[str]:
     return set(variables(expression))
 
 
-def _check_constraint(constraint: Constraint | None, path: str) -> None:
+def check_constraint(constraint: Constraint | None, path: str) -> None:
+    """Refuse a constraint that is not exactly one thing.
+
+    Raises:
+        ProgramError: `program.constraint`.
+    """
     if constraint is None:
         return
     fields: Mapping[str, object] = {
@@ -277,6 +282,12 @@ def _check_sampling(sampling: Output | Segment, path: str) -> None:
             "program.sampling",
             f"min_tokens {sampling.min_tokens} is more than max_tokens {most}",
             path=f"{path}.min_tokens",
+        )
+    if sampling.logprobs is not None and sampling.form != "message":
+        raise ProgramError(
+            "program.sampling",
+            "`logprobs` are told in a message: they need `as: message`",
+            path=f"{path}.logprobs",
         )
 
 

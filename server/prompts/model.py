@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
 from conure.engine import api
 
 from ..program.errors import ProgramError, PromptError
-from ..program.ir import Generate, Segment
+from ..program.ir import Generate, Output, Segment
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer
 
@@ -81,13 +83,8 @@ class Model:
                 f"model {self.name} cannot call tools",
                 path=f"{path}.tools",
             )
-        for where, constraint in _constraints(node, path):
-            if constraint and "constraint" not in self.capabilities:
-                raise ProgramError(
-                    "engine.unsupported_constraint",
-                    f"the engine of model {self.name} cannot constrain its output",
-                    path=where,
-                )
+        for where, output in outputs_of(node, path):
+            self._check_output(output, where)
         for where, segment in _segments(node, path):
             if segment.part and "parts" not in self.capabilities:
                 raise ProgramError(
@@ -95,6 +92,27 @@ class Model:
                     f"model {self.name} reads text only",
                     path=f"{where}.part",
                 )
+
+    def _check_output(self, output: Output | Segment, path: str) -> None:
+        if output.constraint and "constraints" not in self.capabilities:
+            raise ProgramError(
+                "engine.unsupported_constraint",
+                f"the engine of model {self.name} cannot constrain its output",
+                path=f"{path}.constraint",
+            )
+        if output.logprobs is not None and "logprobs" not in self.capabilities:
+            raise ProgramError(
+                "engine.unsupported_logprobs",
+                f"the engine of model {self.name} does not tell logprobs",
+                path=f"{path}.logprobs",
+            )
+        last = max(output.logit_bias, default=None)
+        if last is not None and last >= (num_tokens := self.tokenizer.num_tokens):
+            raise ProgramError(
+                "program.sampling",
+                f"model {self.name} has no token {last}; its ids are below {num_tokens}",
+                path=f"{path}.logit_bias",
+            )
 
     def output_budget(self, num_prompt: int, max_tokens: int | None, where: str) -> int:
         """How many tokens an output may have after a prompt of this length.
@@ -121,13 +139,15 @@ class Model:
         return f"--context-len (now {self.limits.context_len})"
 
 
-def _constraints(node: Generate, path: str) -> list[tuple[str, object]]:
+def outputs_of(node: Generate, path: str) -> list[tuple[str, Output | Segment]]:
+    """The outputs of a node, each with its path in the submission."""
     if isinstance(node.prompt, list):
         return [
-            (f"{path}.prompt[{i}].constraint", segment.constraint)
+            (f"{path}.prompt[{i}]", segment)
             for i, segment in enumerate(node.prompt)
+            if segment.output is not UNSET
         ]
-    return [(f"{path}.output.constraint", node.output.constraint if node.output else None)]
+    return [(f"{path}.output", node.output)] if isinstance(node.output, Output) else []
 
 
 def _segments(node: Generate, path: str) -> list[tuple[str, Segment]]:

@@ -42,6 +42,16 @@ _PLAIN_TOKEN = re.compile(r"[\s\u2581]+|</?\w+>")
 """Added tokens that are text: blanks (also SentencePiece's), and tags like `<think>`."""
 
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A byte in vocabularies that spell the bytes of rare characters."""
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {
+    chr(byte if byte in _PRINTED else 0x100 + byte - sum(other < byte for other in _PRINTED)): byte
+    for byte in range(256)
+}
+"""GPT-2's table: the character that byte-level vocabularies write for each byte."""
+
+
 class Piece(NamedTuple):
     """A stretch of a prompt."""
 
@@ -158,6 +168,26 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; tokens flagged special are left out."""
         return self._whole.decode(ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids of the vocabulary, added tokens included."""
+        return self._whole.get_vocab_size()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token stands for by itself, half a character as it is."""
+        text = self._whole.decode([token_id], skip_special_tokens=False)
+        token = self._whole.id_to_token(token_id) or ""
+        if "\u2581" in token:
+            # A mark of a blank, which a text is stripped of where it begins or ends with it.
+            return token.replace("\u2581", " ").encode()
+        if "\ufffd" not in text:
+            return text.encode()
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        if all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        return text.encode()
 
     def max_tokens(self, text: str) -> int | None:
         """Return a bound that the number of tokens of a text cannot exceed, BOS not counted.

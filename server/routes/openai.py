@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: a chat or a completion is a program of one call.
+"""OpenAI's endpoints: a chat or a completion is a program of one call, or of `n`.
 
 Knows the routes. Fields and what they mean are in `openai_wire`, shapes of answers in
 `openai_answers`, the waiting in `openai_call`; errors come in OpenAI's own shape here.
@@ -35,13 +35,14 @@ from .connection import (
 from .document import answers as answered_by
 from .document import problems, reads
 from .openai_answers import ChatDialect, Dialect, TextDialect
-from .openai_call import Call, Final
+from .openai_call import Call, Final, Piece
 from .openai_wire import (
     ChatRequest,
     CompletionRequest,
     OpenAIRequest,
     lower_chat,
     lower_completion,
+    num_answers,
 )
 from .problem import failure_of
 
@@ -133,10 +134,14 @@ async def _answer(
     service, tenant = service_of(request), tenant_of(request)
     submission, body = seal(submission)
     accepted, _ = await service.submit(submission, body=body, tenant=tenant)
-    call = Call(service, accepted.id, tenant=tenant)
+    count = num_answers(wanted)
+    call = Call(service, accepted.id, tenant=tenant, num_answers=count)
     options = wanted.stream_options
     dialect = dialect_type(
-        accepted.id, wanted.model, with_usage=bool(options and options.include_usage)
+        accepted.id,
+        wanted.model,
+        with_usage=bool(options and options.include_usage),
+        num_answers=count,
     )
     try:
         if wanted.stream:
@@ -152,7 +157,7 @@ async def _answer(
     return ASGIResponse(body=answer, media_type="application/json", status_code=200)
 
 
-async def _next(pieces: AsyncGenerator[str | Final, None]) -> str | Final:
+async def _next(pieces: AsyncGenerator[Piece | Final, None]) -> Piece | Final:
     return await anext(pieces)
 
 
@@ -160,15 +165,15 @@ async def _chunks(
     request: AnyRequest,
     call: Call,
     dialect: Dialect,
-    first: str | Final,
-    pieces: AsyncGenerator[str | Final, None],
+    first: Piece | Final,
+    pieces: AsyncGenerator[Piece | Final, None],
 ) -> AsyncGenerator[bytes, None]:
     has_ended = False
     try:
         async with aclosing(pieces):
             yield dialect.start()
             piece = first
-            while isinstance(piece, str):
+            while isinstance(piece, Piece):
                 yield dialect.piece(piece)
                 piece = await anext(pieces)
             has_ended = True

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from .openai_call import Final, Usage
+from ..program.ir import Json
+from .openai_call import Final, Piece, Usage
 from .problem import Failure
 
 DONE = b"data: [DONE]\n\n"
@@ -32,11 +33,11 @@ class AnswerMessage(Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
-    """The one answer of a chat."""
+    """An answer of a chat."""
 
     index: int = 0
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: Json = None
     finish_reason: str
 
 
@@ -52,7 +53,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
 
 
 class TextChoice(Struct, frozen=True, kw_only=True):
-    """The one answer of a plain completion, or a piece of it."""
+    """An answer of a plain completion, or a piece of it."""
 
     index: int = 0
     text: str
@@ -109,7 +110,9 @@ def error_answer(failure: Failure) -> ErrorAnswer:
     kind = "server_error" if failure.status >= 500 else "invalid_request_error"
     # A path into the program that a request was lowered to says nothing to its sender.
     path = failure.path or ""
-    param = None if path.startswith("program.") else failure.path
+    if path.startswith("program.") and path.endswith(".constraint"):
+        path = "response_format"
+    param = None if path.startswith("program.") else path or None
     body = ErrorBody(
         message=failure.message,
         type=_TYPES.get(failure.status, kind),
@@ -127,7 +130,9 @@ def event(content: Struct | dict[str, Any]) -> bytes:
 class Dialect(Protocol):
     """How one endpoint tells one call."""
 
-    def __init__(self, program: str, model: str, *, with_usage: bool) -> None: ...
+    def __init__(
+        self, program: str, model: str, *, with_usage: bool, num_answers: int = 1
+    ) -> None: ...
 
     def whole(self, final: Final) -> Struct:
         """The answer of a request that does not stream."""
@@ -137,8 +142,8 @@ class Dialect(Protocol):
         """What a stream says before its first piece."""
         ...
 
-    def piece(self, text: str) -> bytes:
-        """A piece of the text."""
+    def piece(self, piece: Piece) -> bytes:
+        """A piece of an answer."""
         ...
 
     def end(self, final: Final) -> bytes:
@@ -149,7 +154,8 @@ class Dialect(Protocol):
 class ChatDialect:
     """`/v1/chat/completions`."""
 
-    def __init__(self, program: str, model: str, *, with_usage: bool) -> None:
+    def __init__(self, program: str, model: str, *, with_usage: bool, num_answers: int = 1) -> None:
+        self._num_answers = num_answers
         self._id = f"chatcmpl-{program}"
         self._model = model
         self._created = int(time.time())
@@ -157,28 +163,40 @@ class ChatDialect:
 
     def whole(self, final: Final) -> ChatCompletion:
         """A `chat.completion`."""
-        choice = ChatChoice(
-            message=AnswerMessage(content=final.content), finish_reason=final.finish_reason
-        )
+        choices = [
+            ChatChoice(
+                index=i,
+                message=AnswerMessage(content=answer.content),
+                logprobs=answer.logprobs,
+                finish_reason=answer.finish_reason,
+            )
+            for i, answer in enumerate(final.answers)
+        ]
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[choice],
+            choices=choices,
             usage=final.usage,
         )
 
     def start(self) -> bytes:
-        """A chunk with the role."""
-        return self._chunk([_chat_delta({"role": "assistant", "content": ""})])
+        """A chunk with the role, for each answer."""
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk([_chat_delta(i, delta)]) for i in range(self._num_answers))
 
-    def piece(self, text: str) -> bytes:
+    def piece(self, piece: Piece) -> bytes:
         """A chunk with text."""
-        return self._chunk([_chat_delta({"content": text})])
+        return self._chunk([_chat_delta(piece.answer, {"content": piece.text})])
 
     def end(self, final: Final) -> bytes:
-        """A chunk with the reason, one with the usage if it was asked for, and the mark."""
-        last = self._chunk([_chat_delta({}, final.finish_reason)])
+        """A chunk with reason and logprobs for each answer, one with the usage if it was asked
+        for, and the mark.
+        """
+        last = b"".join(
+            self._chunk([_chat_delta(i, {}, answer.finish_reason, answer.logprobs)])
+            for i, answer in enumerate(final.answers)
+        )
         usage = self._chunk([], final.usage) if self._with_usage else b""
         return last + usage + DONE
 
@@ -195,14 +213,16 @@ class ChatDialect:
         return event(chunk)
 
 
-def _chat_delta(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _chat_delta(
+    index: int, delta: dict[str, str], finish_reason: str | None = None, logprobs: Json = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class TextDialect:
     """`/v1/completions`."""
 
-    def __init__(self, program: str, model: str, *, with_usage: bool) -> None:
+    def __init__(self, program: str, model: str, *, with_usage: bool, num_answers: int = 1) -> None:
         self._id = f"cmpl-{program}"
         self._model = model
         self._created = int(time.time())
@@ -210,12 +230,15 @@ class TextDialect:
 
     def whole(self, final: Final) -> Completion:
         """A `text_completion`."""
-        choice = TextChoice(text=final.content, finish_reason=final.finish_reason)
+        choices = [
+            TextChoice(index=i, text=answer.content, finish_reason=answer.finish_reason)
+            for i, answer in enumerate(final.answers)
+        ]
         return Completion(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[choice],
+            choices=choices,
             usage=final.usage,
         )
 
@@ -223,13 +246,19 @@ class TextDialect:
         """Nothing: plain text has no role."""
         return b""
 
-    def piece(self, text: str) -> bytes:
+    def piece(self, piece: Piece) -> bytes:
         """A chunk with text."""
-        return self._chunk([TextChoice(text=text, finish_reason=None)])
+        choice = TextChoice(index=piece.answer, text=piece.text, finish_reason=None)
+        return self._chunk([choice])
 
     def end(self, final: Final) -> bytes:
-        """A chunk with the reason, one with the usage if it was asked for, and the mark."""
-        last = self._chunk([TextChoice(text="", finish_reason=final.finish_reason)])
+        """A chunk with the reason for each answer, one with the usage if it was asked for, and
+        the mark.
+        """
+        last = b"".join(
+            self._chunk([TextChoice(index=i, text="", finish_reason=answer.finish_reason)])
+            for i, answer in enumerate(final.answers)
+        )
         usage = self._chunk([], final.usage) if self._with_usage else b""
         return last + usage + DONE
 

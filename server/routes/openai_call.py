@@ -1,4 +1,4 @@
-"""The one call behind an OpenAI request: its text, whole or in pieces, and its usage.
+"""The calls behind an OpenAI request, one for each answer: text, whole or in pieces, and usage.
 
 Knows events and statuses of programs. Refuses to know HTTP and OpenAI's shapes.
 
@@ -21,7 +21,7 @@ from ..program.ir import Json
 from ..service import Service
 from .connection import draining_error
 from .events import DRAINING, PING_S, follow
-from .openai_wire import ANSWER, CALL
+from .openai_wire import answer_of, call_of
 from .paper import wait_for
 from .problem import AbsentError
 
@@ -43,63 +43,86 @@ class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class Final(NamedTuple):
-    """How a call ended."""
+class Piece(NamedTuple):
+    """More text of an answer; nothing, now and then, so that the connection shows life."""
+
+    answer: int
+    """Which one it belongs to."""
+    text: str
+
+
+class Answer(NamedTuple):
+    """One answer, whole."""
 
     content: str
     finish_reason: str
+    logprobs: Json = None
+
+
+class Final(NamedTuple):
+    """How a request ended."""
+
+    answers: list[Answer]
     usage: Usage
 
 
 class Call:
-    """A submitted program of one call."""
+    """A submitted program of one call, or of several to one prompt."""
 
-    def __init__(self, service: Service, program: str, *, tenant: str) -> None:
+    def __init__(
+        self, service: Service, program: str, *, tenant: str, num_answers: int = 1
+    ) -> None:
         self._service = service
         self._program = program
         self._tenant = tenant
+        self._variables = [answer_of(i) for i in range(num_answers)]
 
     async def whole(self) -> Final:
-        """Waits for the call's end.
+        """Waits for the end of all calls.
 
         Raises:
-            AbsentError: if it gave no answer.
+            AbsentError: if one gave no answer.
         """
-        status = await wait_for(self._service, self._program, ANSWER, tenant=self._tenant)
-        return await self._final(status.value)
+        waits = (
+            wait_for(self._service, self._program, variable, tenant=self._tenant)
+            for variable in self._variables
+        )
+        return await self._final([(await each).value for each in waits])
 
-    async def pieces(self, draining: asyncio.Event) -> AsyncGenerator[str | Final, None]:
-        """Yields text as it comes, an empty string now and then, and a Final at the end.
+    async def pieces(self, draining: asyncio.Event) -> AsyncGenerator[Piece | Final, None]:
+        """Yields text as it comes, an empty piece now and then, and a Final at the end.
 
         Raises:
             AbsentError: if the call gave no answer.
             UnavailableError: if the server drains.
         """
         source = self._service.events(self._program, tenant=self._tenant, after=0)
-        num_sent = 0
-        answer: Json = None
+        num_sent = dict.fromkeys(self._variables, 0)
+        answers: dict[str, Json] = {}
         async with aclosing(follow(source, draining, ping_s=PING_S)) as events:
             async for event in events:
                 if event is None:
-                    yield ""
+                    yield Piece(0, "")
                 elif event.type == DRAINING:
                     raise draining_error()
                 elif event.type == "program.finished":
-                    if answer is None:
-                        raise await self._absence()
-                    yield await self._final(answer)
+                    missing = [name for name in self._variables if name not in answers]
+                    if missing:
+                        raise await self._absence(missing)
+                    yield await self._final([answers[name] for name in self._variables])
                     return
-                elif event.data.get("variable") == ANSWER:
+                elif (variable := event.data.get("variable")) in num_sent:
                     offset, text = 0, ""
                     if event.type == "node.delta":
                         offset, text = event.data["offset"], event.data["text"]
                     elif event.type == "variable.committed":
-                        answer = event.data["value"]
-                        text = answer["content"]
+                        answers[variable] = event.data["value"]
+                        text = answers[variable]["content"]
                     # A gap is filled by the committed text, at the latest.
-                    if offset <= num_sent < offset + len(text):
-                        yield text[num_sent - offset :]
-                        num_sent = offset + len(text)
+                    sent = num_sent[variable]
+                    if offset <= sent < offset + len(text):
+                        yield Piece(self._variables.index(variable), text[sent - offset :])
+                        num_sent[variable] = offset + len(text)
         raise draining_error()
 
     async def abandon(self) -> None:
@@ -109,22 +132,32 @@ class Call:
         except ConureError as exc:
             logger.warning("could not cancel program=%s code=%s", self._program, exc.code)
 
-    async def _absence(self) -> AbsentError:
-        status = await self._service.get(self._program, ANSWER, tenant=self._tenant, wait_s=0)
-        return AbsentError(status)
+    async def _absence(self, variables: list[str]) -> AbsentError:
+        """The error of the first of these that failed; one may miss only because another did."""
+        statuses = [
+            await self._service.get(self._program, variable, tenant=self._tenant, wait_s=0)
+            for variable in variables
+        ]
+        failed = [status for status in statuses if status.status == "failed"]
+        return AbsentError([*failed, *statuses][0])
 
-    async def _final(self, value: Json) -> Final:
+    async def _final(self, values: list[Json]) -> Final:
         status = await self._service.status(self._program, tenant=self._tenant)
-        prompt = status.nodes[CALL].prompt_tokens
-        # What was decoded may be more than what was kept: the message counts its own tokens.
-        counted = value["usage"]
+        # The prompt is one, however many answers there are to it.
+        prompt = status.nodes[call_of(0)].prompt_tokens
+        # What was decoded may be more than what was kept: a message counts its own tokens.
+        num_prompt = values[0]["usage"]["prompt_tokens"]
+        num_output = sum(value["usage"]["completion_tokens"] for value in values)
+        # Of a call that ran again, the node adds up what every try found.
+        num_shared = 0 if prompt is UNSET else min(prompt.shared, num_prompt)
         usage = Usage(
-            prompt_tokens=counted["prompt_tokens"],
-            completion_tokens=counted["completion_tokens"],
-            total_tokens=counted["prompt_tokens"] + counted["completion_tokens"],
-            prompt_tokens_details=PromptTokensDetails(
-                # Of a call that ran again, the node adds up what every try found.
-                cached_tokens=0 if prompt is UNSET else min(prompt.shared, counted["prompt_tokens"])
-            ),
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_shared),
         )
-        return Final(value["content"], value.get("finish_reason", "stop"), usage)
+        answers = [
+            Answer(value["content"], value.get("finish_reason", "stop"), value.get("logprobs"))
+            for value in values
+        ]
+        return Final(answers, usage)

@@ -1,7 +1,8 @@
 """OpenAI's requests: which fields there are, and what they mean as a program.
 
 Knows the bodies of `/v1/chat/completions` and `/v1/completions` and lowers a request to a
-program of one call. Refuses to know HTTP, the service, and what answers look like.
+program with a call for each answer. Refuses to know HTTP, the service, and what answers look
+like.
 
 Kept true: a field is honoured, or harmless and listed, or refused by name. Nothing that
 would change an answer is passed over in silence.
@@ -9,6 +10,8 @@ would change an answer is passed over in silence.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -18,6 +21,7 @@ from ..program.errors import ProgramError
 from ..program.ir import (
     MAX_OUTPUT_TOKENS,
     AnyNode,
+    Constraint,
     Generate,
     Json,
     Message,
@@ -28,10 +32,7 @@ from ..program.ir import (
     Submission,
 )
 
-CALL = "call"
-"""Id of the one node."""
-ANSWER = "answer"
-"""The variable that the one call produces."""
+MAX_ANSWERS = 16
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI gives a plain completion that names no limit."""
 
@@ -62,7 +63,15 @@ class OpenAIRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=_UINT63)] | None = None
     stop: Stops | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_ANSWERS)] | None = None
+    """Answers to one prompt: as many calls, which share it."""
+    logit_bias: (
+        Annotated[
+            dict[Annotated[int, Meta(ge=0, lt=2**31)], Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(max_length=1_024),
+        ]
+        | None
+    ) = None
 
     # Not OpenAI's, but what other servers take as well.
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
@@ -82,9 +91,28 @@ class OpenAIRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     prompt_cache_key: Json | UnsetType = UNSET
     prompt_cache_retention: Json | UnsetType = UNSET
 
-    # Refused unless they say what is the case anyway.
-    logit_bias: Json | UnsetType = UNSET
-    logprobs: Json | UnsetType = UNSET
+
+class SchemaFormat(Struct, frozen=True, kw_only=True):
+    """A JSON schema; what it is called and whether it is strict changes nothing here."""
+
+    schema: dict[str, Json]
+
+
+class TextFormat(Struct, frozen=True, tag="text", tag_field="type"):
+    """Text without a form."""
+
+
+class ObjectFormat(Struct, frozen=True, tag="json_object", tag_field="type"):
+    """Any JSON object."""
+
+
+class JsonFormat(Struct, frozen=True, tag="json_schema", tag_field="type"):
+    """JSON of a schema."""
+
+    json_schema: SchemaFormat
+
+
+ResponseFormat: TypeAlias = TextFormat | ObjectFormat | JsonFormat
 
 
 class TextPart(Struct, frozen=True, tag="text", tag_field="type", kw_only=True):
@@ -112,15 +140,17 @@ class ChatRequest(OpenAIRequest, frozen=True, forbid_unknown_fields=True, kw_onl
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=10_000)]
     max_completion_tokens: Tokens | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: Json | UnsetType = UNSET
     parallel_tool_calls: Json | UnsetType = UNSET
 
-    response_format: Json | UnsetType = UNSET
+    # Refused unless they say what is the case anyway.
     tools: Json | UnsetType = UNSET
     tool_choice: Json | UnsetType = UNSET
     functions: Json | UnsetType = UNSET
     function_call: Json | UnsetType = UNSET
-    top_logprobs: Json | UnsetType = UNSET
     modalities: Json | UnsetType = UNSET
     audio: Json | UnsetType = UNSET
     prediction: Json | UnsetType = UNSET
@@ -133,17 +163,15 @@ class CompletionRequest(OpenAIRequest, frozen=True, forbid_unknown_fields=True, 
     """The body of `POST /v1/completions`."""
 
     prompt: str | list[Json]
+    # Refused unless they say what is the case anyway.
+    logprobs: Json | UnsetType = UNSET
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool | None = None
     suffix: Json | UnsetType = UNSET
 
 
 _IDLE: dict[str, tuple[Json, ...]] = {
-    "n": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -167,7 +195,7 @@ _IDLE: dict[str, tuple[Json, ...]] = {
 def refuse_unsupported(record: Struct, path: str = "") -> None:
     """Raises a ProgramError for the first field that asks for what there is not."""
     for name in record.__struct_fields__:
-        if name not in _IDLE:
+        if name not in _IDLE or (name == "logprobs" and isinstance(record, ChatRequest)):
             continue
         value = getattr(record, name)
         if value is UNSET or value is None or any(_same(value, idle) for idle in _IDLE[name]):
@@ -192,10 +220,15 @@ def lower_chat(request: ChatRequest) -> Submission:
     limit = request.max_tokens
     if request.max_completion_tokens is not None:
         limit = request.max_completion_tokens
-    output = Output(variable=ANSWER, form="message", **_sampling(request, limit))
-    return _one_call(
-        "chat", Generate(id=CALL, model=request.model, messages=messages, output=output)
-    )
+    sampling = {**_sampling(request, limit), **_logprobs(request)}
+    constraint = _constraint(request.response_format)
+
+    def node(name: str, variable: str, seed: dict[str, int]) -> AnyNode:
+        given = {**sampling, **seed, "constraint": constraint}
+        output = Output(variable=variable, form="message", **given)
+        return Generate(id=name, model=request.model, messages=messages, output=output)
+
+    return _calls("chat", request, node)
 
 
 def lower_completion(request: CompletionRequest) -> Submission:
@@ -208,16 +241,75 @@ def lower_completion(request: CompletionRequest) -> Submission:
     if not isinstance(request.prompt, str):
         raise ProgramError("unsupported_parameter", "'prompt' must be one string", path="prompt")
     limit = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    output = Segment(output=ANSWER, form="message", **_sampling(request, limit))
+    sampling = _sampling(request, limit)
     before = [Segment(text=request.prompt)] if request.prompt else []
-    return _one_call("completion", Generate(id=CALL, model=request.model, prompt=[*before, output]))
+
+    def node(name: str, variable: str, seed: dict[str, int]) -> AnyNode:
+        output = Segment(output=variable, form="message", **{**sampling, **seed})
+        return Generate(id=name, model=request.model, prompt=[*before, output])
+
+    return _calls("completion", request, node)
 
 
-def _one_call(name: str, node: AnyNode) -> Submission:
+def num_answers(request: OpenAIRequest) -> int:
+    """How many answers a request wants."""
+    return request.n or 1
+
+
+def call_of(index: int) -> str:
+    """Id of the node that makes an answer."""
+    return f"call_{index}" if index else "call"
+
+
+def answer_of(index: int) -> str:
+    """The variable that an answer becomes."""
+    return f"answer_{index}" if index else "answer"
+
+
+def _calls(
+    name: str, request: OpenAIRequest, node: Callable[[str, str, dict[str, int]], AnyNode]
+) -> Submission:
+    """One call for each answer. A seed that was given is the first answer's own."""
+    indices = range(num_answers(request))
+    nodes = [node(call_of(i), answer_of(i), _seed(request.seed, i)) for i in indices]
+    program = Program(name=name, nodes=nodes, outputs=[answer_of(i) for i in indices])
     # Attached: after a crash nobody reads the answer, so nobody should pay for it.
-    return Submission(
-        program=Program(name=name, nodes=[node], outputs=[ANSWER]), options=Options(detach=False)
-    )
+    return Submission(program=program, options=Options(detach=False))
+
+
+def _seed(seed: int | None, index: int) -> dict[str, int]:
+    if seed is None:
+        return {}
+    # OpenAI's seeds may be negative; ours are names of noise, any mapping will do.
+    if index == 0:
+        return {"seed": seed & _UINT63}
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=7).digest()
+    return {"seed": int.from_bytes(digest)}
+
+
+def _logprobs(request: ChatRequest) -> dict[str, int]:
+    """The sampling field for what `logprobs` and `top_logprobs` ask together.
+
+    Raises:
+        ProgramError: if only the second does.
+    """
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise ProgramError(
+                "request.invalid", "'top_logprobs' needs 'logprobs': true", path="top_logprobs"
+            )
+        return {}
+    return {"logprobs": request.top_logprobs or 0}
+
+
+def _constraint(wanted: ResponseFormat | None) -> Constraint | None:
+    match wanted:
+        case ObjectFormat():
+            return Constraint(json_schema={"type": "object"})
+        case JsonFormat(json_schema=SchemaFormat(schema=schema)):
+            return Constraint(json_schema=schema)
+        case _:
+            return None
 
 
 def _message(message: ChatMessage, i: int) -> Message:
@@ -259,8 +351,6 @@ def _sampling(request: OpenAIRequest, limit: int | None) -> dict[str, Any]:
         "top_p": request.top_p,
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
-        # OpenAI's seeds may be negative; ours are names of noise, any mapping will do.
-        "seed": None if request.seed is None else request.seed & _UINT63,
         "stop": stop,
         "min_tokens": request.min_tokens,
         "top_k": None if request.top_k is None else max(0, request.top_k),
@@ -268,5 +358,6 @@ def _sampling(request: OpenAIRequest, limit: int | None) -> dict[str, Any]:
         "repetition_penalty": request.repetition_penalty,
         "stop_token_ids": request.stop_token_ids,
         "ignore_eos": request.ignore_eos,
+        "logit_bias": request.logit_bias,
     }
     return {name: value for name, value in given.items() if value is not None}

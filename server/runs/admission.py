@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from ..engines.grammars import Grammars
 from ..program.errors import ExpressionError, ProgramError, PromptError, UnavailableError
+from ..program.grammar import grammar_of
 from ..program.graph import Graph
 from ..program.ir import AnyNode, Append, Call, Generate, Json, Limits, Submission, Variable
-from ..prompts.model import Model
+from ..prompts.model import Model, outputs_of
 from ..prompts.prompt import render_chat, render_slot
 from .execution import Execution
 from .output import targets
@@ -131,23 +133,31 @@ async def check_program(
     inputs: Mapping[str, Json],
     model: Model,
     functions: Mapping[str, Callable[..., Any]],
+    grammars: Grammars,
     *,
     append: Append | None = None,
 ) -> None:
     """Refuse what cannot run.
 
     Raises:
-        ProgramError: `model.unknown`, `engine.unsupported_*`, `call.unknown_function`.
+        ProgramError: `model.unknown`, `engine.unsupported_*`, `call.unknown_function`, and
+            `constraint.*` for a constraint that cannot be kept.
         PromptError: `prompt.too_long`, for a call whose inputs are all there.
     """
     nodes: list[AnyNode] = list(graph.nodes.values()) if append is None else append.nodes
     root = "program.nodes" if append is None else "nodes"
     values = inputs if append is None else append.inputs
     suspects: list[tuple[str, Generate]] = []
+    constraints: list[tuple[str, str]] = []
     for i, node in enumerate(nodes):
         path = f"{root}[{i}]"
         if isinstance(node, Generate):
             model.check(node, path)
+            constraints += [
+                (f"{where}.constraint", grammar_of(output.constraint))
+                for where, output in outputs_of(node, path)
+                if output.constraint is not None
+            ]
             slots = graph.slots.get(node.id)
             reads = slots[0].reads if slots else frozenset()
             if (
@@ -164,6 +174,7 @@ async def check_program(
                 f"no function {node.function} is registered on this server (there are: {known})",
                 path=f"{path}.function",
             )
+    await grammars.vet(constraints)
     if suspects:
         await asyncio.to_thread(_check_lengths, suspects, values, model)
 

@@ -31,7 +31,7 @@ from ..prompts.tokenizer import Encoded, Piece
 from ..store.journal import ValueRecord
 from .context import CallContext
 from .execution import NodeState
-from .output import Outcome, final_sampling, targets, value_of
+from .output import Outcome, final_sampling, logprobs_of, targets, value_of
 from .sharing import Sharing
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class Call:
         self._prompt: list[int] = []
         self._sampling: api.Sampling | None = None
         self._output: list[int] = []
+        self._chances: list[api.Chance] = []
         self._leftover = ""
         self._num_generated = 0
         self._is_slot_counted = False
@@ -219,9 +220,18 @@ class Call:
         self.state.why = placement.why
         self.state.phase = "running"
         self._output = []
+        self._chances = []
         context = self._context.fill(engine, self.ids, self._prompt, self._on_report)
         self._num_filling = self._context.num_sent
-        engine.send(api.Generate(context, self._sampling, rank=self._rank, group=self._group))
+        engine.send(
+            api.Generate(
+                context,
+                self._sampling,
+                rank=self._rank,
+                constraint=self.targets[self.slot].grammar,
+                group=self._group,
+            )
+        )
         self._host.slot_started(self, self.slot)
 
     def _on_report(self, report: api.Report) -> None:
@@ -230,6 +240,7 @@ class Call:
                 self._filled(report)
             case api.Tokens():
                 self._output += report.ids
+                self._chances += report.chances
                 if report.text:
                     self._host.slot_grew(self, self.slot, report.text)
             case api.Finished():
@@ -274,9 +285,12 @@ class Call:
         usage = self.state.usage
         usage.decode_s += time.monotonic() - self._clock
         usage.decoded += report.num_decoded
+        usage.forced += report.num_forced
+        self.state.constraint_relaxed |= report.constraint in ("relaxed", "broken")
         # The token that ends an output (EOS, a stop token) has done its work; others have not.
         num_ending = 1 if report.reason == "stop" and not isinstance(report.stop, str) else 0
-        usage.discarded += max(0, report.num_decoded - report.num_kept - num_ending)
+        num_made = report.num_decoded + report.num_forced
+        usage.discarded += max(0, num_made - report.num_kept - num_ending)
         kept = self._output[: report.num_kept]
         prompt_ids = self.ids + self._prompt
         if self._traces:
@@ -295,8 +309,17 @@ class Call:
         self._leftover = report.leftover
         self._withdraw()
         target = self.targets[self.slot]
+        logprobs: Json = None
+        if target.sampling.logprobs is not None:
+            logprobs = logprobs_of(self.model.tokenizer, kept, self._chances[: report.num_kept])
         try:
-            value = value_of(target, report, num_prompt=len(prompt_ids), model=self.model.name)
+            value = value_of(
+                target,
+                report,
+                num_prompt=len(prompt_ids),
+                model=self.model.name,
+                logprobs=logprobs,
+            )
         except ConureError as error:
             self._host.call_failed(self, error)
             return

@@ -59,6 +59,7 @@ class Usage:
     prompt_discarded: int = 0
     """Of prompts that were given up before the engine had said what they cost."""
     decoded: int = 0
+    forced: int = 0
     discarded: int = 0
     retokenized: int = 0
     queued_s: float = 0.0
@@ -78,6 +79,7 @@ class NodeState:
     why: str = ""
     problem: Problem | None = None
     prefix_break: bool = False
+    constraint_relaxed: bool = False
     slots_done: int = 0
     num_deaths: int = 0
     """Engines that died while it ran on them."""

@@ -12,9 +12,12 @@ from typing import Any
 from conure.engine import api
 
 from ..program.decode import decode_json
-from ..program.errors import ProgramError, RunError
-from ..program.ir import Generate, Json, Output, OutputForm, Sampling
+from ..program.errors import ExpressionError, ProgramError, RunError
+from ..program.grammar import grammar_of
+from ..program.ir import Constraint, Generate, Json, Output, OutputForm, Sampling, Segment
 from ..program.rope import output_form
+from ..program.value import check_size
+from ..prompts.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,12 @@ class Target:
     variable: str
     sampling: Sampling
     form: OutputForm
+    constraint: Constraint | None = None
+
+    @property
+    def grammar(self) -> str | None:
+        """The constraint as an engine wants it."""
+        return None if self.constraint is None else grammar_of(self.constraint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +50,17 @@ def targets(node: Generate) -> tuple[Target, ...]:
     """The outputs of a call, one per slot."""
     if isinstance(node.prompt, list):
         return tuple(
-            Target(segment.output, segment, output_form(segment))
+            _target(segment.output, segment)
             for segment in node.prompt
             if isinstance(segment.output, str)
         )
     output = node.output
     assert isinstance(output, Output), "checked when the graph was built"
-    return (Target(output.variable, output, output_form(output)),)
+    return (_target(output.variable, output),)
+
+
+def _target(variable: str, output: Output | Segment) -> Target:
+    return Target(variable, output, output_form(output), output.constraint)
 
 
 def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> api.Sampling:
@@ -76,18 +89,49 @@ def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> api.Sam
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        logprobs=sampling.logprobs,
     )
 
 
-def value_of(target: Target, report: api.Finished, *, num_prompt: int, model: str) -> Json:
+def value_of(
+    target: Target,
+    report: api.Finished,
+    *,
+    num_prompt: int,
+    model: str,
+    logprobs: Json = None,
+) -> Json:
     """The value of an output that an engine finished.
 
+    Args:
+        target: the output.
+        report: its end.
+        num_prompt: tokens before it.
+        model: who wrote it.
+        logprobs: what a message tells about its tokens (`logprobs_of`).
+
     Raises:
-        RunError: `output.not_json` under `as: value`.
+        RunError: `output.invalid` if the text breaks its constraint, which happens where an
+            engine could enforce only parts of it; under `as: value` `output.incomplete` if
+            it was cut before the constraint was satisfied, `output.not_json` if it is no
+            JSON that fits our values.
     """
+    if report.constraint == "broken":
+        raise RunError(
+            "output.invalid",
+            f"output {target.variable} does not satisfy its schema: {_excerpt(report.text)}",
+        )
     if target.form == "text":
         return report.text
     if target.form == "value":
+        if report.constraint == "cut":
+            cause = "a stop string" if isinstance(report.stop, str) else "max_tokens"
+            raise RunError(
+                "output.incomplete",
+                f"output {target.variable} was ended by {cause} before it satisfied its "
+                f"constraint: {_excerpt(report.text)}",
+            )
         return _parse(target.variable, report.text)
     message: dict[str, Json] = {
         "role": "assistant",
@@ -95,21 +139,48 @@ def value_of(target: Target, report: api.Finished, *, num_prompt: int, model: st
         "finish_reason": report.reason,
         "usage": {
             "prompt_tokens": num_prompt,
-            "completion_tokens": report.num_decoded,
-            "total_tokens": num_prompt + report.num_decoded,
+            "completion_tokens": report.num_decoded + report.num_forced,
+            "total_tokens": num_prompt + report.num_decoded + report.num_forced,
         },
         "model": model,
     }
     if report.stop is not None:
         message["stop"] = report.stop
+    if logprobs is not None:
+        message["logprobs"] = logprobs
     return message
+
+
+def logprobs_of(tokenizer: Tokenizer, ids: list[int], chances: list[api.Chance]) -> Json:
+    """How likely each token was, in OpenAI's shape."""
+
+    def told(token_id: int, logprob: float) -> dict[str, Json]:
+        raw = tokenizer.token_bytes(token_id)
+        return {
+            "token": raw.decode(errors="replace"),
+            # JSON has no infinity; this is OpenAI's word for it.
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(raw),
+        }
+
+    content = [
+        {**told(token_id, chance.logprob), "top_logprobs": [told(*each) for each in chance.top]}
+        for token_id, chance in zip(ids, chances, strict=True)
+    ]
+    return {"content": content}
 
 
 def _parse(variable: str, text: str) -> Json:
     try:
         # The limits of what clients send: a model's JSON goes the same ways afterwards.
-        return decode_json(text.encode(), Any)
-    except (ProgramError, UnicodeError) as error:
+        value: Json = decode_json(text.encode(), Any)
+        check_size(value)
+    except (ProgramError, ExpressionError, UnicodeError) as error:
         raise RunError(
-            "output.not_json", f"output {variable} is not JSON ({error}): {text[:80]!r}"
+            "output.not_json", f"output {variable} is not JSON ({error}): {_excerpt(text)}"
         ) from error
+    return value
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")

@@ -52,6 +52,7 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
         ),
         output_tokens=OutputTokens(
             decoded=sum(usage.decoded for usage in usages),
+            forced=sum(usage.forced for usage in usages),
             discarded=sum(usage.discarded for usage in usages),
         ),
         retokenized=sum(usage.retokenized for usage in usages),

@@ -50,10 +50,13 @@ def node_status(state: NodeState) -> NodeStatus:
         )
         if is_call
         else UNSET,
-        output_tokens=OutputTokens(decoded=usage.decoded, discarded=usage.discarded)
+        output_tokens=OutputTokens(
+            decoded=usage.decoded, forced=usage.forced, discarded=usage.discarded
+        )
         if is_call
         else UNSET,
         prefix_break=state.prefix_break,
+        constraint_relaxed=state.constraint_relaxed,
         error=UNSET if state.problem is None else state.problem,
         trace=list(state.trace) if state.trace else UNSET,
         meta=UNSET if node.meta is None else node.meta,

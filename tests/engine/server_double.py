@@ -187,7 +187,7 @@ class ServerDouble:
         known.generated = []
 
     def _take(self, report: api.Report) -> None:
-        if isinstance(report, api.StatusReport | api.Pong):
+        if isinstance(report, api.StatusReport | api.Pong | api.Checked):
             return
         known = self.known.get(report.context)
         assert known is not None, f"a report on a context that was freed: {report}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from conure.engine import bytelevel
 
@@ -39,20 +39,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(family: str, **changes: Any) -> PretrainedConfig:
+    """Return a family's config, shrunk; a change to `...` leaves the library's default."""
+    settings = {**SMALL, **FAMILIES.get(family, {}), **changes}
+    given = {name: value for name, value in settings.items() if value is not ...}
+    config: PretrainedConfig = AutoConfig.for_model(family, **given)
+    return config
+
+
 def write(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
     """Write a random model whose logits are wide, with the byte tokenizer; return `folder`."""
-    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES.get(family, {}), **changes})
+    config = config_of(family, **changes)
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
         config, dtype=torch.float32
     )
-    generator = torch.Generator().manual_seed(seed)
+    widen(model, seed)
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                deviation = 1.5 * weight.shape[1] ** -0.5
-                weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
-            else:
-                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
         model.get_output_embeddings().weight.mul_(3)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(bytelevel.tokenizer_json())
@@ -61,10 +63,22 @@ def write(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def load(folder: Path) -> PreTrainedModel:
-    """Load a folder as anybody would, attending eagerly, in float32."""
+def widen(model: PreTrainedModel, seed: int = 0) -> None:
+    """Give a model random weights so large that every token depends on its context."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                deviation = 1.5 * weight.shape[-1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+            else:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a folder as anybody would, attending eagerly."""
     model: Any = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation="eager"
+        str(folder), dtype=dtype, attn_implementation="eager"
     )
     loaded: PreTrainedModel = model.eval()
     return loaded

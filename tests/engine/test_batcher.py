@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from conure.engine.api import Limits, Sampling
 from conure.engine.batcher import plan
 from conure.engine.bytelevel import tokenizer_json
-from conure.engine.context import Context, Generation, Tally
+from conure.engine.context import Context, Tally
 from conure.engine.detokenizer import Detokenizer, load_tokenizer
+from conure.engine.generation import Generation
 
 TOKENIZER = load_tokenizer(tokenizer_json())
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from conure.engine import builtin, local
@@ -230,18 +231,30 @@ def test_the_builtin_model_is_exact_and_its_best_logits_lie_apart(tmp_path: Path
     assert pair.ties == 0
 
 
-def test_only_sampling_rows_reach_the_output_layer(llama: Path) -> None:
-    runner = runner_of(llama)
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_only_sampling_rows_reach_the_output_layer(
+    llama: Path, is_lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(llama, is_lean=is_lean)
     shapes: list[int] = []
-    model: Any = runner._model
-    handle = model.get_output_embeddings().register_forward_hook(
-        lambda *call: shapes.append(call[2].shape[1])
-    )
+    if is_lean:
+        assert runner._lean is not None
+        output = runner._lean._output
+
+        def watched(hidden: Tensor) -> Tensor:
+            shapes.append(len(hidden))
+            return output(hidden)
+
+        monkeypatch.setattr(runner._lean, "_output", watched)
+    else:
+        model: Any = runner._model
+        model.get_output_embeddings().register_forward_hook(
+            lambda *call: shapes.append(call[2].shape[1])
+        )
     core = Core(runner)
     contexts = [core.new(prompt(0, 9)), core.new(prompt(1, 30))]
     core.step(contexts, lambda: 10)
     core.step([contexts[1]], lambda: 10)
-    handle.remove()
     assert shapes == [1, 0]
 
 

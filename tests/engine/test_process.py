@@ -16,6 +16,8 @@ from conure.engine import api, frames
 from conure.engine.fake import default_text
 from conure.engine.frames import FrameSocket
 
+from .constrained import lark, schema
+
 
 class Child:
     """A started engine and our end of its socket."""
@@ -155,3 +157,32 @@ def test_the_fake_engine_loads_no_torch() -> None:
     code = "import sys, conure.engine.__main__; print(sorted({'torch', 'numpy'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_hostile_grammars_neither_stall_nor_end_an_engine(child: Child) -> None:
+    child.hello()
+    memory = schema({"type": "integer", "multipleOf": 999_983})
+    nested = lark("start: " + "(" * 30_000 + '"a"' + ")" * 30_000)
+    child.send(
+        *[api.Fill(n, [1, 2, 3]) for n in (1, 2, 3)],
+        api.Generate(1, api.Sampling(max_tokens=50), constraint=memory),
+        api.Generate(2, api.Sampling(max_tokens=50), constraint=nested),
+        api.Generate(3, api.Sampling(max_tokens=50)),
+        api.Ping(1),
+    )
+    # Whoever has no grammar is done before the first of the others.
+    assert child.reports_until(api.Finished)[-1].context == 3  # type: ignore[union-attr]
+    codes: dict[int, str] = {}
+    while len(codes) < 2:
+        for report in child.reports_until(api.Failed):
+            if isinstance(report, api.Failed):
+                codes[report.context] = report.code
+    assert codes == {1: "constraint.too_complex", 2: "constraint.invalid"}
+    child.send(
+        api.Fill(4, [1]),
+        api.Generate(4, api.Sampling(max_tokens=50), constraint=lark('start: "yes"')),
+    )
+    finished = child.reports_until(api.Finished)[-1]
+    assert isinstance(finished, api.Finished)
+    assert (finished.text, finished.num_forced) == ("yes", 3)
+    assert child.end()[0] == 0

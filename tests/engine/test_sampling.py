@@ -193,3 +193,81 @@ def test_bfloat16_logits_are_drawn_in_full_precision() -> None:
     logits = logits_of(8).bfloat16()
     counts = draws(logits, 2000, temperature=1.0)
     assert chi_square(counts, torch.softmax(logits[0].float(), -1)) < 31.3
+
+
+def bits(*allowed: int) -> bytes:
+    mask = bytearray(4)
+    for token in allowed:
+        mask[token >> 3] |= 1 << (token & 7)
+    return bytes(mask)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_nothing_outside_of_a_mask_comes_out(temperature: float) -> None:
+    logits = logits_of(9, 40)
+    rows = [
+        row(temperature=temperature, seed=i, min_tokens=50, ignore_eos=True, top_k=1 + i % 3)
+        for i in range(40)
+    ]
+    for each in rows[::2]:
+        each.mask = bits(3, 10)
+    tokens = sample(logits.clone(), rows, EOS)
+    # A mask says all about end tokens; the other rows still ban them.
+    assert set(tokens[::2]) == {3, 10}
+    assert not {10, 11} & set(tokens[1::2])
+
+
+def test_a_mask_that_allows_all_changes_nothing() -> None:
+    logits = logits_of(10, 30)
+    free = [row(temperature=1.5, top_p=0.8, seed=i) for i in range(30)]
+    held = [row(temperature=1.5, top_p=0.8, seed=i) for i in range(30)]
+    for each in held:
+        each.mask = bits(*range(VOCAB))
+    assert sample(logits.clone(), free, EOS) == sample(logits.clone(), held, EOS)
+
+
+def test_tokens_beyond_a_mask_are_not_allowed_and_bits_beyond_the_tokens_are_passed_over() -> None:
+    logits = torch.zeros(1, 40)
+    logits[0, 39] = 50.0
+    each = row()
+    each.mask = bits(7)
+    assert sample(logits, [each], EOS) == [7]
+    each.mask = bits(2, 30)
+    assert sample(torch.zeros(1, VOCAB), [each], EOS) == [2]
+
+
+def test_bias_adds_to_logits_and_never_lifts_a_mask() -> None:
+    logits = logits_of(11)
+    best, other = logits.topk(2).indices[0].tolist()
+    assert sample(logits.clone(), [row(logit_bias=((other, 100.0),))], EOS) == [other]
+    assert sample(logits.clone(), [row(logit_bias=((best, -100.0), (99, 5.0)))], EOS) == [other]
+    held = row(logit_bias=((other, 100.0),))
+    held.mask = bits(best)
+    assert sample(logits.clone(), [held], EOS) == [best]
+    counts = draws(logits, 3000, temperature=1.0, logit_bias=((4, 2.0), (5, -1.0)))
+    biased = logits[0].clone()
+    biased[4] += 2
+    biased[5] -= 1
+    assert chi_square(counts, torch.softmax(biased, -1)) < 31.3
+
+
+def test_chances_are_those_of_the_logits_as_they_came() -> None:
+    logits = logits_of(12, 3)
+    expected = torch.log_softmax(logits, -1)
+    rows = [
+        row(logprobs=3, temperature=2.0, seed=5, logit_bias=((1, 9.0),)),
+        row(logprobs=0),
+        row(),
+    ]
+    rows[0].mask = bits(1, 2)
+    tokens = sample(logits.clone(), rows, EOS)
+    chance = rows[0].chance
+    assert chance is not None
+    assert chance.logprob == pytest.approx(expected[0, tokens[0]].item())
+    top = expected[0].topk(3)
+    assert [token for token, _ in chance.top] == top.indices.tolist()
+    assert [value for _, value in chance.top] == pytest.approx(top.values.tolist())
+    assert rows[1].chance is not None
+    assert rows[1].chance.logprob == pytest.approx(expected[1].max().item())
+    assert rows[1].chance.top == []
+    assert rows[2].chance is None

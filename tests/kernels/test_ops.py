@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conure.kernels import cpu, ops
+from conure.kernels import ops, tiles
 from conure.kernels.plan import build
 
 from .trees import random_caches, random_rows
@@ -25,11 +25,13 @@ def operations(request: pytest.FixtureRequest) -> ops.Operations:
     return ops.implementation(request.param)
 
 
-@pytest.fixture(params=["flash", "matmul"])
+@pytest.fixture(params=["whole", "cut"])
 def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Operations:
-    if request.param == "matmul":
-        monkeypatch.setattr(cpu, "_can_flash", lambda *_: False)
-        monkeypatch.setattr(cpu, "SCORE_BYTES", 4096)
+    if request.param == "cut":
+        monkeypatch.setattr(tiles, "TILE_QUERIES", 5)
+        monkeypatch.setattr(tiles, "SCORE_BYTES", 4096)
+        monkeypatch.setattr(tiles, "SPARE_COLUMNS", 8)
+        monkeypatch.setattr(tiles, "RUN_TOKENS", 6)
     return ops.implementation("cpu")
 
 
@@ -120,7 +122,7 @@ def test_any_block_size_works(operations: ops.Operations, block_size: int) -> No
 def test_decoding_rows_that_exceed_a_gathered_call_are_split_into_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu, "GATHER_BYTES", 16 * 2 * 4 * 60)  # 60 tokens
+    monkeypatch.setattr(tiles, "GATHER_BYTES", 16 * 2 * 4 * 60)  # 60 tokens
     for seed in range(6):
         made = inputs(seed, levels=2, min_saved=10**9)
         check(ops.implementation("cpu"), torch.float32, made)

@@ -17,7 +17,15 @@ from conure.engine.api import StatusReport
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError
-from conure.server.program.ir import Append, Client, Expr, Generate, Objective, Submission
+from conure.server.program.ir import (
+    Append,
+    Client,
+    Constraint,
+    Expr,
+    Generate,
+    Objective,
+    Submission,
+)
 from conure.server.program.status import (
     ENDED,
     Accepted,
@@ -30,7 +38,7 @@ from conure.server.program.status import (
     PutValue,
     VariableStatus,
 )
-from conure.server.service import EngineInfo, ModelInfo, Readiness
+from conure.server.service import EngineInfo, GrammarInfo, ModelInfo, Readiness
 
 
 class Scripted:
@@ -245,6 +253,9 @@ class ScriptedService:
             ModelInfo(id="tiny", context_len=4096, description="a double", created=1_700_000_000),
             ModelInfo(id="org/other", context_len=128),
         ]
+
+    async def check_grammar(self, constraint: Constraint, text: str | None) -> GrammarInfo:
+        return GrammarInfo(is_supported=True, matches=None if text is None else text == "yes")
 
     async def engines(self) -> list[EngineInfo]:
         report = StatusReport(0, 10, 4, 5, 1, 2, *range(6))

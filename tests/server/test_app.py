@@ -302,6 +302,7 @@ async def test_the_document_has_every_route_with_bodies_and_problems() -> None:
         "/v1/submit",
         "/v1/set",
         "/v1/get",
+        "/v1/grammar/check",
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",

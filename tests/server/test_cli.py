@@ -24,6 +24,7 @@ from conure.server import cli
 from conure.server.cli import main
 from conure.server.commands.run import read_events
 from conure.server.config import Config
+from conure.server.engines.command import command_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +108,14 @@ def test_every_engine_option_reaches_the_configuration(tmp_path: Path) -> None:
     )
 
 
+def test_dummy_weights_reach_the_engine_in_place_of_a_model(tmp_path: Path) -> None:
+    config = config_from("--dummy-weights", str(tmp_path), "--dtype", "bfloat16")
+    assert (config.model, config.dummy_weights) == (None, str(tmp_path))
+    command = command_of(config)
+    assert command.kind == "local"
+    assert command.options == ("--dummy-weights", str(tmp_path), "--dtype", "bfloat16")
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -118,6 +127,8 @@ def test_every_engine_option_reaches_the_configuration(tmp_path: Path) -> None:
         ["serve", "--engine", "fake", "--script", "/nowhere/script.json"],
         ["serve", "/nowhere/model"],
         ["serve", "./nowhere"],
+        ["serve", "--dummy-weights", "/nowhere/config.json"],
+        ["serve", "--dummy-weights", "/", "somebody/model"],
         ["serve", "--functions", "no_such_module_at_all"],
         ["serve", "--functions", "json"],
         ["run", "/nowhere/program.json"],

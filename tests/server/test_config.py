@@ -37,6 +37,8 @@ def test_hosts_that_others_reach_are_refused(host: str) -> None:
         {"max_body": MAX_BODY_BYTES + 1},
         {"engine": "remote"},
         {"engine": "fake", "model": "x"},
+        {"dummy_weights": "x", "model": "y"},
+        {"dummy_weights": "x", "engine": "fake"},
     ],
 )
 def test_settings_out_of_bounds_are_named(setting: dict[str, Any]) -> None:

@@ -430,3 +430,15 @@ def test_what_stands_behind_a_control_token_is_encoded_as_ever(kind: str, before
     assert continued.ids[-len(behind) :] == behind
     assert continued.ids.count(end) == whole.ids.count(end) == 1
     assert continued.ends[-1] == whole.ends[-1]
+
+
+@kinds
+def test_the_bytes_of_tokens_one_by_one_are_those_of_the_text(kind: str) -> None:
+    theirs, ours = pair(kind)
+    ids = ours.encode_text("The dog, 你好 ä 🦜 <b>both</b> x")
+    joined = b"".join(ours.token_bytes(token_id) for token_id in ids)
+    assert joined.decode().strip() == theirs.decode(ids, skip_special_tokens=False).strip()
+    assert ours.num_tokens == theirs.get_vocab_size()
+    end = theirs.token_to_id("<|im_end|>")
+    assert end is not None
+    assert ours.token_bytes(end) == b"<|im_end|>"

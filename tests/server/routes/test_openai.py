@@ -275,10 +275,6 @@ async def test_a_full_queue_is_429_with_retry_after() -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
@@ -333,6 +329,14 @@ async def test_text_completions_refuse_what_they_cannot(extra: dict[str, Any]) -
         ({**CHAT, "max_tokens": 0}, "max_tokens"),
         ({**CHAT, "messages": []}, "messages"),
         ({**CHAT, "stop": ["x"] * 17}, "stop"),
+        ({**CHAT, "n": 17}, "n"),
+        ({**CHAT, "n": 0}, "n"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({**CHAT, "logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({**CHAT, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({**CHAT, "response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format"),
     ],
 )
 async def test_values_out_of_bounds_name_their_field(body: dict[str, Any], param: str) -> None:

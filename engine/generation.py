@@ -1,0 +1,138 @@
+"""One Generate under way: what its new ids make of its text, and when it is over.
+
+Knows ids, text, stop strings and the constraint of one output. Refuses to know KV memory,
+steps and reports; it writes no id but those that it is handed. Kept true: once `ending` is
+set nothing is taken any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from .api import EngineError, Finished, Sampling
+from .constraint import Constraint, Verdict
+from .detokenizer import Detokenizer
+
+Reason: TypeAlias = Literal["stop", "length"]
+
+
+class Ending(NamedTuple):
+    """Why an output is over."""
+
+    reason: Reason
+    stop: str | int | None
+    """The stop string or stop token that was found."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """A Generate that is under way."""
+
+    sampling: Sampling
+    num_prompt: int
+    end: int
+    """Tokens of the context at which it ends with `length`."""
+    stop_ids: frozenset[int]
+    """Ids that end it: EOS, unless it is ignored, and the stop tokens."""
+    detokenizer: Detokenizer
+    eos_ids: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    num_decoded: int = 0
+    num_forced: int = 0
+    ending: Ending | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Its constraint is at work elsewhere: nobody can say what may come next."""
+        return self.constraint is not None and self.constraint.is_held
+
+    @property
+    def can_sample(self) -> bool:
+        """The model may be asked for the next id."""
+        return self.ending is None and not self.is_held
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why it cannot go on, if it cannot."""
+        return None if self.constraint is None or self.is_held else self.constraint.error
+
+    def take(self, ids: list[int], new: Sequence[int]) -> tuple[int, str]:
+        """Append new ids to those of the context, up to the one that ends the output.
+
+        Returns:
+            How many were appended, and the text that is certain now.
+        """
+        detokenizer = self.detokenizer
+        text = ""
+        num_taken = 0
+        for token_id in new:
+            if token_id in self.stop_ids:
+                is_named = token_id in self.sampling.stop_token_ids
+                self.ending = Ending("stop", token_id if is_named else None)
+                break
+            ids.append(token_id)
+            num_taken += 1
+            length = len(ids)
+            can_stop = length - self.num_prompt >= self.sampling.min_tokens
+            text += detokenizer.push(token_id, can_stop=can_stop)
+            if detokenizer.stop is not None:
+                self.ending = Ending("stop", detokenizer.stop)
+                break
+            if length >= self.end:
+                self.ending = Ending("length", None)
+                break
+        if self._is_grammar_over() and detokenizer.stop is None and num_taken == len(new):
+            self.ending = Ending("stop", None)
+        if self.ending is not None:
+            text += detokenizer.finish()
+        return num_taken, text
+
+    def mask(self, length: int) -> bytes | None:
+        """Which ids the model may say as number `length` of the context; None: any."""
+        constraint = self.constraint
+        if constraint is None or not self.can_sample:
+            return None
+        sampling = self.sampling
+        if length - self.num_prompt < sampling.min_tokens:
+            return constraint.without([*self.eos_ids, *sampling.stop_token_ids])
+        if sampling.ignore_eos:
+            return constraint.without([*self.eos_ids])
+        return constraint.mask
+
+    @property
+    def wants_validation(self) -> bool:
+        """It is over, and its text is still to be held against what its grammar left out."""
+        constraint = self.constraint
+        return (
+            constraint is not None
+            and constraint.is_relaxed
+            and constraint.is_valid is None
+            and constraint.is_met
+            and self.detokenizer.stop is None
+        )
+
+    def finished(self, context: int) -> Finished:
+        """Return the report of its end."""
+        assert self.ending is not None
+        detokenizer, constraint = self.detokenizer, self.constraint
+        num_kept, leftover = detokenizer.kept()
+        verdict: Verdict = "none"
+        if constraint is not None:
+            verdict = "cut" if detokenizer.stop is not None else constraint.verdict
+        return Finished(
+            context,
+            self.ending.reason,
+            detokenizer.text,
+            num_kept,
+            leftover,
+            self.num_decoded,
+            self.ending.stop,
+            self.num_forced,
+            verdict,
+        )
+
+    def _is_grammar_over(self) -> bool:
+        constraint = self.constraint
+        return constraint is not None and not constraint.is_held and constraint.is_over

@@ -1,0 +1,179 @@
+"""Grammars as llguidance compiles them: limits, and how a refusal reads.
+
+A constraint travels as JSON, `{"grammars": [{"lark_grammar": ...} or {"json_schema": ...}]}`.
+A JSON schema is compiled strictly first: what the compiler cannot enforce is refused, not
+passed over. Where that fails it is compiled leniently, and then the finished text has to be
+held against the schema (`schema_of`, `is_valid`): it is *relaxed*.
+
+Knows grammars and their compiler; refuses to know threads, processes, contexts and steps.
+Kept true: whatever a grammar is, compiling it ends in a matcher or an EngineError.
+
+    constraint.invalid        no grammar, or one that no text can satisfy
+    constraint.too_large      more text than MAX_BYTES
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import llguidance
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from .api import EngineError
+
+MAX_BYTES: Final = 2 * 1024 * 1024
+"""Of a constraint's JSON."""
+MAX_STATES: Final = 20_000
+"""Lexer states that all outputs under one compiled grammar may make; about 1.2 kB each."""
+_MAX_MESSAGE: Final = 300
+
+
+class Compiled(NamedTuple):
+    """A grammar that outputs can be held to."""
+
+    matcher: LLMatcher
+    """At the start of the language; copied for every output, never moved itself."""
+    source: str
+    """What it was compiled from: the constraint, or its relaxed form."""
+
+
+def compile_grammar(tokenizer: LLTokenizer, constraint: str) -> Compiled:
+    """Compile a constraint exactly as it is written, relaxed already or not.
+
+    Raises:
+        EngineError: `constraint.invalid` or `constraint.too_large`.
+    """
+    if len(constraint) > MAX_BYTES:
+        raise EngineError(
+            "constraint.too_large",
+            f"a constraint of {len(constraint):,} characters; at most {MAX_BYTES:,} are taken",
+        )
+    matcher = LLMatcher(tokenizer, constraint, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise EngineError("constraint.invalid", _message(matcher.get_error()))
+    return Compiled(matcher, constraint)
+
+
+def compile_strict_or_relaxed(tokenizer: LLTokenizer, constraint: str) -> Compiled:
+    """Compile a constraint, leniently where strictly does not do.
+
+    Raises:
+        EngineError: the strict compiler's reason, if both refuse.
+    """
+    try:
+        return compile_grammar(tokenizer, constraint)
+    except EngineError as error:
+        relaxed = relax(constraint) if error.code == "constraint.invalid" else None
+        if relaxed is None:
+            raise
+        try:
+            return compile_grammar(tokenizer, relaxed)
+        except EngineError:
+            raise error from None
+
+
+def limits() -> LLParserLimits:
+    """Return what compiling and one step may cost.
+
+    Rows of 1,000 items cost an ambiguous grammar 40 ms a token before it is refused; those
+    of the compiler's default, 2,000, cost it 400 ms.
+    """
+    return LLParserLimits(
+        max_items_in_row=1_000,
+        step_max_items=20_000,
+        max_lexer_states=MAX_STATES,
+        verbose_errors=False,
+    )
+
+
+def relax(constraint: str) -> str | None:
+    """Return the constraint with its schemas compiled leniently; None where it has none."""
+    grammars = _grammars(constraint)
+    if not any("json_schema" in each for each in grammars):
+        return None
+    lenient = [_lenient(each) if "json_schema" in each else each for each in grammars]
+    return msgspec.json.encode({"grammars": lenient}).decode()
+
+
+def schema_of(constraint: str) -> Any:
+    """Return the JSON schema that a constraint consists of; None for any other one."""
+    grammars = _grammars(constraint)
+    return grammars[0].get("json_schema") if len(grammars) == 1 else None
+
+
+def is_valid(schema: Any, text: str) -> bool:
+    """Say whether a text is JSON that a schema allows; what the schema refers to stays unread.
+
+    Takes as long as the schema wants: to be called where that can be ended from outside.
+    """
+    # Imported here: the engine itself compiles only.
+    import jsonschema
+    import jsonschema.validators
+    import referencing
+
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    # A registry of our own: the library's default one would fetch what a `$ref` names.
+    return bool(kind(schema, registry=referencing.Registry()).is_valid(value))
+
+
+def accepts(compiled: Compiled, tokens: Sequence[int]) -> bool:
+    """Say whether these tokens are a whole text of the language."""
+    matcher = compiled.matcher.deep_copy()
+    return (
+        matcher.try_consume_tokens(list(tokens)) == len(tokens)
+        and matcher.is_accepting()
+        and not matcher.is_error()
+    )
+
+
+def byte_tokenizer(special: Sequence[str]) -> LLTokenizer:
+    """Return a tokenizer of 256 bytes and the given special tokens: made in a millisecond."""
+    return LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special)), eos_token=[256])
+
+
+class _Bytes:
+    """What llguidance wants to know of a tokenizer (its names)."""
+
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self, special: Sequence[str]) -> None:
+        names = ["<|conure:end|>", *special]
+        self.tokens = [bytes([byte]) for byte in range(256)] + [name.encode() for name in names]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def _grammars(constraint: str) -> list[dict[str, Any]]:
+    """Return the grammars of a constraint; none where it is not the JSON it should be."""
+    try:
+        content = msgspec.json.decode(constraint)
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    grammars = content.get("grammars") if isinstance(content, dict) else None
+    if not isinstance(grammars, list) or not all(isinstance(each, dict) for each in grammars):
+        return []
+    return grammars
+
+
+def _lenient(grammar: Mapping[str, Any]) -> dict[str, Any]:
+    schema = grammar["json_schema"]
+    if not isinstance(schema, dict):
+        return dict(grammar)
+    options = schema.get("x-guidance")
+    known = options if isinstance(options, dict) else {}
+    return {**grammar, "json_schema": {**schema, "x-guidance": {**known, "lenient": True}}}
+
+
+def _message(reason: str) -> str:
+    """Return the compiler's reason as one line; it goes on with its state, which tells nobody."""
+    line = " ".join(reason.split("\n<")[0].split()) or "the grammar cannot be compiled"
+    return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " ..."

@@ -1,0 +1,369 @@
+"""Cuts the work items of a step into tiles: queries whose scores are one matrix.
+
+A tile holds neighbouring queries, at most so many that its scores fit `SCORE_BYTES`. Each
+item that serves some of them becomes one or several pieces, and each piece gets columns of
+the matrix of its own, the same for all of its queries. Rows are ordered so that the queries
+of every item are neighbours: along the tree of prefixes, then by length.
+
+A stretch whose slots follow each other is read in place, where it is long enough to be worth
+a call. What remains of queries with items of their own (decoding: the blocks at their ends)
+is gathered for many queries at once, padded to the longest. New tokens of one row see each
+other causally: a tile leaves out what none of its queries sees and masks the triangle.
+
+Knows items, slots and sizes; its tensors are indices and masks. Kept true: for each query the
+columns of its pieces hold each position that it sees exactly once; whatever else stands in
+its row of scores is -inf, by a bias or because nothing writes there; padding repeats a slot
+of the same query.
+
+Shapes: Q queries of a tile - C columns of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .plan import Integers, Item, Plan
+
+TILE_QUERIES: Final = 128
+"""Queries of a tile at most: more of them compute more above the diagonal, fewer read keys
+more often."""
+SCORE_BYTES: Final = 2**25
+"""Scores of a tile are at most this much, or one query's."""
+GATHER_BYTES: Final = 2**21
+"""Keys that one call gathers for several queries are at most this much."""
+RUN_TOKENS: Final = 128
+"""A shorter stretch is not worth a call of its own where others are gathered anyway."""
+COLUMNS: Final = 16
+"""Decoding queries get columns in such steps: a library call of a new shape costs as much as
+ten of a known one."""
+SPARE_COLUMNS: Final = 256
+"""A query may have so many unused columns, or half of all, before it gets another tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Keys and values for neighbouring queries of a tile, and the columns of their scores."""
+
+    first: int
+    """First query, counted in the tile."""
+    end: int
+    column: int
+    width: int
+    tokens: Tensor | slice
+    """Slots: [width], or [(end - first) * width] where each query has keys of its own.
+    Where heads lie one after the other an index counts through all of them: [K * width]."""
+    is_own: bool
+    """Each query has keys of its own."""
+    bias: Tensor | None
+    """Added to the last columns of the scores, 0 or -inf: [end - first, 1, columns]."""
+    is_first: bool
+    """None of the queries has a piece before this one."""
+
+
+@dataclass(slots=True)
+class Tile:
+    """Queries whose scores are one matrix, [Q, C] for every head."""
+
+    queries: Tensor | slice
+    """Packed queries, [Q]."""
+    num_queries: int
+    pieces: list[Piece] = field(default_factory=list)
+    width: int = 0
+    has_gaps: bool = False
+    """In some columns no piece writes the scores of some query."""
+    scores: Tensor | None = None
+    """With gaps: a matrix that holds -inf there, kept by the implementation."""
+
+
+class Sizes(NamedTuple):
+    """What a layer decides: how large a tile may be, and how its tensors look."""
+
+    dtype: torch.dtype
+    """Of the masks."""
+    kv_heads: int
+    num_slots: int | None
+    """Slots of a head where heads lie one after the other: slots are then counted through."""
+
+    score_bytes: int
+    """Of one column of one query, all heads together."""
+    token_bytes: int
+    """Of the keys of one token."""
+
+
+class _Span(NamedTuple):
+    """Queries of one row that lie in one tile."""
+
+    row: int
+    begin: int
+    """First and last query, counted among the row's new tokens."""
+    end: int
+    first: int
+    """Where they stand in the tile."""
+
+
+def cut(plan: Plan, window: int | None, sizes: Sizes) -> list[Tile]:
+    """Return the tiles of a step; together they name every query once.
+
+    Args:
+        plan: Of the step.
+        window: Positions that a query sees, its own included; None sees all.
+        sizes: Of the layer.
+    """
+    items = plan.items(window)
+    row_of = np.repeat(np.arange(plan.num_rows), plan.num_new)
+    rows_of = [_distinct(row_of[item.queries]) for item in items]
+    builders = _fill(plan, _order(plan, rows_of), plan.binding(window), sizes)
+    for item, rows in zip(items, rows_of, strict=True):
+        for builder in builders:
+            builder.add(item, rows)
+    return [builder.finish() for builder in builders]
+
+
+def _distinct(rows: Integers) -> list[int]:
+    """Return rows without repetition; equal ones are neighbours."""
+    return list(dict.fromkeys(rows.tolist()))
+
+
+def _order(plan: Plan, rows_of: Sequence[list[int]]) -> list[int]:
+    """Order rows so that those of every item are neighbours, then by length."""
+    # Parents come before their children among items: the items of a row are its path.
+    paths: list[list[int]] = [[] for _ in range(plan.num_rows)]
+    for index, rows in enumerate(rows_of):
+        if len(rows) > 1:
+            for row in rows:
+                paths[row].append(index)
+    lengths, counts = plan.kv_len.tolist(), plan.num_new.tolist()
+    return sorted(range(plan.num_rows), key=lambda row: (paths[row], counts[row], lengths[row]))
+
+
+def _fill(plan: Plan, order: list[int], window: int | None, sizes: Sizes) -> list[_Builder]:
+    """Deal the queries of the rows, in order, out to tiles."""
+    builders: list[_Builder] = []
+    spans: list[_Span] = []
+    num, least, most = 0, 0, 0
+    for row in order:
+        count, length = int(plan.num_new[row]), int(plan.kv_len[row])
+        begin = 0
+        while begin < count:
+            need = length - count + begin + 1
+            if window is not None:
+                need = min(need, window)
+            room = max(1, SCORE_BYTES // (sizes.score_bytes * max(most, need + TILE_QUERIES)))
+            room = min(room, TILE_QUERIES) - num
+            is_alike = max(most, need) <= 2 * min(least, need) + SPARE_COLUMNS
+            if spans and (room <= 0 or not is_alike):
+                builders.append(_Builder(plan, spans, sizes))
+                spans, num = [], 0
+                continue
+            end = min(count, begin + max(room, 1))
+            least = min(least, need) if spans else need
+            most = max(most if spans else 0, need + end - begin)
+            spans.append(_Span(row, begin, end, num))
+            num += end - begin
+            begin = end
+            if begin < count:
+                builders.append(_Builder(plan, spans, sizes))
+                spans, num = [], 0
+    builders.append(_Builder(plan, spans, sizes))
+    return builders
+
+
+class _Builder:
+    """Puts pieces into one tile."""
+
+    def __init__(self, plan: Plan, spans: list[_Span], sizes: Sizes) -> None:
+        self._plan = plan
+        self._spans = spans
+        self._places = {span.row: place for place, span in enumerate(spans)}
+        self._sizes = sizes
+        self._max_gathered = max(1, GATHER_BYTES // sizes.token_bytes)
+        self._columns = [0] * len(spans)
+        """Where the next piece of each span may begin."""
+        self._is_served = [False] * len(spans)
+        self._rest: dict[int, Integers] = {}
+        """Slots that single queries still lack, by span."""
+        starts = plan.query_start
+        queries = np.concatenate(
+            [np.arange(starts[s.row] + s.begin, starts[s.row] + s.end) for s in spans]
+        )
+        self._tile = Tile(run_or_index(queries), len(queries))
+
+    def add(self, item: Item, rows: list[int]) -> None:
+        """Put the part of an item that concerns this tile into pieces."""
+        places = [self._places[row] for row in rows if row in self._places]
+        if not places:
+            return
+        tokens = item.slots(self._plan.block_size)
+        first, last = min(places), max(places)
+        assert last - first + 1 == len(places), "the rows of an item are not neighbours"
+        if item.causal:
+            self._add_causal(item, first, tokens)
+            return
+        span = self._spans[first]
+        is_single = first == last and span.end - span.begin == 1
+        runs, rest = _long_runs(tokens, COLUMNS if is_single else 1)
+        for run in runs:
+            self._put(first, last, run)
+        if not len(rest):
+            return
+        if is_single and first not in self._rest and len(rest) <= self._max_gathered // 2:
+            self._rest[first] = rest
+        else:
+            self._put(first, last, rest)
+
+    def finish(self) -> Tile:
+        """Return the tile after its last item."""
+        for bucket in self._buckets():
+            self._put_own(bucket)
+        tile = self._tile
+        tile.width = max(self._columns)
+        tile.has_gaps |= min(self._columns) < tile.width
+        return tile
+
+    def _add_causal(self, item: Item, place: int, tokens: Integers) -> None:
+        """Put in what the queries of a span see of their own row."""
+        span = self._spans[place]
+        num, num_new = span.end - span.begin, len(item.queries)
+        end = len(tokens) - num_new + span.end
+        if item.window is not None:
+            begin = max(0, end - num - item.window + 1)
+            seen = _window_bias(num, end - begin, item.window)
+            self._put(place, place, tokens[begin:end], seen)
+            return
+        bias = _triangle(num) if num > 1 else None
+        if _is_run(tokens[:end]):
+            self._put(place, place, tokens[:end], bias)
+            return
+        runs, rest = _long_runs(tokens[: end - num], 1)
+        for run in runs:
+            self._put(place, place, run)
+        self._put(place, place, np.concatenate((rest, tokens[end - num : end])), bias)
+
+    def _put(self, first: int, last: int, tokens: Integers, bias: Tensor | None = None) -> None:
+        """Append a piece whose queries all read the same keys."""
+        self._append(first, last, len(tokens), run_or_index(tokens), bias, is_own=False)
+
+    def _put_own(self, places: list[int]) -> None:
+        """Append a piece of neighbouring single queries with keys of their own."""
+        stretches = [self._rest[place] for place in places]
+        lengths = np.array([len(stretch) for stretch in stretches])
+        width = -(-int(lengths.max()) // COLUMNS) * COLUMNS
+        padded = np.empty((len(stretches), width), dtype=np.int64)
+        for row, stretch in enumerate(stretches):
+            padded[row, : len(stretch)] = stretch
+            padded[row, len(stretch) :] = stretch[0]
+        bias: Tensor | None = None
+        if int(lengths.min()) < width:
+            unused = np.arange(width) >= lengths[:, None]
+            bias = torch.from_numpy(np.where(unused, -np.inf, 0.0))[:, None]
+        tokens = torch.from_numpy(padded.reshape(-1))
+        self._append(places[0], places[-1], width, tokens, bias, is_own=True)
+
+    def _append(
+        self,
+        first: int,
+        last: int,
+        width: int,
+        tokens: Tensor | slice,
+        bias: Tensor | None,
+        *,
+        is_own: bool,
+    ) -> None:
+        places = range(first, last + 1)
+        column = max(self._columns[place] for place in places)
+        is_first = not any(self._is_served[place] for place in places)
+        assert is_first or all(self._is_served[place] for place in places)
+        for place in places:
+            self._tile.has_gaps |= self._columns[place] < column
+            self._columns[place] = column + width
+            self._is_served[place] = True
+        begin, end = self._spans[first].first, self._spans[last]
+        num_slots = self._sizes.num_slots
+        if num_slots is not None and isinstance(tokens, Tensor):
+            begins = torch.arange(self._sizes.kv_heads)[:, None] * num_slots
+            tokens = (begins + tokens).view(-1)
+        self._tile.pieces.append(
+            Piece(
+                first=begin,
+                end=end.first + end.end - end.begin,
+                column=column,
+                width=width,
+                tokens=tokens,
+                is_own=is_own,
+                bias=None if bias is None else bias.to(self._sizes.dtype),
+                is_first=is_first,
+            )
+        )
+
+    def _buckets(self) -> Iterator[list[int]]:
+        """Yield neighbouring spans whose rests are worth one padded call."""
+        bucket: list[int] = []
+        least = most = 0
+        for place in sorted(self._rest):
+            length = len(self._rest[place])
+            low, high = min(least, length), max(most, length)
+            fits = (len(bucket) + 1) * high <= self._max_gathered
+            # A much shorter one would be mostly padding.
+            is_alike = high <= 2 * low or high - low <= RUN_TOKENS
+            is_next = bucket and place == bucket[-1] + 1
+            is_alike &= not bucket or self._is_served[place] == self._is_served[bucket[0]]
+            if bucket and not (fits and is_alike and is_next):
+                yield bucket
+                bucket = []
+            if not bucket:
+                low = high = length
+            bucket.append(place)
+            least, most = low, high
+        if bucket:
+            yield bucket
+
+
+def run_or_index(numbers: Integers) -> Tensor | slice:
+    """Return a slice where the numbers follow each other, so that nothing is gathered."""
+    if _is_run(numbers):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return torch.from_numpy(numbers)
+
+
+def _is_run(numbers: Integers) -> bool:
+    if int(numbers[-1]) - int(numbers[0]) != len(numbers) - 1:
+        return False
+    return bool((np.diff(numbers) == 1).all())
+
+
+def _long_runs(tokens: Integers, unit: int) -> tuple[list[Integers], Integers]:
+    """Split slots into runs that are worth a call each, in whole units, and the rest."""
+    if len(tokens) < RUN_TOKENS:
+        return [], tokens
+    borders = np.flatnonzero(np.diff(tokens) != 1) + 1
+    ends = [0, *borders.tolist(), len(tokens)]
+    long: list[Integers] = []
+    short: list[Integers] = []
+    for begin, end in pairwise(ends):
+        middle = begin
+        if end - begin >= RUN_TOKENS:
+            middle = end - (end - begin) % unit
+        if middle > begin:
+            long.append(tokens[begin:middle])
+        short.append(tokens[middle:end])
+    return long, np.concatenate(short)
+
+
+def _triangle(num: int) -> Tensor:
+    """Return the bias [num, 1, num] of new tokens over themselves."""
+    return torch.full((num, num), float("-inf")).triu_(1)[:, None]
+
+
+def _window_bias(num: int, num_tokens: int, window: int) -> Tensor:
+    """Return the bias [num, 1, num_tokens] of new tokens at the end of a stretch."""
+    own = torch.arange(num_tokens - num, num_tokens)[:, None]
+    seen = torch.arange(num_tokens)[None, :]
+    visible = (seen <= own) & (seen > own - window)
+    return torch.zeros(num, num_tokens).masked_fill_(~visible, float("-inf"))[:, None]

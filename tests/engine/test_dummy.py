@@ -1,0 +1,180 @@
+"""Models of random weights: made in place, or written as folders for others."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conure.engine import bytelevel, checkpoint, dummy, frames, weights
+from conure.engine.api import EngineError, Sampling
+from conure.engine.frames import FrameSocket
+from conure.engine.local import LocalRunner
+from conure.engine.runner import Row
+
+from . import shrunk
+from .families import changes, model_type
+
+FAMILIES = ["llama", "gemma4_text", "gpt_oss", "deepseek_v3", "gpt2"]
+
+
+def config_of(folder: Path, name: str = "llama", **more: Any) -> Path:
+    shrunk.config_of(model_type(name), **{**changes(name), **more}).to_json_file(
+        folder / "config.json"
+    )
+    return folder
+
+
+def runner_of(path: Path, **options: Any) -> LocalRunner:
+    return LocalRunner(model=str(path), dummy=True, num_blocks=16, threads=1, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_written_folder_is_the_model_that_an_engine_makes(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    config_of(tmp_path, name)
+    folder = dummy.write(str(tmp_path), tmp_path / "out", dtype=dtype)
+    made = weights.make(checkpoint.read_dummy(str(tmp_path)), dtype)[0].state_dict()
+    read = weights.load(checkpoint.read(folder), "auto")[0].state_dict()
+    assert made.keys() == read.keys()
+    for key, tensor in made.items():
+        assert tensor.dtype == read[key].dtype
+        assert torch.equal(tensor, read[key])
+
+
+def test_weights_follow_the_seed_and_leave_the_random_numbers_of_others_alone(
+    tmp_path: Path,
+) -> None:
+    found = checkpoint.read_dummy(str(config_of(tmp_path)))
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    one, again, other = (
+        weights.make(found, "float32", seed=seed)[0].state_dict()["model.embed_tokens.weight"]
+        for seed in (5, 5, 6)
+    )
+    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_nothing_is_written_and_the_description_says_what_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    config_of(folder, dtype="bfloat16")
+    runner = runner_of(folder / "config.json")
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert runner.model == "tiny"
+    assert "LlamaForCausalLM" in runner.description
+    assert "bfloat16" in runner.description
+    assert "dummy random weights" in runner.description
+    assert runner.eos_ids == bytelevel.EOS_IDS
+    (sampled,) = runner.run([Row(0, [72, 105], 0, 2, [0], Sampling(max_tokens=1))], [])
+    assert 0 <= sampled < bytelevel.VOCAB_SIZE
+
+
+def test_a_config_under_another_name_gives_the_model_its_name(tmp_path: Path) -> None:
+    config_of(tmp_path)
+    path = (tmp_path / "config.json").rename(tmp_path / "huge-8b.json")
+    assert runner_of(path).model == "huge-8b"
+
+
+def test_ids_behind_the_bytes_are_written_as_numbers(tmp_path: Path) -> None:
+    config_of(tmp_path, vocab_size=1000)
+    tokenizer = Tokenizer.from_str(checkpoint.read_dummy(str(tmp_path)).tokenizer_json)
+    assert tokenizer.get_vocab_size() == 1000
+    assert tokenizer.decode([72, 105, 300, 999]) == "Hi 300 999"
+    assert tokenizer.encode("Hi 300").ids == list(b"Hi 300")
+
+
+def test_a_tokenizer_beside_the_config_is_used(tmp_path: Path) -> None:
+    config_of(tmp_path, vocab_size=20_000)
+    (tmp_path / "tokenizer.json").write_text(shrunk.with_bos(bytelevel.tokenizer_json()))
+    settings = {"chat_template": "mine", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    runner = runner_of(tmp_path)
+    assert (runner.bos_id, runner.chat_template) == (256, "mine")
+    written = checkpoint.read(dummy.write(str(tmp_path), tmp_path / "out"))
+    assert (written.bos_id, written.chat_template) == (256, "mine")
+    assert written.eos_ids == runner.eos_ids == (258,)
+
+
+def test_others_read_the_written_folder(tmp_path: Path) -> None:
+    folder = dummy.write(str(config_of(tmp_path)), tmp_path / "out", seed=3)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=False)
+    assert ids == [257, *b"user\nHi", 258, 10]
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder))
+    assert model.generation_config.eos_token_id == list(bytelevel.EOS_IDS)
+    assert model(torch.tensor([ids])).logits.shape == (1, len(ids), bytelevel.VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "named"),
+    [
+        (None, "model.not_found", "config"),
+        ("{", "model.invalid", "no JSON"),
+        ('{"model_type": "llama", "vocab_size": 100}', "model.unsupported", "259 ids of bytes"),
+        ('{"model_type": "llama"}', "model.unsupported", "vocab_size"),
+        ('{"model_type": "nothing", "vocab_size": 300}', "model.unsupported", "nothing"),
+        ('{"vocab_size": 300}', "model.unsupported", "model type None"),
+        ('{"model_type": "mamba", "vocab_size": 300}', "model.unsupported", "recurrent"),
+        ('{"model_type": "llama", "vocab_size": 300, "auto_map": {}}', "model.unsupported", "code"),
+        (
+            '{"model_type": "llama", "vocab_size": 300, "hidden_size": "x"}',
+            "model.unsupported",
+            "hidden_size",
+        ),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused_in_one_sentence(
+    content: str | None, code: str, named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(EngineError) as refused:
+        runner_of(path)
+    assert refused.value.code == code
+    assert named in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_the_command_writes_a_folder_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(config_of(tmp_path)), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert dummy.main(arguments) == 0
+    assert checkpoint.read(tmp_path / "out").config["dtype"] == "bfloat16"
+    capsys.readouterr()
+    assert dummy.main(arguments) == 1
+    assert capsys.readouterr().err.strip().endswith("exists already")
+
+
+def test_an_engine_process_serves_a_config(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "conure.engine", "--fd", str(theirs.fileno())]
+        options = ["--epoch", "1", "local", "--dummy-weights", str(config_of(tmp_path))]
+        with subprocess.Popen(
+            [*command, *options, "--num-blocks", "8", "--threads", "1"],
+            pass_fds=(theirs.fileno(),),
+        ) as process:
+            theirs.close()
+            payloads = FrameSocket(ours).receive(wait=True)
+            assert payloads is not None
+            hello = frames.decode_hello(payloads[0])
+            ours.close()
+            assert process.wait(timeout=20) == 0
+    assert "dummy random weights" in hello.description
+    assert hello.tokenizer_json == bytelevel.tokenizer_json()

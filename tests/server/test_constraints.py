@@ -1,0 +1,303 @@
+"""Constraints from HTTP to the fake engine and back: values, counts, refusals, OpenAI's words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from conure.server.app import create_app
+from conure.server.config import Config
+
+from .service_double import in_process, over_socket
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+UNIQUE = {"type": "array", "items": {"type": "integer", "maximum": 9}, "uniqueItems": True}
+SCRIPT = [
+    {"match": "person", "text": '{"name":"Jo","age":42}'},
+    {"match": "twice", "text": "[1,1]"},
+    {"match": "once", "text": "[1,2]"},
+    {"match": "decide", "text": "probably not"},
+]
+
+
+@contextlib.asynccontextmanager
+async def client_of(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    app = create_app(Config(data=tmp_path / "data", engine="fake", script=script))
+    async with in_process(app) as client:
+        yield client
+
+
+def program(prompt: str, **output: Any) -> dict[str, Any]:
+    slot = {"output": "answer", "max_tokens": 60, "temperature": 0, **output}
+    node = {"id": "ask", "op": "generate", "prompt": [{"text": prompt}, slot]}
+    return {"program": {"nodes": [node], "outputs": ["answer"]}}
+
+
+async def run(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    """Submit, wait for the answer, and return the program's status."""
+    accepted = await client.post("/v1/programs", json=body)
+    assert accepted.status_code == 202, accepted.text
+    path = accepted.headers["location"]
+    await client.get(f"{path}/variables/answer", params={"wait_s": 20})
+    await client.get(f"{path}/events")
+    status: dict[str, Any] = (await client.get(path)).json()
+    return status
+
+
+@pytest.mark.parametrize(
+    ("prompt", "constraint", "value"),
+    [
+        ("a person", {"json_schema": PERSON}, {"name": "Jo", "age": 42}),
+        ("decide", {"choices": ["yes", "no"]}, "yes"),
+        ("decide", {"regex": "[a-z]+ [a-z]+"}, "probably not"),
+        ("decide", {"lark": 'start: "maybe" | "probably"'}, "probably"),
+        ("decide", {"type": "bool"}, True),
+        ("once", {"type": "int"}, 12),
+        ("once", {"type": "float"}, 12),
+        ("decide", {"type": "list"}, ["probably not"]),
+        ("decide", {"type": "string"}, "probably not"),
+    ],
+)
+async def test_every_kind_of_constraint_is_kept(
+    tmp_path: Path, prompt: str, constraint: dict[str, Any], value: Any
+) -> None:
+    async with client_of(tmp_path) as client:
+        status = await run(client, program(prompt, constraint=constraint))
+        assert status["status"] == "done", status
+        found = status["variables"]["answer"]["value"]
+        assert type(found) is type(value)
+        assert found == value or constraint.get("type") == "bool"
+
+
+async def test_forced_tokens_are_counted_apart(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
+        status = await run(client, program("a person", constraint={"json_schema": PERSON}))
+        text = '{"name":"Jo","age":42}'
+        # The model says Jo, the quote and 42: at most 99 ends by itself.
+        tokens = {"decoded": 5, "forced": len(text) - 5, "discarded": 0}
+        assert status["nodes"]["ask"]["output_tokens"] == tokens
+        assert status["receipt"]["output_tokens"] == tokens
+        assert status["receipt"]["prompt_tokens"]["computed"] == len("a person")
+
+
+async def test_a_constrained_output_stands_in_the_prompt_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with client_of(tmp_path) as client:
+        body = program("a person", constraint={"json_schema": PERSON})
+        node = body["program"]["nodes"][0]
+        node["prompt"] += [
+            {"text": " decide: "},
+            {"output": "next", "max_tokens": 9, "constraint": {"choices": ["yes", "no"]}},
+        ]
+        body["options"] = {"trace": True}
+        status = await run(client, body)
+        first, second = status["nodes"]["ask"]["trace"]
+        text = 'a person{"name":"Jo","age":42} decide: '
+        assert bytes(second["prompt_ids"]).decode() == text
+        assert status["nodes"]["ask"]["prompt_tokens"]["logical"] == len("a person") + len(text)
+        assert bytes(first["output_ids"]).decode() == '{"name":"Jo","age":42}'
+
+
+async def test_an_output_that_is_cut_has_no_value_and_says_why(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
+        body = program("a person", constraint={"json_schema": PERSON}, max_tokens=12)
+        status = await run(client, body)
+        error = status["variables"]["answer"]["error"]
+        assert error["code"] == "output.incomplete"
+        assert "max_tokens" in error["message"]
+        body = program("a person", constraint={"json_schema": PERSON}, stop=["age"])
+        error = (await run(client, body))["variables"]["answer"]["error"]
+        assert error["code"] == "output.incomplete"
+        assert "stop string" in error["message"]
+        body = program(
+            "a person", constraint={"json_schema": PERSON}, max_tokens=12, **{"as": "text"}
+        )
+        assert (await run(client, body))["variables"]["answer"]["value"] == '{"name":"Jo"'
+        body = program(
+            "a person", constraint={"json_schema": PERSON}, max_tokens=12, **{"as": "message"}
+        )
+        message = (await run(client, body))["variables"]["answer"]["value"]
+        assert message["finish_reason"] == "length"
+        assert message["usage"]["completion_tokens"] == 12
+
+
+async def test_what_a_grammar_cannot_enforce_is_checked_on_the_text_and_flagged(
+    tmp_path: Path,
+) -> None:
+    async with client_of(tmp_path) as client:
+        status = await run(client, program("once", constraint={"json_schema": UNIQUE}))
+        assert status["variables"]["answer"]["value"] == [1, 2]
+        assert status["nodes"]["ask"]["constraint_relaxed"] is True
+        status = await run(client, program("twice", constraint={"json_schema": UNIQUE}))
+        assert status["variables"]["answer"]["error"]["code"] == "output.invalid"
+        status = await run(client, program("a person", constraint={"json_schema": PERSON}))
+        assert "constraint_relaxed" not in status["nodes"]["ask"]
+
+
+async def test_a_constraint_that_is_none_is_refused_before_any_work(
+    tmp_path: Path,
+) -> None:
+    async with client_of(tmp_path) as client:
+        for constraint, code in (
+            ({"lark": "start: ("}, "constraint.invalid"),
+            ({"regex": "(?=a)b"}, "constraint.invalid"),
+            (
+                {"json_schema": {"type": "string", "minLength": 3, "maxLength": 2}},
+                "constraint.invalid",
+            ),
+            ({"json_schema": {"type": "integer", "multipleOf": 999_983}}, "constraint.too_complex"),
+            ({"lark": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "constraint.invalid"),
+        ):
+            begin = time.monotonic()
+            answer = await client.post("/v1/programs", json=program("x", constraint=constraint))
+            assert time.monotonic() - begin < 4
+            assert answer.status_code == 400
+            problem = answer.json()
+            assert problem["code"] == code
+            assert problem["path"] == "program.nodes[0].prompt[1].constraint"
+            # Known by now, and still refused; the engine lives.
+            begin = time.monotonic()
+            again = await client.post("/v1/programs", json=program("x", constraint=constraint))
+            assert (again.status_code, again.json()["code"]) == (400, code)
+            assert time.monotonic() - begin < 1
+        status = await run(client, program("decide", constraint={"choices": ["yes", "no"]}))
+        assert status["status"] == "done"
+
+
+async def test_logprobs_bias_and_their_bounds(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
+        body = program("decide", logprobs=2, **{"as": "message"})
+        message = (await run(client, body))["variables"]["answer"]["value"]
+        content = message["logprobs"]["content"]
+        assert "".join(each["token"] for each in content) == message["content"] == "probably not"
+        assert [len(each["top_logprobs"]) for each in content] == [2] * len(content)
+        assert content[0]["bytes"] == [ord("p")]
+        assert content[0]["logprob"] < 0
+        for output, path in (
+            ({"logprobs": 2}, ".logprobs"),
+            ({"logprobs": 21, "as": "message"}, ".logprobs"),
+            ({"logit_bias": {"259": 1}}, ".logit_bias"),
+            ({"logit_bias": {"5": 1000}}, ".logit_bias.5"),
+            ({"logit_bias": {"x": 1}}, ".logit_bias"),
+        ):
+            answer = await client.post("/v1/programs", json=program("x", **output))
+            assert answer.status_code == 400, output
+            assert path in answer.json()["path"]
+        status = await run(client, program("decide", logit_bias={"5": 1.5, "100": -100}))
+        assert status["status"] == "done"
+
+
+async def test_a_grammar_is_checked_by_itself(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
+
+        async def check(**body: Any) -> dict[str, Any]:
+            answer = await client.post("/v1/grammar/check", json=body)
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        yes = {"choices": ["yes", "no"]}
+        assert await check(constraint=yes) == {
+            "is_supported": True,
+            "is_relaxed": False,
+            "matches": None,
+            "error": None,
+        }
+        assert (await check(constraint=yes, text="yes"))["matches"] is True
+        assert (await check(constraint=yes, text="ye"))["matches"] is False
+        found = await check(constraint={"json_schema": UNIQUE}, text="[1,1]")
+        assert (found["is_relaxed"], found["matches"]) == (True, False)
+        found = await check(constraint={"lark": "start: ["}, text="x")
+        assert (found["is_supported"], found["error"]["code"]) == (False, "constraint.invalid")
+        bad: list[dict[str, Any]] = [{"constraint": {}}, {}, {"constraint": {"x": 1}}]
+        for body in [*bad, {"constraint": {"regex": "a", "lark": "b"}}]:
+            answer = await client.post("/v1/grammar/check", json=body)
+            assert answer.status_code == 400
+
+
+@contextlib.asynccontextmanager
+async def official_of(tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    app = create_app(Config(data=tmp_path / "data", engine="fake", script=script))
+    async with (
+        over_socket(app) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+async def test_openai_response_formats(tmp_path: Path) -> None:
+    async with official_of(tmp_path) as official:
+        messages: Any = [{"role": "user", "content": "a person"}]
+        form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+        answer = await official.chat.completions.create(
+            model="default", messages=messages, response_format=form
+        )
+        assert json.loads(answer.choices[0].message.content or "") == {"name": "Jo", "age": 42}
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 22
+        answer = await official.chat.completions.create(
+            model="default", messages=messages, response_format={"type": "json_object"}
+        )
+        assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await official.chat.completions.create(
+                model="default", messages=messages, response_format=bad
+            )
+        assert (caught.value.code, caught.value.param) == ("constraint.invalid", "response_format")
+
+
+async def test_openai_n_answers_share_their_prompt(tmp_path: Path) -> None:
+    async with official_of(tmp_path) as official:
+        messages: Any = [{"role": "user", "content": "decide " * 40}]
+        answer = await official.chat.completions.create(
+            model="default", messages=messages, n=5, logprobs=True, top_logprobs=3, seed=7
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4]
+        for choice in answer.choices:
+            assert choice.message.content == "probably not"
+            assert choice.logprobs is not None
+            assert choice.logprobs.content is not None
+            told = choice.logprobs.content
+            assert "".join(each.token for each in told) == "probably not"
+            assert len(told[0].top_logprobs) == 3
+        usage = answer.usage
+        assert usage is not None
+        assert usage.completion_tokens == 5 * len("probably not") + 5
+        assert 280 < usage.prompt_tokens < 400
+
+
+async def test_openai_n_answers_stream_by_turns(tmp_path: Path) -> None:
+    async with official_of(tmp_path) as official:
+        messages: Any = [{"role": "user", "content": "decide"}]
+        stream = await official.chat.completions.create(
+            model="default", messages=messages, n=3, stream=True, logprobs=True
+        )
+        texts, reasons, told = [""] * 3, [""] * 3, [0] * 3
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                reasons[choice.index] += choice.finish_reason or ""
+                if choice.logprobs is not None:
+                    told[choice.index] += len(choice.logprobs.content or [])
+        assert texts == ["probably not"] * 3
+        assert reasons == ["stop"] * 3
+        assert told == [12] * 3
