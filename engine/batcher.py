@@ -57,8 +57,10 @@ def plan(work: Sequence[Context], memory: Memory, limits: Limits) -> Batch:
             # Its last reader, just before it in this step, needed less than it was to make.
             continue
         generation = context.generation
+        constraint = None if generation is None else generation.constraint
+        is_held = constraint is not None and constraint.is_held
         # The last token is run when it can be said what may follow it.
-        length = len(context.ids) - context.is_held
+        length = len(context.ids) - is_held
         if _is_decoding(context):
             num_decoding -= 1
             room = 1
@@ -71,7 +73,7 @@ def plan(work: Sequence[Context], memory: Memory, limits: Limits) -> Batch:
             if generation is None:
                 complete.append(context)
                 continue
-            if generation.is_held:
+            if is_held:
                 continue
             begin -= 1
         end = memory.reserve(context, begin, min(length, begin + room))
@@ -81,8 +83,9 @@ def plan(work: Sequence[Context], memory: Memory, limits: Limits) -> Batch:
         row = context.row
         row.start = begin
         row.num_new = end - begin
-        can_sample = generation is not None and generation.can_sample and end == length
-        row.sampling = generation.sampling if generation is not None and can_sample else None
+        row.sampling = None
+        if generation is not None and end == length and not is_held and generation.ending is None:
+            row.sampling = generation.sampling
         chosen.append(context)
         budget -= end - begin
     return Batch(chosen, complete)
@@ -90,9 +93,10 @@ def plan(work: Sequence[Context], memory: Memory, limits: Limits) -> Batch:
 
 def _is_decoding(context: Context) -> bool:
     """Whether one token is all that it needs, and nobody could spare it that one."""
+    generation = context.generation
     return (
-        context.generation is not None
+        generation is not None
         and len(context.ids) - context.num_computed <= 1
         and context.parent is None
-        and not context.generation.is_held
+        and (generation.constraint is None or not generation.constraint.is_held)
     )

@@ -165,8 +165,8 @@ class Engine:
         memory = self._memory
         memory.begin_step(self._num_steps)
         batch = plan(self._work, memory, self._limits)
-        is_held_up = any(context.is_held for context in self._work)
-        assert batch.chosen or batch.complete or is_held_up, "work that no step can do"
+        is_empty = not (batch.chosen or batch.complete)
+        assert not is_empty or any(c.is_held for c in self._work), "work that no step can do"
         rows = [context.row for context in batch.chosen]
         num_sampled = sum(row.sampling is not None for row in rows)
         try:

@@ -49,11 +49,6 @@ class Generation:
         return self.constraint is not None and self.constraint.is_held
 
     @property
-    def can_sample(self) -> bool:
-        """The model may be asked for the next id."""
-        return self.ending is None and not self.is_held
-
-    @property
     def error(self) -> EngineError | None:
         """Why it cannot go on, if it cannot."""
         return None if self.constraint is None or self.is_held else self.constraint.error
@@ -64,35 +59,46 @@ class Generation:
         Returns:
             How many were appended, and the text that is certain now.
         """
-        detokenizer = self.detokenizer
+        before = len(ids)
         text = ""
-        num_taken = 0
         for token_id in new:
-            if token_id in self.stop_ids:
-                is_named = token_id in self.sampling.stop_token_ids
-                self.ending = Ending("stop", token_id if is_named else None)
+            text += self.push(ids, token_id)
+            if self.ending is not None:
                 break
-            ids.append(token_id)
-            num_taken += 1
-            length = len(ids)
-            can_stop = length - self.num_prompt >= self.sampling.min_tokens
-            text += detokenizer.push(token_id, can_stop=can_stop)
-            if detokenizer.stop is not None:
-                self.ending = Ending("stop", detokenizer.stop)
-                break
-            if length >= self.end:
-                self.ending = Ending("length", None)
-                break
-        if self._is_grammar_over() and detokenizer.stop is None and num_taken == len(new):
+        num_taken = len(ids) - before
+        constraint = self.constraint
+        if (
+            constraint is not None
+            and not constraint.is_held
+            and constraint.is_over
+            and self.detokenizer.stop is None
+            and num_taken == len(new)
+        ):
+            text += self.detokenizer.finish() if self.ending is None else ""
             self.ending = Ending("stop", None)
-        if self.ending is not None:
-            text += detokenizer.finish()
         return num_taken, text
+
+    def push(self, ids: list[int], token_id: int) -> str:
+        """Append one id, unless it ends the output; return the text that is certain now."""
+        sampling = self.sampling
+        if token_id in self.stop_ids:
+            is_named = token_id in sampling.stop_token_ids
+            self.ending = Ending("stop", token_id if is_named else None)
+            return self.detokenizer.finish()
+        ids.append(token_id)
+        length = len(ids)
+        can_stop = length - self.num_prompt >= sampling.min_tokens
+        text = self.detokenizer.push(token_id, can_stop=can_stop)
+        if self.detokenizer.stop is not None:
+            self.ending = Ending("stop", self.detokenizer.stop)
+        elif length >= self.end:
+            self.ending = Ending("length", None)
+        return text if self.ending is None else text + self.detokenizer.finish()
 
     def mask(self, length: int) -> bytes | None:
         """Which ids the model may say as number `length` of the context; None: any."""
         constraint = self.constraint
-        if constraint is None or not self.can_sample:
+        if constraint is None or constraint.is_held:
             return None
         sampling = self.sampling
         if length - self.num_prompt < sampling.min_tokens:
@@ -132,7 +138,3 @@ class Generation:
             self.num_forced,
             verdict,
         )
-
-    def _is_grammar_over(self) -> bool:
-        constraint = self.constraint
-        return constraint is not None and not constraint.is_held and constraint.is_over

@@ -109,17 +109,17 @@ def is_valid(schema: Any, text: str) -> bool:
     Takes as long as the schema wants: to be called where that can be ended from outside.
     """
     # Imported here: the engine itself compiles only.
-    import jsonschema
-    import jsonschema.validators
-    import referencing
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+    from referencing import Registry
 
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return False
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    kind = validator_for(schema, default=Draft202012Validator)
     # A registry of our own: the library's default one would fetch what a `$ref` names.
-    return bool(kind(schema, registry=referencing.Registry()).is_valid(value))
+    return bool(kind(schema, registry=Registry()).is_valid(value))
 
 
 def accepts(compiled: Compiled, tokens: Sequence[int]) -> bool:

@@ -117,8 +117,16 @@ class Outputs:
         """Append a sampled id, and those that its constraint has follow; or end the output."""
         self._totals.decoded += 1
         generation.num_decoded += 1
-        new = [token_id]
         constraint = generation.constraint
+        if constraint is None and generation.sampling.logprobs is None:
+            # The plain case, once for each token that is decoded.
+            before = len(context.ids)
+            text = generation.push(context.ids, token_id)
+            if (new := context.ids[before:]) or text:
+                self._host.report(api.Tokens(context.id, new, text))
+            self._settle(context, generation)
+            return
+        new = [token_id]
         if constraint is not None and token_id not in generation.stop_ids:
             assert self._constraints is not None
             self._constraints.take(constraint, token_id)
@@ -181,30 +189,30 @@ class Outputs:
         """Append ids to an output, `num_sampled` of them from the model, before forced ones."""
         before = len(context.ids)
         num_taken, text = generation.take(context.ids, new)
-        length = len(context.ids)
         generation.num_forced += max(0, num_taken - num_sampled)
-        context.decoded[-1][1] = length
         if num_taken or text:
-            chances = self._chances(context, generation, num_taken, num_sampled)
+            chances: list[api.Chance] = []
+            if generation.sampling.logprobs is not None:
+                sampled, context.row.chance = context.row.chance, None
+                chances = [sampled] if num_sampled and sampled is not None else []
+                chances = [*chances, *[api.Chance(0.0)] * (num_taken - len(chances))][:num_taken]
             self._host.report(api.Tokens(context.id, context.ids[before:], text, chances))
-        if (error := generation.error) is not None:
+        self._settle(context, generation)
+
+    def _settle(self, context: Context, generation: Generation) -> None:
+        """Decide what follows from ids that were appended."""
+        length = len(context.ids)
+        context.decoded[-1][1] = length
+        constraint = generation.constraint
+        if constraint is not None and (error := generation.error) is not None:
             self._host.fail(context.id, error.code, error.message)
         elif generation.ending is not None:
             self.end(context, generation)
         elif length > self._num_slots:
             # The pool is smaller than the model's context: no way to go on, ever.
             self._refuse(context, length)
-        else:
+        elif constraint is not None:
             context.row.mask = generation.mask(length)
-
-    def _chances(
-        self, context: Context, generation: Generation, num_taken: int, num_sampled: int
-    ) -> list[api.Chance]:
-        if generation.sampling.logprobs is None:
-            return []
-        chance, context.row.chance = context.row.chance, None
-        sampled = [chance] if num_sampled and chance is not None else []
-        return [*sampled, *[api.Chance(0.0)] * (num_taken - len(sampled))][:num_taken]
 
     def _finish(self, context: Context, generation: Generation) -> None:
         """Report an output that is over; cut the context behind what it keeps."""
