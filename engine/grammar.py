@@ -14,7 +14,7 @@ Kept true: whatever a grammar is, compiling it ends in a matcher or an EngineErr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import llguidance
@@ -89,12 +89,14 @@ def limits() -> LLParserLimits:
 
 
 def relax(constraint: str) -> str | None:
-    """Return the constraint with its schemas compiled leniently; None where it has none."""
-    grammars = _grammars(constraint)
-    if not any("json_schema" in each for each in grammars):
+    """Return a constraint that is one schema, to be compiled leniently; None for any other."""
+    schema = schema_of(constraint)
+    if not isinstance(schema, dict):
         return None
-    lenient = [_lenient(each) if "json_schema" in each else each for each in grammars]
-    return msgspec.json.encode({"grammars": lenient}).decode()
+    options = schema.get("x-guidance")
+    options = {**(options if isinstance(options, dict) else {}), "lenient": True}
+    lenient = {"json_schema": {**schema, "x-guidance": options}}
+    return msgspec.json.encode({"grammars": [lenient]}).decode()
 
 
 def schema_of(constraint: str) -> Any:
@@ -103,23 +105,59 @@ def schema_of(constraint: str) -> Any:
     return grammars[0].get("json_schema") if len(grammars) == 1 else None
 
 
+def check_schema(schema: Any) -> None:
+    """Refuse what is no JSON schema; texts could not be held against it.
+
+    Raises:
+        EngineError: `constraint.invalid`.
+    """
+    from jsonschema.exceptions import SchemaError
+
+    kind = _validator(schema)
+    try:
+        kind.check_schema(schema, format_checker=kind.FORMAT_CHECKER)
+    except SchemaError as error:
+        where = "".join(f"[{step!r}]" for step in error.absolute_path)
+        raise EngineError(
+            "constraint.invalid", _message(f"not a JSON schema: {error.message} (at {where})")
+        ) from None
+    except RecursionError:
+        raise EngineError("constraint.invalid", "the schema is nested too deeply") from None
+
+
 def is_valid(schema: Any, text: str) -> bool:
     """Say whether a text is JSON that a schema allows; what the schema refers to stays unread.
 
     Takes as long as the schema wants: to be called where that can be ended from outside.
+
+    Raises:
+        EngineError: `constraint.invalid` if the schema turns out to be no schema.
     """
-    # Imported here: the engine itself compiles only.
-    from jsonschema import Draft202012Validator
-    from jsonschema.validators import validator_for
     from referencing import Registry
 
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return False
-    kind = validator_for(schema, default=Draft202012Validator)
     # A registry of our own: the library's default one would fetch what a `$ref` names.
-    return bool(kind(schema, registry=Registry()).is_valid(value))
+    validator = _validator(schema)(schema, registry=Registry())
+    try:
+        return bool(validator.is_valid(value))
+    except Exception as error:
+        # References that lead nowhere or in circles; there are many more ways to be wrong.
+        raise EngineError(
+            "constraint.invalid",
+            _message(f"no text can be held against the schema: {error!r}"),
+        ) from error
+
+
+def _validator(schema: Any) -> Any:
+    """Return the class of validators for a schema's dialect."""
+    # Imported here: the engine itself compiles only.
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+
+    return validator_for(schema, default=Draft202012Validator)
 
 
 def accepts(compiled: Compiled, tokens: Sequence[int]) -> bool:
@@ -162,15 +200,6 @@ def _grammars(constraint: str) -> list[dict[str, Any]]:
     if not isinstance(grammars, list) or not all(isinstance(each, dict) for each in grammars):
         return []
     return grammars
-
-
-def _lenient(grammar: Mapping[str, Any]) -> dict[str, Any]:
-    schema = grammar["json_schema"]
-    if not isinstance(schema, dict):
-        return dict(grammar)
-    options = schema.get("x-guidance")
-    known = options if isinstance(options, dict) else {}
-    return {**grammar, "json_schema": {**schema, "x-guidance": {**known, "lenient": True}}}
 
 
 def _message(reason: str) -> str:

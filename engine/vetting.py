@@ -145,18 +145,18 @@ def main() -> None:
     tokenizer = grammar.byte_tokenizer(msgspec.msgpack.decode(first, type=list[str]))
 
     def look(question: Question) -> Verdict:
-        try:
-            compiled = grammar.compile_strict_or_relaxed(tokenizer, question.constraint)
-        except EngineError as error:
-            return Verdict(code=error.code, message=error.message)
+        compiled = grammar.compile_strict_or_relaxed(tokenizer, question.constraint)
         # The lexer is built as masks are asked for.
         compiled.matcher.deep_copy().compute_bitmask()
+        is_relaxed = compiled.source != question.constraint
+        schema = grammar.schema_of(question.constraint) if is_relaxed else None
+        if is_relaxed:
+            grammar.check_schema(schema)
         if question.text is None:
             return Verdict(compiled.source)
         matches = grammar.accepts(compiled, list(question.text.encode()))
-        if matches and compiled.source != question.constraint:
-            schema = grammar.schema_of(question.constraint)
-            matches = schema is None or grammar.is_valid(schema, question.text)
+        if matches and is_relaxed:
+            matches = grammar.is_valid(schema, question.text)
         return Verdict(compiled.source, matches=matches)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -167,7 +167,10 @@ def main() -> None:
     while (payload := _read(source, None)) is not None:
         # Should the engine die meanwhile, nobody else would end what does not end itself.
         signal.alarm(math.ceil(DEADLINE_S) + 1)
-        verdict = look(msgspec.msgpack.decode(payload, type=Question))
+        try:
+            verdict = look(msgspec.msgpack.decode(payload, type=Question))
+        except EngineError as error:
+            verdict = Verdict(code=error.code, message=error.message)
         signal.alarm(0)
         _write(sink, msgspec.msgpack.encode(verdict))
 

@@ -84,6 +84,30 @@ def test_what_the_compiler_cannot_enforce_is_relaxed_and_held_against_the_text(
     assert vetter.ask(Question(unique, "[1,")).matches is False
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"uniqueItems": True, "items": {"pattern": 5}}, "uniqueItems"),
+        ({"not": {"pattern": "("}}, "regex"),
+        ({"if": 5}, "5 is not of type"),
+        ({"oneOf": "no list"}, ""),
+    ],
+)
+def test_a_schema_that_would_be_relaxed_has_to_be_a_schema(
+    vetter: Vetter, content: Any, why: str
+) -> None:
+    before = vetter.pid
+    error = refusal(vetter, schema(content), "{}")
+    assert error.code == "constraint.invalid"
+    assert why in error.message
+    assert vetter.pid == before
+
+
+def test_a_reference_to_nowhere_refuses_the_text(vetter: Vetter) -> None:
+    error = refusal(vetter, schema({"not": {"$ref": "#/nowhere"}}), "{}")
+    assert error.code == "constraint.invalid"
+
+
 def nested(depth: int) -> Any:
     content: Any = {"type": "string"}
     for _ in range(depth):
