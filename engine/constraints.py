@@ -76,7 +76,7 @@ class Constraints:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._num_bytes = 0
         self._waiting: dict[bytes, list[Constraint]] = {}
-        self._done: SimpleQueue[Constraint | api.Checked] = SimpleQueue()
+        self._done: list[Constraint | api.Checked] = []
         self._num_pending = 0
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_out, False)
@@ -151,16 +151,14 @@ class Constraints:
         """Return what has become ready; what was held is not any more."""
         if not self._num_pending:
             return []
-        with suppress(BlockingIOError):
-            while os.read(self._wake_out, 4096):
-                pass
-        ready: list[Constraint | api.Checked] = []
-        while not self._done.empty():
-            item = self._done.get()
-            self._num_pending -= 1
+        with self._lock:
+            ready, self._done = self._done, []
+            with suppress(BlockingIOError):
+                os.read(self._wake_out, 65_536)
+        self._num_pending -= len(ready)
+        for item in ready:
             if isinstance(item, Constraint):
                 item.is_held = False
-            ready.append(item)
         return ready
 
     @property
@@ -254,10 +252,11 @@ class Constraints:
         )
 
     def _finish(self, item: Constraint | api.Checked) -> None:
-        self._done.put(item)
-        # A full pipe is readable: that is all it is for.
-        with suppress(BlockingIOError):
-            os.write(self._wake_in, b"\0")
+        # Together, so that whoever collects the last item leaves nothing to be woken by.
+        with self._lock:
+            self._done.append(item)
+            if len(self._done) == 1:
+                os.write(self._wake_in, b"\0")
 
     def _find(self, key: bytes) -> _Entry | None:
         with self._lock:

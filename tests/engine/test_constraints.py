@@ -181,3 +181,13 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
         Constraints(bytelevel.tokenizer_json(), ())
     with pytest.raises(ValueError, match="tokenizer"):
         Constraints("{}", (1,))
+
+
+def test_nothing_wakes_the_loop_once_all_is_collected(made: Constraints) -> None:
+    for number in range(200):
+        made.new(lark(f'start: "{number}"'), 10)
+        made.new(lark('start: "same"'), 10)
+        while made.is_pending:
+            made.collect()
+        readable, _, _ = select.select([made.fileno()], [], [], 0)
+        assert not readable
