@@ -25,15 +25,16 @@ class BlockCache:
         self._pinned: set[int] = set()
         self._deferred: list[int] = []
 
-    def take(self) -> int | None:
-        """Return a block with one reference, evicting cache if need be; None without any."""
-        while (block := self.pool.take()) is None:
-            cached = self.tree.evict()
-            if cached is None:
-                return None
+    def take(self, behind: int = -1, wanted: int = 1) -> int | None:
+        """Return a block with one reference, evicting cache if need be; None without any.
+
+        Room for all that is wanted is made first: leaves go backwards, and what is taken
+        one by one as it becomes free would lie backwards. For the arguments see the pool.
+        """
+        while self.pool.num_free < wanted and (cached := self.tree.evict()) is not None:
             self.pool.forget(cached)
             self._put_back(cached)
-        return block
+        return self.pool.take(behind, wanted)
 
     def hold(self, node: Node) -> int:
         """Add a reference to a node's block; return how its tokens count."""

@@ -103,8 +103,8 @@ class KVMemory:
         first = begin // self.block_size
         if first < len(blocks) and not self._make_writable(context, first):
             return begin
-        while len(blocks) * self.block_size < end:
-            block = self._take(context)
+        while (missing := -(-end // self.block_size) - len(blocks)) > 0:
+            block = self._take(context, blocks[-1] if blocks else -1, missing)
             if block is None:
                 end = len(blocks) * self.block_size
                 break
@@ -333,9 +333,9 @@ class KVMemory:
 
     # Blocks coming and going.
 
-    def _take(self, context: Context) -> int | None:
+    def _take(self, context: Context, behind: int = -1, wanted: int = 1) -> int | None:
         """Return a block, taken from cache or from others if need be; None without any."""
-        while (block := self._cache.take()) is None:
+        while (block := self._cache.take(behind, wanted)) is None:
             victim = self._next_victim(context)
             if victim is None:
                 return None

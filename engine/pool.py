@@ -4,11 +4,20 @@ A block is in exactly one of three states. *Free*: nobody refers to it. *Held*: 
 refer to it, counted. *Cached*: no context refers to it, but the prefix tree still names it,
 so that it may be taken up again or evicted.
 
+Blocks are handed out so that those of one context follow each other where that can be:
+kernels read neighbours in place, and gather others.
+
 Knows numbers only: neither tokens nor contexts nor tensors. Refuses to decide what is
 evicted. Kept true: `num_free + num_held + num_cached == num_blocks`.
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+_FREE: Final = b"\1"
+_LONGEST_RUN: Final = 32
+"""Free neighbours that are looked for at most: longer runs save nothing more."""
 
 
 class BlockPool:
@@ -19,24 +28,33 @@ class BlockPool:
         self.num_cached = 0
         self.refs = [0] * num_blocks
         """How many contexts refer to each block. Read by the hot path; changed only here."""
-        # Popped from the end, so low numbers go out first.
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
+        self.num_free = num_blocks
         """Blocks that nobody refers to and the cache does not name."""
-        return len(self._free)
+        # One byte each, so that free neighbours are found at the speed of a search in text.
+        self._free = bytearray(_FREE * num_blocks)
 
     @property
     def num_held(self) -> int:
         """Blocks that at least one context refers to."""
-        return self.num_blocks - len(self._free) - self.num_cached
+        return self.num_blocks - self.num_free - self.num_cached
 
-    def take(self) -> int | None:
-        """Return a free block with one reference, or None where none is free."""
-        if not self._free:
+    def take(self, behind: int = -1, wanted: int = 1) -> int | None:
+        """Return a free block with one reference, or None where none is free.
+
+        Args:
+            behind: The block that the context ends with: the next one is best.
+            wanted: Blocks that the context is about to take, this one included. Else they
+                begin where so many are free, or at the lowest free block.
+        """
+        if not self.num_free:
             return None
-        block = self._free.pop()
+        block = behind + 1
+        if behind < 0 or block == self.num_blocks or not self._free[block]:
+            block = self._free.find(_FREE * min(wanted, _LONGEST_RUN))
+            if block < 0:
+                block = self._free.find(_FREE)
+        self._free[block] = 0
+        self.num_free -= 1
         self.refs[block] = 1
         return block
 
@@ -74,13 +92,16 @@ class BlockPool:
     def put_back(self, block: int) -> None:
         """Make a block without references free."""
         assert self.refs[block] == 0
-        self._free.append(block)
+        assert not self._free[block], "a block is free twice"
+        self._free[block] = 1
+        self.num_free += 1
 
     def check(self) -> None:
         """Assert that no block is lost or in two states; linear in the number of blocks."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert all(self.refs[block] == 0 for block in free), "a free block is referred to"
+        assert self._free.count(_FREE) == self.num_free
+        assert not any(map(int.__and__, self._free, map(bool, self.refs))), (
+            "a free block is referred to"
+        )
         num_unreferenced = sum(count == 0 for count in self.refs)
-        assert num_unreferenced == len(free) + self.num_cached, "a block is lost"
+        assert num_unreferenced == self.num_free + self.num_cached, "a block is lost"
         assert min(self.refs, default=0) >= 0

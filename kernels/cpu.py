@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .plan import Plan
+from .tails import Tail
 from .tiles import Piece, Sizes, Tile, cut
 
 FEW_ROWS: Final = 48
@@ -45,6 +47,10 @@ class _Stored(NamedTuple):
     """[K, M, D]."""
     rows: Tensor | None
     """[K * M, D], where heads lie one after the other: rows are gathered faster."""
+    is_stored: bool
+    """Since this cache was read last exactly the new tokens of the plan were written to it."""
+    is_same: bool
+    """Since this cache was read last nothing was written to it."""
 
 
 class Cpu:
@@ -52,6 +58,10 @@ class Cpu:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._former: dict[Hashable, tuple[Plan, list[Tile]]] = {}
+        """The plan that each kind of layer saw last, and its tiles, which may grow."""
+        self._written: dict[int, Tensor | None] = {}
+        """Slots written to a cache since it was last read, by address; None: several times."""
 
     def attention(
         self,
@@ -67,20 +77,17 @@ class Cpu:
         out: Tensor,
     ) -> Tensor:
         """Run the plan's tiles; see `ops.Operations.attention`."""
-        keys, values = _stored(key_cache), _stored(value_cache)
+        keys, values = self._stored(key_cache, plan), self._stored(value_cache, plan)
         if keys.rows is None or values.rows is None:
             keys, values = keys._replace(rows=None), values._replace(rows=None)
-        with_sinks = sinks is not None
-        for tile in _tiles(plan, window, query, keys, with_sinks=with_sinks):
+        for tile in self._tiles(plan, window, query, keys, with_sinks=sinks is not None):
             if isinstance(tile.queries, slice):
                 picked = query[tile.queries]
             else:
                 picked = query.index_select(0, tile.queries)
             scores = self._scores(tile, _rows(picked, scale, len(keys.heads)), keys, softcap, sinks)
-            weights = scores
-            if tile.has_gaps:
-                # Next layer these scores are to hold -inf again where no piece writes.
-                weights = self._take(scores.shape, scores.dtype)
+            # Where the tile has gaps its own matrix is to hold -inf there for the next layer.
+            weights = self._take(scores.shape, scores.dtype) if tile.has_gaps else scores
             torch.softmax(scores, dim=-1, out=weights)
             found = _values(tile, weights, values)
             if isinstance(tile.queries, slice):
@@ -109,11 +116,14 @@ class Cpu:
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
     ) -> None:
         """Write new keys and values to their slots; see `ops.Operations.store_kv`."""
+        for address in (key_cache.data_ptr(), value_cache.data_ptr()):
+            self._written[address] = None if address in self._written else slots
         key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
         value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
         """Copy whole blocks inside each cache; see `ops.Operations.copy_blocks`."""
+        self._former.clear()
         for cache in caches:
             cache.index_copy_(0, destination, cache.index_select(0, source))
 
@@ -130,7 +140,6 @@ class Cpu:
         """Return the scores [K, Q * G, C] of a tile from rows [K, Q * G, D]; sinks come last."""
         kv_heads, num_rows, _ = rows.shape
         group = num_rows // tile.num_queries
-        few = FEW_ROWS if rows.dtype.itemsize < 4 else FEW_WIDE_ROWS
         shape = (kv_heads, num_rows, tile.width + (sinks is not None))
         if not tile.has_gaps:
             scores = self._take(shape, rows.dtype)
@@ -141,14 +150,7 @@ class Cpu:
         for piece in tile.pieces:
             span = slice(piece.first * group, piece.end * group)
             target = scores[:, span, piece.column : piece.column + piece.width]
-            key, mine = _pick(keys, piece.tokens), rows[:, span]
-            if piece.is_own:
-                own = torch.bmm(_each(piece, mine), _each(piece, key).transpose(1, 2))
-                target.copy_(own.view(target.shape))
-            elif mine.shape[1] <= few:
-                target.copy_(torch.bmm(key, mine.transpose(1, 2)).transpose(1, 2))
-            else:
-                torch.bmm(mine, key.transpose(1, 2), out=target)
+            _multiply(piece, rows[:, span], _pick(keys, piece.tokens), target)
             if softcap is not None:
                 target.div_(softcap).tanh_().mul_(softcap)
             if piece.bias is not None:
@@ -157,6 +159,46 @@ class Cpu:
         if sinks is not None:
             scores[..., -1].view(kv_heads, -1, group).copy_(sinks.view(kv_heads, 1, group))
         return scores
+
+    def _stored(self, cache: Tensor, plan: Plan) -> _Stored:
+        heads = cache.flatten(0, 1).transpose(0, 1)
+        rows = heads.view(-1, heads.shape[2]) if heads.is_contiguous() else None
+        address = cache.data_ptr()
+        is_same = address not in self._written
+        written = self._written.pop(address, None)
+        is_stored = written is not None and np.array_equal(written.numpy(), plan.slots)
+        return _Stored(heads, rows, is_stored, is_same)
+
+    def _tiles(
+        self, plan: Plan, window: int | None, query: Tensor, keys: _Stored, *, with_sinks: bool
+    ) -> list[Tile]:
+        """Return the tiles of a layer, made once per step and kind of layer, or grown."""
+        heads, element = query.shape[1], query.element_size()
+        kv_heads, num_slots, dim = keys.heads.shape
+        sizes = Sizes(
+            query.dtype,
+            kv_heads,
+            None if keys.rows is None else num_slots,
+            score_bytes=heads * element,
+            token_bytes=kv_heads * dim * element,
+        )
+        binding = plan.binding(window)
+        key = ("cpu", binding, sizes, with_sinks)
+        tiles: list[Tile] | None = plan.derived.get(key)
+        if tiles is not None:
+            return tiles
+        former, tiles = self._former.get(key, (None, []))
+        can_grow = former is not None and binding is None and all(t.can_grow() for t in tiles)
+        if former is not None and can_grow and _goes_on(former, plan):
+            # They are this step's from now on.
+            former.derived.pop(key, None)
+            for tile in tiles:
+                tile.grow(plan.slots)
+        else:
+            tiles = cut(plan, window, sizes)
+        plan.derived[key] = tiles
+        self._former[key] = (plan, tiles)
+        return tiles
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory for one matrix at a time: fresh memory would cost page faults."""
@@ -181,34 +223,17 @@ def _zeros(size: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=size)
 
 
-def _stored(cache: Tensor) -> _Stored:
-    heads = cache.flatten(0, 1).transpose(0, 1)
-    return _Stored(heads, heads.view(-1, heads.shape[2]) if heads.is_contiguous() else None)
-
-
-def _tiles(
-    plan: Plan,
-    window: int | None,
-    query: Tensor,
-    keys: _Stored,
-    *,
-    with_sinks: bool,
-) -> list[Tile]:
-    """Return the tiles of a layer, made once per step and kind of layer."""
-    heads, element = query.shape[1], query.element_size()
-    kv_heads, num_slots, dim = keys.heads.shape
-    sizes = Sizes(
-        query.dtype,
-        kv_heads,
-        None if keys.rows is None else num_slots,
-        score_bytes=heads * element,
-        token_bytes=kv_heads * dim * element,
-    )
-    key = ("cpu", plan.binding(window), sizes, with_sinks)
-    tiles: list[Tile] | None = plan.derived.get(key)
-    if tiles is None:
-        tiles = plan.derived[key] = cut(plan, window, sizes)
-    return tiles
+def _goes_on(former: Plan, plan: Plan) -> bool:
+    """Say whether every row is one of the former step with one token more, and no other."""
+    if plan.num_rows != former.num_rows or plan.num_queries != plan.num_rows:
+        return False
+    if former.num_queries != plan.num_queries or (plan.kv_len != former.kv_len + 1).any():
+        return False
+    width = former.tables.shape[1]
+    if plan.block_size != former.block_size or plan.tables.shape[1] < width:
+        return False
+    same = (plan.tables[:, :width] == former.tables) | (former.tables < 0)
+    return bool(same.all())
 
 
 def _rows(query: Tensor, scale: float, kv_heads: int) -> Tensor:
@@ -216,6 +241,21 @@ def _rows(query: Tensor, scale: float, kv_heads: int) -> Tensor:
     num, heads, dim = query.shape
     grouped = (query * scale).reshape(num, kv_heads, heads // kv_heads, dim)
     return grouped.transpose(0, 1).reshape(kv_heads, -1, dim)
+
+
+def _multiply(piece: Piece, rows: Tensor, key: Tensor, target: Tensor) -> None:
+    """Write to `target` [K, R, L] the products of rows [K, R, D] and a piece's keys."""
+    few = FEW_ROWS if rows.dtype.itemsize < 4 else FEW_WIDE_ROWS
+    if isinstance(piece.tokens, Tail):
+        rows, key = _each(piece, rows), _each(piece, key).transpose(1, 2)
+        if target.is_contiguous():
+            torch.bmm(rows, key, out=target.view(len(rows), -1, piece.width))
+        else:
+            target.copy_(torch.bmm(rows, key).view(target.shape))
+    elif rows.shape[1] <= few:
+        target.copy_(torch.bmm(key, rows.transpose(1, 2)).transpose(1, 2))
+    else:
+        torch.bmm(rows, key.transpose(1, 2), out=target)
 
 
 def _values(tile: Tile, weights: Tensor, values: _Stored) -> Tensor:
@@ -229,7 +269,7 @@ def _values(tile: Tile, weights: Tensor, values: _Stored) -> Tensor:
             :, piece.first * group : piece.end * group, piece.column : piece.column + piece.width
         ]
         value = _pick(values, piece.tokens)
-        if piece.is_own:
+        if isinstance(piece.tokens, Tail):
             found = torch.bmm(_each(piece, weight), _each(piece, value)).view(target.shape)
             if piece.is_first:
                 target.copy_(found)
@@ -249,10 +289,15 @@ def _each(piece: Piece, rows: Tensor) -> Tensor:
     return rows.reshape(rows.shape[0] * num, -1, rows.shape[2])
 
 
-def _pick(stored: _Stored, tokens: Tensor | slice) -> Tensor:
+def _pick(stored: _Stored, tokens: Tensor | slice | Tail) -> Tensor:
     """Return the named slots of each head, [K, L, D], in place where they are neighbours."""
     if isinstance(tokens, slice):
         return stored.heads[:, tokens]
     if stored.rows is None:
-        return stored.heads.index_select(1, tokens)
-    return stored.rows.index_select(0, tokens).view(len(stored.heads), -1, stored.rows.shape[1])
+        index = tokens.index if isinstance(tokens, Tail) else tokens
+        return stored.heads.index_select(1, index)
+    if isinstance(tokens, Tail):
+        found = tokens.read(stored.rows, is_stored=stored.is_stored, is_same=stored.is_same)
+    else:
+        found = stored.rows.index_select(0, tokens)
+    return found.view(len(stored.heads), -1, stored.rows.shape[1])

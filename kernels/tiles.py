@@ -30,17 +30,20 @@ import torch
 from torch import Tensor
 
 from .plan import Integers, Item, Plan
+from .tails import Tail
 
 TILE_QUERIES: Final = 128
 """Queries of a tile at most: more of them compute more above the diagonal, fewer read keys
 more often."""
 SCORE_BYTES: Final = 2**25
 """Scores of a tile are at most this much, or one query's."""
-GATHER_BYTES: Final = 2**21
+GATHER_BYTES: Final = 2**22
 """Keys that one call gathers for several queries are at most this much."""
 RUN_TOKENS: Final = 128
 """A shorter stretch is not worth a call of its own where others are gathered anyway."""
-COLUMNS: Final = 16
+RUN_BYTES: Final = 2**18
+"""The same, in bytes of keys, for decoding queries: one call serves all that is gathered."""
+COLUMNS: Final = 32
 """Decoding queries get columns in such steps: a library call of a new shape costs as much as
 ten of a known one."""
 SPARE_COLUMNS: Final = 256
@@ -56,11 +59,9 @@ class Piece:
     end: int
     column: int
     width: int
-    tokens: Tensor | slice
-    """Slots: [width], or [(end - first) * width] where each query has keys of its own.
-    Where heads lie one after the other an index counts through all of them: [K * width]."""
-    is_own: bool
-    """Each query has keys of its own."""
+    tokens: Tensor | slice | Tail
+    """Slots that all queries read, [width], or what each of them reads alone. Where heads
+    lie one after the other an index counts through all of them: [K * width]."""
     bias: Tensor | None
     """Added to the last columns of the scores, 0 or -inf: [end - first, 1, columns]."""
     is_first: bool
@@ -80,6 +81,19 @@ class Tile:
     """In some columns no piece writes the scores of some query."""
     scores: Tensor | None = None
     """With gaps: a matrix that holds -inf there, kept by the implementation."""
+
+    def can_grow(self) -> bool:
+        """Whether every query has a tail with room for one more token."""
+        tails = [piece.tokens for piece in self.pieces if isinstance(piece.tokens, Tail)]
+        num_tails = sum(len(tail.lengths) for tail in tails)
+        return num_tails == self.num_queries and all(tail.can_grow for tail in tails)
+
+    def grow(self, slots: Integers) -> None:
+        """Let every query see one more token: the slots of all packed queries, [T]."""
+        mine = slots[self.queries if isinstance(self.queries, slice) else self.queries.numpy()]
+        for piece in self.pieces:
+            if isinstance(piece.tokens, Tail):
+                piece.tokens.grow(mine[piece.first : piece.end])
 
 
 class Sizes(NamedTuple):
@@ -132,7 +146,7 @@ def _distinct(rows: Integers) -> list[int]:
 
 
 def _order(plan: Plan, rows_of: Sequence[list[int]]) -> list[int]:
-    """Order rows so that those of every item are neighbours, then by length."""
+    """Order rows: decoding ones first, then so that those of every item are neighbours."""
     # Parents come before their children among items: the items of a row are its path.
     paths: list[list[int]] = [[] for _ in range(plan.num_rows)]
     for index, rows in enumerate(rows_of):
@@ -140,7 +154,10 @@ def _order(plan: Plan, rows_of: Sequence[list[int]]) -> list[int]:
             for row in rows:
                 paths[row].append(index)
     lengths, counts = plan.kv_len.tolist(), plan.num_new.tolist()
-    return sorted(range(plan.num_rows), key=lambda row: (paths[row], counts[row], lengths[row]))
+    return sorted(
+        range(plan.num_rows),
+        key=lambda row: (counts[row] > 1, paths[row], counts[row], lengths[row]),
+    )
 
 
 def _fill(plan: Plan, order: list[int], window: int | None, sizes: Sizes) -> list[_Builder]:
@@ -158,6 +175,7 @@ def _fill(plan: Plan, order: list[int], window: int | None, sizes: Sizes) -> lis
             room = max(1, SCORE_BYTES // (sizes.score_bytes * max(most, need + TILE_QUERIES)))
             room = min(room, TILE_QUERIES) - num
             is_alike = max(most, need) <= 2 * min(least, need) + SPARE_COLUMNS
+            is_alike &= not spans or (count > 1) == (plan.num_new[spans[-1].row] > 1)
             if spans and (room <= 0 or not is_alike):
                 builders.append(_Builder(plan, spans, sizes))
                 spans, num = [], 0
@@ -208,7 +226,10 @@ class _Builder:
             return
         span = self._spans[first]
         is_single = first == last and span.end - span.begin == 1
-        runs, rest = _long_runs(tokens, COLUMNS if is_single else 1)
+        run_tokens = RUN_TOKENS
+        if is_single and len(self._spans) > 1:
+            run_tokens = max(run_tokens, RUN_BYTES // self._sizes.token_bytes)
+        runs, rest = _long_runs(tokens, COLUMNS if is_single else 1, run_tokens)
         for run in runs:
             self._put(first, last, run)
         if not len(rest):
@@ -221,7 +242,7 @@ class _Builder:
     def finish(self) -> Tile:
         """Return the tile after its last item."""
         for bucket in self._buckets():
-            self._put_own(bucket)
+            self._put_tail(bucket)
         tile = self._tile
         tile.width = max(self._columns)
         tile.has_gaps |= min(self._columns) < tile.width
@@ -241,40 +262,44 @@ class _Builder:
         if _is_run(tokens[:end]):
             self._put(place, place, tokens[:end], bias)
             return
-        runs, rest = _long_runs(tokens[: end - num], 1)
+        runs, rest = _long_runs(tokens[: end - num], 1, RUN_TOKENS)
         for run in runs:
             self._put(place, place, run)
         self._put(place, place, np.concatenate((rest, tokens[end - num : end])), bias)
 
     def _put(self, first: int, last: int, tokens: Integers, bias: Tensor | None = None) -> None:
         """Append a piece whose queries all read the same keys."""
-        self._append(first, last, len(tokens), run_or_index(tokens), bias, is_own=False)
+        index = run_or_index(tokens)
+        num_slots = self._sizes.num_slots
+        if num_slots is not None and isinstance(index, Tensor):
+            index = _through(index, self._sizes.kv_heads, num_slots)
+        self._append(first, last, len(tokens), index, bias)
 
-    def _put_own(self, places: list[int]) -> None:
+    def _put_tail(self, places: list[int]) -> None:
         """Append a piece of neighbouring single queries with keys of their own."""
         stretches = [self._rest[place] for place in places]
         lengths = np.array([len(stretch) for stretch in stretches])
-        width = -(-int(lengths.max()) // COLUMNS) * COLUMNS
+        # There is room to grow by at least one token.
+        width = (int(lengths.max()) // COLUMNS + 1) * COLUMNS
         padded = np.empty((len(stretches), width), dtype=np.int64)
         for row, stretch in enumerate(stretches):
             padded[row, : len(stretch)] = stretch
             padded[row, len(stretch) :] = stretch[0]
-        bias: Tensor | None = None
-        if int(lengths.min()) < width:
-            unused = np.arange(width) >= lengths[:, None]
-            bias = torch.from_numpy(np.where(unused, -np.inf, 0.0))[:, None]
-        tokens = torch.from_numpy(padded.reshape(-1))
-        self._append(places[0], places[-1], width, tokens, bias, is_own=True)
+        unused = np.arange(width) >= lengths[:, None]
+        bias = torch.from_numpy(np.where(unused, -np.inf, 0.0))[:, None].to(self._sizes.dtype)
+        index, num_slots = torch.from_numpy(padded.reshape(-1)), self._sizes.num_slots
+        if num_slots is not None:
+            index = _through(index, self._sizes.kv_heads, num_slots)
+        tail = Tail(lengths, width, index, bias, num_slots)
+        self._append(places[0], places[-1], width, tail, bias)
 
     def _append(
         self,
         first: int,
         last: int,
         width: int,
-        tokens: Tensor | slice,
+        tokens: Tensor | slice | Tail,
         bias: Tensor | None,
-        *,
-        is_own: bool,
     ) -> None:
         places = range(first, last + 1)
         column = max(self._columns[place] for place in places)
@@ -285,10 +310,6 @@ class _Builder:
             self._columns[place] = column + width
             self._is_served[place] = True
         begin, end = self._spans[first].first, self._spans[last]
-        num_slots = self._sizes.num_slots
-        if num_slots is not None and isinstance(tokens, Tensor):
-            begins = torch.arange(self._sizes.kv_heads)[:, None] * num_slots
-            tokens = (begins + tokens).view(-1)
         self._tile.pieces.append(
             Piece(
                 first=begin,
@@ -296,7 +317,6 @@ class _Builder:
                 column=column,
                 width=width,
                 tokens=tokens,
-                is_own=is_own,
                 bias=None if bias is None else bias.to(self._sizes.dtype),
                 is_first=is_first,
             )
@@ -332,15 +352,20 @@ def run_or_index(numbers: Integers) -> Tensor | slice:
     return torch.from_numpy(numbers)
 
 
+def _through(index: Tensor, kv_heads: int, num_slots: int) -> Tensor:
+    """Return slots counted through heads that lie one after the other, [K * slots]."""
+    return (torch.arange(kv_heads)[:, None] * num_slots + index).view(-1)
+
+
 def _is_run(numbers: Integers) -> bool:
     if int(numbers[-1]) - int(numbers[0]) != len(numbers) - 1:
         return False
     return bool((np.diff(numbers) == 1).all())
 
 
-def _long_runs(tokens: Integers, unit: int) -> tuple[list[Integers], Integers]:
+def _long_runs(tokens: Integers, unit: int, run_tokens: int) -> tuple[list[Integers], Integers]:
     """Split slots into runs that are worth a call each, in whole units, and the rest."""
-    if len(tokens) < RUN_TOKENS:
+    if len(tokens) < run_tokens:
         return [], tokens
     borders = np.flatnonzero(np.diff(tokens) != 1) + 1
     ends = [0, *borders.tolist(), len(tokens)]
@@ -348,7 +373,7 @@ def _long_runs(tokens: Integers, unit: int) -> tuple[list[Integers], Integers]:
     short: list[Integers] = []
     for begin, end in pairwise(ends):
         middle = begin
-        if end - begin >= RUN_TOKENS:
+        if end - begin >= run_tokens:
             middle = end - (end - begin) % unit
         if middle > begin:
             long.append(tokens[begin:middle])

@@ -84,3 +84,19 @@ def test_counts_follow_a_dictionary_of_states(operations: list[tuple[str, int]])
         num_held = sum(count > 0 for count in refs.values())
         assert (pool.num_held, pool.num_cached) == (num_held, len(cached))
         assert pool.num_free == 5 - num_held - len(cached)
+
+
+def test_blocks_of_one_context_follow_each_other_where_they_can() -> None:
+    pool = BlockPool(16)
+    taken = [pool.take() for _ in range(16)]
+    for block in (1, 5, 6, 7, 9, 10):
+        pool.drop(block)
+        pool.put_back(block)
+    assert taken == list(range(16))
+    first = pool.take(wanted=3)
+    assert first == 5
+    assert [pool.take(behind=5), pool.take(behind=6)] == [6, 7]
+    assert pool.take(behind=7) == 1, "the next is taken: the lowest that is free"
+    assert pool.take(behind=15, wanted=4) == 9, "no run is so long: the lowest again"
+    assert pool.take(behind=9) == 10
+    assert pool.take(behind=10) is None

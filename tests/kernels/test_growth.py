@@ -1,0 +1,172 @@
+"""Attention over many steps: what is kept from one step to the next never shows in a result.
+
+A model of a cache is run beside the implementation: contexts decode token by token, join,
+leave, are written to from outside, and blocks are copied. Every step must equal the reference
+on the same caches, which keeps nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conure.kernels import ops, tails
+from conure.kernels.plan import Plan, build
+
+BLOCK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
+NUM_BLOCKS = 400
+BOUND = 5e-6
+"""float32, results of unit scale."""
+KINDS = ("decode", "decode", "decode", "join", "leave", "overwrite", "copy", "prefill", "again")
+
+
+@dataclass
+class Contexts:
+    """Block tables and lengths, on caches of one implementation."""
+
+    seed: int
+    rng: random.Random = field(init=False)
+    tables: list[list[int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        torch.manual_seed(self.seed)
+        self.free = list(range(NUM_BLOCKS))
+        self.rng.shuffle(self.free)
+        self.operations = ops.implementation("cpu")
+        self.reference = ops.implementation("reference")
+        self.keys, self.values = (
+            self.operations.new_cache(NUM_BLOCKS, BLOCK, KV_HEADS, DIM, torch.float32)
+            for _ in range(2)
+        )
+        self.keys.normal_()
+        self.values.normal_()
+        self.prefix = [self.free.pop() for _ in range(6)]
+        for _ in range(3):
+            self.join()
+
+    def join(self) -> None:
+        """Begin a context behind the prefix, or behind a part of it."""
+        shared = self.prefix[: self.rng.choice((0, 3, 6))]
+        length = len(shared) * BLOCK + self.rng.choice((1, 5, 9))
+        self.tables.append(list(shared))
+        self.lengths.append(length)
+        self.cover(len(self.tables) - 1)
+
+    def cover(self, row: int) -> None:
+        """Give a context blocks for all of its tokens."""
+        while len(self.tables[row]) * BLOCK < self.lengths[row]:
+            self.tables[row].append(self.free.pop())
+
+    def step(self, num_new: list[int], *, is_stored: bool = True) -> Plan:
+        """Lengthen every context and attend; compare with the reference."""
+        for row, num in enumerate(num_new):
+            self.lengths[row] += num
+            self.cover(row)
+        plan = build(num_new, self.lengths, self.tables, block_size=BLOCK, min_saved=0)
+        key, value = torch.randn(2, plan.num_queries, KV_HEADS, DIM)
+        slots = torch.from_numpy(plan.slots)
+        if is_stored:
+            self.operations.store_kv(key, value, self.keys, self.values, slots)
+        self.compare(plan)
+        return plan
+
+    def compare(self, plan: Plan) -> None:
+        query = torch.randn(plan.num_queries, HEADS, DIM)
+        found, wanted = (
+            one.attention(query, self.keys, self.values, plan, scale=0.3)
+            for one in (self.operations, self.reference)
+        )
+        error = float((found - wanted).abs().max())
+        assert error <= BOUND, f"kv_len {plan.kv_len.tolist()}: {error}"
+
+    def store(self, block: int) -> None:
+        """Write a block anew, as a context that is computed again does."""
+        slots = torch.arange(block * BLOCK, (block + 1) * BLOCK)
+        key, value = torch.randn(2, BLOCK, KV_HEADS, DIM)
+        self.operations.store_kv(key, value, self.keys, self.values, slots)
+
+    def copy(self, destination: int) -> None:
+        """Copy some block over one that is read."""
+        source = torch.tensor([self.free[0]])
+        caches = [self.keys, self.values]
+        self.operations.copy_blocks(caches, source, torch.tensor([destination]))
+
+
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(KINDS), min_size=4, max_size=40))
+@settings(deadline=None, max_examples=40, database=None)
+def test_every_step_equals_a_step_that_keeps_nothing(seed: int, kinds: list[str]) -> None:
+    contexts = Contexts(seed)
+    plan = contexts.step([1] * len(contexts.tables))
+    for kind in kinds:
+        rng = contexts.rng
+        num_new = [1] * len(contexts.tables)
+        read = [block for table in contexts.tables for block in table]
+        match kind:
+            case "join":
+                contexts.join()
+                num_new.append(1)
+            case "leave" if len(num_new) > 1:
+                row = rng.randrange(len(num_new))
+                del contexts.tables[row], contexts.lengths[row]
+                num_new.pop()
+            case "overwrite":
+                contexts.store(rng.choice(read))
+            case "copy":
+                contexts.copy(rng.choice(read))
+            case "prefill":
+                num_new[rng.randrange(len(num_new))] = 3
+            case "again":
+                contexts.compare(plan)
+                continue
+        plan = contexts.step(num_new)
+
+
+def test_an_earlier_plan_can_be_run_again() -> None:
+    contexts = Contexts(0)
+    plans = [contexts.step([1] * 3) for _ in range(5)]
+    for plan in plans[::-1]:
+        contexts.compare(plan)
+
+
+def test_what_is_written_from_outside_is_read() -> None:
+    contexts = Contexts(3)
+    contexts.step([1] * 3)
+    plan = contexts.step([1] * 3)
+    contexts.store(contexts.tables[0][-1])
+    contexts.compare(plan)
+    contexts.store(contexts.tables[1][-1])
+    contexts.step([1] * 3, is_stored=False)
+
+
+def test_decoding_gathers_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[int] = []
+    select = torch.index_select
+
+    def count(rows: Tensor, dim: int, index: Tensor, **where: Tensor) -> Tensor:
+        gathered.append(len(index))
+        return select(rows, dim, index, **where)
+
+    contexts = Contexts(1)
+    contexts.step([1] * 3)
+    monkeypatch.setattr(torch.Tensor, "index_select", count)
+    monkeypatch.setattr(torch, "index_select", count)
+    for _ in range(4):
+        gathered.clear()
+        contexts.step([1] * 3)
+        rows = 3 * KV_HEADS
+        assert sum(gathered) <= 3 + 2 * (rows + rows), "queries; of keys and values a token each"
+
+
+def test_what_does_not_fit_is_gathered_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "KEPT_BYTES", 0)
+    contexts = Contexts(2)
+    for _ in range(6):
+        contexts.step([1] * 3)
