@@ -1,0 +1,184 @@
+"""Our engine against others on the same checkpoint: tokens per second, latency, the floor.
+
+    python benchmarks/engine.py                                      ours alone
+    python benchmarks/engine.py --vllm /path/to/env/bin/python       against vLLM, in process
+    python benchmarks/engine.py --model FOLDER --peer http://host:port
+                                         our server against any OpenAI-compatible one, over HTTP
+
+Without --model a folder of seeded random weights is made (24 M parameters, a Llama over
+bytes, bfloat16), which any program that reads Hugging Face folders can load; `--keep FOLDER`
+leaves it there for a peer to serve. Sides take turns within each round, and the order turns
+from round to round; a ratio is of two neighbours in time. Greedy, ids beyond the end of text
+ignored, so that every answer has its full length. One round before the first is not counted.
+
+Kept true: what is compared did the same work; nothing is subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from conure.engine import dummy
+from own_server import served
+from serving import cases, floor
+from serving.sides import Answer, Process, Server, Side, SideError
+
+HERE = Path(__file__).parent
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rounds, print a table, write the record."""
+    options = _parse(arguments)
+    with ExitStack() as stack:
+        folder = _folder(options, stack)
+        model = floor.read(folder)
+        machine = floor.measure(model, options.threads)
+        try:
+            sides = _sides(options, folder, stack)
+            answers = _run(sides, options)
+        except SideError as error:
+            print(error, file=sys.stderr)
+            return 1
+    record = {
+        "machine": {"processor": platform.processor() or platform.machine(), **machine._asdict()},
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "cases": [_summary(case, found, model, machine) for case, found in answers],
+    }
+    _print(record)
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+def _folder(options: argparse.Namespace, stack: ExitStack) -> Path:
+    if options.model:
+        return Path(options.model)
+    parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="conure-"))
+    folder = Path(options.keep or Path(parent) / "llama-24m")
+    return folder if folder.exists() else dummy.write(str(options.config), folder)
+
+
+def _sides(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[Side]:
+    """Start everybody; whoever is up ends with the stack."""
+    sides: list[Side] = []
+    if options.peer:
+        url = stack.enter_context(served(str(folder), "--engine", "local"))
+        sides += [Server("conure", url), Server("peer", options.peer)]
+    else:
+        sides.append(Process("conure", sys.executable, "ours.py", folder, options.threads))
+        stack.callback(sides[-1].close)
+        if options.vllm:
+            process = Process("vllm", options.vllm, "vllm_process.py", folder, options.threads)
+            stack.callback(process.close)
+            sides.append(process)
+    return sides
+
+
+Found = dict[str, list[Answer]]
+
+
+def _run(sides: list[Side], options: argparse.Namespace) -> list[tuple[cases.Case, Found]]:
+    """Serve every case in every round by every side."""
+    found: dict[str, Found] = defaultdict(lambda: defaultdict(list))
+    latest: dict[str, cases.Case] = {}
+    source = cases.rounds(
+        options.seed,
+        requests=options.requests,
+        prefix=options.prefix,
+        suffix=options.suffix,
+        short=options.short,
+        output=options.output,
+    )
+    for number in range(options.rounds + 1):
+        for case in next(source):
+            latest[case.name] = case
+            for side in sides if number % 2 else sides[::-1]:
+                answer = side.ask(case)
+                if number:
+                    found[case.name][side.name].append(answer)
+    return [(case, found[name]) for name, case in latest.items()]
+
+
+def _summary(
+    case: cases.Case, found: Found, model: floor.Model, machine: floor.Machine
+) -> dict[str, Any]:
+    least = floor.seconds(case, model, machine)
+    summary: dict[str, Any] = {"case": case.name, "floor_s": least, "sides": {}}
+    for name, answers in found.items():
+        rates = [case.num_output / answer.seconds for answer in answers]
+        firsts = [first for answer in answers for first in answer.first_s]
+        summary["sides"][name] = {
+            "tokens_per_s": _spread(rates),
+            "percent_of_floor": 100 * least / statistics.median(a.seconds for a in answers),
+            "first_token_s": _spread(firsts) if firsts else None,
+        }
+    if len(found) == 2:
+        ours, theirs = found.values() if next(iter(found)) == "conure" else [*found.values()][::-1]
+        pairs = [b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)]
+        summary["ratio"] = _spread(pairs)
+    return summary
+
+
+def _spread(numbers: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
+
+
+def _print(record: dict[str, Any]) -> None:
+    machine = record["machine"]
+    print(
+        f"memory {machine['bytes_per_s'] / 1e9:.1f} GB/s,"
+        f" products {machine['products_per_s'] / 1e9:.0f} G/s"
+    )
+    for row in record["cases"]:
+        print(f"{row['case']}  (floor {row['floor_s']:.3f} s)")
+        for name, side in row["sides"].items():
+            rate, first = side["tokens_per_s"], side["first_token_s"]
+            line = f"  {name:8} {_shown(rate, '.0f')} tokens/s"
+            line += f"  {side['percent_of_floor']:.0f} % of the floor's speed"
+            print(line + (f"  first token {_shown(first, '.3f')} s" if first else ""))
+        if "ratio" in row:
+            print(f"  ours / theirs {_shown(row['ratio'], '.2f')}")
+
+
+def _shown(spread: dict[str, float], form: str) -> str:
+    least, most = format(spread["min"], form), format(spread["max"], form)
+    return f"{format(spread['median'], form)} ({least} to {most})"
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/engine.py", description=__doc__)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", help="a folder; default: random weights of --config")
+    source.add_argument("--keep", help="make the folder here, or take the one that is here")
+    parser.add_argument("--config", type=Path, default=HERE / "serving" / "llama_24m.json")
+    peers = parser.add_mutually_exclusive_group()
+    peers.add_argument("--vllm", help="a Python that can import vllm")
+    peers.add_argument("--peer", help="URL of an OpenAI-compatible server on the same folder")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=1)
+    for name, number in (
+        ("requests", 16),
+        ("prefix", 1500),
+        ("suffix", 32),
+        ("short", 256),
+        ("output", 64),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=number)
+    parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/engine.py`: cases, those who serve them, and the floor beneath."""
