@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from conure.kernels import ops
 from conure.kernels import plan as plans
-from conure.kernels.ops import Operations
 
-from . import flashinfer_contenders
+from . import checks, flashinfer_contenders
 from .scene import CACHE_BYTES, Scene
 
 OURS = ("shared", "unshared")
@@ -42,36 +42,42 @@ class Contender(NamedTuple):
     name: str
     attend: Callable[[int], Tensor]
     """Attends one layer, [B, H, D]."""
+    out: Tensor | None = None
+    """Where it always writes, if it does; it holds the last layer after a pass."""
 
 
 Factory = Callable[[Scene], Callable[[int], Tensor]]
 
 
 def prepare(
-    scene: Scene, operations: Operations, wanted: Callable[[str], bool]
+    scene: Scene, implementation: str, wanted: Callable[[str], bool]
 ) -> Iterator[Contender | tuple[str, str]]:
     """Yield each wanted contender, or its name and why it is absent."""
-    yield Contender("shared", ours(scene, operations, sharing=True))
+    yield ours("shared", scene, implementation)
     if wanted("unshared") and scene.row.regime != "unshared":
-        yield Contender("unshared", ours(scene, operations, sharing=False))
+        yield ours("unshared", scene, implementation)
     for name, factory in _rivals(scene).items():
         if not wanted(name):
             continue
         try:
             yield Contender(name, factory(scene))
-        except (flashinfer_contenders.UnusableError, RuntimeError, ValueError) as error:
-            yield name, f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        except Exception as raised:  # a rival that fails is absent, whatever it raises
+            yield name, checks.first_line(raised)
 
 
-def ours(scene: Scene, operations: Operations, *, sharing: bool) -> Callable[[int], Tensor]:
-    """Attend under a plan made once, into one output that starts as NaN."""
+def ours(name: str, scene: Scene, implementation: str) -> Contender:
+    """Attend under a plan made once, into one output that starts as NaN.
+
+    Each has operations of its own: they keep the tables of one plan at a time.
+    """
     row = scene.row
+    operations = ops.implementation(implementation)
     plan = plans.build(
         [1] * row.num_requests,
         [row.kv_len] * row.num_requests,
         scene.tables.tables,
         block_size=scene.block_size,
-        **({} if sharing else {"min_saved": NO_SHARING}),
+        **({"min_saved": NO_SHARING} if name == "unshared" else {}),
     )
     out = torch.full_like(scene.queries[0], math.nan)
 
@@ -85,7 +91,7 @@ def ours(scene: Scene, operations: Operations, *, sharing: bool) -> Callable[[in
             out=out,
         )
 
-    return attend
+    return Contender(name, attend, out)
 
 
 def _rivals(scene: Scene) -> Mapping[str, Factory]:

@@ -50,6 +50,10 @@ class Row:
         """Tokens of all nodes, each counted once."""
         return sum(n * t for n, t in zip(self.nodes, self.tokens, strict=True))
 
+    def fits(self, block_size: int) -> bool:
+        """Say whether all nodes above the leaves fill their blocks, so that they are shared."""
+        return not any(tokens % block_size for tokens in self.tokens[:-1])
+
     def shared_bytes(self, element: int) -> int:
         """Bytes that move if each node is read once, at `element` bytes a number."""
         return self.stored_tokens * self._token_bytes(element) + self._query_bytes(element)
@@ -97,7 +101,7 @@ def lay_out(row: Row, block_size: int, *, seed: int = 0) -> Tables:
     Raises:
         ValueError: if a node above the leaves does not fill its blocks.
     """
-    if any(tokens % block_size for tokens in row.tokens[:-1]):
+    if not row.fits(block_size):
         raise ValueError(f"{row.name}: inner nodes do not fill blocks of {block_size} tokens")
     widths = [-(-tokens // block_size) for tokens in row.tokens]
     num_blocks = sum(n * w for n, w in zip(row.nodes, widths, strict=True))
