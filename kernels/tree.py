@@ -77,13 +77,20 @@ def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) ->
     if num_rows == 1 or not width:
         none = np.zeros(0, dtype=np.int64)
         return Tree(np.arange(num_rows), none, none, none, none, own)
-    # Shifted by one, and 0 behind the limit: a prefix comes before what continues it.
-    words = (tables[:, :width] + 1).astype(">u4")
-    words[np.arange(width) >= limits[:, None]] = 0
-    order = np.argsort(words.view(f"S{4 * width}")[:, 0], kind="stable")
+    least = int(limits.min())
+    same = (tables[:, :least] == tables[0, :least]).all(axis=0)
+    root = int(_num_leading(same[None])[0])
+    # What all rows share tells none from another. Shifted by one, and 0 behind the limit: then
+    # a prefix has words of its own. As bytes, two rows are compared in one call.
+    words = tables[:, root:width].astype(np.uint32)
+    words += 1
+    words[:, least - root :][np.arange(least, width) >= limits[:, None]] = 0
+    text, size = words.tobytes(), 4 * (width - root)
+    keys = [text[at : at + size] for at in range(0, len(text), size)] if size else [b""] * num_rows
+    order = np.array(sorted(range(num_rows), key=keys.__getitem__))
     words, sorted_limits = words[order], limits[order]
     same = words[1:] == words[:-1]
-    common = np.where(same.all(axis=1), width, same.argmin(axis=1))
+    common = root + _num_leading(same)
     np.minimum(common, np.minimum(sorted_limits[1:], sorted_limits[:-1]), out=common)
 
     found = _choose(common.tolist(), num_new[order], worth)
@@ -93,6 +100,14 @@ def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) ->
     own[order] = owned
     columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
     return Tree(order, columns[0], columns[1], columns[2], columns[3], own)
+
+
+def _num_leading(same: NDArray[np.bool_]) -> Integers:
+    """Count how many are true in each row before the first that is not."""
+    width = same.shape[1]
+    if not width:
+        return np.zeros(len(same), dtype=np.int64)
+    return np.where(same.all(axis=1), width, same.argmin(axis=1))
 
 
 def _choose(common: list[int], num_new: Integers, worth: Worth) -> list[tuple[int, int, int, int]]:
