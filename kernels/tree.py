@@ -107,7 +107,8 @@ def _num_leading(same: NDArray[np.bool_]) -> Integers:
     width = same.shape[1]
     if not width:
         return np.zeros(len(same), dtype=np.int64)
-    return np.where(same.all(axis=1), width, same.argmin(axis=1))
+    found: Integers = np.where(same.all(axis=1), width, same.argmin(axis=1))
+    return found
 
 
 def _choose(common: list[int], num_new: Integers, worth: Worth) -> list[tuple[int, int, int, int]]:
