@@ -20,7 +20,7 @@ from .rows import Row, lay_out
 
 STEPS = 60
 BUILDS = 10
-KIND: Final = Kind(kv_heads=8, group=4, window=None, small=16, large=128, programs=264)
+KIND: Final = Kind(kv_heads=8, group=4, window=None, small=16, large=128, processors=132)
 """A layer of 32 heads on a device of 132 processors."""
 ROWS: Final = (
     Row("3 levels", "tree", (1, 16, 256), (1024, 1024, 128)),
