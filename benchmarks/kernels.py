@@ -130,7 +130,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
         rates={name: clock.measure_rates(device, dtype, timer) for name, dtype in dtypes.items()},
         block_size=options.block_size,
         checks=_announced(checks.variants(ops.implementation(implementation), device)),
-        planning=planning.measure(),
+        planning=planning.measure(timer),
     )
     if options.processor_time:
         report.notes.append("times are processor time")

@@ -6,6 +6,7 @@ paged memory would have to gather first; no contender is charged for that.
 
     shared        our implementation under the plan of the tree
     unshared      the same code under a plan that shares nothing: plain paged decoding
+    forced        the same under a plan that shares whatever can be, worth it or not
     sdpa packed   torch's attention, the heads of a group as rows of one product
     sdpa gqa      torch's attention with `enable_gqa`
     flex          torch's compiled FlexAttention, which needs a compiler (CUDA only)
@@ -25,13 +26,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from conure.kernels import ops
 from conure.kernels import plan as plans
+from conure.kernels.tree import ITEM_TOKENS
 
 from . import checks, flashinfer_contenders
 from .scene import CACHE_BYTES, Scene
 
-OURS = ("shared", "unshared")
-NO_SHARING = 10**9
-"""More tokens than any stretch could save."""
+MIN_SAVED = {"shared": ITEM_TOKENS, "unshared": 10**9, "forced": 0}
+"""Tokens that a shared stretch must save under each of our plans."""
+OURS = tuple(MIN_SAVED)
 FLEX_REGIMES = ("unshared",)
 """Compiling takes seconds a shape, so that few rows have it."""
 
@@ -56,6 +58,9 @@ def prepare(
     yield ours("shared", scene, implementation)
     if wanted("unshared") and scene.row.regime != "unshared":
         yield ours("unshared", scene, implementation)
+    if scene.row.regime == "crossover":
+        yield ours("forced", scene, implementation)
+        return
     for name, factory in _rivals(scene).items():
         if not wanted(name):
             continue
@@ -77,7 +82,7 @@ def ours(name: str, scene: Scene, implementation: str) -> Contender:
         [row.kv_len] * row.num_requests,
         scene.tables.tables,
         block_size=scene.block_size,
-        **({"min_saved": NO_SHARING} if name == "unshared" else {}),
+        min_saved=MIN_SAVED[name],
     )
     out = torch.full_like(scene.queries[0], math.nan)
 

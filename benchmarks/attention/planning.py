@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from array import array
+from collections.abc import Callable
 from typing import Final
 
 from conure.kernels.planner import Planner
@@ -29,26 +30,28 @@ ROWS: Final = (
 )
 
 
-def measure(block_size: int = 16) -> dict[str, Timing]:
+def measure(
+    timer: Callable[[], float] = time.perf_counter, *, block_size: int = 16
+) -> dict[str, Timing]:
     """Time plans and work tables, from scratch and from step to step."""
     found = {}
     for row in ROWS:
-        found[f"256 requests, {row.name}, from scratch"] = _builds(row, block_size)
-        found[f"256 requests, {row.name}, next step"] = _steps(row, block_size)
+        found[f"256 requests, {row.name}, from scratch"] = _builds(row, block_size, timer)
+        found[f"256 requests, {row.name}, next step"] = _steps(row, block_size, timer)
     return found
 
 
-def _builds(row: Row, block_size: int) -> Timing:
+def _builds(row: Row, block_size: int, timer: Callable[[], float]) -> Timing:
     tables = [array("q", table) for table in lay_out(row, block_size).tables]
     samples = []
     for _ in range(BUILDS):
-        begin = time.perf_counter()
+        begin = timer()
         _plan(Planner(block_size=block_size), Work(KIND), tables, _lengths(row, block_size))
-        samples.append(time.perf_counter() - begin)
+        samples.append(timer() - begin)
     return Timing.of(samples, is_graph=False)
 
 
-def _steps(row: Row, block_size: int) -> Timing:
+def _steps(row: Row, block_size: int, timer: Callable[[], float]) -> Timing:
     laid = lay_out(row, block_size)
     tables = [array("q", table) for table in laid.tables]
     planner, work = Planner(block_size=block_size), Work(KIND)
@@ -61,9 +64,9 @@ def _steps(row: Row, block_size: int) -> Timing:
         for table, length in zip(tables, lengths, strict=True):
             if length > len(table) * block_size:
                 table.append(next(fresh))
-        begin = time.perf_counter()
+        begin = timer()
         _plan(planner, work, tables, lengths)
-        samples.append(time.perf_counter() - begin)
+        samples.append(timer() - begin)
     return Timing.of(samples, is_graph=False)
 
 

@@ -72,7 +72,7 @@ class Measured:
             cascade = self.best("flashinfer cascade")
             if self.row.regime == "tree" and cascade and cascade[1] < CASCADE_SPEEDUP:
                 broken.append(f"{CASCADE_SPEEDUP}x of {cascade[0]}")
-        elif sdpa := self.best("sdpa"):
+        elif (sdpa := self.best("sdpa")) and self.row.regime != "crossover":
             least = CPU_UNSHARED if self.row.regime == "unshared" else CPU_SPEEDUP
             if sdpa[1] < least:
                 broken.append(f"{least}x of {sdpa[0]}")

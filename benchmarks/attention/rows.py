@@ -23,7 +23,8 @@ class Row:
 
     name: str
     regime: str
-    """What decides its time: `latency`, `memory`, `matrix`, `tree` or `unshared`."""
+    """What decides its time: `latency`, `memory`, `matrix`, `tree` or `unshared`; `crossover`
+    where there is little to share, and the planner decides."""
     nodes: tuple[int, ...]
     """Nodes of each level, a multiple of those of the level above."""
     tokens: tuple[int, ...]
@@ -137,6 +138,10 @@ def _unshared(requests: int, tokens: int) -> Row:
     return Row(f"B{requests} S{tokens} alone", "unshared", (requests,), (tokens,))
 
 
+_CROSSOVER = tuple(
+    Row(f"B{requests} P{prefix} S256, crossover", "crossover", (1, requests), (prefix, 256))
+    for requests, prefix in ((2, 64), (2, 256), (2, 1024), (8, 16), (8, 64), (8, 256))
+)
 GPU_ROWS: Final = (
     _two_levels(1, "latency", 8, 1024, 128),
     _two_levels(2, "latency", 16, 2048, 256),
@@ -162,6 +167,7 @@ GPU_ROWS: Final = (
     _tree((1, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32, 32), source="PAT 14: "),
     _unshared(256, 4096),
     _unshared(1, 32768),
+    *_CROSSOVER,
 )
 """The grid on a GPU; a regime names what should decide there on an H200."""
 
@@ -177,5 +183,6 @@ _PLAIN = (
 CPU_ROWS: Final = (
     *(replace(row, is_scattered=False) for row in _PLAIN),
     *(replace(row, name=f"{row.name}, scattered") for row in (_PLAIN[0], _PLAIN[4])),
+    *(replace(row, is_scattered=False) for row in _CROSSOVER),
 )
 """The grid on a CPU, where it matters whether blocks are neighbours."""
