@@ -62,7 +62,9 @@ class Tree:
     """First block of each row that is in no stretch, [R]."""
 
 
-def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) -> Tree:
+def find(
+    tables: Integers, limits: Integers, num_new: Integers, worth: Worth, *, block_size: int
+) -> Tree:
     """Return what rows share.
 
     Args:
@@ -70,6 +72,7 @@ def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) ->
         limits: [R] blocks of each row that others may share.
         num_new: [R] queries of each row.
         worth: When to split a stretch off.
+        block_size: Tokens of a block.
     """
     num_rows = len(limits)
     own = np.zeros(num_rows, dtype=np.int64)
@@ -93,7 +96,7 @@ def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) ->
     common = root + _num_leading(same)
     np.minimum(common, np.minimum(sorted_limits[1:], sorted_limits[:-1]), out=common)
 
-    found = _choose(common.tolist(), num_new[order], worth)
+    found = _choose(common.tolist(), num_new[order], worth, block_size)
     owned = [0] * num_rows
     for first, end, _, depth in found:
         owned[first:end] = [depth] * (end - first)
@@ -111,7 +114,9 @@ def _num_leading(same: NDArray[np.bool_]) -> Integers:
     return found
 
 
-def _choose(common: list[int], num_new: Integers, worth: Worth) -> list[tuple[int, int, int, int]]:
+def _choose(
+    common: list[int], num_new: Integers, worth: Worth, block_size: int
+) -> list[tuple[int, int, int, int]]:
     """Return the stretches worth an item: first and last place, first and last block."""
     queries = [0, *np.cumsum(num_new).tolist()]
     readings = [0.0, *np.cumsum(np.maximum(1, num_new / worth.ridge)).tolist()]
@@ -125,7 +130,7 @@ def _choose(common: list[int], num_new: Integers, worth: Worth) -> list[tuple[in
         num = queries[end] - queries[first]
         saved = readings[end] - readings[first] - max(1.0, num / worth.ridge)
         cost = worth.min_saved + worth.part_tokens * num if worth.min_saved else 0
-        if saved * (depth - begin) >= cost:
+        if saved * (depth - begin) * block_size >= cost:
             found.append((first, end, begin, depth))
             begin = depth
         around.append((end, begin))
