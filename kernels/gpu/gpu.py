@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime import JITFunction
 
 from ..plan import Plan
 from ..work import Kind, Work
@@ -46,7 +46,8 @@ _MERGE: Final[Any] = merging.merge
 _STORE: Final[Any] = caching.store
 _MOVE: Final[Any] = caching.move
 
-INTERPRETED: Final = isinstance(attention.attend, InterpretedFunction)
+INTERPRETED: Final = not isinstance(attention.attend, JITFunction)
+"""Kernels run without a GPU, slowly: decided by `TRITON_INTERPRET` when triton was loaded."""
 INTERPRETED_PROCESSORS: Final = 2
 MERGE_PROGRAMS: Final = 8
 """Programs of the merge kernel, for each processor."""
