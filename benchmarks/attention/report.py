@@ -212,7 +212,7 @@ class Report:
         cells = [
             measured.row.name,
             measured.dtype,
-            f"{measured.ideal_s * 1e6:.4g}",
+            _us(measured.ideal_s),
             _spread(ours),
             f"{measured.ideal_s / ours.median_s:.0%}",
         ]
@@ -241,6 +241,10 @@ def line(measured: Measured, *, is_gpu: bool) -> str:
 
 
 def _spread(timing: Timing) -> str:
-    numbers = (timing.median_s, timing.min_s, timing.max_s)
-    median, least, most = (f"{number * 1e6:.4g}" for number in numbers)
-    return f"{median} ({least}-{most})"
+    return f"{_us(timing.median_s)} ({_us(timing.min_s)}-{_us(timing.max_s)})"
+
+
+def _us(seconds: float) -> str:
+    """Return microseconds with three digits at least."""
+    number = seconds * 1e6
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

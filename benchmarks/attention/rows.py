@@ -13,6 +13,7 @@ The trees of the grid are PAT's (ASPLOS'26) and our own.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -120,6 +121,23 @@ def lay_out(row: Row, block_size: int, *, seed: int = 0) -> Tables:
                 del free[:width]
         tables = grown
     return Tables(tables, num_blocks)
+
+
+def roofline(grid: Sequence[Row], rates: Rates, *, element: int = 2) -> list[str]:
+    """Return the lines of a table: bytes, operations and ideal times of each row."""
+    lines = []
+    for row in grid:
+        unshared, shared = row.unshared_bytes(element), row.shared_bytes(element)
+        alone_us, ideal_us = (
+            1e6 * unshared / rates.bytes_per_s,
+            1e6 * rates.ideal_s(row, element),
+        )
+        lines.append(
+            f"| {row.name.strip()} | {unshared / 1e6:.0f} | {shared / 1e6:.1f}"
+            f" | {row.operations / 1e9:.1f} | {alone_us:.1f} | {ideal_us:.1f}"
+            f" | {alone_us / ideal_us:.1f} |"
+        )
+    return lines
 
 
 def _two_levels(number: int, regime: str, requests: int, prefix: int, own: int) -> Row:
