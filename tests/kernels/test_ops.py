@@ -118,9 +118,11 @@ def test_any_grouping_of_heads_works(cpu_path: ops.Operations, heads: int, kv_he
         check(cpu_path, torch.float32, made)
 
 
-def test_values_may_have_another_size_than_keys(operations: ops.Operations) -> None:
+@pytest.mark.parametrize("min_saved", [0, 10**9], ids=["shared", "plain"])
+def test_values_may_have_another_size_than_keys(operations: ops.Operations, min_saved: int) -> None:
     for seed in range(num_seeds(operations, 4)):
-        check(operations, torch.float32, inputs(seed, levels=3, head_dim=24, value_dim=8))
+        made = inputs(seed, levels=3, head_dim=24, value_dim=8, min_saved=min_saved)
+        check(operations, torch.float32, made)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 64, 128])
