@@ -86,11 +86,11 @@ def measure_rates(
 ) -> Rates:
     """Measure how fast the device copies (read and written bytes count) and multiplies."""
     is_cuda = device.type == "cuda"
-    size = 2**31 if is_cuda else 2**28
+    size = 2**31 if is_cuda else 2**27
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copying = _middle(lambda: target.copy_(source), device, timer)
-    edge = 8192 if is_cuda else 2048
+    edge = 8192 if is_cuda else 1024
     left = torch.randn(edge, edge, device=device).to(dtype)
     right = torch.randn(edge, edge, device=device).to(dtype)
     multiplying = _middle(lambda: left @ right, device, timer)
