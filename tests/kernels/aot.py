@@ -73,7 +73,7 @@ class Compiled(NamedTuple):
 
 def read_sass(sass: str) -> dict[str, int]:
     """Count the instructions that matter in a listing of machine code."""
-    counts = dict.fromkeys(
+    counts: dict[str, int] = dict.fromkeys(
         ("hgmma", "hmma", "tma_loads", "wide_loads", "narrow_loads", "local_accesses"), 0
     )
     for mnemonic in MNEMONIC.findall(sass):

@@ -23,7 +23,8 @@ def run(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT / "benchmarks",
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # This checkout, wherever another one is installed.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / ".src")},
         capture_output=True,
         text=True,
         check=False,

@@ -48,6 +48,8 @@ USUAL = (
 def compile_for_sm_90(*names: str) -> list[Compiled]:
     """Compile the named configurations, or all, where nothing is interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # This checkout, wherever another one is installed.
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / ".src")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--json", *names],
         env=environment,
