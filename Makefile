@@ -14,15 +14,15 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
 # Time that the tests of a folder may take on 2 cores. What needs longer is marked `slow`,
 # which `make test` leaves to `make test-all`.
-#   tests/server 180 s · tests/engine 120 s · tests/kernels 60 s · tests/adapters 60 s
-#   tests/*.py (house, README) 90 s · checks 60 s · altogether 600 s
+#   tests/server 180 s · tests/engine 120 s · tests/kernels 240 s · tests/adapters 60 s
+#   tests/*.py (house, README) 90 s · checks 60 s · altogether 780 s
 PYTEST := $(BIN)/pytest --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check demo test test-all bench clean
+.PHONY: help setup check demo test test-all bench bench-kernels clean
 
 help: ## list these commands
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-13s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## install Conure and its tools into .venv; quick when nothing changed
 
@@ -48,6 +48,9 @@ test-all: check ## the checks, then every test
 
 bench: setup ## latency of chains and of wide programs over HTTP
 	$(BIN)/python benchmarks/latency.py
+
+bench-kernels: setup ## shared attention against its rivals, on a GPU where there is one
+	$(BIN)/python benchmarks/kernels.py --out benchmarks/results
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist .src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ and obey the same plan. Here arguments are checked, once for all of them.
 
     reference    plain torch, float64-able, slow
     cpu          fast torch: each shared stretch once, packed heads, one softmax
+    triton       kernels for a GPU: all stretches of a step in one launch
 
 Knows no model and no context: a plan says which queries read which blocks. A key/value
 cache is [N, B, K, D] whose first two dimensions flatten, so that blocks that follow each
@@ -18,8 +19,9 @@ B tokens of a block - N blocks - S parts - W most parts of one query.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+import math
+from collections.abc import Hashable, Sequence
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from torch import Tensor
 from . import cpu, reference
 from .plan import Plan
 
-NAMES: Final = ("reference", "cpu")
+NAMES: Final = ("reference", "cpu", "triton")
 
 
 class Kernels(Protocol):
@@ -70,6 +72,23 @@ class Kernels(Protocol):
         ...
 
 
+@runtime_checkable
+class Replayable(Protocol):
+    """What an implementation defines whose launches can be captured and replayed."""
+
+    def prepare(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        window: int | None,
+    ) -> Hashable:
+        """Bring a step to the device; say what a launch depends on."""
+        ...
+
+
 def implementation(name: str) -> Operations:
     """Return the operations of one implementation.
 
@@ -81,7 +100,12 @@ def implementation(name: str) -> Operations:
     if name == "cpu":
         return Operations(name, cpu.Cpu())
     if name == "triton":
-        raise ValueError("implementation 'triton' is not built yet, use 'cpu' or 'reference'")
+        # Loaded where it is asked for: a machine without a GPU needs no triton.
+        try:
+            from .gpu.gpu import Gpu
+        except ImportError as error:
+            raise ValueError(f"implementation 'triton' cannot be loaded: {error}") from error
+        return Operations(name, Gpu())
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
 
 
@@ -128,7 +152,7 @@ class Operations:
             ValueError: if an argument does not fit the others; the message names it.
         """
         _check_attention(query, key_cache, value_cache, plan)
-        _check_variants(query, window, softcap, sinks)
+        _check_variants(query, scale, window, softcap, sinks)
         shape = (query.shape[0], query.shape[1], value_cache.shape[3])
         if out is None:
             out = query.new_empty(shape)
@@ -136,6 +160,11 @@ class Operations:
             raise ValueError(
                 f"out must be {list(shape)} {query.dtype}, got {list(out.shape)} {out.dtype}"
             )
+        elif out.stride(2) != 1:
+            raise ValueError(f"out must have vectors in one stretch, got strides {out.stride()}")
+        _check_one_device(
+            query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, out=out
+        )
         return self._kernels.attention(
             query,
             key_cache,
@@ -147,6 +176,40 @@ class Operations:
             sinks=sinks,
             out=out,
         )
+
+    def prepare(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        window: int | None = None,
+    ) -> Hashable:
+        """Do what `attention` does on the host, so that a CUDA graph of it can be replayed.
+
+        A step's tables go to the device; each kind of layer needs them once. A graph that was
+        captured with the same tensors is good for any plan of at most as many queries for
+        which this returns what it returned before the capture. Outputs of queries that the
+        plan does not have are left as they are. Without a device this does nothing.
+
+        Args:
+            query: As in `attention`; it may have more tokens than the plan.
+            key_cache: As in `attention`.
+            value_cache: As in `attention`.
+            plan: Of this step's rows.
+            window: As in `attention`.
+
+        Raises:
+            ValueError: if an argument does not fit the others; the message names it.
+        """
+        if query.dim() == 3 and query.shape[0] < plan.num_queries:
+            raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
+        _check_attention(query[: plan.num_queries], key_cache, value_cache, plan)
+        _check_one_device(query=query, key_cache=key_cache, value_cache=value_cache)
+        if not isinstance(self._kernels, Replayable):
+            return None
+        return self._kernels.prepare(query, key_cache, value_cache, plan, window=window)
 
     def merge(
         self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None = None
@@ -173,6 +236,7 @@ class Operations:
             raise ValueError(f"slots must be [T, W] int64, got {list(slots.shape)} {slots.dtype}")
         if sinks is not None and sinks.shape != outputs.shape[1:2]:
             raise ValueError(f"sinks must be [{outputs.shape[1]}], got {list(sinks.shape)}")
+        _check_one_device(outputs=outputs, lse=lse, slots=slots, sinks=sinks)
         return self._kernels.merge(outputs, lse, slots, sinks=sinks)
 
     def store_kv(
@@ -197,7 +261,16 @@ class Operations:
                     f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {list(new.shape)}"
                 )
             if slots.shape != new.shape[:1] or slots.dtype != torch.int64:
-                raise ValueError(f"slots must be [{new.shape[0]}] int64, got {list(slots.shape)}")
+                raise ValueError(
+                    f"slots must be [{new.shape[0]}] int64, got {list(slots.shape)} {slots.dtype}"
+                )
+        if value_cache.shape[:3] != key_cache.shape[:3]:
+            raise ValueError(
+                f"value_cache must be {[*key_cache.shape[:3], 'E']}, got {list(value_cache.shape)}"
+            )
+        _check_one_device(
+            key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots
+        )
         self._kernels.store_kv(key, value, key_cache, value_cache, slots)
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
@@ -211,7 +284,7 @@ class Operations:
             destination: [C] int64 blocks, each at most once.
 
         Raises:
-            ValueError: if source and destination do not match.
+            ValueError: if an argument does not fit the others; the message names it.
         """
         if source.dim() != 1 or source.dtype != torch.int64:
             raise ValueError(f"source must be [C] int64, got {list(source.shape)} {source.dtype}")
@@ -220,6 +293,12 @@ class Operations:
                 f"destination must be {list(source.shape)} int64,"
                 f" got {list(destination.shape)} {destination.dtype}"
             )
+        for index, cache in enumerate(caches):
+            if cache.dim() != 4:
+                raise ValueError(f"caches[{index}] must be [N, B, K, D], got {list(cache.shape)}")
+            if cache.device != source.device:
+                raise ValueError(f"caches[{index}] is on {cache.device}, source on {source.device}")
+        _check_one_device(source=source, destination=destination)
         if len(source):
             self._kernels.copy_blocks(caches, source, destination)
 
@@ -242,11 +321,13 @@ def _check_layout(name: str, cache: Tensor) -> None:
 def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> None:
     if query.dim() != 3:
         raise ValueError(f"query must be [T, H, D], got {list(query.shape)}")
+    if query.stride(2) != 1:
+        raise ValueError(f"query must have vectors in one stretch, got strides {query.stride()}")
     if query.shape[0] != plan.num_queries:
         raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
     _check_layout("key", key_cache)
     num_blocks, block_size, kv_heads, head_dim = key_cache.shape
-    if value_cache.shape[:3] != key_cache.shape[:3] or value_cache.dim() != 4:
+    if value_cache.dim() != 4 or value_cache.shape[:3] != key_cache.shape[:3]:
         raise ValueError(
             f"value_cache must be [{num_blocks}, {block_size}, {kv_heads}, E],"
             f" got {list(value_cache.shape)}"
@@ -267,9 +348,24 @@ def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan
         )
 
 
+def _check_one_device(**tensors: Tensor | None) -> None:
+    """Demand that all tensors are where the first is."""
+    (first, leader), *others = tensors.items()
+    assert leader is not None
+    for name, tensor in others:
+        if tensor is not None and tensor.device != leader.device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} on {leader.device}")
+
+
 def _check_variants(
-    query: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if softcap is not None and not softcap > 0:

@@ -1,0 +1,111 @@
+"""The kernels that write caches: new keys and values to their slots, blocks to other blocks.
+
+Knows slots and blocks. Kept true: nothing but the named slots and blocks is written.
+
+Shapes: T new tokens - K kv heads - D, E head dims of keys, values - C pairs of blocks.
+"""
+# Kernels are Python in looks only: a type checker cannot know what the compiler makes of them.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store(
+    key: tl.tensor,
+    value: tl.tensor,
+    key_cache: tl.tensor,
+    value_cache: tl.tensor,
+    slots: tl.tensor,
+    key_from: tl.tensor,
+    key_head_from: tl.tensor,
+    value_from: tl.tensor,
+    value_head_from: tl.tensor,
+    key_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+) -> None:
+    """Write one new token per program into both caches.
+
+    Args:
+        key: [T, K, D] of any dtype.
+        value: [T, K, E].
+        key_cache: [M, K, D].
+        value_cache: [M, K, E].
+        slots: [T] int64.
+        key_from: From new token to token; distances are in elements.
+        key_head_from: From head to head.
+        value_from: As `key_from`.
+        value_head_from: As `key_head_from`.
+        key_stride: From slot to slot of the cache.
+        key_head_stride: From head to head.
+        value_stride: As `key_stride`.
+        value_head_stride: As `key_head_stride`.
+        KV_HEADS: K.
+        HEADS_PAD: K up to a power of two.
+        DIM: D.
+        DIM_PAD: D up to a power of two.
+        VALUE_DIM: E.
+        VALUE_PAD: E up to a power of two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    heads = tl.arange(0, HEADS_PAD)[:, None]
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    mask = (heads < KV_HEADS) & (dims < DIM)
+    new = tl.load(key + token * key_from + heads * key_head_from + dims, mask=mask)
+    at = slot * key_stride + heads * key_head_stride + dims
+    tl.store(key_cache + at, new.to(key_cache.dtype.element_ty), mask=mask)
+    dims = tl.arange(0, VALUE_PAD)[None, :]
+    mask = (heads < KV_HEADS) & (dims < VALUE_DIM)
+    new = tl.load(value + token * value_from + heads * value_head_from + dims, mask=mask)
+    at = slot * value_stride + heads * value_head_stride + dims
+    tl.store(value_cache + at, new.to(value_cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def move(
+    addresses: tl.tensor,
+    scratch: tl.tensor,
+    blocks: tl.tensor,
+    num_blocks: tl.tensor,
+    size: tl.tensor,
+    TO_SCRATCH: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Move whole blocks of many caches to scratch memory, or from there to other blocks.
+
+    Two launches copy blocks so that all sources are read before any destination is written,
+    whatever the order of programs. The grid is [tiles of a block, C, caches].
+
+    Args:
+        addresses: [caches] int64, where each cache begins, at a multiple of 16 bytes; blocks
+            are one stretch each.
+        scratch: [caches, C, size] int32.
+        blocks: [C] int64, to read from or to write to.
+        num_blocks: C.
+        size: int32 words of a block.
+        TO_SCRATCH: Blocks are read, else written.
+        TILE: Words that a program moves.
+    """
+    words = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    pair = tl.program_id(1)
+    cache = tl.program_id(2)
+    mask = words < size
+    begin = tl.multiple_of(tl.load(addresses + cache).to(tl.pointer_type(tl.int32)), 16)
+    block = begin + tl.load(blocks + pair) * size + words
+    kept = scratch + (cache.to(tl.int64) * num_blocks + pair) * size + words
+    if TO_SCRATCH:
+        tl.store(kept, tl.load(block, mask=mask), mask=mask)
+    else:
+        tl.store(block, tl.load(kept, mask=mask), mask=mask)
