@@ -1,0 +1,155 @@
+"""One step as the device sees it: packed tokens, where their KV lies, and what attends.
+
+`pack` writes rows down as arrays, on the host. `Attention` stands behind the model's layers
+while the step runs there: it stores keys and values and attends by the plan.
+
+A step of decode rows alone may be *padded* to one of few numbers of rows, so that its arrays
+have known shapes. What fills up is no row of the plan: tokens whose KV goes to a scratch block
+that nobody reads, and whose results are thrown away.
+
+Knows rows, plans and caches; refuses to know the model and what is done with its logits.
+
+Shapes: T packed tokens - R rows - S sampling rows - H query heads - K kv heads - D, E head
+dims of keys, values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from conure.kernels import ops
+from conure.kernels.plan import Plan, build
+
+from .runner import Row
+from .trial import Layer
+
+Integers = NDArray[np.int64]
+Caches = tuple[Tensor, Tensor]
+"""Keys and values of one layer."""
+
+
+class Tables(Protocol):
+    """What an implementation of attention reads on the device instead of the plan itself."""
+
+    def make(self, plan: Plan, window: int | None, num_rows: int | None) -> NDArray[Any] | None:
+        """Return the table of a kind of layer.
+
+        With `num_rows` it has the shape of every table of so many decode rows, of which the
+        plan may have fewer; None says that this plan does not fit into it.
+        """
+        ...
+
+    def bind(self, plan: Plan, window: int | None, table: Tensor) -> None:
+        """Read this table where attention comes with this plan and window."""
+        ...
+
+
+class Packed(NamedTuple):
+    """The rows of a step on the host."""
+
+    plan: Plan
+    ids: Integers
+    """[T] tokens."""
+    last: Integers
+    """[S] packed tokens whose logits are wanted."""
+
+    def arrays(self, size: int | None, scratch: int) -> list[Integers]:
+        """Return ids, positions, slots and `last` as the device gets them.
+
+        Args:
+            size: Tokens to fill up to, and wanted ones; None leaves them as they are.
+            scratch: The block of tokens that fill up.
+        """
+        arrays = [self.ids, self.plan.positions, self.plan.slots, self.last]
+        if size is None:
+            return arrays
+        rests = (0, 0, scratch * self.plan.block_size, 0)
+        return [_filled(array, size, rest) for array, rest in zip(arrays, rests, strict=True)]
+
+
+def pack(rows: Sequence[Row], *, block_size: int, min_saved: int) -> Packed:
+    """Write at least one row down; see `conure.kernels.plan.build`."""
+    plan = build(
+        [row.num_new for row in rows],
+        [row.start + row.num_new for row in rows],
+        [row.blocks for row in rows],
+        block_size=block_size,
+        min_saved=min_saved,
+    )
+    ids = chain.from_iterable([row.ids[row.start : row.start + row.num_new] for row in rows])
+    wanted = [index for index, row in enumerate(rows) if row.sampling is not None]
+    last = plan.query_start[1:][wanted] - 1
+    return Packed(plan, np.fromiter(ids, np.int64, plan.num_queries), last)
+
+
+def still(num_rows: int, scratch: int, block_size: int) -> Plan:
+    """Return a plan of decode rows that stands for any other while a step is recorded."""
+    ones = [1] * num_rows
+    return build(ones, ones, [[scratch]] * num_rows, block_size=block_size)
+
+
+def _filled(array: Integers, size: int, rest: int) -> Integers:
+    filled = np.full(size, rest, np.int64)
+    filled[: len(array)] = array
+    return filled
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What a model's layers attend through during one step; see `architecture.Attending`."""
+
+    plan: Plan
+    slots: Tensor
+    caches: Sequence[Caches]
+    operations: ops.Operations
+    layers: Sequence[Layer]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        assert mask is None, "the probe saw no mask"
+        layer = module.layer_idx
+        assert isinstance(layer, int), "the probe saw numbered layers"
+        key_cache, value_cache = self.caches[layer]
+        self.operations.store_kv(
+            key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, self.slots
+        )
+        out = self.operations.attention(
+            query[0].transpose(0, 1),
+            key_cache,
+            value_cache,
+            self.plan,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out[None]
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Do the same for `lean.LeanModel`; see `lean.Attend`."""
+        self.operations.store_kv(key, value, *self.caches[layer], self.slots)
+        return self.read(layer, query, scale)
+
+    def read(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Attend queries [T, H, D] of a layer whose new keys and values are stored."""
+        return self.operations.attention(
+            query, *self.caches[layer], self.plan, scale=scale, window=self.layers[layer].window
+        )
