@@ -12,10 +12,8 @@ Only blocks that lie wholly before a row's first new token count as shared, so a
 several rows never needs a causal mask. What a row reads of its own step, or of an earlier
 row of the step, is in its own item.
 
-A stretch is split off only if that saves more reading than it costs: every item adds a part
-to merge for each of its queries, worth about `PART_TOKENS` tokens of reading, and a fixed
-cost worth about `ITEM_TOKENS` (the rule of FastTree, MLSys'25, and PAT, ASPLOS'26, in token
-units). A stretch that is not split off is read by each of its children with their own.
+A stretch is split off only if that saves more reading than it costs; `tree` finds the
+stretches and decides. `planner` makes the plans of steps that follow each other.
 
 Knows block tables and lengths, no tensors: one plan serves all layers of a step. Kept true:
 for each query the items that name it cover each position it may see exactly once.
@@ -25,17 +23,13 @@ Shapes: T queries of all rows in order - R rows - B tokens of a block.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Integers = NDArray[np.int64]
-
-ITEM_TOKENS: Final = 128
-PART_TOKENS: Final = 4
+from .tree import ITEM_TOKENS, Integers, Tree, Worth, find
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,7 @@ class Plan:
     kv_len: Integers
     """Tokens of each row, its new ones included, [R]."""
     tables: Integers
-    """Block tables, [R, widest], filled up with -1."""
+    """Block tables, [R, widest or more]; what lies behind a row's last block means nothing."""
     query_start: Integers
     """First packed query of each row and the end of the last, [R + 1]."""
     positions: Integers
@@ -79,7 +73,8 @@ class Plan:
     """Where the key and value of each new token are stored, [T]."""
     max_block: int
     """Largest block that any row reads or writes."""
-    min_saved: int
+    tree: Tree
+    """What rows share; the same object in a plan that continues another."""
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """What implementations keep for the other layers of the step, under keys of their own."""
 
@@ -108,8 +103,11 @@ class Plan:
         window = self.binding(window)
         key = ("items", window)
         if key not in self.derived:
-            items = _tree_items(self) if window is None else _window_items(self, window)
-            self.derived[key] = tuple(items)
+            if window is None:
+                items = (*_shared_items(self), *_own_items(self))
+            else:
+                items = tuple(_window_items(self, window))
+            self.derived[key] = items
         found: tuple[Item, ...] = self.derived[key]
         return found
 
@@ -121,6 +119,7 @@ def build(
     *,
     block_size: int,
     min_saved: int = ITEM_TOKENS,
+    ridge: float = float("inf"),
 ) -> Plan:
     """Plan one step.
 
@@ -132,9 +131,32 @@ def build(
         block_size: Tokens of a block.
         min_saved: Tokens of reading that a shared stretch must save to become an item. 0
             shares wherever possible; a huge number never does.
+        ridge: Queries from which on attending takes longer than reading once for all.
 
     Raises:
         ValueError: if there is no row, or lengths and tables do not fit each other.
+    """
+    new, lengths = lengths_of(num_new, kv_len, tables, block_size=block_size)
+    needed = (-(-lengths // block_size)).tolist()
+    padded = np.full((len(new), max(needed)), -1, dtype=np.int64)
+    for row, (table, width) in enumerate(zip(tables, needed, strict=True)):
+        padded[row, :width] = checked(table, width, row)
+    return assemble(
+        new, lengths, padded, block_size=block_size, worth=Worth(min_saved, ridge=ridge)
+    )
+
+
+def lengths_of(
+    num_new: Sequence[int],
+    kv_len: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+) -> tuple[Integers, Integers]:
+    """Return the lengths of a step's rows as arrays.
+
+    Raises:
+        ValueError: if they are impossible.
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -143,34 +165,50 @@ def build(
             f"num_new, kv_len and tables must have one entry per row and at least one row,"
             f" got {len(num_new)}, {len(kv_len)} and {len(tables)}"
         )
-    new = np.asarray(num_new, dtype=np.int64)
-    lengths = np.asarray(kv_len, dtype=np.int64)
+    new = np.array(num_new, dtype=np.int64)
+    lengths = np.array(kv_len, dtype=np.int64)
     if new.min() < 1 or (lengths < new).any():
         raise ValueError("num_new must be at least 1 and at most kv_len in every row")
-    needed = -(-lengths // block_size)
-    padded = np.full((len(new), int(needed.max())), -1, dtype=np.int64)
-    for row, (table, width) in enumerate(zip(tables, needed.tolist(), strict=True)):
-        if len(table) < width:
-            raise ValueError(
-                f"tables[{row}] has {len(table)} blocks, {int(lengths[row])} tokens need {width}"
-            )
-        padded[row, :width] = table[:width]
-        if padded[row, :width].min() < 0:
-            raise ValueError(f"tables[{row}] has a negative block")
-    query_start = np.concatenate(([0], np.cumsum(new)))
-    row_of = np.repeat(np.arange(len(new)), new)
-    positions = np.arange(query_start[-1]) - query_start[row_of] + (lengths - new)[row_of]
-    slots = padded[row_of, positions // block_size] * block_size + positions % block_size
+    return new, lengths
+
+
+def checked(table: Sequence[int], width: int, row: int) -> Integers:
+    """Return the first `width` blocks of a row's table.
+
+    Raises:
+        ValueError: if it has fewer, or one that cannot be.
+    """
+    if len(table) < width:
+        raise ValueError(f"tables[{row}] has {len(table)} blocks, its tokens need {width}")
+    blocks = np.array(table[:width], dtype=np.int64)
+    if blocks.min() < 0:
+        raise ValueError(f"tables[{row}] has a negative block")
+    return blocks
+
+
+def assemble(
+    num_new: Integers, kv_len: Integers, tables: Integers, *, block_size: int, worth: Worth
+) -> Plan:
+    """Return the plan of rows that were checked; see `Plan` for the arguments."""
+    num_rows = len(num_new)
+    starts = kv_len - num_new
+    query_start = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum(num_new, out=query_start[1:])
+    row_of = np.repeat(np.arange(num_rows), num_new)
+    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[row_of]
+    slots = tables[row_of, positions // block_size] * block_size + positions % block_size
+    # A row may share no further than the last block before its first new token.
+    tree = find(tables, starts // block_size, num_new, worth)
     return Plan(
         block_size=block_size,
-        num_new=new,
-        kv_len=lengths,
-        tables=padded,
+        num_new=num_new,
+        kv_len=kv_len,
+        tables=tables,
         query_start=query_start,
         positions=positions,
         slots=slots,
-        max_block=int(padded.max()),
-        min_saved=min_saved,
+        max_block=int(tables.max()),
+        tree=tree,
     )
 
 
@@ -180,72 +218,37 @@ def slots_of(blocks: Integers, offset: int, num_tokens: int, block_size: int) ->
     return (blocks[:, None] * block_size + inside).reshape(-1)[offset : offset + num_tokens]
 
 
-def _tree_items(plan: Plan) -> list[Item]:
-    """Walk the tree of tables from the root: shared stretches, then each row's own rest."""
-    starts = plan.kv_len - plan.num_new
-    # A row may share no further than the last block before its first new token.
-    limits = starts // plan.block_size
-    items: list[Item] = []
-    own_from = np.zeros(plan.num_rows, dtype=np.int64)
-    pending = [(np.arange(plan.num_rows), 0, 0)]
-    while pending:
-        rows, begin, depth = pending.pop()
-        if len(rows) == 1:
-            own_from[rows] = begin
-            continue
-        end = depth + _common_blocks(plan.tables, rows, depth, int(limits[rows].min()))
-        if end > begin and _is_worth_it(plan, rows, (end - begin) * plan.block_size):
-            items.append(_shared_item(plan, rows, begin, end))
-            begin = end
-        done = limits[rows] == end
-        own_from[rows[done]] = begin
-        rest = rows[~done]
-        if len(rest):
-            following = plan.tables[rest, end]
-            for block in np.unique(following).tolist():
-                pending.append((rest[following == block], begin, end))  # noqa: PERF401
-    items.extend(_own_item(plan, row, int(own_from[row])) for row in range(plan.num_rows))
-    return items
+def queries_of(plan: Plan, rows: Integers) -> Integers:
+    """Return the packed queries of some rows, row by row."""
+    num = plan.num_new[rows]
+    before = np.cumsum(num) - num
+    return np.arange(num.sum()) + np.repeat(plan.query_start[rows] - before, num)
 
 
-def _common_blocks(tables: Integers, rows: Integers, depth: int, limit: int) -> int:
-    """Count the blocks from `depth` on, before `limit`, that all rows have in common."""
-    if limit <= depth:
-        return 0
-    same = (tables[rows, depth:limit] == tables[rows[0], depth:limit]).all(axis=0)
-    return len(same) if same.all() else int(same.argmin())
+def _shared_items(plan: Plan) -> Iterator[Item]:
+    """Yield the stretches of the tree, parents before children."""
+    tree, size = plan.tree, plan.block_size
+    nodes = (tree.first, tree.end, tree.begin_block, tree.end_block)
+    for first, end, begin, depth in zip(*(column.tolist() for column in nodes), strict=True):
+        rows = np.sort(tree.order[first:end])
+        yield Item(
+            queries=queries_of(plan, rows),
+            blocks=plan.tables[rows[0], begin:depth],
+            first=begin * size,
+            num_kv=(depth - begin) * size,
+        )
 
 
-def _is_worth_it(plan: Plan, rows: Integers, num_tokens: int) -> bool:
-    """Compare the reading that an item of these rows saves with what merging it costs."""
-    if not plan.min_saved:
-        return True
-    saved = (len(rows) - 1) * num_tokens
-    return saved >= plan.min_saved + PART_TOKENS * int(plan.num_new[rows].sum())
+def _own_items(plan: Plan) -> Iterator[Item]:
+    """Yield what remains of each row."""
+    for row, begin in enumerate(plan.tree.own.tolist()):
+        yield _row_item(plan, row, begin * plan.block_size, None)
 
 
-def _shared_item(plan: Plan, rows: Integers, begin: int, end: int) -> Item:
-    starts = plan.query_start
-    spans = [np.arange(int(starts[row]), int(starts[row + 1])) for row in rows]
-    return Item(
-        queries=np.concatenate(spans),
-        blocks=plan.tables[rows[0], begin:end],
-        first=begin * plan.block_size,
-        num_kv=(end - begin) * plan.block_size,
-    )
-
-
-def _own_item(plan: Plan, row: int, begin: int) -> Item:
-    """Return the item of one row from block `begin` to its end."""
-    return _row_item(plan, row, begin * plan.block_size, None)
-
-
-def _window_items(plan: Plan, window: int) -> list[Item]:
-    """Return one item per row that begins where its first query's window begins."""
-    starts = (plan.kv_len - plan.num_new).tolist()
-    return [
-        _row_item(plan, row, max(0, start - window + 1), window) for row, start in enumerate(starts)
-    ]
+def _window_items(plan: Plan, window: int) -> Iterator[Item]:
+    """Yield one item per row that begins where its first query's window begins."""
+    for row, start in enumerate((plan.kv_len - plan.num_new).tolist()):
+        yield _row_item(plan, row, max(0, start - window + 1), window)
 
 
 def _row_item(plan: Plan, row: int, first: int, window: int | None) -> Item:

@@ -1,0 +1,1 @@
+"""The parts of `kernels.py`: rows, scenes, contenders, clocks, checks and reports."""

@@ -1,0 +1,177 @@
+"""The rows of the benchmark: trees of contexts that decode one token each.
+
+A tree has `nodes[i]` nodes of `tokens[i]` tokens on level i; the leaves are the requests, and
+a level's nodes are shared out evenly among those of the level above. `(1, 32)` and
+`(4096, 128)` is a prefix of 4096 tokens under 32 requests with 128 tokens of their own;
+`(256,)` and `(4096,)` is 256 requests that share nothing.
+
+Knows shapes, bytes and operations, no tensors and no device. Ideal times count what has to
+be read once and what has to be multiplied, both at once, at rates that the caller brings.
+The trees of the grid are PAT's (ASPLOS'26) and our own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tree under one shape of heads."""
+
+    name: str
+    regime: str
+    """What decides its time: `latency`, `memory`, `matrix`, `tree` or `unshared`."""
+    nodes: tuple[int, ...]
+    """Nodes of each level, a multiple of those of the level above."""
+    tokens: tuple[int, ...]
+    """Tokens of each node of the level."""
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    is_scattered: bool = True
+    """Blocks lie anywhere, as in memory that has been used for long. Otherwise those of a node
+    are neighbours, as an empty memory gives them out."""
+
+    @property
+    def num_requests(self) -> int:
+        """The leaves."""
+        return self.nodes[-1]
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens that a request attends to."""
+        return sum(self.tokens)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens of all nodes, each counted once."""
+        return sum(n * t for n, t in zip(self.nodes, self.tokens, strict=True))
+
+    def shared_bytes(self, element: int) -> int:
+        """Bytes that move if each node is read once, at `element` bytes a number."""
+        return self.stored_tokens * self._token_bytes(element) + self._query_bytes(element)
+
+    def unshared_bytes(self, element: int) -> int:
+        """Bytes that move if every request reads all of its own context."""
+        tokens = self.num_requests * self.kv_len
+        return tokens * self._token_bytes(element) + self._query_bytes(element)
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions, the same with and without sharing."""
+        return 4 * self.heads * self.head_dim * self.num_requests * self.kv_len
+
+    def _token_bytes(self, element: int) -> int:
+        return 2 * self.kv_heads * self.head_dim * element
+
+    def _query_bytes(self, element: int) -> int:
+        return 2 * self.num_requests * self.heads * self.head_dim * element
+
+
+class Rates(NamedTuple):
+    """What a device can do."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+    def ideal_s(self, row: Row, element: int) -> float:
+        """Least seconds that a row takes: its reading or its products, whichever is longer."""
+        reading = row.shared_bytes(element) / self.bytes_per_s
+        return max(reading, row.operations / self.operations_per_s)
+
+
+class Tables(NamedTuple):
+    """Where the tokens of a row's requests lie."""
+
+    tables: list[list[int]]
+    """Blocks of each request, root first."""
+    num_blocks: int
+
+
+def lay_out(row: Row, block_size: int, *, seed: int = 0) -> Tables:
+    """Give every node blocks of its own.
+
+    Raises:
+        ValueError: if a node above the leaves does not fill its blocks.
+    """
+    if any(tokens % block_size for tokens in row.tokens[:-1]):
+        raise ValueError(f"{row.name}: inner nodes do not fill blocks of {block_size} tokens")
+    widths = [-(-tokens // block_size) for tokens in row.tokens]
+    num_blocks = sum(n * w for n, w in zip(row.nodes, widths, strict=True))
+    free = list(range(num_blocks))
+    if row.is_scattered:
+        random.Random(seed).shuffle(free)
+    tables: list[list[int]] = [[]]
+    for count, width in zip(row.nodes, widths, strict=True):
+        children = count // len(tables)
+        assert children * len(tables) == count, f"{row.name}: {count} nodes cannot be shared out"
+        grown = []
+        for table in tables:
+            for _ in range(children):
+                grown.append([*table, *free[:width]])
+                del free[:width]
+        tables = grown
+    return Tables(tables, num_blocks)
+
+
+def _two_levels(number: int, regime: str, requests: int, prefix: int, own: int) -> Row:
+    name = f"{number:2} B{requests} P{prefix} S{own}"
+    return Row(name, regime, (1, requests), (prefix, own))
+
+
+def _tree(
+    nodes: tuple[int, ...], tokens: tuple[int, ...], *, source: str = "", regime: str = "tree"
+) -> Row:
+    shape = ",".join(map(str, nodes)) + " / " + ",".join(map(str, tokens))
+    return Row(source + shape, regime, nodes, tokens)
+
+
+def _unshared(requests: int, tokens: int) -> Row:
+    return Row(f"B{requests} S{tokens} alone", "unshared", (requests,), (tokens,))
+
+
+GPU_ROWS: Final = (
+    _two_levels(1, "latency", 8, 1024, 128),
+    _two_levels(2, "latency", 16, 2048, 256),
+    _two_levels(3, "memory", 32, 1024, 512),
+    _two_levels(4, "latency", 32, 4096, 128),
+    _two_levels(5, "memory", 32, 8192, 1024),
+    _two_levels(6, "latency", 64, 2048, 64),
+    _two_levels(7, "memory", 64, 8192, 512),
+    _two_levels(8, "matrix", 64, 32768, 256),
+    _two_levels(9, "memory", 128, 4096, 256),
+    _two_levels(10, "matrix", 128, 16384, 128),
+    _two_levels(11, "memory", 256, 2048, 512),
+    _two_levels(12, "matrix", 256, 8192, 256),
+    _two_levels(13, "memory", 512, 1024, 1024),
+    _two_levels(14, "memory", 8, 131072, 512),
+    _tree((1, 4, 64), (2048, 1024, 256)),
+    _tree((1, 8, 64), (4096, 2048, 128)),
+    _tree((1, 16, 256), (1024, 1024, 128)),
+    _tree((4, 16, 64), (2048, 512, 256)),
+    _tree((1, 2, 8, 32, 128), (2048, 1024, 512, 256, 128)),
+    _tree((1, 1024), (2048, 32), source="PAT 3: ", regime="matrix"),
+    _tree((1, 8, 512), (512, 512, 256), source="PAT 8: "),
+    _tree((1, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32, 32), source="PAT 14: "),
+    _unshared(256, 4096),
+    _unshared(1, 32768),
+)
+"""The grid on a GPU; a regime names what should decide there on an H200."""
+
+_PLAIN = (
+    Row("B16 P1024 S128", "memory", (1, 16), (1024, 128)),
+    Row("B32 P2048 S64", "memory", (1, 32), (2048, 64)),
+    Row("B8 P4096 S256", "memory", (1, 8), (4096, 256), heads=16, kv_heads=2, head_dim=64),
+    Row("1,4,16 / 1024,512,64", "tree", (1, 4, 16), (1024, 512, 64)),
+    _unshared(16, 1152),
+    _unshared(32, 512),
+    _unshared(1, 4096),
+)
+CPU_ROWS: Final = (
+    *(replace(row, is_scattered=False) for row in _PLAIN),
+    *(replace(row, name=f"{row.name}, scattered") for row in (_PLAIN[0], _PLAIN[4])),
+)
+"""The grid on a CPU, where it matters whether blocks are neighbours."""

@@ -1,0 +1,135 @@
+"""Finds the tree that block tables form: which rows share which stretches of blocks.
+
+Rows are sorted by their tables. Those that share a prefix are then neighbours, and how many
+blocks each has in common with the next tells the whole tree: the intervals of this list
+(Abouelhoda et al. 2004, on suffix arrays) are the nodes. So the work is one sort and one
+comparison of neighbours, a few array operations for any number of rows and levels.
+
+A node is split off as a stretch of its own only if that saves more reading than it costs.
+A stretch of `n` tokens is read once instead of once by each row; past `ridge` queries a
+read takes as long as computing with it, so that there is less to save. Against that stands
+the price of an item, and of a part to merge for each of its queries (the rule of FastTree,
+MLSys'25, and PAT, ASPLOS'26, in tokens of reading). What is not split off is read by each of
+its children with their own.
+
+Knows tables, no queries but their number. Kept true: a row's stretches follow each other from
+its first block on, and what they leave begins at its `own` block.
+
+Shapes: R rows - N stretches - W blocks of the widest table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+
+ITEM_TOKENS: Final = 128
+PART_TOKENS: Final = 4
+
+
+class Worth(NamedTuple):
+    """When a stretch is worth an item of its own."""
+
+    min_saved: int = ITEM_TOKENS
+    """Tokens of reading that it must save. 0 shares wherever possible; a huge number never."""
+    part_tokens: float = PART_TOKENS
+    """Tokens of reading that one more part of a query costs."""
+    ridge: float = float("inf")
+    """Queries of one reading from which on computing takes longer than reading."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """The stretches that several rows share. Parents come before their children."""
+
+    order: Integers
+    """Rows, so that those of every stretch are neighbours, [R]."""
+    first: Integers
+    """Place in `order` of the first row of each stretch, [N]."""
+    end: Integers
+    """Place after its last row, [N]."""
+    begin_block: Integers
+    """First block of each stretch, counted in its rows' tables, [N]."""
+    end_block: Integers
+    """Block after its last, [N]."""
+    own: Integers
+    """First block of each row that is in no stretch, [R]."""
+
+
+def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) -> Tree:
+    """Return what rows share.
+
+    Args:
+        tables: [R, W] blocks of each row.
+        limits: [R] blocks of each row that others may share.
+        num_new: [R] queries of each row.
+        worth: When to split a stretch off.
+    """
+    num_rows = len(limits)
+    own = np.zeros(num_rows, dtype=np.int64)
+    width = int(limits.max())
+    if num_rows == 1 or not width:
+        none = np.zeros(0, dtype=np.int64)
+        return Tree(np.arange(num_rows), none, none, none, none, own)
+    # Shifted by one, and 0 behind the limit: a prefix comes before what continues it.
+    words = (tables[:, :width] + 1).astype(">u4")
+    words[np.arange(width) >= limits[:, None]] = 0
+    order = np.argsort(words.view(f"S{4 * width}")[:, 0], kind="stable")
+    words, sorted_limits = words[order], limits[order]
+    same = words[1:] == words[:-1]
+    common = np.where(same.all(axis=1), width, same.argmin(axis=1))
+    np.minimum(common, np.minimum(sorted_limits[1:], sorted_limits[:-1]), out=common)
+
+    found = _choose(common.tolist(), num_new[order], worth)
+    owned = [0] * num_rows
+    for first, end, _, depth in found:
+        owned[first:end] = [depth] * (end - first)
+    own[order] = owned
+    columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    return Tree(order, columns[0], columns[1], columns[2], columns[3], own)
+
+
+def _choose(common: list[int], num_new: Integers, worth: Worth) -> list[tuple[int, int, int, int]]:
+    """Return the stretches worth an item: first and last place, first and last block."""
+    queries = [0, *np.cumsum(num_new).tolist()]
+    readings = [0.0, *np.cumsum(np.maximum(1, num_new / worth.ridge)).tolist()]
+    found: list[tuple[int, int, int, int]] = []
+    # Nodes around the one at hand: where each ends, and where what it leaves begins.
+    around: list[tuple[int, int]] = []
+    for first, end, depth in sorted(_intervals(common), key=lambda node: (node[0], node[2])):
+        while around and around[-1][0] <= first:
+            around.pop()
+        begin = around[-1][1] if around else 0
+        num = queries[end] - queries[first]
+        saved = readings[end] - readings[first] - max(1.0, num / worth.ridge)
+        cost = worth.min_saved + worth.part_tokens * num if worth.min_saved else 0
+        if saved * (depth - begin) >= cost:
+            found.append((first, end, begin, depth))
+            begin = depth
+        around.append((end, begin))
+    return found
+
+
+def _intervals(common: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the nodes of the tree: first place, place after the last, depth in blocks.
+
+    Args:
+        common: Blocks that each row has in common with the next, in sorted order.
+    """
+    open_nodes: list[tuple[int, int]] = [(0, 0)]
+    for place, depth in enumerate(common):
+        first = place
+        while open_nodes[-1][1] > depth:
+            first, deeper = open_nodes.pop()
+            yield first, place + 1, deeper
+        if open_nodes[-1][1] < depth:
+            open_nodes.append((first, depth))
+    while len(open_nodes) > 1:
+        first, depth = open_nodes.pop()
+        yield first, len(common) + 1, depth
