@@ -15,6 +15,7 @@ recorded is run as it is.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, TypeAlias
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 MOST_KEYS: Final = 64
-"""Recordings hold memory: beyond so many nothing more is recorded."""
+"""Recordings hold memory: beyond so many, the one that was not used for longest goes."""
 
 Replay: TypeAlias = Callable[[], Tensor]
 Record: TypeAlias = Callable[[Callable[[], Tensor]], Replay]
@@ -46,7 +47,7 @@ class Graphs:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._replays: dict[Hashable, Replay] = {}
+        self._replays: OrderedDict[Hashable, Replay] = OrderedDict()
         self._can_record = True
 
     def __len__(self) -> int:
@@ -64,11 +65,15 @@ class Graphs:
             What it returns, valid until the next `run`.
         """
         replay = self._replays.get(key)
-        if replay is None and self._can_record and len(self._replays) < MOST_KEYS:
+        if replay is not None:
+            self._replays.move_to_end(key)
+        elif self._can_record:
             replay = self._try(key, function)
         return function() if replay is None else replay()
 
     def _try(self, key: Hashable, function: Callable[[], Tensor]) -> Replay | None:
+        if len(self._replays) == MOST_KEYS:
+            self._replays.popitem(last=False)
         try:
             replay = self._replays[key] = self._record(function)
         except RuntimeError as error:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -34,6 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conure.kernels.plan import ITEM_TOKENS, Plan
+from conure.kernels.planner import Planner
 
 from . import (
     architecture,
@@ -54,7 +55,7 @@ from .fused import FusedModel
 from .graphs import Graphs, padded, sizes
 from .runner import Row
 from .staging import Staging
-from .step import Attention, Caches, Integers, Packed, pack, still
+from .step import Attention, Caches, Integers, Kind, pack
 
 BUILTIN: Final = "builtin"
 TRIAL_TOKENS: Final = 12
@@ -143,12 +144,12 @@ class LocalRunner:
         # Layers that share keys and values stand here with one pair of caches.
         self._caches = [own[layer.source] for layer in layers]
         self._own_caches = list(chain.from_iterable(own.values()))
-        self._windows = [*dict.fromkeys(layer.window for layer in layers)]
         if min_saved is None:
             is_cpu = where.type == "cpu"
             min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2) if is_cpu else ITEM_TOKENS
-        self._min_saved = min_saved
-        self._staging = Staging(where, 0 if self._backend.tables is None else STAGED_BYTES)
+        self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
+        self._kinds: dict[Kind, tuple[Tensor, Caches]] = {}
+        self._staging = Staging(where, 0 if self._backend.record is None else STAGED_BYTES)
         record = self._backend.record
         self._graphs = None if record is None else Graphs(record)
         parameters = inspect.signature(self._model.forward).parameters
@@ -208,43 +209,33 @@ class LocalRunner:
         Returns:
             Logits [S, V] of the rows that sample, and `edits` on the device.
         """
-        packed = pack(rows, block_size=self.limits.block_size, min_saved=self._min_saved)
+        packed = pack(rows, self._planner)
         size = None
         if self._graphs is not None and packed.plan.num_queries == len(rows):
             size = padded(len(rows), self.limits.max_sequences)
-        fixed = self._fixed(packed, size)
-        if size is not None and (fixed is None or not self._staging.holds(fixed)):
-            size, fixed = None, self._fixed(packed, None)
-        assert fixed is not None, "only a table of a given shape can be too small"
+        fixed = packed.arrays(size, self._scratch)
         staged = self._staging.put([*fixed, *pairs, *edits])
         end = len(fixed) + len(pairs)
         if pairs:
             self._operations.copy_blocks(self._own_caches, *staged[len(fixed) : end])
+        forward = self._start(packed.plan, staged[: len(fixed)])
         if size is None or self._graphs is None:
-            return self._start(packed.plan, staged[: len(fixed)])(), staged[end:]
-        stand_in = still(size, self._scratch, self.limits.block_size)
-        key = (size, *(len(table) for table in fixed))
-        logits = self._graphs.run(key, self._start(stand_in, staged[: len(fixed)]))
+            return forward(), staged[end:]
+        logits = self._graphs.run((size, *self._prepare(packed.plan)), forward)
         return logits[: len(packed.last)], staged[end:]
 
-    def _fixed(self, packed: Packed, size: int | None) -> list[NDArray[Any]] | None:
-        """Return what the model reads of a step, None if it does not fit into `size` rows."""
-        arrays: list[NDArray[Any]] = [*packed.arrays(size, self._scratch)]
-        if self._backend.tables is None:
-            return arrays
-        for window in self._windows:
-            table = self._backend.tables.make(packed.plan, window, size)
-            if table is None:
-                return None
-            arrays.append(table)
-        return arrays
+    def _prepare(self, plan: Plan) -> list[Hashable]:
+        """Bring the plan to the device; return what a recording depends on besides its size."""
+        prepare = self._backend.prepare
+        assert prepare is not None, "who records has a plan to prepare"
+        return [
+            (plan.binding(kind.window), prepare(query, *caches, plan, window=kind.window))
+            for kind, (query, caches) in self._kinds.items()
+        ]
 
     def _start(self, plan: Plan, staged: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Return the forward pass that reads a step from the device."""
-        ids, positions, slots, last, *tables = staged
-        if self._backend.tables is not None:
-            for window, table in zip(self._windows, tables, strict=True):
-                self._backend.tables.bind(plan, window, table)
+        ids, positions, slots, last = staged
         attention = Attention(plan, slots, self._caches, self._operations, self.layers)
         return lambda: self._forward(ids, positions, last, attention)
 
@@ -275,11 +266,13 @@ class LocalRunner:
         num, size = min(TRIAL_TOKENS, self.limits.context_len), self.limits.block_size
         ids = [token * 37 % self._model.config.vocab_size for token in range(3, 3 + num)]
         row = Row(0, ids, 0, num, [*range(-(-num // size))])
-        packed = pack([row], block_size=size, min_saved=0)._replace(last=np.arange(num))
-        fixed = self._fixed(packed, None)
-        assert fixed is not None
-        forward = self._start(packed.plan, self._staging.put(fixed))
-        wanted = forward()
+        packed = pack([row], self._planner)._replace(last=np.arange(num))
+        staged = self._staging.put(packed.arrays(None, self._scratch))
+        ids_there, positions, slots, last = staged
+        attention = Attention(
+            packed.plan, slots, self._caches, self._operations, self.layers, self._kinds
+        )
+        wanted = self._forward(ids_there, positions, last, attention)
         self._width = wanted.shape[1]
         if not (is_lean and lean.is_plain(self._model, self.layers)):
             return
@@ -289,7 +282,8 @@ class LocalRunner:
         else:
             made = FusedModel(self._model, self.limits.context_len, between)
         self._lean = made
-        if not lean.agrees(forward(), wanted):
+        found = self._forward(ids_there, positions, last, attention)
+        if not lean.agrees(found, wanted):
             _log.warning("model=%s: the lean forward pass differs and is not used", self.model)
             made.restore()
             self._lean = None

@@ -15,17 +15,18 @@ dims of keys, values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from conure.kernels import ops
-from conure.kernels.plan import Plan, build
+from conure.kernels.plan import Plan
+from conure.kernels.planner import Planner
 
 from .runner import Row
 from .trial import Layer
@@ -35,19 +36,23 @@ Caches = tuple[Tensor, Tensor]
 """Keys and values of one layer."""
 
 
-class Tables(Protocol):
-    """What an implementation of attention reads on the device instead of the plan itself."""
+class Prepare(Protocol):
+    """Brings what attention reads of a plan to the device, ahead of the layers that read it."""
 
-    def make(self, plan: Plan, window: int | None, num_rows: int | None) -> NDArray[Any] | None:
-        """Return the table of a kind of layer.
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        window: int | None,
+    ) -> Hashable:
+        """Prepare one kind of layer, shown by tensors of its shapes.
 
-        With `num_rows` it has the shape of every table of so many decode rows, of which the
-        plan may have fewer; None says that this plan does not fit into it.
+        Returns:
+            What a recorded attention depends on besides the shapes of its tensors.
         """
-        ...
-
-    def bind(self, plan: Plan, window: int | None, table: Tensor) -> None:
-        """Read this table where attention comes with this plan and window."""
         ...
 
 
@@ -74,14 +79,12 @@ class Packed(NamedTuple):
         return [_filled(array, size, rest) for array, rest in zip(arrays, rests, strict=True)]
 
 
-def pack(rows: Sequence[Row], *, block_size: int, min_saved: int) -> Packed:
-    """Write at least one row down; see `conure.kernels.plan.build`."""
-    plan = build(
+def pack(rows: Sequence[Row], planner: Planner) -> Packed:
+    """Write at least one row down."""
+    plan = planner.plan(
         [row.num_new for row in rows],
         [row.start + row.num_new for row in rows],
         [row.blocks for row in rows],
-        block_size=block_size,
-        min_saved=min_saved,
     )
     ids = chain.from_iterable([row.ids[row.start : row.start + row.num_new] for row in rows])
     wanted = [index for index, row in enumerate(rows) if row.sampling is not None]
@@ -89,16 +92,20 @@ def pack(rows: Sequence[Row], *, block_size: int, min_saved: int) -> Packed:
     return Packed(plan, np.fromiter(ids, np.int64, plan.num_queries), last)
 
 
-def still(num_rows: int, scratch: int, block_size: int) -> Plan:
-    """Return a plan of decode rows that stands for any other while a step is recorded."""
-    ones = [1] * num_rows
-    return build(ones, ones, [[scratch]] * num_rows, block_size=block_size)
-
-
 def _filled(array: Integers, size: int, rest: int) -> Integers:
     filled = np.full(size, rest, np.int64)
     filled[: len(array)] = array
     return filled
+
+
+class Kind(NamedTuple):
+    """What layers have in common whose attention is prepared together."""
+
+    num_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,8 @@ class Attention:
     caches: Sequence[Caches]
     operations: ops.Operations
     layers: Sequence[Layer]
+    seen: dict[Kind, tuple[Tensor, Caches]] | None = None
+    """Set to note queries and caches of each kind of layer."""
 
     def attend(
         self,
@@ -131,8 +140,12 @@ class Attention:
         self.operations.store_kv(
             key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, self.slots
         )
+        query = query[0].transpose(0, 1)
+        if self.seen is not None:
+            shape = (query.shape[1], *key_cache.shape[2:], value_cache.shape[3])
+            self.seen[Kind(*shape, window)] = query, (key_cache, value_cache)
         out = self.operations.attention(
-            query[0].transpose(0, 1),
+            query,
             key_cache,
             value_cache,
             self.plan,

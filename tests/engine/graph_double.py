@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -97,26 +96,43 @@ class Recorder:
 
 
 class Dense:
-    """Attention over tables on the device; see `ops.Kernels` and `step.Tables`."""
+    """Attention that reads a table on the device; see `ops.Kernels` and `step.Prepare`.
 
-    def __init__(self, most_blocks: int) -> None:
-        self._most_blocks = most_blocks
+    The table of a kind of layer lies in memory that grows when it must: then a recording that
+    reads the former one is of no use.
+    """
 
-    def make(self, plan: Plan, window: int | None, num_rows: int | None) -> NDArray[Any] | None:
-        """Return [T, 1 + W] int64: the position of each query, and the blocks before it."""
-        del window  # comes with every layer
-        width = plan.tables.shape[1]
-        if num_rows is not None and width > self._most_blocks:
-            return None
-        shape = (num_rows, self._most_blocks) if num_rows else (plan.num_queries, width)
-        table = np.zeros((shape[0], 1 + shape[1]), np.int64)
+    def __init__(self, *, num_rows: int = 8, num_blocks: int = 8) -> None:
+        self._size = (num_rows, 1 + num_blocks)
+        self._tables: dict[int | None, Tensor] = {}
+        self._plans: dict[int | None, Plan] = {}
+        self.num_grown = 0
+
+    def prepare(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        window: int | None,
+    ) -> int:
+        """Write [T, 1 + W]: the position of each query, and the blocks before it."""
+        if self._plans.get(window) is plan:
+            return self.num_grown
         rows = np.repeat(np.arange(plan.num_rows), plan.num_new)
-        table[: plan.num_queries, 0] = plan.positions
-        table[: plan.num_queries, 1 : 1 + width] = plan.tables[rows].clip(0)
-        return table
-
-    def bind(self, plan: Plan, window: int | None, table: Tensor) -> None:
-        plan.derived["dense", window] = table
+        blocks = plan.tables[rows].clip(0)
+        found = self._tables.get(window, torch.zeros(*self._size, dtype=torch.int64))
+        wanted = (len(blocks), 1 + blocks.shape[1])
+        if wanted[0] > found.shape[0] or wanted[1] > found.shape[1]:
+            self.num_grown += 1
+            shape = [max(a, b) for a, b in zip(wanted, found.shape, strict=True)]
+            found = torch.zeros(*shape, dtype=torch.int64)
+        found.zero_()
+        found[: wanted[0], 0] = torch.from_numpy(plan.positions)
+        found[: wanted[0], 1 : wanted[1]] = torch.from_numpy(blocks)
+        self._tables[window], self._plans[window] = found, plan
+        return self.num_grown
 
     def attention(
         self,
@@ -132,7 +148,8 @@ class Dense:
         out: Tensor,
     ) -> Tensor:
         assert sinks is None
-        table: Tensor = plan.derived["dense", window]
+        self.prepare(query, key_cache, value_cache, plan, window=window)
+        table = self._tables[window][: len(query)]
         group = query.shape[1] // key_cache.shape[2]
         shape = (len(table), (table.shape[1] - 1) * plan.block_size)
         keys, values = (
@@ -171,13 +188,13 @@ class Dense:
         return reference.new_cache(num_blocks, block_size, heads, dim, dtype)
 
 
-def backend(record: Record | None, *, most_blocks: int = 32) -> Backend:
+def backend(record: Record | None, dense: Dense | None = None) -> Backend:
     """Return an accelerator's backend that computes on the CPU."""
-    dense = Dense(most_blocks)
+    dense = dense or Dense()
     return Backend(
         torch.device("cpu"),
         ops.Operations("dense", dense),
-        tables=dense,
+        prepare=dense.prepare,
         fused=fused.implementation("reference"),
         record=record,
     )

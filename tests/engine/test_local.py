@@ -19,6 +19,7 @@ from conure.engine import builtin, capacity, device, lean
 from conure.engine.api import EngineError, Sampling
 from conure.engine.local import LocalRunner
 from conure.engine.runner import Row
+from conure.kernels.planner import Planner
 
 from . import shrunk
 
@@ -208,7 +209,7 @@ def test_the_planner_that_never_shares_gives_the_same_tokens(pair: Pair) -> None
     outputs = []
     for saved in (0, 10**9):
         runner = pair.runner
-        runner._min_saved = saved
+        runner._planner = Planner(block_size=BLOCK, min_saved=saved)
         core = Core(runner)
         root = core.new(prompt(4, 40))
         core.finish([root], lambda: 1000)
@@ -216,7 +217,7 @@ def test_the_planner_that_never_shares_gives_the_same_tokens(pair: Pair) -> None
         core.finish(forks, lambda: 1000)
         pair.judge(forks)
         outputs.append([fork.ids for fork in forks])
-    pair.runner._min_saved = 0
+    pair.runner._planner = Planner(block_size=BLOCK, min_saved=0)
     assert pair.ties or outputs[0] == outputs[1]
 
 
