@@ -21,7 +21,7 @@ ARGUMENTS = ["--device", "cpu", "--tiny", "--repeats", "2", "--context", "40", "
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def decode_step() -> ModuleType:
     spec = importlib.util.spec_from_file_location("decode_step", PATH)
     assert spec is not None
     assert spec.loader is not None
@@ -48,12 +48,12 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[graph_double.Recorder]:
 
 
 def test_it_runs_to_its_end(
-    benchmark: ModuleType,
+    decode_step: ModuleType,
     recorders: list[graph_double.Recorder],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert benchmark.main([*ARGUMENTS, "--batch", "1", "3", "--out", str(tmp_path)]) == 0
+    assert decode_step.main([*ARGUMENTS, "--batch", "1", "3", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.iterdir()
     figures = json.loads(path.read_text())["figures"]
     assert [(one["name"], one["batch"], one["tokens"]) for one in figures] == [
@@ -71,7 +71,7 @@ def test_it_runs_to_its_end(
 
 
 def test_nothing_is_timed_on_a_device_that_computes_something_else(
-    benchmark: ModuleType,
+    decode_step: ModuleType,
     recorders: list[graph_double.Recorder],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -82,6 +82,6 @@ def test_nothing_is_timed_on_a_device_that_computes_something_else(
         return gate(self, mixed) * (1.02 if len(mixed) <= 8 else 1.0)
 
     monkeypatch.setattr(Reference, "gate", wrong)
-    monkeypatch.setattr(benchmark, "measure", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(decode_step, "measure", lambda *_, **__: pytest.fail("it went on"))
     with pytest.raises(AssertionError, match=r"a logprob is .* off|the device chose"):
-        benchmark.main(ARGUMENTS)
+        decode_step.main(ARGUMENTS)
