@@ -6,6 +6,7 @@ and obey the same plan. Here arguments are checked, once for all of them.
 
     reference    plain torch, float64-able, slow
     cpu          fast torch: each shared stretch once, packed heads, one softmax
+    triton       kernels for a GPU: all stretches of a step in one launch
 
 Knows no model and no context: a plan says which queries read which blocks. A key/value
 cache is [N, B, K, D] whose first two dimensions flatten, so that blocks that follow each
@@ -18,6 +19,7 @@ B tokens of a block - N blocks - S parts - W most parts of one query.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -27,7 +29,7 @@ from torch import Tensor
 from . import cpu, reference
 from .plan import Plan
 
-NAMES: Final = ("reference", "cpu")
+NAMES: Final = ("reference", "cpu", "triton")
 
 
 class Kernels(Protocol):
@@ -81,7 +83,12 @@ def implementation(name: str) -> Operations:
     if name == "cpu":
         return Operations(name, cpu.Cpu())
     if name == "triton":
-        raise ValueError("implementation 'triton' is not built yet, use 'cpu' or 'reference'")
+        # Loaded where it is asked for: a machine without a GPU needs no triton.
+        try:
+            from .gpu.gpu import Gpu
+        except ImportError as error:
+            raise ValueError(f"implementation 'triton' cannot be loaded: {error}") from error
+        return Operations(name, Gpu())
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
 
 
@@ -130,7 +137,7 @@ class Operations:
             ValueError: if an argument does not fit the others; the message names it.
         """
         _check_attention(query, key_cache, value_cache, plan)
-        _check_variants(query, window, softcap, sinks)
+        _check_variants(query, scale, window, softcap, sinks)
         shape = (query.shape[0], query.shape[1], value_cache.shape[3])
         if out is None:
             out = query.new_empty(shape)
@@ -138,6 +145,11 @@ class Operations:
             raise ValueError(
                 f"out must be {list(shape)} {query.dtype}, got {list(out.shape)} {out.dtype}"
             )
+        elif out.stride(2) != 1:
+            raise ValueError(f"out must have vectors in one stretch, got strides {out.stride()}")
+        _check_one_device(
+            query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, out=out
+        )
         return self._kernels.attention(
             query,
             key_cache,
@@ -175,6 +187,7 @@ class Operations:
             raise ValueError(f"slots must be [T, W] int64, got {list(slots.shape)} {slots.dtype}")
         if sinks is not None and sinks.shape != outputs.shape[1:2]:
             raise ValueError(f"sinks must be [{outputs.shape[1]}], got {list(sinks.shape)}")
+        _check_one_device(outputs=outputs, lse=lse, slots=slots, sinks=sinks)
         return self._kernels.merge(outputs, lse, slots, sinks=sinks)
 
     def store_kv(
@@ -199,7 +212,16 @@ class Operations:
                     f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {list(new.shape)}"
                 )
             if slots.shape != new.shape[:1] or slots.dtype != torch.int64:
-                raise ValueError(f"slots must be [{new.shape[0]}] int64, got {list(slots.shape)}")
+                raise ValueError(
+                    f"slots must be [{new.shape[0]}] int64, got {list(slots.shape)} {slots.dtype}"
+                )
+        if value_cache.shape[:3] != key_cache.shape[:3]:
+            raise ValueError(
+                f"value_cache must be {[*key_cache.shape[:3], 'E']}, got {list(value_cache.shape)}"
+            )
+        _check_one_device(
+            key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots
+        )
         self._kernels.store_kv(key, value, key_cache, value_cache, slots)
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
@@ -213,7 +235,7 @@ class Operations:
             destination: [C] int64 blocks, each at most once.
 
         Raises:
-            ValueError: if source and destination do not match.
+            ValueError: if an argument does not fit the others; the message names it.
         """
         if source.dim() != 1 or source.dtype != torch.int64:
             raise ValueError(f"source must be [C] int64, got {list(source.shape)} {source.dtype}")
@@ -222,6 +244,12 @@ class Operations:
                 f"destination must be {list(source.shape)} int64,"
                 f" got {list(destination.shape)} {destination.dtype}"
             )
+        for index, cache in enumerate(caches):
+            if cache.dim() != 4:
+                raise ValueError(f"caches[{index}] must be [N, B, K, D], got {list(cache.shape)}")
+            if cache.device != source.device:
+                raise ValueError(f"caches[{index}] is on {cache.device}, source on {source.device}")
+        _check_one_device(source=source, destination=destination)
         if len(source):
             self._kernels.copy_blocks(caches, source, destination)
 
@@ -244,11 +272,13 @@ def _check_layout(name: str, cache: Tensor) -> None:
 def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> None:
     if query.dim() != 3:
         raise ValueError(f"query must be [T, H, D], got {list(query.shape)}")
+    if query.stride(2) != 1:
+        raise ValueError(f"query must have vectors in one stretch, got strides {query.stride()}")
     if query.shape[0] < plan.num_queries:
         raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
     _check_layout("key", key_cache)
     num_blocks, block_size, kv_heads, head_dim = key_cache.shape
-    if value_cache.shape[:3] != key_cache.shape[:3] or value_cache.dim() != 4:
+    if value_cache.dim() != 4 or value_cache.shape[:3] != key_cache.shape[:3]:
         raise ValueError(
             f"value_cache must be [{num_blocks}, {block_size}, {kv_heads}, E],"
             f" got {list(value_cache.shape)}"
@@ -269,9 +299,24 @@ def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan
         )
 
 
+def _check_one_device(**tensors: Tensor | None) -> None:
+    """Demand that all tensors are where the first is."""
+    (first, leader), *others = tensors.items()
+    assert leader is not None
+    for name, tensor in others:
+        if tensor is not None and tensor.device != leader.device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} on {leader.device}")
+
+
 def _check_variants(
-    query: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if softcap is not None and not softcap > 0:

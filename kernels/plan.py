@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from .tree import ITEM_TOKENS, Integers, Tree, Worth, find
+from .tree import ITEM_TOKENS, Tree, Worth, find
+from .tree import Integers as Integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,8 @@ def queries_of(plan: Plan, rows: Integers) -> Integers:
     """Return the packed queries of some rows, row by row."""
     num = plan.num_new[rows]
     before = np.cumsum(num) - num
-    return np.arange(num.sum()) + np.repeat(plan.query_start[rows] - before, num)
+    found: Integers = np.arange(int(num.sum())) + np.repeat(plan.query_start[rows] - before, num)
+    return found
 
 
 def _shared_items(plan: Plan) -> Iterator[Item]:

@@ -50,9 +50,7 @@ class Planner:
         self.num_built = 0
         """Plans that were not made from the one before."""
 
-    def plan(
-        self, num_new: Sequence[int], kv_len: Sequence[int], tables: Sequence[Table]
-    ) -> Plan:
+    def plan(self, num_new: Sequence[int], kv_len: Sequence[int], tables: Sequence[Table]) -> Plan:
         """Plan one step; see `plan.build` for arguments and errors."""
         new, lengths = lengths_of(num_new, kv_len, tables, block_size=self._block_size)
         made = self._continue(new, lengths, tables)
@@ -62,9 +60,7 @@ class Planner:
         self._last = made
         return made
 
-    def _continue(
-        self, new: Integers, lengths: Integers, tables: Sequence[Table]
-    ) -> Plan | None:
+    def _continue(self, new: Integers, lengths: Integers, tables: Sequence[Table]) -> Plan | None:
         """Return the last plan moved on by one token, or None where it does not fit."""
         last = self._last
         if last is None or len(last.num_new) != len(new):
@@ -121,7 +117,7 @@ class Planner:
         for row, (table, width) in enumerate(zip(tables, needed, strict=True)):
             used = table if len(table) == width else table[:width]
             place = places.get(id(table))
-            if place is not None and used == self._known[place]:
+            if place is not None and len(used) == width and used == self._known[place]:
                 kept.append((row, place))
                 known.append(self._known[place])
             else:

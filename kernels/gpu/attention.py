@@ -254,14 +254,16 @@ def _run_item(
             found *= tl.exp2(peak - top)[:, None]
             total = total * tl.exp2(peak - top) + tl.exp2(sink - top)
         at = number.to(tl.int64) * out_stride + heads * out_head_stride
-        found /= total[:, None]
+        # A row behind the last query may see nothing: it is not stored, only not divided by 0.
+        found /= tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + at[:, None] + dims[None, :], found.to(out.dtype.element_ty), mask=is_value)
     else:
         slots = table + tl.load(table + ENTRY_SLOTS) + entry + mine
         slot = tl.load(slots, mask=is_row, other=0) + part
         at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
-        # A part may be empty for some of its queries: no weight, and nothing to divide by.
-        found /= tl.where(total == 0.0, 1.0, total)[:, None]
+        # A part may be empty for some of its queries: its peak is -inf, and so is its LSE.
+        total = tl.where(total == 0.0, 1.0, total)
+        found /= total[:, None]
         tl.store(partials + at[:, None] * VALUE_DIM + dims[None, :], found, mask=is_value)
         tl.store(lse + at, (peak + tl.log2(total)) * LN_2, mask=is_row)
 
@@ -303,6 +305,13 @@ def _add_tile(
         # Items begin at a multiple of the tile: all keys lie in one page.
         page = tl.load(pages + (offset + start) // PAGE)
         slot = page.to(tl.int64) * PAGE + inside % PAGE
+    elif TILE % PAGE == 0:
+        # Nor do they begin inside of a page: one look-up serves all its keys.
+        several = tl.arange(0, TILE // PAGE)
+        is_page = start + several * PAGE < num_kv
+        page = tl.load(pages + (offset + start) // PAGE + several, mask=is_page, other=0)
+        slot = page[:, None].to(tl.int64) * PAGE + tl.arange(0, PAGE)[None, :]
+        slot = tl.reshape(slot, [TILE])
     elif IS_MASKED:
         page = tl.load(pages + inside // PAGE, mask=is_key, other=0)
         slot = page.to(tl.int64) * PAGE + inside % PAGE

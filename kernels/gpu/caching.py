@@ -89,7 +89,8 @@ def move(
     whatever the order of programs. The grid is [tiles of a block, C, caches].
 
     Args:
-        addresses: [caches] int64, where each cache begins; blocks are one stretch each.
+        addresses: [caches] int64, where each cache begins, at a multiple of 16 bytes; blocks
+            are one stretch each.
         scratch: [caches, C, size] int32.
         blocks: [C] int64, to read from or to write to.
         num_blocks: C.
@@ -101,7 +102,7 @@ def move(
     pair = tl.program_id(1)
     cache = tl.program_id(2)
     mask = words < size
-    begin = tl.load(addresses + cache).to(tl.pointer_type(tl.int32))
+    begin = tl.multiple_of(tl.load(addresses + cache).to(tl.pointer_type(tl.int32)), 16)
     block = begin + tl.load(blocks + pair) * size + words
     kept = scratch + (cache.to(tl.int64) * num_blocks + pair) * size + words
     if TO_SCRATCH:

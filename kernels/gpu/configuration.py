@@ -79,6 +79,18 @@ def small_rows(group: int) -> int:
     return max(SMALL_ROWS, padded(group))
 
 
+def large_rows(shape: Shape) -> int:
+    """Return the rows of a large item at most, or 0 where even a small one holds as many."""
+    most = 64 if is_wide(shape) else 128
+    return most if most > small_rows(shape.group) else 0
+
+
+def is_wide(shape: Shape) -> bool:
+    """Say whether the vectors of a head take so much room that tiles must be smaller."""
+    widest = max(padded(shape.dim), padded(shape.value_dim))
+    return shape.dtype == torch.float32 or widest > 128
+
+
 def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str, Any]:
     """Return the constants of `attention.attend`.
 
@@ -87,9 +99,7 @@ def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str,
         variant: Of the layer.
         large: Rows of a large item: 0, 64 or 128.
     """
-    widest = max(padded(shape.dim), padded(shape.value_dim))
-    is_wide = shape.dtype == torch.float32 or widest > 128
-    tile = 32 if is_wide else 64
+    tile = 32 if is_wide(shape) else 64
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
@@ -103,7 +113,7 @@ def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str,
         "SMALL_STAGES": 3,
         "LARGE": large,
         "LARGE_TILE": tile,
-        "LARGE_STAGES": 3 if not is_wide else 2,
+        "LARGE_STAGES": 2 if is_wide(shape) else 3,
         "HAS_WINDOW": variant.has_window,
         "HAS_CAP": variant.has_cap,
         "HAS_SINKS": variant.has_sinks,
@@ -113,9 +123,10 @@ def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str,
 
 def attention_options(shape: Shape, large: int) -> dict[str, int]:
     """Return warps and stages of `attention.attend`."""
-    widest = max(padded(shape.dim), padded(shape.value_dim))
-    is_wide = large * widest > 64 * 128 or large > 64
-    return {"num_warps": 8 if is_wide else 4, "num_stages": 3}
+    # Other groups than powers of two take more registers than 4 warps have at 64 rows.
+    is_odd = shape.group & (shape.group - 1) != 0
+    is_heavy = large > 64 or (large > 0 and (is_odd or is_wide(shape)))
+    return {"num_warps": 8 if is_heavy else 4, "num_stages": 3}
 
 
 def merge_constants(
@@ -155,12 +166,16 @@ def configurations() -> tuple[Configuration, ...]:
         for large in (0, 64, 128)
     ]
     found += [
-        _attend(Shape(bf16, 8, group, 128, 128, 16), plain, 64) for group in (1, 2, 5, 7, 8, 16)
+        _attend(Shape(bf16, 8, group, 128, 128, 16), plain, large)
+        for group in (1, 2, 5, 7, 8, 16)
+        for large in (64, 128)
     ]
     found += [
-        _attend(Shape(bf16, 8, 4, dim, value_dim, 16), plain, large)
+        _attend(shape, plain, large)
         for dim, value_dim in ((64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256))
+        for shape in (Shape(bf16, 8, 4, dim, value_dim, 16),)
         for large in (0, 64, 128)
+        if large <= large_rows(shape)
     ]
     found += [
         _attend(Shape(dtype, 8, 4, dim, dim, 16), plain, 64)

@@ -108,6 +108,8 @@ def merge(
             found = found * decay[:, None] + tl.sum(weight[:, :, None] * value, 0)
             total = total * decay + tl.sum(weight, 0)
             peak = new_peak
+        # Heads behind the last have found nothing.
+        total = tl.where(is_head, total, 1.0)
         at = number.to(tl.int64) * out_stride + heads * out_head_stride
         tl.store(
             out + at[:, None] + dims[None, :],

@@ -76,3 +76,11 @@ def random_caches(
         cache[~used] = float("nan")
         caches.append(cache.view(rows.num_blocks, block_size, kv_heads, dim))
     return caches[0], caches[1]
+
+
+def comb(levels: int, *, block_size: int) -> Rows:
+    """Return rows that leave one spine one after the other: the last reads every level."""
+    spine = [3 * block % 31 for block in range(2 * (levels - 1))]
+    rows = [[*spine[: 2 * min(row + 1, levels - 1)], 31 + row] for row in range(levels)]
+    lengths = [(len(table) - 1) * block_size + 1 + row for row, table in enumerate(rows)]
+    return Rows([1] * levels, lengths, rows, 31 + levels)

@@ -1,0 +1,158 @@
+"""Arguments that do not fit are refused by name, by every implementation, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conure.kernels import ops
+from conure.kernels.plan import build
+
+CACHE = torch.zeros(2, 16, 2, 8)
+ELSEWHERE = torch.device("meta")
+STRIDED = torch.zeros(2, 4, 16)[..., ::2]
+
+
+def test_an_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match="implementation must be one of reference, cpu, triton"):
+        ops.implementation("cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"query": torch.zeros(2, 4)}, "query must be"),
+        ({"query": torch.zeros(3, 4, 8)}, "query has 3 tokens"),
+        ({"query": torch.zeros(2, 4, 6)}, "query has head size 6"),
+        ({"query": torch.zeros(2, 3, 8)}, "query has 3 heads"),
+        ({"query": torch.zeros(2, 4, 8, dtype=torch.float16)}, "query.* one dtype"),
+        ({"query": torch.zeros(2, 4, 8, dtype=torch.float64)}, "query.* one dtype"),
+        ({"query": STRIDED}, "query must have"),
+        ({"key_cache": torch.zeros(2, 16, 2)}, "key_cache must be"),
+        ({"key_cache": torch.zeros(2, 8, 2, 8)}, "value_cache must be"),
+        ({"key_cache": torch.zeros(2, 16, 8, 2).mT}, "key_cache must have"),
+        ({"key_cache": torch.zeros(4, 16, 2, 8)[::2]}, "key_cache must have"),
+        ({"key_cache": CACHE[:1], "value_cache": CACHE[:1]}, "plan reads block 1, key_cache has 1"),
+        (
+            {"key_cache": torch.zeros(2, 8, 2, 8), "value_cache": torch.zeros(2, 8, 2, 8)},
+            "key_cache has blocks of 8",
+        ),
+        ({"value_cache": torch.zeros(2, 16, 1, 8)}, "value_cache must be"),
+        ({"value_cache": torch.zeros(2, 16, 2)}, "value_cache must be"),
+        ({"value_cache": CACHE.bfloat16()}, "value_cache must have one dtype"),
+        ({"value_cache": CACHE.to(ELSEWHERE)}, "value_cache is on meta, query on"),
+        ({"key_cache": CACHE.to(ELSEWHERE)}, "key_cache is on meta, query on"),
+        ({"scale": float("nan")}, "scale"),
+        ({"window": 0}, "window"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"sinks": torch.zeros(2)}, "sinks must be"),
+        ({"sinks": torch.zeros(4, device=ELSEWHERE)}, "sinks is on meta"),
+        ({"out": torch.zeros(2, 4, 7)}, "out must be"),
+        ({"out": torch.zeros(2, 4, 8, dtype=torch.float64)}, "out must be"),
+        ({"out": STRIDED}, "out must have"),
+        ({"out": torch.zeros(2, 4, 8, device=ELSEWHERE)}, "out is on meta"),
+    ],
+)
+def test_attention_refuses(operations: ops.Operations, change: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {
+        "query": torch.zeros(2, 4, 8),
+        "key_cache": CACHE,
+        "value_cache": CACHE,
+        "plan": build([1, 1], [17, 2], [[0, 1], [0]], block_size=16),
+        "scale": 1.0,
+    }
+    operations.attention(**arguments)
+    with pytest.raises(ValueError, match=named):
+        operations.attention(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"outputs": torch.zeros(2, 3)}, "outputs must be"),
+        ({"lse": torch.zeros(2, 2)}, "lse must be"),
+        ({"slots": torch.zeros(2, 1)}, "slots must be"),
+        ({"slots": torch.zeros(2, dtype=torch.int64)}, "slots must be"),
+        ({"sinks": torch.zeros(2)}, "sinks must be"),
+        ({"lse": torch.zeros(2, 3, device=ELSEWHERE)}, "lse is on meta"),
+    ],
+)
+def test_merge_refuses(operations: ops.Operations, change: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {
+        "outputs": torch.zeros(2, 3, 8),
+        "lse": torch.zeros(2, 3),
+        "slots": torch.zeros(2, 1, dtype=torch.int64),
+    }
+    operations.merge(**arguments)
+    with pytest.raises(ValueError, match=named):
+        operations.merge(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"key": torch.zeros(3, 2)}, "key must be"),
+        ({"key": torch.zeros(3, 2, 9)}, "key must be"),
+        ({"value": torch.zeros(3, 1, 8)}, "value must be"),
+        ({"value": torch.zeros(2, 2, 8)}, "slots must be"),
+        ({"slots": torch.arange(2)}, "slots must be"),
+        ({"slots": torch.arange(3, dtype=torch.int32)}, "slots must be .* torch.int32"),
+        ({"value_cache": torch.zeros(1, 16, 2, 8)}, "value_cache must be"),
+        ({"key_cache": torch.zeros(2, 16, 2, 16)[..., ::2]}, "key_cache must have"),
+        ({"value": torch.zeros(3, 2, 8, device=ELSEWHERE)}, "value is on meta"),
+    ],
+)
+def test_store_kv_refuses(operations: ops.Operations, change: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {
+        "key": torch.zeros(3, 2, 8),
+        "value": torch.zeros(3, 2, 8),
+        "key_cache": CACHE.clone(),
+        "value_cache": CACHE.clone(),
+        "slots": torch.arange(3),
+    }
+    operations.store_kv(**arguments)
+    with pytest.raises(ValueError, match=named):
+        operations.store_kv(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"source": torch.zeros(1)}, "source must be"),
+        ({"destination": torch.zeros(2, dtype=torch.int64)}, "destination must be"),
+        ({"caches": [torch.zeros(2, 8)]}, r"caches\[0\] must be"),
+        ({"caches": [CACHE, CACHE.to(ELSEWHERE)]}, r"caches\[1\] is on meta"),
+    ],
+)
+def test_copy_blocks_refuses(
+    operations: ops.Operations, change: dict[str, Any], named: str
+) -> None:
+    arguments: dict[str, Any] = {
+        "caches": [CACHE.clone()],
+        "source": torch.tensor([0]),
+        "destination": torch.tensor([1]),
+    }
+    operations.copy_blocks(**arguments)
+    with pytest.raises(ValueError, match=named):
+        operations.copy_blocks(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "named"),
+    [
+        ((2, 2, 288), torch.float32, "query has head size 288"),
+        ((2, 258, 8), torch.float32, "query has 129 heads per kv head"),
+        ((2, 2, 8), torch.float64, "query is torch.float64"),
+    ],
+)
+def test_triton_refuses_what_no_kernel_is_compiled_for(
+    shape: tuple[int, ...], dtype: torch.dtype, named: str
+) -> None:
+    cache = torch.zeros(2, 16, 2, shape[2], dtype=dtype)
+    plan = build([1, 1], [17, 2], [[0, 1], [0]], block_size=16)
+    with pytest.raises(ValueError, match=named):
+        ops.implementation("triton").attention(
+            torch.zeros(shape, dtype=dtype), cache, cache, plan, scale=1.0
+        )

@@ -1,0 +1,182 @@
+"""The table of a step covers what each query sees exactly once, also when it was patched."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conure.kernels.plan import Plan, build
+from conure.kernels.planner import Planner
+from conure.kernels.work import ITEM_SIZE, MERGE_SIZE, Field, Header, Kind, Work
+
+from .test_plan import wanted_slots
+from .test_planner import Steps
+from .trees import Rows, random_rows
+
+
+def kind(
+    *, group: int = 4, window: int | None = None, large: int = 128, programs: int = 64
+) -> Kind:
+    small = max(16, 1 << (group - 1).bit_length())
+    return Kind(2, group, window, small, large if large > small else 0, programs)
+
+
+def items_of(work: Work) -> list[dict[Field, int]]:
+    begin = int(work.table[Header.ITEMS])
+    words = work.table[begin : begin + int(work.table[Header.NUM_ITEMS]) * ITEM_SIZE]
+    return [{field: int(item[field]) for field in Field} for item in words.reshape(-1, ITEM_SIZE)]
+
+
+def read_table(work: Work, plan: Plan) -> tuple[list[Counter[int]], list[list[int]]]:
+    """Do what the kernel does with numbers alone: what each query sees, where its parts go."""
+    table, window = work.table.tolist(), work.kind.window
+    seen: list[Counter[int]] = [Counter() for _ in range(plan.num_queries)]
+    written: list[list[int]] = [[] for _ in range(plan.num_queries)]
+    for item in items_of(work):
+        large = work.large if item[Field.IS_LARGE] else work.kind.small
+        assert 1 <= item[Field.NUM_QUERIES] <= large // work.kind.group
+        assert 0 <= item[Field.OFFSET] < plan.block_size
+        assert item[Field.NUM_KV] >= 1
+        for j in range(item[Field.NUM_QUERIES]):
+            entry = item[Field.ENTRY] + j
+            query = table[table[Header.ENTRY_QUERIES] + entry]
+            slot = table[table[Header.ENTRY_SLOTS] + entry]
+            assert (slot < 0) == (item[Field.PART] < 0)
+            written[query].append(slot + item[Field.PART] if slot >= 0 else -1)
+            for column in range(item[Field.NUM_KV]):
+                if column >= item[Field.LIMIT] + j:
+                    break
+                if window is not None and column < item[Field.FLOOR] + j:
+                    continue
+                place = item[Field.OFFSET] + column
+                page = table[table[Header.PAGES] + item[Field.PAGE] + place // plan.block_size]
+                seen[query][page * plan.block_size + place % plan.block_size] += 1
+    return seen, written
+
+
+def check(work: Work, plan: Plan, rows: Rows) -> None:
+    seen, written = read_table(work, plan)
+    assert seen == wanted_slots(rows, plan.block_size, work.kind.window)
+    table = work.table.tolist()
+    begin = table[Header.MERGES]
+    merges = {}
+    for number in range(table[Header.NUM_MERGES]):
+        query, first, count = table[begin + number * MERGE_SIZE : begin + (number + 1) * MERGE_SIZE]
+        merges[query] = list(range(first, first + count))
+    for query, slots in enumerate(written):
+        if slots == [-1]:
+            assert query not in merges
+        else:
+            assert sorted(slots) == merges[query]
+    used = [slot for slots in merges.values() for slot in slots]
+    assert sorted(used) == list(range(work.num_parts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    levels=st.integers(1, 5),
+    block_size=st.sampled_from((1, 4, 16, 64)),
+    min_saved=st.sampled_from((0, 20, 10**9)),
+    window=st.sampled_from((None, 1, 7, 30)),
+    group=st.sampled_from((1, 4, 5, 16, 71)),
+    programs=st.sampled_from((1, 64, 264)),
+)
+def test_a_table_shows_each_query_each_of_its_positions_exactly_once(
+    seed: int,
+    levels: int,
+    block_size: int,
+    min_saved: int,
+    window: int | None,
+    group: int,
+    programs: int,
+) -> None:
+    rows = random_rows(seed, levels=levels, block_size=block_size, max_new=40)
+    plan = build(*rows[:3], block_size=block_size, min_saved=min_saved)
+    work = Work(kind(group=group, window=window, programs=programs))
+    work.update(plan)
+    check(work, plan, rows)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    block_size=st.sampled_from((1, 4, 16)),
+    window=st.sampled_from((None, 7, 30)),
+    calm=st.sampled_from((0.5, 1.0)),
+)
+def test_a_patched_table_is_as_good_as_a_new_one(
+    seed: int, block_size: int, window: int | None, calm: float
+) -> None:
+    steps = Steps(seed, block_size, list)
+    planner = Planner(block_size=block_size, min_saved=0)
+    work = Work(kind(window=window))
+    for _ in range(12):
+        plan = planner.plan(steps.num_new, steps.lengths, steps.tables)
+        work.update(plan)
+        tables = [list(table) for table in steps.tables]
+        check(work, plan, Rows(steps.num_new, steps.lengths, tables, 0))
+        steps.go_on()
+        if steps.rng.random() > calm:
+            steps.disturb()
+
+
+def flat(num_rows: int, prefix: int, own: int) -> tuple[list[int], list[int], list[list[int]]]:
+    shared = range(prefix // 16)
+    each = own // 16 + 1
+    tables = [
+        [*shared, *range(10000 + row * each, 10000 + (row + 1) * each)] for row in range(num_rows)
+    ]
+    return [1] * num_rows, [prefix + own] * num_rows, tables
+
+
+def test_steps_that_decode_on_are_patched_until_their_room_is_used_up() -> None:
+    new, lengths, tables = flat(16, 1024, 1)
+    planner, work = Planner(block_size=16), Work(kind())
+    for step in range(130):
+        for row, table in enumerate(tables):
+            if len(table) * 16 < lengths[row]:
+                table.append(20000 + step * 16 + row)
+        work.update(planner.plan(new, lengths, tables))
+        lengths = [length + 1 for length in lengths]
+    assert planner.num_built == 1
+    assert work.num_built == 2
+
+
+def test_one_long_row_is_cut_so_that_all_programs_have_work() -> None:
+    plan = build(*flat(1, 0, 32768), block_size=16)
+    work = Work(kind(programs=264))
+    work.update(plan)
+    assert 264 <= int(work.table[Header.NUM_ITEMS]) * 2 <= 264 * 6
+    lengths = [item[Field.NUM_KV] for item in items_of(work)]
+    assert max(lengths) <= 2 * min(lengths) + 64
+
+
+def test_the_work_of_programs_differs_little() -> None:
+    plan = build(*flat(256, 8192, 256), block_size=16)
+    work = Work(kind(programs=264))
+    work.update(plan)
+    items = items_of(work)
+    load = np.zeros(264)
+    for number, item in enumerate(item for item in items for _ in range(2)):
+        load[number % 264] += item[Field.NUM_KV]
+    assert load.max() <= 1.25 * load.mean()
+
+
+def test_rows_that_share_nothing_are_not_cut_where_there_are_enough() -> None:
+    plan = build(*flat(256, 0, 1000), block_size=16)
+    work = Work(kind(programs=64))
+    work.update(plan)
+    assert int(work.table[Header.NUM_ITEMS]) == 256
+    assert work.num_merges == 0
+    assert work.large == 0
+
+
+def test_large_tiles_are_no_larger_than_there_are_rows_to_fill_them() -> None:
+    for num_rows, large in ((4, 0), (5, 64), (16, 64), (17, 128), (64, 128)):
+        work = Work(kind())
+        work.update(build(*flat(num_rows, 1024, 17), block_size=16))
+        assert work.large == large
