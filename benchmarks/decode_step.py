@@ -306,7 +306,8 @@ def decode(
     if runner._graphs is not None and len(runner._graphs):
         # The last one used is the one of this size.
         replay = next(reversed(runner._graphs._replays.values()))
-        replay_ms = 1e3 * _seconds(replay, runner._model.device)
+        with torch.inference_mode():
+            replay_ms = 1e3 * _seconds(replay, runner._model.device)
     recorded, runner._graphs = runner._graphs, None
     eager = _steps(contexts, greedy, max(3, options.repeats // 3))
     runner._graphs = recorded

@@ -55,7 +55,7 @@ from .fused import FusedModel
 from .graphs import Graphs, padded, sizes
 from .runner import Row
 from .staging import Staging
-from .step import Attention, Caches, Integers, Kind, pack
+from .step import Attention, Caches, Integers, Kind, pack, warming
 
 BUILTIN: Final = "builtin"
 TRIAL_TOKENS: Final = 12
@@ -193,8 +193,16 @@ class LocalRunner:
         """Record decode steps of all sizes, so that none has to be while somebody waits."""
         if self._graphs is None:
             return
-        for size in reversed(sizes(self.limits.max_sequences)):
-            self._run_rows([Row(0, [0], 0, 1, [self._scratch])] * size, (), ())
+        steps = [
+            rows
+            for size in reversed(sizes(self.limits.max_sequences))
+            for rows in warming(size, self.limits, self._scratch)
+        ]
+        # A recording is of no use once memory that it reads is replaced by larger one.
+        for rows in steps:
+            self._prepare(pack(rows, self._planner).plan)
+        for rows in steps:
+            self._run_rows(rows, (), ())
 
     def _run_rows(
         self, rows: Sequence[Row], pairs: Sequence[Integers], edits: Sequence[NDArray[Any]]

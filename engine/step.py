@@ -28,6 +28,7 @@ from conure.kernels import ops
 from conure.kernels.plan import Plan
 from conure.kernels.planner import Planner
 
+from .api import Limits
 from .runner import Row
 from .trial import Layer
 
@@ -90,6 +91,26 @@ def pack(rows: Sequence[Row], planner: Planner) -> Packed:
     wanted = [index for index, row in enumerate(rows) if row.sampling is not None]
     last = plan.query_start[1:][wanted] - 1
     return Packed(plan, np.fromiter(ids, np.int64, plan.num_queries), last)
+
+
+def warming(num_rows: int, limits: Limits, scratch: int) -> list[list[Row]]:
+    """Return decode steps of all that attention may be recorded for.
+
+    Rows as long as fit beside each other, the same that share all but their end, and rows of
+    one token. Each writes to the block `scratch` alone and reads whatever the others hold.
+    """
+    size = limits.block_size
+    length = min(limits.context_len, limits.num_blocks // num_rows * size)
+    width = -(-length // size) - 1
+    if width < 1:
+        return [[Row(0, [0], 0, 1, [scratch])] * num_rows]
+    ids = [0] * length
+    firsts = [row * width for row in range(num_rows)]
+    return [
+        [Row(0, ids, length - 1, 1, [*range(a, a + width), scratch]) for a in firsts],
+        [Row(0, ids, length - 1, 1, [*range(width), scratch]) for _ in firsts],
+        [Row(0, [0], 0, 1, [scratch]) for _ in firsts],
+    ]
 
 
 def _filled(array: Integers, size: int, rest: int) -> Integers:

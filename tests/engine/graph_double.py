@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
+from triton.runtime.interpreter import GridExecutor
 
 from conure.engine.backend import Backend
 from conure.engine.graphs import Record
 from conure.kernels import fused, ops, reference
+from conure.kernels.gpu.gpu import Gpu
 from conure.kernels.plan import Plan
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "_unique2")
@@ -37,6 +40,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __init__(self, *, forbids: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._forbids = forbids
+        self._patch = pytest.MonkeyPatch()
         self.steps: list[Callable[[], None]] = []
 
     def __torch_dispatch__(
@@ -66,6 +70,27 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
         self.steps.append(again)
         return out
+
+    def __enter__(self) -> Recording:
+        """Note launches of interpreted Triton kernels, too: to torch these are nothing."""
+        launch = GridExecutor.__call__
+
+        def noted(executor: Any, *args: Any, **options: Any) -> None:
+            def again() -> None:
+                # What the interpreter does with its arguments is no operator of ours.
+                with _disable_current_modes():
+                    launch(executor, *args, **options)
+
+            again()
+            self.steps.append(again)
+
+        self._patch.setattr(GridExecutor, "__call__", noted)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._patch.undo()
 
 
 @dataclass
@@ -186,6 +211,18 @@ class Dense:
         self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype
     ) -> Tensor:
         return reference.new_cache(num_blocks, block_size, heads, dim, dtype)
+
+
+def interpreted(record: Record | None) -> Backend:
+    """Return the backend of a GPU, its kernels interpreted on the CPU."""
+    gpu = Gpu()
+    return Backend(
+        torch.device("cpu"),
+        ops.Operations("triton", gpu),
+        prepare=gpu.prepare,
+        fused=fused.implementation("triton"),
+        record=record,
+    )
 
 
 def backend(record: Record | None, dense: Dense | None = None) -> Backend:

@@ -6,6 +6,7 @@ The recordings are those of `graph_double`, on the CPU; `test_gpu` does the same
 from __future__ import annotations
 
 import logging
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from conure.engine.runner import Row
 from conure.engine.staging import Staging
 
 from . import shrunk
-from .graph_double import Dense, Recorder, backend
+from .graph_double import Dense, Recorder, backend, interpreted
 
 BLOCK = 4
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2")
@@ -75,7 +76,7 @@ class Crowd:
 
     def step(self) -> None:
         rng, rows, copies = self.rng, [], []
-        while len(self.alive) < 6 and rng.random() < 0.3:
+        while len(self.alive) < self.runner.limits.max_sequences and rng.random() < 0.3:
             copies += self.join()
         for row in self.alive:
             if rng.random() < 0.05:
@@ -145,6 +146,28 @@ def test_replays_give_the_tokens_of_eager_steps(folder: Path, seed: int) -> None
     assert replayed == eager == wanted
     assert [ids for _, ids in told] == [ids for _, ids in eager_told]
     assert np.allclose([a for a, _ in told], [b for b, _ in eager_told], atol=1e-5)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "0", reason="needs the interpreter")
+# What fills a step up attends to nothing, and computes with whatever its memory held.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("family", "num_steps"), [("mistral", 16), pytest.param("qwen3", 40, marks=pytest.mark.slow)]
+)
+def test_replays_of_the_kernels_of_a_gpu_give_the_tokens_of_the_cpu(
+    family: str, num_steps: int, tmp_path: Path
+) -> None:
+    """Attention, merging and what is fused, as Triton kernels in the interpreter."""
+    folder = shrunk.write(tmp_path, family, num_hidden_layers=2)
+    recorder = Recorder()
+    lives = [
+        Crowd(runner_of(folder, device, num_blocks=200, max_sequences=4), 5).live(num_steps)
+        for device in (interpreted(recorder), "cpu")
+    ]
+    assert recorder.num_replayed > recorder.num_recorded > 0
+    assert sum(len(ids) for ids in lives[0]) > num_steps
+    assert lives[0] == lives[1]
 
 
 def test_a_value_that_the_host_kept_spoils_a_replay(
@@ -217,7 +240,9 @@ def test_warming_records_every_size_and_touches_no_block(llama: Path) -> None:
     scratch = runner.limits.num_blocks
     for cache, old in zip(runner._own_caches, before, strict=True):
         assert torch.equal(cache[:scratch], old[:scratch])
-    runner.run([Row(0, [5], 0, 1, [3], Sampling(max_tokens=1))] * 5, [])
+    told = Sampling(max_tokens=1)
+    runner.run([Row(0, [5], 0, 1, [3], told)] * 5, [])
+    runner.run([Row(0, [5] * 90, 89, 1, list(range(23)), told)] * 3, [])
     assert recorder.num_recorded == 4
 
 

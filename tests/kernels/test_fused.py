@@ -18,14 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
-
 from conure.kernels import fused
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-"""Relative; two roundings of the dtype, which the interpreter cuts instead of rounding."""
+# Compiled kernels run on a GPU, interpreted ones here.
+DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu"
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""Relative; a rounding of the dtype more or less."""
 
 
 @pytest.fixture(scope="module")
