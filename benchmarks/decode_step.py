@@ -416,7 +416,7 @@ def _weight_bytes(runner: LocalRunner) -> int:
 
 
 def _token_bytes(runner: LocalRunner) -> int:
-    element = runner._model.dtype.itemsize
+    element: int = runner._model.dtype.itemsize
     return element * sum(
         layer.kv_heads * (layer.key_dim + layer.value_dim)
         for index, layer in enumerate(runner.layers)

@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conure.kernels.plan import ITEM_TOKENS, Plan
+from conure.kernels.plan import Plan
 from conure.kernels.planner import Planner
+from conure.kernels.tree import ITEM_TOKENS
 
 from . import (
     architecture,

@@ -163,8 +163,9 @@ class Attention:
         )
         query = query[0].transpose(0, 1)
         if self.seen is not None:
-            shape = (query.shape[1], *key_cache.shape[2:], value_cache.shape[3])
-            self.seen[Kind(*shape, window)] = query, (key_cache, value_cache)
+            kv_heads, key_dim = key_cache.shape[2:]
+            kind = Kind(query.shape[1], kv_heads, key_dim, value_cache.shape[3], window)
+            self.seen[kind] = query, (key_cache, value_cache)
         out = self.operations.attention(
             query,
             key_cache,

@@ -85,11 +85,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self.steps.append(again)
 
         self._patch.setattr(GridExecutor, "__call__", noted)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's
         self._patch.undo()
 
 

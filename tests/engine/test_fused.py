@@ -142,7 +142,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 @contextmanager
 def gpu_that_is_not_there() -> Iterator[None]:
     """Tensors of `meta` have shapes and no contents: whoever asks for some fails."""
-    with torch.inference_mode(), Watch():
+    with torch.inference_mode(), Watch():  # type: ignore[no-untyped-call]  # torch's
         yield
 
 
