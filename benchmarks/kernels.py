@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,8 +30,6 @@ import torch
 from attention import checks, clock, contenders, flashinfer_contenders, planning, rows, scene
 from attention.report import NOMINAL, Measured, Report, line
 from conure.kernels import ops
-
-BLOCK_SIZE = 16
 
 
 def names_of(device: torch.device) -> dict[str, torch.dtype]:
@@ -64,7 +63,7 @@ def versions() -> dict[str, str]:
 
 def measure(
     row: rows.Row,
-    operations: ops.Operations,
+    implementation: str,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -72,22 +71,37 @@ def measure(
     wanted: Callable[[str], bool],
     rounds: int,
     timer: Callable[[], float],
-    block_size: int = BLOCK_SIZE,
+    block_size: int,
 ) -> Measured:
-    """Check and time one row."""
+    """Check and time one row. A rival that fails is absent; ours raises."""
+    operations = ops.implementation(implementation)
     made = scene.make(row, operations, block_size=block_size, dtype=dtype, device=device)
+    outputs: dict[str, torch.Tensor] = {}
     passes: dict[str, Callable[[], object]] = {}
     answers: dict[str, checks.Check] = {}
     absent: dict[str, str] = {}
-    for contender in contenders.prepare(made, operations, wanted):
+    for contender in contenders.prepare(made, implementation, wanted):
         if not isinstance(contender, contenders.Contender):
             absent[contender[0]] = contender[1]
             continue
-        bound = checks.bounds(device)[dtype]
         name, attend = contender.name, contender.attend
-        answers[name] = checks.Check(f"{row.name}: {name}", checks.error(made, attend), bound)
+        try:
+            error = checks.error(made, 0, attend(0))
+        except Exception as raised:
+            if name in contenders.OURS:
+                raise
+            absent[name] = checks.first_line(raised)
+            continue
+        answers[name] = checks.Check(f"{row.name}: {name}", error, checks.bounds(device)[dtype])
         passes[name] = _pass(attend, made.layers)
+        if contender.out is not None:
+            outputs[name] = contender.out
     timings = clock.take_turns(passes, device, layers=made.layers, rounds=rounds, timer=timer)
+    for name, out in outputs.items():
+        # What was timed last must be as right as what was checked first.
+        replayed = checks.error(made, made.layers - 1, out)
+        if not replayed <= answers[name].error:
+            answers[name] = answers[name]._replace(error=replayed)
     element = dtype.itemsize
     nominal = next((NOMINAL[part] for part in NOMINAL if part in describe(device)), None)
     return Measured(
@@ -105,39 +119,50 @@ def measure(
 def run(options: argparse.Namespace, device: torch.device) -> Report:
     """Check, measure and print; write after each row."""
     began = time.monotonic()
-    operations = ops.implementation("triton" if device.type == "cuda" else "cpu")
+    implementation = "triton" if device.type == "cuda" else "cpu"
     dtypes = names_of(device)
+    timer = time.process_time if options.processor_time else time.perf_counter
     report = Report(
         device=describe(device),
         is_gpu=device.type == "cuda",
         versions=versions(),
         threads=torch.get_num_threads(),
-        rates={name: clock.measure_rates(device, dtype) for name, dtype in dtypes.items()},
-        checks=list(checks.variants(operations, device)),
-        planning=planning.measure(),
+        rates={name: clock.measure_rates(device, dtype, timer) for name, dtype in dtypes.items()},
+        block_size=options.block_size,
+        checks=_announced(checks.variants(ops.implementation(implementation), device)),
+        planning=planning.measure(timer),
     )
     if options.processor_time:
         report.notes.append("times are processor time")
     print(report.page().partition("\nMicroseconds")[0])
     grid = rows.GPU_ROWS if report.is_gpu else rows.CPU_ROWS
-    for row, (name, dtype) in _work(grid, dtypes, options.rows):
+    for row, (name, dtype) in _work(grid, dtypes, options):
         if time.monotonic() - began > options.budget_s:
-            report.notes.append(f"not run, {options.budget_s} s were over: {row.name} {name}")
+            report.notes.append(f"not run, {options.budget_s:g} s were over: {row.name} {name}")
             continue
-        measured = measure(
-            row,
-            operations,
-            dtype=dtype,
-            device=device,
-            rates=report.rates[name],
-            wanted=lambda contender: contender not in options.skip,
-            rounds=options.rounds,
-            timer=time.process_time if options.processor_time else time.perf_counter,
-        )
+        try:
+            measured = measure(
+                row,
+                implementation,
+                dtype=dtype,
+                device=device,
+                rates=report.rates[name],
+                wanted=lambda contender: contender not in options.skip,
+                rounds=options.rounds,
+                timer=timer,
+                block_size=options.block_size,
+            )
+        except Exception as raised:  # the other rows are still worth having
+            report.failed.append(f"{row.name} {name}: {checks.first_line(raised)}")
+            print(f"FAILED: {report.failed[-1]}", flush=True)
+            continue
         report.measured.append(measured)
         print(line(measured, is_gpu=report.is_gpu), flush=True)
         if options.out is not None:
             report.write(options.out)
+        if report.is_gpu:
+            gc.collect()  # graphs and gathered copies of the row before
+            torch.cuda.empty_cache()
     report.notes.append(f"the whole run took {time.monotonic() - began:.0f} s")
     return report
 
@@ -149,6 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--skip", action="append", default=[], help="a contender to leave out")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (16)")
     parser.add_argument("--rounds", type=int, default=21, help="samples of each contender (21)")
     parser.add_argument("--budget-s", type=float, default=460, help="begin no row after this")
     parser.add_argument("--threads", type=int, help="threads of a CPU")
@@ -179,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
     wrong = [check for check in (*report.checks, *ours) if not check.is_right]
     for check in wrong:
         print(f"WRONG: {check.name}: relative error {check.error:.2g} above {check.bound:g}")
-    return int(bool(wrong))
+    return int(bool(wrong or report.failed))
 
 
 def _pass(attend: Callable[[int], object], layers: int) -> Callable[[], None]:
@@ -191,12 +217,22 @@ def _pass(attend: Callable[[int], object], layers: int) -> Callable[[], None]:
 
 
 def _work(
-    grid: Sequence[rows.Row], dtypes: dict[str, torch.dtype], part: str
+    grid: Sequence[rows.Row], dtypes: dict[str, torch.dtype], options: argparse.Namespace
 ) -> Iterator[tuple[rows.Row, tuple[str, torch.dtype]]]:
     for row in grid:
-        if part in row.name:
+        if options.rows in row.name and row.fits(options.block_size):
             for dtype in dtypes.items():
                 yield row, dtype
+
+
+def _announced(found: Iterable[checks.Check]) -> list[checks.Check]:
+    """Print each check when it is there: a kernel that crashes is the one after the last."""
+    kept = []
+    for check in found:
+        verdict = "right" if check.is_right else f"WRONG {check.reason}"
+        print(f"{check.name:24} error {check.error:.1e} {verdict}", flush=True)
+        kept.append(check)
+    return kept
 
 
 if __name__ == "__main__":

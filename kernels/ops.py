@@ -20,8 +20,8 @@ B tokens of a block - N blocks - S parts - W most parts of one query.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -69,6 +69,23 @@ class Kernels(Protocol):
         self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype
     ) -> Tensor:
         """Allocate a cache of zeros."""
+        ...
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """What an implementation defines whose launches can be captured and replayed."""
+
+    def prepare(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        window: int | None,
+    ) -> Hashable:
+        """Bring a step to the device; say what a launch depends on."""
         ...
 
 
@@ -161,6 +178,40 @@ class Operations:
             sinks=sinks,
             out=out,
         )
+
+    def prepare(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan,
+        *,
+        window: int | None = None,
+    ) -> Hashable:
+        """Do what `attention` does on the host, so that a CUDA graph of it can be replayed.
+
+        A step's tables go to the device; each kind of layer needs them once. A graph that was
+        captured with the same tensors is good for any plan of at most as many queries for
+        which this returns what it returned before the capture. Outputs of queries that the
+        plan does not have are left as they are. Without a device this does nothing.
+
+        Args:
+            query: As in `attention`; it may have more tokens than the plan.
+            key_cache: As in `attention`.
+            value_cache: As in `attention`.
+            plan: Of this step's rows.
+            window: As in `attention`.
+
+        Raises:
+            ValueError: if an argument does not fit the others; the message names it.
+        """
+        if query.dim() == 3 and query.shape[0] < plan.num_queries:
+            raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
+        _check_attention(query[: plan.num_queries], key_cache, value_cache, plan)
+        _check_one_device(query=query, key_cache=key_cache, value_cache=value_cache)
+        if not isinstance(self._kernels, Replayable):
+            return None
+        return self._kernels.prepare(query, key_cache, value_cache, plan, window=window)
 
     def merge(
         self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None = None

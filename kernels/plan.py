@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from .tree import ITEM_TOKENS, Tree, Worth, find
+from .tree import ITEM_TOKENS, PART_TOKENS, Tree, Worth, find
 from .tree import Integers as Integers
 
 
@@ -120,6 +120,7 @@ def build(
     *,
     block_size: int,
     min_saved: int = ITEM_TOKENS,
+    part_tokens: float = PART_TOKENS,
     ridge: float = float("inf"),
 ) -> Plan:
     """Plan one step.
@@ -132,6 +133,7 @@ def build(
         block_size: Tokens of a block.
         min_saved: Tokens of reading that a shared stretch must save to become an item. 0
             shares wherever possible; a huge number never does.
+        part_tokens: Tokens of reading that one more part of a query costs.
         ridge: Queries from which on attending takes longer than reading once for all.
 
     Raises:
@@ -143,7 +145,7 @@ def build(
     for row, (table, width) in enumerate(zip(tables, needed, strict=True)):
         padded[row, :width] = checked(table, width, row)
     return assemble(
-        new, lengths, padded, block_size=block_size, worth=Worth(min_saved, ridge=ridge)
+        new, lengths, padded, block_size=block_size, worth=Worth(min_saved, part_tokens, ridge)
     )
 
 
@@ -199,7 +201,7 @@ def assemble(
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[row_of]
     slots = tables[row_of, positions // block_size] * block_size + positions % block_size
     # A row may share no further than the last block before its first new token.
-    tree = find(tables, starts // block_size, num_new, worth)
+    tree = find(tables, starts // block_size, num_new, worth, block_size=block_size)
     return Plan(
         block_size=block_size,
         num_new=num_new,

@@ -25,7 +25,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from .plan import Plan, assemble, checked, lengths_of
-from .tree import ITEM_TOKENS, Integers, Worth
+from .tree import ITEM_TOKENS, PART_TOKENS, Integers, Worth
 
 Table: TypeAlias = "list[int] | array[int]"
 """Blocks of a row. Arrays are compared and read several times as fast as lists."""
@@ -37,11 +37,16 @@ class Planner:
     """Makes the plan of each step. A plan is good until the planner makes the next."""
 
     def __init__(
-        self, *, block_size: int, min_saved: int = ITEM_TOKENS, ridge: float = float("inf")
+        self,
+        *,
+        block_size: int,
+        min_saved: int = ITEM_TOKENS,
+        part_tokens: float = PART_TOKENS,
+        ridge: float = float("inf"),
     ) -> None:
         """Plan for one cache; see `plan.build` for the arguments."""
         self._block_size: Final = block_size
-        self._worth: Final = Worth(min_saved, ridge=ridge)
+        self._worth: Final = Worth(min_saved, part_tokens, ridge)
         self._last: Plan | None = None
         self._known: list[Table] = []
         """The tables of the last step, as far as they were used."""

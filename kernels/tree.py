@@ -62,7 +62,9 @@ class Tree:
     """First block of each row that is in no stretch, [R]."""
 
 
-def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) -> Tree:
+def find(
+    tables: Integers, limits: Integers, num_new: Integers, worth: Worth, *, block_size: int
+) -> Tree:
     """Return what rows share.
 
     Args:
@@ -70,6 +72,7 @@ def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) ->
         limits: [R] blocks of each row that others may share.
         num_new: [R] queries of each row.
         worth: When to split a stretch off.
+        block_size: Tokens of a block.
     """
     num_rows = len(limits)
     own = np.zeros(num_rows, dtype=np.int64)
@@ -77,16 +80,23 @@ def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) ->
     if num_rows == 1 or not width:
         none = np.zeros(0, dtype=np.int64)
         return Tree(np.arange(num_rows), none, none, none, none, own)
-    # Shifted by one, and 0 behind the limit: a prefix comes before what continues it.
-    words = (tables[:, :width] + 1).astype(">u4")
-    words[np.arange(width) >= limits[:, None]] = 0
-    order = np.argsort(words.view(f"S{4 * width}")[:, 0], kind="stable")
+    least = int(limits.min())
+    same = (tables[:, :least] == tables[0, :least]).all(axis=0)
+    root = int(_num_leading(same[None])[0])
+    # What all rows share tells none from another. Shifted by one, and 0 behind the limit: then
+    # a prefix has words of its own. As bytes, two rows are compared in one call.
+    words = tables[:, root:width].astype(np.uint32)
+    words += 1
+    words[:, least - root :][np.arange(least, width) >= limits[:, None]] = 0
+    text, size = words.tobytes(), 4 * (width - root)
+    keys = [text[at : at + size] for at in range(0, len(text), size)] if size else [b""] * num_rows
+    order = np.array(sorted(range(num_rows), key=keys.__getitem__))
     words, sorted_limits = words[order], limits[order]
     same = words[1:] == words[:-1]
-    common = np.where(same.all(axis=1), width, same.argmin(axis=1))
+    common = root + _num_leading(same)
     np.minimum(common, np.minimum(sorted_limits[1:], sorted_limits[:-1]), out=common)
 
-    found = _choose(common.tolist(), num_new[order], worth)
+    found = _choose(common.tolist(), num_new[order], worth, block_size)
     owned = [0] * num_rows
     for first, end, _, depth in found:
         owned[first:end] = [depth] * (end - first)
@@ -95,7 +105,18 @@ def find(tables: Integers, limits: Integers, num_new: Integers, worth: Worth) ->
     return Tree(order, columns[0], columns[1], columns[2], columns[3], own)
 
 
-def _choose(common: list[int], num_new: Integers, worth: Worth) -> list[tuple[int, int, int, int]]:
+def _num_leading(same: NDArray[np.bool_]) -> Integers:
+    """Count how many are true in each row before the first that is not."""
+    width = same.shape[1]
+    if not width:
+        return np.zeros(len(same), dtype=np.int64)
+    found: Integers = np.where(same.all(axis=1), width, same.argmin(axis=1))
+    return found
+
+
+def _choose(
+    common: list[int], num_new: Integers, worth: Worth, block_size: int
+) -> list[tuple[int, int, int, int]]:
     """Return the stretches worth an item: first and last place, first and last block."""
     queries = [0, *np.cumsum(num_new).tolist()]
     readings = [0.0, *np.cumsum(np.maximum(1, num_new / worth.ridge)).tolist()]
@@ -109,7 +130,7 @@ def _choose(common: list[int], num_new: Integers, worth: Worth) -> list[tuple[in
         num = queries[end] - queries[first]
         saved = readings[end] - readings[first] - max(1.0, num / worth.ridge)
         cost = worth.min_saved + worth.part_tokens * num if worth.min_saved else 0
-        if saved * (depth - begin) >= cost:
+        if saved * (depth - begin) * block_size >= cost:
             found.append((first, end, begin, depth))
             begin = depth
         around.append((end, begin))

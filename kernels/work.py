@@ -86,6 +86,8 @@ CHUNK_TOKENS: Final = 128
 CHUNK_TOKENS_PER_QUERY: Final = 16
 """Nor shorter than this for each query: a part costs as much as reading half of it."""
 ITEMS_PER_PROGRAM: Final = 4
+PROGRAMS: Final = {0: 3, 64: 2, 128: 1}
+"""Programs that a processor runs at once, by the rows of large items: what registers allow."""
 RIDGE_ROWS: Final = 96
 """Rows from which on multiplying takes longer than reading: 400 TFLOP/s at 4.3 TB/s."""
 ITEM_TOKENS: Final = 32
@@ -105,8 +107,8 @@ class Kind(NamedTuple):
     """Rows of a small item: at least the group."""
     large: int
     """Rows of a large item at most; 0 where all are small."""
-    programs: int
-    """Programs that share the work."""
+    processors: int
+    """Of the device."""
 
 
 class Work:
@@ -121,6 +123,8 @@ class Work:
         self.num_merges = 0
         self.large = 0
         """Rows of the large items in the table; 0 where there is none."""
+        self.programs = 0
+        """Programs that share the work."""
         self.num_built = 0
         """Tables that were not made from the one before."""
         self._tree: Tree | None = None
@@ -139,14 +143,16 @@ class Work:
         most = int(rows.max())
         # A large tile costs the same for all its rows: no larger than there is use for.
         self.large = min(kind.large, 64 if most <= 64 else 128) if most > kind.small else 0
+        self.programs = kind.processors * PROGRAMS[self.large]
         tiles = _tiles(stretches, kind, self.large)
-        items, chunks = _items(stretches, tiles, kind, plan.block_size)
+        units = self.programs * ITEMS_PER_PROGRAM
+        items, chunks = _items(stretches, tiles, units / kind.kv_heads, plan.block_size)
         slots, merges = _slots(stretches, tiles, chunks, plan.num_queries)
         is_merged = slots[items[:, Field.ENTRY]] >= 0
         items[:, Field.PART] = np.where(is_merged, items[:, Field.PART], -1)
         factor: Reals = np.where(items[:, Field.IS_LARGE], tiles.large_cost, 1.0)
         cost: Reals = factor * items[:, Field.NUM_KV]
-        order = _deal(cost, max(1, kind.programs // kind.kv_heads))
+        order = _deal(cost, max(1, self.programs // kind.kv_heads))
         items = items[order]
         self.num_merges, self.num_parts = len(merges), int(merges[:, 2].sum())
         parts = (items.reshape(-1), merges.reshape(-1), stretches.queries, slots, stretches.pages)
@@ -328,12 +334,11 @@ def _tiles(stretches: _Stretches, kind: Kind, large: int) -> _Tiles:
 
 
 def _items(
-    stretches: _Stretches, tiles: _Tiles, kind: Kind, block_size: int
+    stretches: _Stretches, tiles: _Tiles, wanted: float, block_size: int
 ) -> tuple[Integers, Integers]:
-    """Cut what each tile reads; return the items and the chunks of each tile."""
+    """Cut what each tile reads into about `wanted` items; return them and each tile's chunks."""
     tokens = tiles.end - tiles.begin
-    total = float(((tokens + ITEM_TOKENS) * tiles.cost).sum()) * kind.kv_heads
-    target = total / (kind.programs * ITEMS_PER_PROGRAM) / tiles.cost
+    target = float(((tokens + ITEM_TOKENS) * tiles.cost).sum()) / wanted / tiles.cost
     least = np.maximum(CHUNK_TOKENS, tiles.num_queries * CHUNK_TOKENS_PER_QUERY)
     chunks = np.maximum(1, np.rint(tokens / np.maximum(target, least))).astype(np.int64)
     length = -(-tokens // (chunks * CHUNK_UNIT)) * CHUNK_UNIT

@@ -24,6 +24,8 @@ import torch
 from .rows import Rates
 
 WARM_UP_PASSES = 3
+SAMPLE_S = 2e-3
+"""What a sample on a GPU takes at least: launching its first graph takes some 5 us."""
 FEW_ROUNDS = 3
 BEATEN = 8
 """Who takes so many times as long as the fastest has only `FEW_ROUNDS` samples."""
@@ -65,54 +67,71 @@ def take_turns(
         timer: Seconds, for a CPU; `time.process_time` where others use the machine, too.
     """
     runs = {name: _prepared(run, device) for name, run in passes.items()}
+    repeats = {name: _repeats(run, device) for name, (run, _) in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in passes}
     for number in range(rounds):
         best = min((min(taken) for taken in samples.values() if taken), default=math.inf)
         for name, (run, _) in runs.items():
             if number >= FEW_ROUNDS and min(samples[name]) > BEATEN * best:
                 continue
-            samples[name].append(_once(run, device, timer) / layers)
+            taken_s = _once(run, device, timer, repeats=repeats[name])
+            samples[name].append(taken_s / layers)
     return {name: Timing.of(samples[name], is_graph=runs[name][1]) for name in passes}
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+def measure_rates(
+    device: torch.device,
+    dtype: torch.dtype,
+    timer: Callable[[], float] = time.perf_counter,
+) -> Rates:
     """Measure how fast the device copies (read and written bytes count) and multiplies."""
     is_cuda = device.type == "cuda"
     size = 2**31 if is_cuda else 2**28
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copying = _best(lambda: target.copy_(source), device)
+    copying = _middle(lambda: target.copy_(source), device, timer)
     edge = 8192 if is_cuda else 2048
     left = torch.randn(edge, edge, device=device).to(dtype)
     right = torch.randn(edge, edge, device=device).to(dtype)
-    multiplying = _best(lambda: left @ right, device)
+    multiplying = _middle(lambda: left @ right, device, timer)
     return Rates(2 * size / copying, 2 * edge**3 / multiplying)
 
 
-def _best(run: Callable[[], object], device: torch.device) -> float:
+def _middle(run: Callable[[], object], device: torch.device, timer: Callable[[], float]) -> float:
     for _ in range(WARM_UP_PASSES):
         run()
-    return statistics.median(_once(run, device) for _ in range(10))
+    return statistics.median(_once(run, device, timer) for _ in range(10))
+
+
+def _repeats(run: Callable[[], object], device: torch.device) -> int:
+    """Return how often to run between two events, so that launching the first is nothing."""
+    if device.type != "cuda":
+        return 1
+    return max(1, math.ceil(SAMPLE_S / _once(run, device)))
 
 
 def _once(
     run: Callable[[], object],
     device: torch.device,
     timer: Callable[[], float] = time.perf_counter,
+    *,
+    repeats: int = 1,
 ) -> float:
     """Return the seconds that one call takes on the device."""
     if device.type != "cuda":
         begin = timer()
-        run()
-        return timer() - begin
+        for _ in range(repeats):
+            run()
+        return (timer() - begin) / repeats
     begin_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     begin_event.record()
-    run()
+    for _ in range(repeats):
+        run()
     end_event.record()
     end_event.synchronize()
-    return float(begin_event.elapsed_time(end_event)) / 1000
+    return float(begin_event.elapsed_time(end_event)) / 1000 / repeats
 
 
 def _prepared(run: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], bool]:

@@ -6,6 +6,7 @@ paged memory would have to gather first; no contender is charged for that.
 
     shared        our implementation under the plan of the tree
     unshared      the same code under a plan that shares nothing: plain paged decoding
+    forced        the same under a plan that shares whatever can be, worth it or not
     sdpa packed   torch's attention, the heads of a group as rows of one product
     sdpa gqa      torch's attention with `enable_gqa`
     flex          torch's compiled FlexAttention, which needs a compiler (CUDA only)
@@ -23,15 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from conure.kernels import ops
 from conure.kernels import plan as plans
-from conure.kernels.ops import Operations
+from conure.kernels.tree import ITEM_TOKENS
 
-from . import flashinfer_contenders
+from . import checks, flashinfer_contenders
 from .scene import CACHE_BYTES, Scene
 
-OURS = ("shared", "unshared")
-NO_SHARING = 10**9
-"""More tokens than any stretch could save."""
+MIN_SAVED = {"shared": ITEM_TOKENS, "unshared": 10**9, "forced": 0}
+"""Tokens that a shared stretch must save under each of our plans."""
+OURS = tuple(MIN_SAVED)
 FLEX_REGIMES = ("unshared",)
 """Compiling takes seconds a shape, so that few rows have it."""
 
@@ -42,36 +44,45 @@ class Contender(NamedTuple):
     name: str
     attend: Callable[[int], Tensor]
     """Attends one layer, [B, H, D]."""
+    out: Tensor | None = None
+    """Where it always writes, if it does; it holds the last layer after a pass."""
 
 
 Factory = Callable[[Scene], Callable[[int], Tensor]]
 
 
 def prepare(
-    scene: Scene, operations: Operations, wanted: Callable[[str], bool]
+    scene: Scene, implementation: str, wanted: Callable[[str], bool]
 ) -> Iterator[Contender | tuple[str, str]]:
     """Yield each wanted contender, or its name and why it is absent."""
-    yield Contender("shared", ours(scene, operations, sharing=True))
+    yield ours("shared", scene, implementation)
     if wanted("unshared") and scene.row.regime != "unshared":
-        yield Contender("unshared", ours(scene, operations, sharing=False))
+        yield ours("unshared", scene, implementation)
+    if scene.row.regime == "crossover":
+        yield ours("forced", scene, implementation)
+        return
     for name, factory in _rivals(scene).items():
         if not wanted(name):
             continue
         try:
             yield Contender(name, factory(scene))
-        except (flashinfer_contenders.UnusableError, RuntimeError, ValueError) as error:
-            yield name, f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        except Exception as raised:  # a rival that fails is absent, whatever it raises
+            yield name, checks.first_line(raised)
 
 
-def ours(scene: Scene, operations: Operations, *, sharing: bool) -> Callable[[int], Tensor]:
-    """Attend under a plan made once, into one output that starts as NaN."""
+def ours(name: str, scene: Scene, implementation: str) -> Contender:
+    """Attend under a plan made once, into one output that starts as NaN.
+
+    Each has operations of its own: they keep the tables of one plan at a time.
+    """
     row = scene.row
+    operations = ops.implementation(implementation)
     plan = plans.build(
         [1] * row.num_requests,
         [row.kv_len] * row.num_requests,
         scene.tables.tables,
         block_size=scene.block_size,
-        **({} if sharing else {"min_saved": NO_SHARING}),
+        min_saved=MIN_SAVED[name],
     )
     out = torch.full_like(scene.queries[0], math.nan)
 
@@ -85,7 +96,7 @@ def ours(scene: Scene, operations: Operations, *, sharing: bool) -> Callable[[in
             out=out,
         )
 
-    return attend
+    return Contender(name, attend, out)
 
 
 def _rivals(scene: Scene) -> Mapping[str, Factory]:

@@ -154,7 +154,7 @@ RIVALS: Final = {
 def _library() -> Any:
     try:
         return importlib.import_module("flashinfer")
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
         raise UnusableError(f"flashinfer cannot be imported: {error}") from None
 
 

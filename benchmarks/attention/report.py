@@ -72,7 +72,7 @@ class Measured:
             cascade = self.best("flashinfer cascade")
             if self.row.regime == "tree" and cascade and cascade[1] < CASCADE_SPEEDUP:
                 broken.append(f"{CASCADE_SPEEDUP}x of {cascade[0]}")
-        elif sdpa := self.best("sdpa"):
+        elif (sdpa := self.best("sdpa")) and self.row.regime != "crossover":
             least = CPU_UNSHARED if self.row.regime == "unshared" else CPU_SPEEDUP
             if sdpa[1] < least:
                 broken.append(f"{least}x of {sdpa[0]}")
@@ -119,15 +119,19 @@ class Report:
     threads: int
     rates: Mapping[str, Rates]
     """Measured, by dtype."""
+    block_size: int
     checks: Sequence[Check]
     planning: Mapping[str, Timing]
     measured: list[Measured] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """Rows on which ours raised, and what."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def slug(self) -> str:
         """The device as part of a file's name."""
-        return "-".join("".join(c if c.isalnum() else " " for c in self.device.lower()).split())
+        words = "".join(c if c.isalnum() else " " for c in self.device.lower()).split()
+        return "-".join([*words, *([] if self.block_size == 16 else [f"blocks{self.block_size}"])])
 
     def write(self, folder: Path) -> list[Path]:
         """Write JSON and Markdown; return where they are."""
@@ -136,6 +140,7 @@ class Report:
             "device": self.device,
             "versions": dict(self.versions),
             "threads": self.threads,
+            "block_size": self.block_size,
             "rates": {name: rates._asdict() for name, rates in self.rates.items()},
             "checks": [check._asdict() for check in self.checks],
             "planning_us": {
@@ -147,6 +152,7 @@ class Report:
                 for name, timing in self.planning.items()
             },
             "rows": [measured.record() for measured in self.measured],
+            "failed": self.failed,
             "notes": self.notes,
         }
         files = {
@@ -163,7 +169,7 @@ class Report:
         lines = [
             f"# Attention on {self.device}",
             "",
-            f"With {versions}; {self.threads} threads.",
+            f"With {versions}; {self.threads} threads, blocks of {self.block_size} tokens.",
             "",
         ]
         lines += [
@@ -177,7 +183,10 @@ class Report:
         ]
         wrong = [check for check in self.checks if not check.is_right]
         lines.append(f"- {len(self.checks) - len(wrong)} of {len(self.checks)} variants right")
-        lines += [f"- WRONG: {check.name}, error {check.error:.2g}" for check in wrong]
+        lines += [
+            f"- WRONG: {check.name}, error {check.error:.2g} {check.reason}" for check in wrong
+        ]
+        lines += [f"- FAILED: {row}" for row in self.failed]
         lines += [f"- {note}" for note in self.notes]
         names = sorted({name for each in self.measured for name in each.timings} - {"shared"})
         lines += [
@@ -203,7 +212,7 @@ class Report:
         cells = [
             measured.row.name,
             measured.dtype,
-            f"{measured.ideal_s * 1e6:.4g}",
+            _us(measured.ideal_s),
             _spread(ours),
             f"{measured.ideal_s / ours.median_s:.0%}",
         ]
@@ -232,6 +241,10 @@ def line(measured: Measured, *, is_gpu: bool) -> str:
 
 
 def _spread(timing: Timing) -> str:
-    numbers = (timing.median_s, timing.min_s, timing.max_s)
-    median, least, most = (f"{number * 1e6:.4g}" for number in numbers)
-    return f"{median} ({least}-{most})"
+    return f"{_us(timing.median_s)} ({_us(timing.min_s)}-{_us(timing.max_s)})"
+
+
+def _us(seconds: float) -> str:
+    """Return microseconds with three digits at least."""
+    number = seconds * 1e6
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

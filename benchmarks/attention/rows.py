@@ -13,6 +13,7 @@ The trees of the grid are PAT's (ASPLOS'26) and our own.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -23,7 +24,8 @@ class Row:
 
     name: str
     regime: str
-    """What decides its time: `latency`, `memory`, `matrix`, `tree` or `unshared`."""
+    """What decides its time: `latency`, `memory`, `matrix`, `tree` or `unshared`; `crossover`
+    where there is little to share, and the planner decides."""
     nodes: tuple[int, ...]
     """Nodes of each level, a multiple of those of the level above."""
     tokens: tuple[int, ...]
@@ -49,6 +51,10 @@ class Row:
     def stored_tokens(self) -> int:
         """Tokens of all nodes, each counted once."""
         return sum(n * t for n, t in zip(self.nodes, self.tokens, strict=True))
+
+    def fits(self, block_size: int) -> bool:
+        """Say whether all nodes above the leaves fill their blocks, so that they are shared."""
+        return not any(tokens % block_size for tokens in self.tokens[:-1])
 
     def shared_bytes(self, element: int) -> int:
         """Bytes that move if each node is read once, at `element` bytes a number."""
@@ -97,7 +103,7 @@ def lay_out(row: Row, block_size: int, *, seed: int = 0) -> Tables:
     Raises:
         ValueError: if a node above the leaves does not fill its blocks.
     """
-    if any(tokens % block_size for tokens in row.tokens[:-1]):
+    if not row.fits(block_size):
         raise ValueError(f"{row.name}: inner nodes do not fill blocks of {block_size} tokens")
     widths = [-(-tokens // block_size) for tokens in row.tokens]
     num_blocks = sum(n * w for n, w in zip(row.nodes, widths, strict=True))
@@ -117,6 +123,23 @@ def lay_out(row: Row, block_size: int, *, seed: int = 0) -> Tables:
     return Tables(tables, num_blocks)
 
 
+def roofline(grid: Sequence[Row], rates: Rates, *, element: int = 2) -> list[str]:
+    """Return the lines of a table: bytes, operations and ideal times of each row."""
+    lines = []
+    for row in grid:
+        unshared, shared = row.unshared_bytes(element), row.shared_bytes(element)
+        alone_us, ideal_us = (
+            1e6 * unshared / rates.bytes_per_s,
+            1e6 * rates.ideal_s(row, element),
+        )
+        lines.append(
+            f"| {row.name.strip()} | {unshared / 1e6:.0f} | {shared / 1e6:.1f}"
+            f" | {row.operations / 1e9:.1f} | {alone_us:.1f} | {ideal_us:.1f}"
+            f" | {alone_us / ideal_us:.1f} |"
+        )
+    return lines
+
+
 def _two_levels(number: int, regime: str, requests: int, prefix: int, own: int) -> Row:
     name = f"{number:2} B{requests} P{prefix} S{own}"
     return Row(name, regime, (1, requests), (prefix, own))
@@ -133,6 +156,10 @@ def _unshared(requests: int, tokens: int) -> Row:
     return Row(f"B{requests} S{tokens} alone", "unshared", (requests,), (tokens,))
 
 
+_CROSSOVER = tuple(
+    Row(f"B{requests} P{prefix} S256, crossover", "crossover", (1, requests), (prefix, 256))
+    for requests, prefix in ((2, 64), (2, 256), (2, 1024), (8, 16), (8, 64), (8, 256))
+)
 GPU_ROWS: Final = (
     _two_levels(1, "latency", 8, 1024, 128),
     _two_levels(2, "latency", 16, 2048, 256),
@@ -158,6 +185,7 @@ GPU_ROWS: Final = (
     _tree((1, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32, 32), source="PAT 14: "),
     _unshared(256, 4096),
     _unshared(1, 32768),
+    *_CROSSOVER,
 )
 """The grid on a GPU; a regime names what should decide there on an H200."""
 
@@ -173,5 +201,6 @@ _PLAIN = (
 CPU_ROWS: Final = (
     *(replace(row, is_scattered=False) for row in _PLAIN),
     *(replace(row, name=f"{row.name}, scattered") for row in (_PLAIN[0], _PLAIN[4])),
+    *(replace(row, is_scattered=False) for row in _CROSSOVER),
 )
 """The grid on a CPU, where it matters whether blocks are neighbours."""

@@ -18,7 +18,7 @@ from .rows import Row, Tables, lay_out
 
 CACHE_BYTES = {"cuda": 200 * 2**20, "cpu": 100 * 2**20}
 """What all layers hold at least: several times the caches of any device."""
-MOST_LAYERS = 24
+MOST_LAYERS = 48
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,8 +224,8 @@ def _run_item(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, VALUE_PAD], tl.float32)
-    keys += head * key_head_stride
-    values += head * value_head_stride
+    keys += head.to(tl.int64) * key_head_stride
+    values += head.to(tl.int64) * value_head_stride
     # Up to here every row sees every key, so nothing is masked.
     plain = 0
     if not HAS_WINDOW:

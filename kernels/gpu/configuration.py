@@ -80,8 +80,10 @@ def small_rows(group: int) -> int:
 
 
 def large_rows(shape: Shape) -> int:
-    """Return the rows of a large item at most, or 0 where even a small one holds as many."""
+    """Return the rows of a large item at most, or 0 where all are small."""
     most = 64 if is_wide(shape) else 128
+    if shape.dtype == torch.float32 and max(shape.dim, shape.value_dim) > 128:
+        most = 0  # no number of warps has the registers
     return most if most > small_rows(shape.group) else 0
 
 
@@ -89,6 +91,11 @@ def is_wide(shape: Shape) -> bool:
     """Say whether the vectors of a head take so much room that tiles must be smaller."""
     widest = max(padded(shape.dim), padded(shape.value_dim))
     return shape.dtype == torch.float32 or widest > 128
+
+
+def is_odd(shape: Shape) -> bool:
+    """Say whether the group is no power of two: rows then take more registers."""
+    return shape.group & (shape.group - 1) != 0
 
 
 def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str, Any]:
@@ -100,6 +107,9 @@ def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str,
         large: Rows of a large item: 0, 64 or 128.
     """
     tile = 32 if is_wide(shape) else 64
+    # Page, keys and values take stages of their own: 5 keep two tiles of each on their way,
+    # 3 one, where registers are short.
+    is_short = is_wide(shape) or is_odd(shape)
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
@@ -110,10 +120,10 @@ def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str,
         "PAGE": shape.page,
         "SMALL": small_rows(shape.group),
         "SMALL_TILE": tile,
-        "SMALL_STAGES": 3,
+        "SMALL_STAGES": 3 if is_short else 5,
         "LARGE": large,
         "LARGE_TILE": tile,
-        "LARGE_STAGES": 2 if is_wide(shape) else 3,
+        "LARGE_STAGES": 2 if shape.dtype == torch.float32 else 3,
         "HAS_WINDOW": variant.has_window,
         "HAS_CAP": variant.has_cap,
         "HAS_SINKS": variant.has_sinks,
@@ -123,9 +133,7 @@ def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str,
 
 def attention_options(shape: Shape, large: int) -> dict[str, int]:
     """Return warps and stages of `attention.attend`."""
-    # Other groups than powers of two take more registers than 4 warps have at 64 rows.
-    is_odd = shape.group & (shape.group - 1) != 0
-    is_heavy = large > 64 or (large > 0 and (is_odd or is_wide(shape)))
+    is_heavy = large > 64 or (large > 0 and (is_odd(shape) or is_wide(shape)))
     return {"num_warps": 8 if is_heavy else 4, "num_stages": 3}
 
 
@@ -178,9 +186,12 @@ def configurations() -> tuple[Configuration, ...]:
         if large <= large_rows(shape)
     ]
     found += [
-        _attend(Shape(dtype, 8, 4, dim, dim, 16), plain, 64)
+        _attend(shape, plain, large)
         for dtype in (torch.float16, torch.float32)
         for dim in (64, 128, 256)
+        for shape in (Shape(dtype, 8, 4, dim, dim, 16),)
+        for large in (0, 64)
+        if large <= large_rows(shape)
     ]
     found += [
         _attend(Shape(bf16, 8, 4, dim, dim, 16), variant, large)

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime import JITFunction
 
 from ..plan import Plan
 from ..work import Kind, Work
@@ -46,10 +46,11 @@ _MERGE: Final[Any] = merging.merge
 _STORE: Final[Any] = caching.store
 _MOVE: Final[Any] = caching.move
 
-INTERPRETED: Final = isinstance(attention.attend, InterpretedFunction)
-PROGRAMS_PER_PROCESSOR: Final = 2
-INTERPRETED_PROGRAMS: Final = 4
-MERGE_PROGRAMS_PER_PROCESSOR: Final = 8
+INTERPRETED: Final = not isinstance(attention.attend, JITFunction)
+"""Kernels run without a GPU, slowly: decided by `TRITON_INTERPRET` when triton was loaded."""
+INTERPRETED_PROCESSORS: Final = 2
+MERGE_PROGRAMS: Final = 8
+"""Programs of the merge kernel, for each processor."""
 COPIES: Final = 2
 """Pinned tables that take turns, so that a step is planned while the last is on its way."""
 SPARE: Final = 1.5
@@ -64,6 +65,8 @@ class Launch(NamedTuple):
     """Rows of large items in the table."""
     is_merged: bool
     """Some query has several parts."""
+    has_window: bool
+    """Some row is longer than the window."""
     memory: int
     """Counts how often the memory behind a launch was replaced."""
 
@@ -81,7 +84,7 @@ class _Layer:
         self.lse = torch.empty(0, dtype=torch.float32, device=device)
         self.memory = 0
         self._pinned: list[Tensor] = []
-        self._copied: list[torch.Event] = []
+        self._copied: list[torch.cuda.Event] = []
         self._turn = 0
 
     def prepare(self, plan: Plan, heads: int, value_dim: int) -> None:
@@ -106,7 +109,8 @@ class _Layer:
                     torch.empty(len(self.table), dtype=torch.int32, pin_memory=True)
                     for _ in range(COPIES)
                 ]
-                self._copied = [torch.Event("cuda") for _ in range(COPIES)]
+                # torch leaves the class untyped.
+                self._copied = [torch.cuda.Event() for _ in range(COPIES)]  # type: ignore[no-untyped-call]
         if self.device.type != "cuda":
             self.table[: len(words)] = words
             return
@@ -134,9 +138,12 @@ class Gpu:
         *,
         window: int | None,
     ) -> Launch:
-        """Bring a step's table to the device before a captured `attention` is replayed."""
+        """Bring a step's table to the device; see `ops.Operations.prepare`."""
+        _check_shapes(query, key_cache, value_cache)
         layer = self._layer(query, key_cache, value_cache, plan, window)
-        return Launch(layer.work.large, layer.work.num_merges > 0, layer.memory)
+        work = layer.work
+        has_window = work.kind.window is not None
+        return Launch(work.large, work.num_merges > 0, has_window, layer.memory)
 
     def attention(
         self,
@@ -161,7 +168,7 @@ class Gpu:
         large = layer.work.large
         # An address is passed in any case; without sinks nothing reads it.
         sinks = layer.lse if sinks is None else sinks.to(torch.float32).contiguous()
-        _ATTEND[(layer.work.kind.programs,)](
+        _ATTEND[(layer.work.programs,)](
             out,
             layer.partials,
             layer.lse,
@@ -184,7 +191,7 @@ class Gpu:
             **attention_options(shape, large),
         )
         if layer.work.num_merges:
-            _MERGE[(_merge_programs(query.device),)](
+            _MERGE[(layer.work.kind.processors * MERGE_PROGRAMS,)](
                 out,
                 layer.partials,
                 layer.lse,
@@ -206,8 +213,7 @@ class Gpu:
         heads, value_dim = outputs.shape[1:]
         out = outputs.new_empty((len(slots), heads, value_dim), dtype=torch.float32)
         outputs, lse, slots = outputs.contiguous(), lse.contiguous(), slots.contiguous()
-        programs = _merge_programs(outputs.device)
-        _MERGE[(programs,)](
+        _MERGE[(_processors(outputs.device) * MERGE_PROGRAMS,)](
             out,
             outputs,
             lse,
@@ -304,7 +310,7 @@ class Gpu:
             window=plan.binding(window),
             small=small_rows(shape.group),
             large=large_rows(shape),
-            programs=_programs(query.device),
+            processors=_processors(query.device),
         )
         layer = self._layers.get((query.device, kind))
         if layer is None:
@@ -319,19 +325,11 @@ def _shape(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Shape:
     return Shape(query.dtype, kv_heads, group, dim, value_cache.shape[3], page)
 
 
-def _programs(device: torch.device) -> int:
-    """Return how many programs of the attention kernel run at once."""
+def _processors(device: torch.device) -> int:
     if INTERPRETED:
-        return INTERPRETED_PROGRAMS
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return PROGRAMS_PER_PROCESSOR * processors
-
-
-def _merge_programs(device: torch.device) -> int:
-    if INTERPRETED:
-        return 1
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return MERGE_PROGRAMS_PER_PROCESSOR * processors
+        return INTERPRETED_PROCESSORS
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors
 
 
 def _check_shapes(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:

@@ -104,6 +104,22 @@ def test_a_stretch_that_saves_too_little_is_left_to_its_rows() -> None:
     assert [item.num_kv for item in plain.items()] == [20, 20]
 
 
+def test_queries_past_the_ridge_gain_nothing_from_sharing() -> None:
+    tables = [[*range(32), *range(100 + 4 * row, 104 + 4 * row)] for row in range(2)]
+    rows = [64, 64], [36 * 16] * 2, tables
+    shared = build(*rows, block_size=16, min_saved=1, part_tokens=0)
+    busy = build(*rows, block_size=16, min_saved=1, part_tokens=0, ridge=32)
+    assert len(shared.items()) == 3
+    assert len(busy.items()) == 2
+
+
+def test_a_part_that_costs_more_than_it_saves_is_not_made() -> None:
+    tables = [[0, 1, 10 + row] for row in range(8)]
+    rows = [1] * 8, [40] * 8, tables
+    assert len(build(*rows, block_size=16, min_saved=1, part_tokens=27).items()) == 9
+    assert len(build(*rows, block_size=16, min_saved=1, part_tokens=28).items()) == 8
+
+
 def test_the_blocks_that_a_row_writes_are_its_own_item_though_another_row_reads_them() -> None:
     # Row 0 computes the first two blocks in this step, row 1 already reads them.
     plan = build([32, 1], [32, 33], [[0, 1], [0, 1, 2]], block_size=16, min_saved=0)

@@ -18,10 +18,10 @@ from .trees import Rows, random_rows
 
 
 def kind(
-    *, group: int = 4, window: int | None = None, large: int = 128, programs: int = 64
+    *, group: int = 4, window: int | None = None, large: int = 128, processors: int = 32
 ) -> Kind:
     small = max(16, 1 << (group - 1).bit_length())
-    return Kind(2, group, window, small, large if large > small else 0, programs)
+    return Kind(2, group, window, small, large if large > small else 0, processors)
 
 
 def items_of(work: Work) -> list[dict[Field, int]]:
@@ -83,7 +83,7 @@ def check(work: Work, plan: Plan, rows: Rows) -> None:
     min_saved=st.sampled_from((0, 20, 10**9)),
     window=st.sampled_from((None, 1, 7, 30)),
     group=st.sampled_from((1, 4, 5, 16, 71)),
-    programs=st.sampled_from((1, 64, 264)),
+    processors=st.sampled_from((1, 32, 132)),
 )
 def test_a_table_shows_each_query_each_of_its_positions_exactly_once(
     seed: int,
@@ -92,11 +92,11 @@ def test_a_table_shows_each_query_each_of_its_positions_exactly_once(
     min_saved: int,
     window: int | None,
     group: int,
-    programs: int,
+    processors: int,
 ) -> None:
     rows = random_rows(seed, levels=levels, block_size=block_size, max_new=40)
     plan = build(*rows[:3], block_size=block_size, min_saved=min_saved)
-    work = Work(kind(group=group, window=window, programs=programs))
+    work = Work(kind(group=group, window=window, processors=processors))
     work.update(plan)
     check(work, plan, rows)
 
@@ -148,27 +148,30 @@ def test_steps_that_decode_on_are_patched_until_their_room_is_used_up() -> None:
 
 def test_one_long_row_is_cut_so_that_all_programs_have_work() -> None:
     plan = build(*flat(1, 0, 32768), block_size=16)
-    work = Work(kind(programs=264))
+    work = Work(kind(processors=132))
     work.update(plan)
-    assert 264 <= int(work.table[Header.NUM_ITEMS]) * 2 <= 264 * 6
+    assert work.programs == 3 * 132
+    assert work.programs <= int(work.table[Header.NUM_ITEMS]) * 2 <= work.programs * 6
     lengths = [item[Field.NUM_KV] for item in items_of(work)]
     assert max(lengths) <= 2 * min(lengths) + 64
 
 
 def test_the_work_of_programs_differs_little() -> None:
     plan = build(*flat(256, 8192, 256), block_size=16)
-    work = Work(kind(programs=264))
+    work = Work(kind(processors=132))
     work.update(plan)
-    items = items_of(work)
-    load = np.zeros(264)
-    for number, item in enumerate(item for item in items for _ in range(2)):
-        load[number % 264] += item[Field.NUM_KV]
+    load = np.zeros(work.programs)
+    cost = [
+        item[Field.NUM_KV] * (128 / 96 if item[Field.IS_LARGE] else 1) for item in items_of(work)
+    ]
+    for number in range(2 * len(cost)):
+        load[number % work.programs] += cost[number // 2]
     assert load.max() <= 1.25 * load.mean()
 
 
 def test_rows_that_share_nothing_are_not_cut_where_there_are_enough() -> None:
     plan = build(*flat(256, 0, 1000), block_size=16)
-    work = Work(kind(programs=64))
+    work = Work(kind(processors=32))
     work.update(plan)
     assert int(work.table[Header.NUM_ITEMS]) == 256
     assert work.num_merges == 0
