@@ -150,7 +150,7 @@ class LocalRunner:
             min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2) if is_cpu else ITEM_TOKENS
         self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
         self._kinds: dict[Kind, tuple[Tensor, Caches]] = {}
-        self._staging = Staging(where, 0 if self._backend.record is None else STAGED_BYTES)
+        self._staging = Staging(where, STAGED_BYTES if self._backend.prepare else 0)
         record = self._backend.record
         self._graphs = None if record is None else Graphs(record)
         parameters = inspect.signature(self._model.forward).parameters
