@@ -13,7 +13,6 @@ import torch
 from conure.kernels import fused, ops
 
 from .graphs import CudaGraphs, Record
-from .step import Prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +21,10 @@ class Backend:
 
     device: torch.device
     operations: ops.Operations
-    prepare: Prepare | None = None
-    """Brings plans to the device, None where attention reads them on the host."""
     fused: fused.Fused | None = None
     """What lies between matrix products, None where `lean` knows better."""
     record: Record | None = None
-    """Records decode steps, None where that saves nothing; needs `prepare`."""
+    """Records decode steps, None where that saves nothing."""
 
     @property
     def kind(self) -> str:
@@ -39,15 +36,10 @@ def of(device: torch.device) -> Backend:
     """Return what computes on a device that exists."""
     if device.type == "cpu":
         return Backend(device, ops.implementation("cpu"))
-    # Loaded where they are wanted: a machine without an accelerator needs no triton.
-    from conure.kernels.gpu.gpu import Gpu
-
     torch.cuda.set_device(device)
-    gpu = Gpu()
     return Backend(
         device,
-        ops.Operations("triton", gpu),
-        prepare=gpu.prepare,
+        ops.implementation("triton"),
         fused=fused.implementation("triton"),
         record=CudaGraphs(device),
     )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -146,12 +147,14 @@ class LocalRunner:
         self._caches = [own[layer.source] for layer in layers]
         self._own_caches = list(chain.from_iterable(own.values()))
         if min_saved is None:
-            is_cpu = where.type == "cpu"
-            min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2) if is_cpu else ITEM_TOKENS
+            min_saved = ITEM_TOKENS
+            if where.type == "cpu":
+                min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2)
         self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
         self._kinds: dict[Kind, tuple[Tensor, Caches]] = {}
-        self._staging = Staging(where, STAGED_BYTES if self._backend.prepare else 0)
         record = self._backend.record
+        is_near = where.type == "cpu" and record is None
+        self._staging = Staging(where, 0 if is_near else STAGED_BYTES)
         self._graphs = None if record is None else Graphs(record)
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
@@ -235,10 +238,8 @@ class LocalRunner:
 
     def _prepare(self, plan: Plan) -> list[Hashable]:
         """Bring the plan to the device; return what a recording depends on besides its size."""
-        prepare = self._backend.prepare
-        assert prepare is not None, "who records has a plan to prepare"
         return [
-            (plan.binding(kind.window), prepare(query, *caches, plan, window=kind.window))
+            self._operations.prepare(query, *caches, plan, window=kind.window)
             for kind, (query, caches) in self._kinds.items()
         ]
 
@@ -283,6 +284,11 @@ class LocalRunner:
         )
         wanted = self._forward(ids_there, positions, last, attention)
         self._width = wanted.shape[1]
+        # What is prepared has as many queries as a decode step may have.
+        most = self.limits.max_sequences
+        for kind, (query, caches) in self._kinds.items():
+            self._kinds[kind] = query.new_empty(most, *query.shape[1:]), caches
+        attention = replace(attention, seen=None)
         if not (is_lean and lean.is_plain(self._model, self.layers)):
             return
         between = self._backend.fused

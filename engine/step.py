@@ -15,10 +15,10 @@ dims of keys, values.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,26 +35,6 @@ from .trial import Layer
 Integers = NDArray[np.int64]
 Caches = tuple[Tensor, Tensor]
 """Keys and values of one layer."""
-
-
-class Prepare(Protocol):
-    """Brings what attention reads of a plan to the device, ahead of the layers that read it."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        plan: Plan,
-        *,
-        window: int | None,
-    ) -> Hashable:
-        """Prepare one kind of layer, shown by tensors of its shapes.
-
-        Returns:
-            What a recorded attention depends on besides the shapes of its tensors.
-        """
-        ...
 
 
 class Packed(NamedTuple):

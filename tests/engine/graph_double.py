@@ -27,7 +27,6 @@ from triton.runtime.interpreter import GridExecutor
 from conure.engine.backend import Backend
 from conure.engine.graphs import Record
 from conure.kernels import fused, ops, reference
-from conure.kernels.gpu.gpu import Gpu
 from conure.kernels.plan import Plan
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "_unique2")
@@ -121,7 +120,7 @@ class Recorder:
 
 
 class Dense:
-    """Attention that reads a table on the device; see `ops.Kernels` and `step.Prepare`.
+    """Attention that reads a table on the device; see `ops.Kernels`.
 
     The table of a kind of layer lies in memory that grows when it must: then a recording that
     reads the former one is of no use.
@@ -215,11 +214,9 @@ class Dense:
 
 def interpreted(record: Record | None) -> Backend:
     """Return the backend of a GPU, its kernels interpreted on the CPU."""
-    gpu = Gpu()
     return Backend(
         torch.device("cpu"),
-        ops.Operations("triton", gpu),
-        prepare=gpu.prepare,
+        ops.implementation("triton"),
         fused=fused.implementation("triton"),
         record=record,
     )
@@ -231,7 +228,6 @@ def backend(record: Record | None, dense: Dense | None = None) -> Backend:
     return Backend(
         torch.device("cpu"),
         ops.Operations("dense", dense),
-        prepare=dense.prepare,
         fused=fused.implementation("reference"),
         record=record,
     )

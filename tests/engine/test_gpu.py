@@ -44,7 +44,7 @@ def runner_of(
 def eager() -> backend.Backend:
     """Return the GPU without recordings."""
     made = backend.of(torch.device("cuda", 0))
-    return backend.Backend(made.device, made.operations, made.prepare, made.fused)
+    return backend.Backend(made.device, made.operations, made.fused)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
