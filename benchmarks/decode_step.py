@@ -409,10 +409,12 @@ def _same_chance(row: Row, other: Row) -> None:
 def _weight_bytes(runner: LocalRunner) -> int:
     """Return the weights that a step reads: all but the rows of the embedding."""
     model: Any = runner._model
-    total = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    total: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     embedding = model.get_input_embeddings().weight
     is_shared = embedding is model.get_output_embeddings().weight
-    return total - (0 if is_shared else embedding.numel() * embedding.element_size())
+    if not is_shared:
+        total -= embedding.numel() * embedding.element_size()
+    return total
 
 
 def _token_bytes(runner: LocalRunner) -> int:
