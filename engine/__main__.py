@@ -116,7 +116,7 @@ def _load(options: argparse.Namespace) -> Runner:
     # Imported here: everything else in this process does without torch.
     from .local import BUILTIN, LocalRunner
 
-    return LocalRunner(
+    runner = LocalRunner(
         model=options.dummy_weights or options.model or BUILTIN,
         dummy=options.dummy_weights is not None,
         dtype=options.dtype,
@@ -124,6 +124,8 @@ def _load(options: argparse.Namespace) -> Runner:
         threads=options.threads,
         **limits,
     )
+    runner.warm()
+    return runner
 
 
 def _constraints(runner: Runner) -> Constraints | None:
@@ -160,7 +162,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--dummy-weights", metavar="CONFIG", help="random weights for this config file or folder"
     )
     local.add_argument("--dtype", default="auto", help="of the weights")
-    local.add_argument("--device", default="cpu", help="where they lie")
+    local.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto: where they lie")
     local.add_argument("--threads", type=_positive, metavar="N", help="of the tensor library")
     return parser.parse_args(arguments)
 

@@ -131,7 +131,7 @@ class LeanModel:
         self._embedding: Tensor = decoder.embed_tokens.weight.data
         self._norm: Tensor = decoder.norm.weight.data
         with torch.no_grad():
-            self._cos, self._sin = _angles(decoder, num_positions)
+            self._cos, self._sin = angles(decoder, num_positions)
             self._blocks = [_block(layer) for layer in decoder.layers]
             is_shared = model.lm_head.weight is decoder.embed_tokens.weight
             self._output = Projection(model.lm_head, is_shared=is_shared)
@@ -267,7 +267,7 @@ def _can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def _angles(decoder: Any, num_positions: int) -> tuple[Tensor, Tensor]:
+def angles(decoder: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     """Return cosines and signed sines [L, 1, D] as the model itself makes them."""
     device = decoder.embed_tokens.weight.device
     positions = torch.arange(num_positions, device=device)[None]

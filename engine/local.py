@@ -6,9 +6,9 @@ of `architecture`; behind it stand this runner's caches, one pair per layer, and
 plan, made once for all layers: new keys and values go to their slots first, then every
 query attends to its own context's blocks. Only rows that sample reach the output layer.
 
-Memory: the caches are allocated whole at the start. By default they hold `DEFAULT_CONTEXTS`
-full contexts, but take at most `MEMORY_SHARE` of the memory free after loading; a context
-is at most what the model was made for, `DEFAULT_CONTEXT_LEN`, and what the caches hold.
+On an accelerator everything that a step needs there travels in one copy (`staging`), steps
+of decode rows alone are padded and replayed from recordings (`graphs`), the next tokens are
+chosen where the logits are (`choosing`), and one copy brings them home.
 
 Knows the model, blocks and sampling; refuses to know which contexts there are, who waits
 and what their text is. Kept true: nothing about a context survives a step except keys and
@@ -20,40 +20,55 @@ B tokens of a block - N blocks - V tokens of the vocabulary.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from conure.kernels import ops
-from conure.kernels.plan import Plan, build
+from conure.kernels.plan import Plan
+from conure.kernels.planner import Planner
+from conure.kernels.tree import ITEM_TOKENS
 
-from . import architecture, builtin, checkpoint, lean, trial, weights
-from .api import EngineError, Limits
+from . import (
+    architecture,
+    backend,
+    builtin,
+    capacity,
+    checkpoint,
+    lean,
+    sampling,
+    trial,
+    weights,
+)
+from . import (
+    device as devices,
+)
+from .choosing import Edits, choose
+from .fused import FusedModel
+from .graphs import Graphs, padded, sizes
 from .runner import Row
-from .sampling import sample
+from .staging import Staging
+from .step import Attention, Caches, Integers, Kind, pack, warming
 
 BUILTIN: Final = "builtin"
-DEFAULT_CONTEXT_LEN: Final = 32_768
-DEFAULT_CONTEXTS: Final = 8
-MEMORY_SHARE: Final = 0.4
-KEPT_BYTES: Final = 2**25
-"""Blocks up to this size are kept when freed; the largest that the C library allows."""
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
 TRIAL_TOKENS: Final = 12
 """Tokens by which the lean forward pass is compared with the model."""
 SAVED_BYTES: Final = 2**21
-"""Keys of a layer that sharing must save to be worth another work item. Measured: an item
-costs about 0.1 ms on two cores, in which they read a few MiB."""
+"""Keys of a layer that sharing must save to be worth another work item. Measured on a CPU: an
+item costs about 0.1 ms on two cores, in which they read a few MiB."""
+STAGED_BYTES: Final = 2**24
+"""Room for what a step needs on an accelerator; what does not fit is copied for itself."""
+
+Lean: TypeAlias = lean.LeanModel | FusedModel
 
 _log = logging.getLogger(__name__)
 
@@ -67,12 +82,12 @@ class LocalRunner:
         model: str,
         dummy: bool = False,
         dtype: str = "auto",
-        device: str = "cpu",
+        device: str | backend.Backend = "cpu",
         context_len: int | None = None,
         num_blocks: int | None = None,
-        block_size: int = 16,
-        step_tokens: int = 512,
-        max_sequences: int = 16,
+        block_size: int | None = None,
+        step_tokens: int | None = None,
+        max_sequences: int | None = None,
         threads: int | None = None,
         min_saved: int | None = None,
         is_lean: bool = True,
@@ -83,64 +98,64 @@ class LocalRunner:
             model: A model folder, `owner/name` on the hub, or `builtin`.
             dummy: Make random weights for the config at `model`, a folder or a file, instead
                 of reading any.
-            dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the folder says so, else
-                float32.
-            device: `cpu`.
+            dtype: `float32`, `bfloat16`, on an accelerator `float16`, or `auto`: bfloat16
+                where the folder says so, else float32.
+            device: See `device.pick`; or what computes there.
             context_len: Tokens of a context at most; None takes what fits.
             num_blocks: Blocks of KV memory; None sizes them from free memory.
-            block_size: Tokens of a block.
+            block_size: Tokens of a block; None takes what `capacity` says, as below.
             step_tokens: Tokens of a step at most.
             max_sequences: Contexts that decode in one step at most.
             threads: Threads of torch in this process; None leaves them.
             min_saved: Tokens of reading that a shared stretch must save; None follows
                 `SAVED_BYTES`.
-            is_lean: Run plain decoders by `lean` instead of by their modules.
+            is_lean: Run plain decoders by `lean` or `fused` instead of by their modules.
 
         Raises:
             EngineError: `model.not_found`, `model.invalid` or `model.unsupported` for the
                 model, `engine.bad_option` for anything else that cannot be.
         """
-        if device != "cpu":
-            raise EngineError("engine.bad_option", f"device must be 'cpu' for now, got {device!r}")
-        if dtype not in ("float32", "bfloat16", "auto"):
-            raise EngineError(
-                "engine.bad_option", f"dtype must be float32, bfloat16 or auto, got {dtype!r}"
-            )
+        where = devices.pick(device) if isinstance(device, str) else device.device
+        devices.check_dtype(dtype, where)
         if threads is not None:
             torch.set_num_threads(threads)
-        _keep_freed_memory()
+        devices.keep_freed_memory()
         is_builtin = model == BUILTIN and not dummy
         if dummy:
             found = checkpoint.read_dummy(model)
-            self._model, self._config = weights.make(found, dtype, device)
+            self._model, config = weights.make(found, dtype, str(where))
         else:
             found = checkpoint.read(builtin.cached() if is_builtin else checkpoint.locate(model))
-            self._model, self._config = weights.load(found, dtype, device)
-        layers = trial.probe(self._model, str(found.folder))
+            self._model, config = weights.load(found, dtype, str(where))
+        self._backend = backend.of(where) if isinstance(device, str) else device
+        self._operations = self._backend.operations
+        self.layers = layers = trial.probe(self._model, str(found.folder))
         owners = [layer for index, layer in enumerate(layers) if layer.source == index]
-        sizes = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in owners]
         element = self._model.dtype.itemsize
-        self.limits = _limits(
-            self._config,
-            token_bytes=sum(sizes) * element,
-            context_len=context_len,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            step_tokens=step_tokens,
-            max_sequences=max_sequences,
+        sizes_of = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in owners]
+        token_bytes = [element * size for size in sizes_of]
+        wanted = capacity.Wanted(context_len, num_blocks, block_size, step_tokens, max_sequences)
+        self.limits = capacity.limits(
+            config,
+            wanted,
+            token_bytes=sum(token_bytes),
+            free_bytes=devices.free_bytes(where),
+            kind=where.type,
         )
-        self._operations = operations = ops.implementation("cpu")
-        own = {
-            layer.source: _new_caches(
-                operations, layer, self.limits.num_blocks, block_size, self._model.dtype
-            )
-            for layer in owners
-        }
+        own = {layer.source: self._new_caches(layer) for layer in owners}
         # Layers that share keys and values stand here with one pair of caches.
         self._caches = [own[layer.source] for layer in layers]
         self._own_caches = list(chain.from_iterable(own.values()))
-        saved = SAVED_BYTES // max(1, max(sizes) * element // 2)
-        self._min_saved = saved if min_saved is None else min_saved
+        if min_saved is None:
+            min_saved = ITEM_TOKENS
+            if where.type == "cpu":
+                min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2)
+        self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
+        self._kinds: dict[Kind, tuple[Tensor, Caches]] = {}
+        record = self._backend.record
+        is_near = where.type == "cpu" and record is None
+        self._staging = Staging(where, 0 if is_near else STAGED_BYTES)
+        self._graphs = None if record is None else Graphs(record)
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
 
@@ -155,201 +170,148 @@ class LocalRunner:
             self.description = builtin.DESCRIPTION
         else:
             self.description = _describe(self._model, is_dummy=dummy)
-        self.layers = layers
-        self._lean: lean.LeanModel | None = None
-        if is_lean:
-            self._lean = self._make_lean()
+        self._lean: Lean | None = None
+        self._scratch = self.limits.num_blocks
+        self._settle(is_lean=is_lean)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
         """Copy blocks, run the rows, return one id per sampling row; see `runner.Runner`."""
-        if copies:
-            source, destination = torch.tensor(copies, dtype=torch.int64).unbind(1)
-            self._operations.copy_blocks(self._own_caches, source, destination)
+        pairs = [*np.array(copies, np.int64).T] if copies else []
         if not rows:
+            if pairs:
+                self._operations.copy_blocks(self._own_caches, *self._staging.put(pairs))
             return []
-        plan = build(
-            [row.num_new for row in rows],
-            [row.start + row.num_new for row in rows],
-            [row.blocks for row in rows],
-            block_size=self.limits.block_size,
-            min_saved=self._min_saved,
-        )
-        ids = [row.ids[row.start : row.start + row.num_new] for row in rows]
-        sampling = [index for index, row in enumerate(rows) if row.sampling is not None]
-        last = torch.from_numpy(plan.query_start[1:][sampling] - 1)
-        logits = self._forward(torch.tensor([*chain.from_iterable(ids)]), plan, last)
-        return sample(logits, [rows[index] for index in sampling], self.eos_ids) if sampling else []
+        asking = [row for row in rows if row.sampling is not None]
+        wishes = sampling.plan(asking, self.eos_ids, self._width) if asking else None
+        logits, edits = self._run_rows(rows, pairs, () if wishes is None else wishes.edits)
+        if not asking:
+            return []
+        if wishes is None:
+            return sampling.read(choose(logits, None).tolist(), asking, None)
+        chosen = choose(logits, Edits(*edits), wishes.num_top)
+        return sampling.read(chosen.tolist(), asking, wishes)
 
     @torch.inference_mode()
-    def _make_lean(self) -> lean.LeanModel | None:
-        """Return the lean forward pass, where there is one and it gives the same logits."""
-        if not lean.is_plain(self._model, self.layers):
-            return None
-        num = min(TRIAL_TOKENS, self.limits.context_len)
-        size = self.limits.block_size
-        plan = build([num], [num], [range(-(-num // size))], block_size=size)
-        ids, every = torch.arange(3, 3 + num) * 37 % self._config.vocab_size, torch.arange(num)
-        wanted = self._forward(ids, plan, every)
-        made = self._lean = lean.LeanModel(self._model, self.limits.context_len)
-        if lean.agrees(self._forward(ids, plan, every), wanted):
-            return made
-        _log.warning("model=%s: the lean forward pass differs and is not used", self.model)
-        made.restore()
-        return None
+    def warm(self) -> None:
+        """Record decode steps of all sizes, so that none has to be while somebody waits."""
+        if self._graphs is None:
+            return
+        steps = [
+            rows
+            for size in reversed(sizes(self.limits.max_sequences))
+            for rows in warming(size, self.limits, self._scratch)
+        ]
+        # A recording is of no use once memory that it reads is replaced by larger one.
+        for rows in steps:
+            self._prepare(pack(rows, self._planner).plan)
+        for rows in steps:
+            self._run_rows(rows, (), ())
 
-    def _forward(self, ids: Tensor, plan: Plan, last: Tensor) -> Tensor:
+    def _run_rows(
+        self, rows: Sequence[Row], pairs: Sequence[Integers], edits: Sequence[NDArray[Any]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Bring a step to the device in one copy and run it.
+
+        Args:
+            rows: At least one.
+            pairs: Blocks to copy before, sources and destinations; or nothing.
+            edits: What is needed there besides.
+
+        Returns:
+            Logits [S, V] of the rows that sample, and `edits` on the device.
+        """
+        packed = pack(rows, self._planner)
+        size = None
+        if self._graphs is not None and packed.plan.num_queries == len(rows):
+            size = padded(len(rows), self.limits.max_sequences)
+        fixed = packed.arrays(size, self._scratch)
+        staged = self._staging.put([*fixed, *pairs, *edits])
+        end = len(fixed) + len(pairs)
+        if pairs:
+            self._operations.copy_blocks(self._own_caches, *staged[len(fixed) : end])
+        forward = self._start(packed.plan, staged[: len(fixed)])
+        if size is None or self._graphs is None:
+            return forward(), staged[end:]
+        logits = self._graphs.run((size, *self._prepare(packed.plan)), forward)
+        return logits[: len(packed.last)], staged[end:]
+
+    def _prepare(self, plan: Plan) -> list[Hashable]:
+        """Bring the plan to the device; return what a recording depends on besides its size."""
+        return [
+            self._operations.prepare(query, *caches, plan, window=kind.window)
+            for kind, (query, caches) in self._kinds.items()
+        ]
+
+    def _start(self, plan: Plan, staged: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Return the forward pass that reads a step from the device."""
+        ids, positions, slots, last = staged
+        attention = Attention(plan, slots, self._caches, self._operations, self.layers)
+        return lambda: self._forward(ids, positions, last, attention)
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, last: Tensor, attention: Attention
+    ) -> Tensor:
         """Return the logits [len(last), V] at the packed tokens `last`."""
-        positions = torch.from_numpy(plan.positions)
-        step = _Step(
-            plan, torch.from_numpy(plan.slots), self._caches, self._operations, self.layers
-        )
+        if isinstance(self._lean, lean.LeanModel):
+            return self._lean(ids, positions, last, attention.run)
         if self._lean is not None:
-            return self._lean(ids, positions, last, step.run)
+            return self._lean(ids, positions, last, attention)
         keep = {"logits_to_keep": last} if self._keeps_logits else {}
-        token = architecture.CURRENT.set(step)
+        token = architecture.CURRENT.set(attention)
         try:
             logits: Tensor = self._model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep
             ).logits[0]
         finally:
             architecture.CURRENT.reset(token)
-        return logits if self._keeps_logits else logits[last]
+        return logits if self._keeps_logits else logits.index_select(0, last)
 
+    @torch.inference_mode()
+    def _settle(self, *, is_lean: bool) -> None:
+        """Learn from a few tokens how wide logits are, and whether the lean pass may be used.
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What stands behind the hook while a step runs; see `architecture.Attending`."""
-
-    plan: Plan
-    slots: Tensor
-    caches: Sequence[tuple[Tensor, Tensor]]
-    operations: ops.Operations
-    layers: Sequence[trial.Layer]
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        assert mask is None, "the probe saw no mask"
-        layer = module.layer_idx
-        assert isinstance(layer, int), "the probe saw numbered layers"
-        key_cache, value_cache = self.caches[layer]
-        self.operations.store_kv(
-            key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, self.slots
+        There has to be one for the model, and it has to give the same logits.
+        """
+        num, size = min(TRIAL_TOKENS, self.limits.context_len), self.limits.block_size
+        ids = [token * 37 % self._model.config.vocab_size for token in range(3, 3 + num)]
+        row = Row(0, ids, 0, num, [*range(-(-num // size))])
+        packed = pack([row], self._planner)._replace(last=np.arange(num))
+        staged = self._staging.put(packed.arrays(None, self._scratch))
+        ids_there, positions, slots, last = staged
+        attention = Attention(
+            packed.plan, slots, self._caches, self._operations, self.layers, self._kinds
         )
-        out = self.operations.attention(
-            query[0].transpose(0, 1),
-            key_cache,
-            value_cache,
-            self.plan,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
+        wanted = self._forward(ids_there, positions, last, attention)
+        self._width = wanted.shape[1]
+        # What is prepared has as many queries as a decode step may have.
+        most = self.limits.max_sequences
+        for kind, (query, caches) in self._kinds.items():
+            self._kinds[kind] = query.new_empty(most, *query.shape[1:]), caches
+        attention = replace(attention, seen=None)
+        if not (is_lean and lean.is_plain(self._model, self.layers)):
+            return
+        between = self._backend.fused
+        if between is None:
+            made: Lean = lean.LeanModel(self._model, self.limits.context_len)
+        else:
+            made = FusedModel(self._model, self.limits.context_len, between)
+        self._lean = made
+        found = self._forward(ids_there, positions, last, attention)
+        if not lean.agrees(found, wanted):
+            _log.warning("model=%s: the lean forward pass differs and is not used", self.model)
+            made.restore()
+            self._lean = None
+
+    def _new_caches(self, layer: trial.Layer) -> Caches:
+        # One block more than anybody is told of, for what pads a step.
+        num_blocks = self.limits.num_blocks + (self._backend.record is not None)
+        shape = (num_blocks, self.limits.block_size, layer.kv_heads)
+        dtype, device = self._model.dtype, self._backend.device
+        return (
+            self._backend.operations.new_cache(*shape, layer.key_dim, dtype).to(device),
+            self._backend.operations.new_cache(*shape, layer.value_dim, dtype).to(device),
         )
-        return out[None]
-
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Do the same for `lean.LeanModel`; see `lean.Attend`."""
-        caches = self.caches[layer]
-        self.operations.store_kv(key, value, *caches, self.slots)
-        return self.operations.attention(
-            query, *caches, self.plan, scale=scale, window=self.layers[layer].window
-        )
-
-
-def _limits(
-    config: PretrainedConfig,
-    *,
-    token_bytes: int,
-    context_len: int | None,
-    num_blocks: int | None,
-    block_size: int,
-    step_tokens: int,
-    max_sequences: int,
-) -> Limits:
-    """Return limits that fit the model and the memory; see the module's header."""
-    numbers = {
-        "context_len": context_len,
-        "num_blocks": num_blocks,
-        "block_size": block_size,
-        "step_tokens": step_tokens,
-        "max_sequences": max_sequences,
-    }
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise EngineError("engine.bad_option", f"{name} must be at least 1, got {number}")
-    longest, reason = architecture.longest(config)
-    if context_len is not None and longest is not None and context_len > longest:
-        raise EngineError("engine.bad_option", f"context_len is {context_len}, but {reason}")
-    wanted = context_len or min(longest or DEFAULT_CONTEXT_LEN, DEFAULT_CONTEXT_LEN)
-    if num_blocks is None:
-        affordable = int(MEMORY_SHARE * _free_bytes()) // (token_bytes * block_size)
-        num_blocks = max(1, min(DEFAULT_CONTEXTS * -(-wanted // block_size), affordable))
-    if context_len is not None and num_blocks * block_size < context_len:
-        raise EngineError(
-            "engine.bad_option",
-            f"context_len {context_len} does not fit into {num_blocks} blocks of {block_size}",
-        )
-    return Limits(
-        context_len=min(wanted, num_blocks * block_size),
-        block_size=block_size,
-        num_blocks=num_blocks,
-        step_tokens=step_tokens,
-        max_sequences=max_sequences,
-    )
-
-
-def _free_bytes() -> int:
-    """Return the memory this process may still take, by the machine and by its control group."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    found = {name: number for name, _, number in (line.partition(":") for line in lines)}
-    free = int(found["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.is_file() and used.is_file():
-        ceiling = limit.read_text(encoding="ascii").strip()
-        if ceiling != "max":
-            free = min(free, int(ceiling) - int(used.read_text(encoding="ascii")))
-    return max(0, free)
-
-
-def _new_caches(
-    operations: ops.Operations,
-    layer: trial.Layer,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    shape = (num_blocks, block_size, layer.kv_heads)
-    return (
-        operations.new_cache(*shape, layer.key_dim, dtype),
-        operations.new_cache(*shape, layer.value_dim, dtype),
-    )
-
-
-def _keep_freed_memory() -> None:
-    """Tell the C library to keep what a step frees for the next one.
-
-    By default it gives large blocks back, and each step pays for fresh pages: 13 % of a
-    prefill. Elsewhere than under glibc nothing happens.
-    """
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    set_option(_M_MMAP_THRESHOLD, KEPT_BYTES)
-    set_option(_M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
 
 
 def _name(model: str, folder: Path) -> str:

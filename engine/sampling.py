@@ -1,26 +1,24 @@
-"""Chooses the next token of each row from its logits.
+"""What the sampling of a step's rows means for their logits, and what came of it.
 
-Greedy rows take the largest logit. Others follow the Gumbel-max rule: the token whose
-logit, after penalties, temperature and cuts, plus a noise of its own is largest is a draw
-from the softmax of what the cuts left. The noise is a function of (seed, position, token)
-computed from integers alone, so a draw depends neither on the other rows of the step nor on
-how often a context was evicted and computed again: there is no state to lose.
+`plan` reads what each row's `Sampling`, mask and tokens say and writes it down as the arrays
+that `choosing` obeys on the device; `read` takes home what came out. A row that takes its
+largest logit as it stands needs nothing of this.
 
-Order of the steps, as in transformers: repetition, presence and frequency penalties; bias;
-the row's mask, or else masks of end tokens; temperature; top-k; top-p; min-p. The repetition
-penalty counts the whole context, the other two count what this Generate produced. Chances
-that a row wants told are those of the logits as they came.
+The repetition penalty counts the whole context, the other two count what this Generate
+produced. A row's mask says all about end tokens; without one they are banned until
+`min_tokens` are there, or for good under `ignore_eos`.
 
-Knows ids, logits and `Sampling`; refuses to know text, stop strings and when a row is over.
-Kept true: at least one token survives the cuts, and a row's result is the same in any batch.
+Knows ids and `Sampling`; refuses to know text, stop strings and when a row is over. Kept
+true: a row's result is the same in any batch, and there is no state to lose.
 
 Shapes: S sampling rows - V tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +26,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .api import Chance, Sampling
+from .choosing import Edits, choose
 from .runner import Row
 
 Words = NDArray[np.uint64]
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 2**64 - 1
+_BANNED: Final = float("-inf")
+
+
+class Wishes(NamedTuple):
+    """What the rows of a step want besides their largest logit."""
+
+    edits: Edits[NDArray[Any]]
+    num_top: int
+    """Likeliest tokens that some row wants told."""
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[Row], eos_ids: Sequence[int]) -> list[int]:
-    """Return the next id of each row.
+    """Return the next id of each row; what `plan`, `choose` and `read` do, on the CPU.
 
     Args:
         logits: [S, V], any float dtype, on the CPU. Overwritten where a row is not plainly
@@ -46,33 +54,79 @@ def sample(logits: Tensor, rows: Sequence[Row], eos_ids: Sequence[int]) -> list[
         rows: The sampling rows in the order of `logits`, each with `sampling` set.
         eos_ids: Tokens that end a text; masked where a row's sampling says so.
     """
+    wishes = plan(rows, eos_ids, logits.shape[1])
+    if wishes is None:
+        return read(choose(logits, None).tolist(), rows, None)
+    edits = Edits(*(torch.from_numpy(array) for array in wishes.edits))
+    return read(choose(logits, edits, wishes.num_top).tolist(), rows, wishes)
+
+
+def plan(rows: Sequence[Row], eos_ids: Sequence[int], width: int) -> Wishes | None:
+    """Write down what the rows want; None where all take their largest logit.
+
+    Args:
+        rows: The sampling rows, each with `sampling` set.
+        eos_ids: Tokens that end a text.
+        width: V.
+    """
     sampled = [_sampling(row) for row in rows]
     if all(_is_plain(one, row) for one, row in zip(sampled, rows, strict=True)):
-        return logits.argmax(dim=-1).tolist()
-    scores = logits.float()
-    told = {
-        index: torch.log_softmax(scores[index], dim=-1)
-        for index, one in enumerate(sampled)
-        if one.logprobs is not None
-    }
+        return None
+    factors: dict[int, float] = {}
+    raises: dict[int, float] = {}
     for index, (one, row) in enumerate(zip(sampled, rows, strict=True)):
-        _penalise(scores[index], one, row)
-        _add_bias(scores[index], one)
-        if row.mask is None:
-            _mask_ends(scores[index], one, row, eos_ids)
-        else:
-            _allow(scores[index], row.mask)
-    chosen: list[int] = scores.argmax(dim=-1).tolist()
+        first = index * width
+        if one.repetition_penalty != 1:
+            factors |= dict.fromkeys([first + token for token in row.ids], one.repetition_penalty)
+        for token, amount in _additions(one, row, eos_ids):
+            if 0 <= token < width:
+                raises[first + token] = raises.get(first + token, 0.0) + amount
+    masked = [index for index, row in enumerate(rows) if row.mask is not None]
     drawn = [index for index, one in enumerate(sampled) if one.temperature > 0]
-    if drawn:
-        picked = _draw(
-            scores[drawn], [sampled[index] for index in drawn], [rows[index] for index in drawn]
-        )
-        for index, token in zip(drawn, picked, strict=True):
-            chosen[index] = token
-    for index, logprobs in told.items():
-        rows[index].chance = _chance(logprobs, chosen[index], sampled[index].logprobs or 0)
-    return chosen
+    random = [sampled[index] for index in drawn]
+    cut = [index for index, one in enumerate(random) if _has_cut(one)]
+    told = [index for index, one in enumerate(sampled) if one.logprobs is not None]
+    edits: Edits[NDArray[Any]] = Edits(
+        factored=_integers(factors),
+        factors=np.fromiter(factors.values(), np.float32, len(factors)),
+        raised=_integers(raises),
+        raises=np.fromiter(raises.values(), np.float32, len(raises)),
+        masked=_integers(masked),
+        masks=_masks([rows[index].mask or b"" for index in masked], width),
+        drawn=_integers(drawn),
+        temperatures=np.array([one.temperature for one in random], np.float64),
+        keys=np.array(
+            [
+                _key(one.seed, len(rows[index].ids))
+                for index, one in zip(drawn, random, strict=True)
+            ],
+            np.uint64,
+        ).view(np.int64),
+        cut=_integers(cut),
+        top_k=_integers(max(random[index].top_k, 0) or width for index in cut),
+        top_p=np.array([random[index].top_p for index in cut], np.float64),
+        min_p=np.array([random[index].min_p for index in cut], np.float64),
+        told=_integers(told),
+    )
+    num_top = max((sampled[index].logprobs or 0 for index in told), default=0)
+    return Wishes(edits, min(num_top, width))
+
+
+def read(found: list[float] | list[int], rows: Sequence[Row], wishes: Wishes | None) -> list[int]:
+    """Return the ids in what `choose` returned; give rows the chances that they want told."""
+    if wishes is None:
+        return [int(token) for token in found]
+    told: list[int] = wishes.edits.told.tolist()
+    num, top = len(rows), wishes.num_top
+    logprobs = found[num : num + len(told)]
+    values = found[num + len(told) : num + len(told) * (1 + top)]
+    tokens = found[num + len(told) * (1 + top) :]
+    for place, index in enumerate(told):
+        wanted = slice(place * top, place * top + (_sampling(rows[index]).logprobs or 0))
+        wanted = slice(wanted.start, min(wanted.stop, (place + 1) * top))
+        likeliest = zip(map(int, tokens[wanted]), values[wanted], strict=True)
+        rows[index].chance = Chance(logprobs[place], list(likeliest))
+    return [int(token) for token in found[:num]]
 
 
 def mix(words: Words) -> Words:
@@ -90,12 +144,27 @@ def uniforms(seed: int, stream: int, count: int) -> NDArray[np.float64]:
         stream: Which of the seed's sequences, such as a position; modulo 2**64.
         count: Numbers wanted; number i does not depend on it.
     """
-    key = mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
-    key = mix(key ^ mix(np.array([(stream + 1) * _GOLDEN & _MASK], dtype=np.uint64)))
     counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     # 52 bits, so that adding a half is exact and neither 0 nor 1 comes out.
-    bits = mix(counters + key) >> np.uint64(12)
+    bits = mix(counters + np.uint64(_key(seed, stream))) >> np.uint64(12)
     return (bits.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _key(seed: int, stream: int) -> int:
+    """Return the 64 bits by which two numbers decide all noise of a row."""
+    return _mixed(_mixed(seed + _GOLDEN) ^ _mixed((stream + 1) * _GOLDEN))
+
+
+def _mixed(word: int) -> int:
+    """Return what `mix` makes of one word, which may be any integer."""
+    word &= _MASK
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)
+
+
+def _integers(numbers: Any) -> NDArray[np.int64]:
+    return np.fromiter(numbers, np.int64)
 
 
 def _sampling(row: Row) -> Sampling:
@@ -118,87 +187,31 @@ def _is_plain(sampling: Sampling, row: Row) -> bool:
     )
 
 
-def _penalise(scores: Tensor, sampling: Sampling, row: Row) -> None:
-    """Lower, in place, the scores [V] of tokens that stand in the context already."""
-    if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(row.ids)), dtype=torch.int64)
-        found = scores[seen]
-        factor = sampling.repetition_penalty
-        scores[seen] = torch.where(found > 0, found / factor, found * factor)
-    if sampling.presence_penalty == 0 and sampling.frequency_penalty == 0:
+def _additions(sampling: Sampling, row: Row, eos_ids: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """Yield what is added to which logits of a row; a token may come more than once."""
+    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+    if presence != 0 or frequency != 0:
+        for token, count in Counter(row.ids[row.num_prompt :]).items():
+            yield token, -(presence + frequency * count)
+    yield from sampling.logit_bias
+    if row.mask is not None:
         return
-    ids = torch.tensor(row.ids[row.num_prompt :], dtype=torch.int64)
-    generated, counts = torch.unique(ids, return_counts=True)
-    scores[generated] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-
-
-def _add_bias(scores: Tensor, sampling: Sampling) -> None:
-    """Add, in place, what the caller wants added to the scores [V] of single tokens."""
-    known = [(token, bias) for token, bias in sampling.logit_bias if token < len(scores)]
-    if known:
-        tokens, biases = zip(*known, strict=True)
-        scores[list(tokens)] += torch.tensor(biases, dtype=scores.dtype)
-
-
-def _allow(scores: Tensor, mask: bytes) -> None:
-    """Make, in place, every token impossible whose bit is not set in the mask."""
-    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-    width = min(len(bits), len(scores))
-    scores[:width].masked_fill_(torch.from_numpy(bits[:width] == 0), float("-inf"))
-    scores[width:] = float("-inf")
-
-
-def _chance(logprobs: Tensor, token: int, num_top: int) -> Chance:
-    """Return what a row wants told about its token, from logprobs [V]."""
-    top: list[tuple[int, float]] = []
-    if num_top:
-        values, tokens = logprobs.topk(min(num_top, len(logprobs)))
-        top = list(zip(tokens.tolist(), values.tolist(), strict=True))
-    return Chance(float(logprobs[token]), top)
-
-
-def _mask_ends(scores: Tensor, sampling: Sampling, row: Row, eos_ids: Sequence[int]) -> None:
-    """Make, in place, the tokens impossible that may not end the text yet, or ever."""
     is_early = len(row.ids) - row.num_prompt < sampling.min_tokens
-    masked = [*eos_ids] if is_early or sampling.ignore_eos else []
+    if is_early or sampling.ignore_eos:
+        yield from ((token, _BANNED) for token in eos_ids)
     if is_early:
-        masked += [token for token in sampling.stop_token_ids if 0 <= token < len(scores)]
-    if masked:
-        scores[masked] = float("-inf")
-
-
-def _draw(scores: Tensor, sampled: Sequence[Sampling], rows: Sequence[Row]) -> list[int]:
-    """Return one draw for each row of [S, V] scores with a temperature above 0."""
-    temperature = torch.tensor([one.temperature for one in sampled], dtype=torch.float64)
-    scores = scores.double() / temperature[:, None]
-    cut = [index for index, one in enumerate(sampled) if _has_cut(one)]
-    if cut:
-        scores[cut] = _cut(scores[cut], [sampled[index] for index in cut])
-    width = scores.shape[1]
-    noise = np.stack(
-        [uniforms(one.seed, len(row.ids), width) for one, row in zip(sampled, rows, strict=True)]
-    )
-    gumbel = torch.from_numpy(-np.log(-np.log(noise)))
-    return (scores + gumbel).argmax(dim=-1).tolist()
+        yield from ((token, _BANNED) for token in sampling.stop_token_ids)
 
 
 def _has_cut(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def _cut(scores: Tensor, sampled: Sequence[Sampling]) -> Tensor:
-    """Return [S, V] scores with -inf for what top-k, top-p and min-p leave out."""
-    width = scores.shape[1]
-    ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([one.top_k if one.top_k > 0 else width for one in sampled])
-    ordered = ordered.masked_fill(torch.arange(width) >= top_k[:, None], float("-inf"))
-    # A token goes when those before it already make up top_p: the first never does.
-    weights = torch.softmax(ordered, dim=-1)
-    before = weights.cumsum(dim=-1) - weights
-    top_p = torch.tensor([one.top_p for one in sampled], dtype=torch.float64)[:, None]
-    drop = (before >= top_p) & (top_p < 1)
-    drop[:, 0] = False
-    min_p = torch.tensor([one.min_p for one in sampled], dtype=torch.float64)[:, None]
-    drop |= weights < min_p * weights[:, :1]
-    kept = ordered.masked_fill(drop, float("-inf"))
-    return torch.empty_like(kept).scatter_(1, tokens, kept)
+def _masks(masks: Sequence[bytes], width: int) -> NDArray[np.uint8]:
+    """Return masks as bits [M, W] for `width` tokens: those beyond a mask are not allowed."""
+    num_bytes = -(-width // 8)
+    found = np.zeros((len(masks), num_bytes), np.uint8)
+    for row, mask in enumerate(masks):
+        taken = mask[:num_bytes]
+        found[row, : len(taken)] = np.frombuffer(taken, np.uint8)
+    return found

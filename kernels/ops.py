@@ -136,6 +136,8 @@ class Operations:
 
         Args:
             query: [T, H, D], rows in the plan's order; strides are free but for the last.
+                What lies behind the plan's queries fills a step up: it attends to nothing, and
+                its part of the result means nothing.
             key_cache: [N, B, K, D] with K a divisor of H, blocks that follow each other.
             value_cache: [N, B, K, E].
             plan: Of this step's rows.
@@ -323,7 +325,7 @@ def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan
         raise ValueError(f"query must be [T, H, D], got {list(query.shape)}")
     if query.stride(2) != 1:
         raise ValueError(f"query must have vectors in one stretch, got strides {query.stride()}")
-    if query.shape[0] != plan.num_queries:
+    if query.shape[0] < plan.num_queries:
         raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
     _check_layout("key", key_cache)
     num_blocks, block_size, kv_heads, head_dim = key_cache.shape

@@ -134,7 +134,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="make random weights for this config, a file or folder, instead of loading a model",
     )
     engine.add_argument("--dtype", help="of the weights: float32, bfloat16, ...")
-    engine.add_argument("--device", help="cpu, the only one so far")
+    engine.add_argument(
+        "--device", help="where it computes: cpu (the default), cuda, cuda:N or auto"
+    )
     engine.add_argument("--context-len", type=int, metavar="TOKENS")
     engine.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks in all")
     engine.add_argument("--block-size", type=int, metavar="TOKENS")

@@ -44,12 +44,12 @@ class Recorder:
         self._last: list[Tensor] = []
         forward = runner._forward
 
-        def recording(ids: Tensor, plan: Any, last: Tensor) -> Tensor:
-            self._last.append(forward(ids, plan, last))
+        def recording(*step: Any) -> Tensor:
+            self._last.append(forward(*step))
             return self._last[-1]
 
         # Whichever forward pass the runner has chosen for the model.
-        runner._forward = recording  # type: ignore[method-assign]  # to look over its shoulder
+        runner._forward = recording  # type: ignore[assignment, method-assign]  # to look over its shoulder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

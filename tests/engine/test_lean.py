@@ -132,8 +132,8 @@ def test_without_the_private_operators_the_plain_one_does_the_same(
 def test_a_pass_that_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shrunk.write(tmp_path, "llama")
     wanted = logits_of(runner_of(folder, is_lean=False), monkeypatch)
-    angles = lean._angles
-    monkeypatch.setattr(lean, "_angles", lambda *args: tuple(1.001 * x for x in angles(*args)))
+    angles = lean.angles
+    monkeypatch.setattr(lean, "angles", lambda *args: tuple(1.001 * x for x in angles(*args)))
     runner = runner_of(folder)
     assert runner._lean is None
     assert torch.equal(logits_of(runner, monkeypatch), wanted)

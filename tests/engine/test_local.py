@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conure.engine import builtin, local
+from conure.engine import builtin, capacity, device, lean
 from conure.engine.api import EngineError, Sampling
 from conure.engine.local import LocalRunner
 from conure.engine.runner import Row
+from conure.kernels.planner import Planner
 
 from . import shrunk
 
@@ -208,7 +209,7 @@ def test_the_planner_that_never_shares_gives_the_same_tokens(pair: Pair) -> None
     outputs = []
     for saved in (0, 10**9):
         runner = pair.runner
-        runner._min_saved = saved
+        runner._planner = Planner(block_size=BLOCK, min_saved=saved)
         core = Core(runner)
         root = core.new(prompt(4, 40))
         core.finish([root], lambda: 1000)
@@ -216,7 +217,7 @@ def test_the_planner_that_never_shares_gives_the_same_tokens(pair: Pair) -> None
         core.finish(forks, lambda: 1000)
         pair.judge(forks)
         outputs.append([fork.ids for fork in forks])
-    pair.runner._min_saved = 0
+    pair.runner._planner = Planner(block_size=BLOCK, min_saved=0)
     assert pair.ties or outputs[0] == outputs[1]
 
 
@@ -238,7 +239,7 @@ def test_only_sampling_rows_reach_the_output_layer(
     runner = runner_of(llama, is_lean=is_lean)
     shapes: list[int] = []
     if is_lean:
-        assert runner._lean is not None
+        assert isinstance(runner._lean, lean.LeanModel)
         output = runner._lean._output
 
         def watched(hidden: Tensor) -> Tensor:
@@ -290,7 +291,7 @@ def test_a_runner_says_who_it_is(llama: Path) -> None:
     assert json.loads(runner.tokenizer_json)["model"]["type"] == "BPE"
     assert "LlamaForCausalLM" in runner.description
     assert runner.limits.context_len == 256
-    assert runner.limits.num_blocks == local.DEFAULT_CONTEXTS * 256 // 16
+    assert runner.limits.num_blocks == capacity.DEFAULT_CONTEXTS * 256 // 16
 
 
 def test_the_builtin_model_is_made_in_the_cache_and_says_that_it_means_nothing(
@@ -308,7 +309,8 @@ def test_little_memory_lowers_the_context_instead_of_failing(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 3 layers of 2 heads of 16 + 16 floats: 768 bytes a token.
-    monkeypatch.setattr(local, "_free_bytes", lambda: int(100 * 768 / local.MEMORY_SHARE))
+    share = capacity.MEMORY_SHARE["cpu"]
+    monkeypatch.setattr(device, "free_bytes", lambda _: int(100 * 768 / share))
     runner = LocalRunner(model=str(llama), dtype="float32", threads=1)
     assert (runner.limits.num_blocks, runner.limits.context_len) == (6, 96)
 

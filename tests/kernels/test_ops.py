@@ -101,6 +101,18 @@ def test_attention_over_random_trees_is_what_the_reference_says(
         check(operations, dtype, made)
 
 
+def test_queries_that_fill_a_step_up_change_no_other(operations: ops.Operations) -> None:
+    query, keys, values, plan = inputs(3, levels=2)
+    query, keys, values = query.float(), keys.float(), values.float()
+    wanted = operations.attention(query, keys, values, plan, scale=0.3)
+    longer = torch.cat((query, query.new_full((5, *query.shape[1:]), float("nan"))))
+    got = operations.attention(longer, keys, values, plan, scale=0.3)
+    assert got.shape[0] == len(query) + 5
+    assert torch.equal(got[: len(query)], wanted)
+    with pytest.raises(ValueError, match=f"query has {len(query) - 1} tokens"):
+        operations.attention(query[:-1], keys, values, plan, scale=0.3)
+
+
 @pytest.mark.parametrize("variant", [{}, {"window": 5}, {"window": 33}, {"softcap": 2.0}])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_windows_soft_caps_and_sinks_mean_the_same_on_both_paths_of_the_cpu(

@@ -1,0 +1,489 @@
+"""What a step of the local engine costs beside what the machine allows.
+
+    decode     one token for each of B contexts, against the time in which the weights and the
+               KV of these contexts can be read at the bandwidth measured here
+    prefill    the tokens of one prompt in one step, against the rate of a large matrix product
+               measured here
+
+    python benchmarks/decode_step.py [--device cuda] [--config FILE] [--batch 1 64]
+        [--context 1024] [--prefill 4096] [--repeats 30] [--tiny] [--profile] [--out FOLDER]
+
+The model has the shape of Llama 3 8B, or of another config, and random weights made on the
+device. A step is timed from the rows to the ids of its next tokens, as the engine core calls
+it: planning, copies, the model, sampling and reading are in the figure. Beside it stand the
+recorded part alone (`replay`, by events of the device) and the same step not recorded.
+
+Correctness comes first: a small model of the same family has to give the tokens and logprobs
+on this device that it gives on the CPU in float32, recorded and not; and the recorded step of
+the large model has to tell the logprobs of the one that is not. Nothing is timed otherwise.
+
+`--tiny` rehearses all of it with a small shape, also on `--device cpu`; figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import transformers
+
+from conure.engine import dummy
+from conure.engine.api import Sampling
+from conure.engine.local import LocalRunner
+from conure.engine.runner import Row
+
+GOALS: Final = {"decode": 0.80, "prefill": 0.55}
+"""Share of what the machine allows that we promise."""
+RESULTS: Final = Path(__file__).parent / "results"
+BLOCK: Final = 16
+WARM_STEPS: Final = 5
+COPY_BYTES: Final = 2**32
+MATRIX: Final = 8192
+LOGPROB_ERROR: Final = {"float32": 2e-3, "bfloat16": 0.25}
+"""Most that a logprob may differ: rounding of another order of additions."""
+
+LLAMA_3_8B: Final[dict[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "bos_token_id": None,
+    "eos_token_id": 128_001,
+    "dtype": "bfloat16",
+}
+SMALL: Final = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 258,
+    # Wide enough that a token depends on its context.
+    "initializer_range": 0.1,
+}
+
+
+class Machine(NamedTuple):
+    """What the device can do, measured."""
+
+    bytes_per_s: float
+    """Of a large copy, bytes read and written."""
+    flops: float
+    """Of a large matrix product in the model's dtype."""
+
+
+class Figure(NamedTuple):
+    """One step, times in milliseconds."""
+
+    name: str
+    batch: int
+    context: int
+    tokens: int
+    step_ms: float
+    floor_ms: float
+    share: float
+    """Of what the machine allows: floor / step."""
+    replay_ms: float | None
+    eager_ms: float | None
+    runs: list[float]
+
+    def line(self) -> str:
+        """The figure as one line of a table."""
+        goal = GOALS[self.name]
+        others = ", ".join(
+            f"{name} {value:.3f} ms"
+            for name, value in (("replay", self.replay_ms), ("eager", self.eager_ms))
+            if value is not None
+        )
+        verdict = "met" if self.share >= goal else "MISSED"
+        return (
+            f"{self.name:8} batch {self.batch:3} after {self.context:5} tokens: "
+            f"{self.step_ms:8.3f} ms, floor {self.floor_ms:8.3f} ms: {self.share:6.1%}, "
+            f"goal {goal:.0%} {verdict} ({others})"
+        )
+
+
+class Contexts:
+    """Rows that decode, driven as the engine core drives them; blocks lie in any order."""
+
+    def __init__(self, runner: LocalRunner, num: int, length: int, *, seed: int = 0) -> None:
+        chance = random.Random(seed)
+        self.runner = runner
+        self._free = list(range(runner.limits.num_blocks))
+        chance.shuffle(self._free)
+        width = runner.limits.step_tokens
+        self.rows = [
+            Row(index, chance.choices(range(256), k=length), 0, 0, []) for index in range(num)
+        ]
+        for row in self.rows:
+            # All but the last token: that one is the first to decode.
+            while row.start < length - 1:
+                self._grow(row, min(width, length - 1 - row.start))
+                runner.run([row], [])
+                row.start += row.num_new
+
+    def step(self, sampling: Sampling, tokens: Sequence[int] | None = None) -> list[int]:
+        """Decode one token of each; append what was sampled, or `tokens`. Returns the sampled."""
+        self.ready(sampling)
+        found = self.runner.run(self.rows, [])
+        for row, token in zip(self.rows, tokens or found, strict=True):
+            row.start += 1
+            row.ids.append(token)
+        return found
+
+    def ready(self, sampling: Sampling) -> None:
+        """Make the rows of the next step."""
+        for row in self.rows:
+            self._grow(row, 1)
+            row.sampling, row.num_prompt = sampling, len(row.ids)
+
+    def _grow(self, row: Row, num_new: int) -> None:
+        row.num_new = num_new
+        while len(row.blocks) * BLOCK < row.start + num_new:
+            row.blocks.append(self._free.pop())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, measure, print and write; return 1 where something is wrong."""
+    options = _parse(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        checked = check(folder, options.device)
+        print(f"small model: {checked} tokens and logprobs as on the CPU, recorded and not")
+        config = options.config or _write(folder / "large.json", SMALL if options.tiny else {})
+        runner = _runner(str(config), options)
+        print(f"{runner.description} on {_device_name(runner)}")
+        worst = check_recorded(runner, max(options.batch))
+        print(f"large model: logprobs of recorded steps within {worst:.3f} of the others")
+        machine = measure(runner, tiny=options.tiny)
+        rates = machine.bytes_per_s / 1e9, machine.flops / 1e12
+        print("copy {:.0f} GB/s, product {:.1f} TFLOP/s".format(*rates))
+        figures = [decode(runner, batch, options, machine) for batch in options.batch]
+        figures.append(prefill(runner, options, machine))
+        for figure in figures:
+            print(figure.line())
+        if options.profile:
+            profile(runner, max(options.batch), options.context)
+    record = {
+        "device": _device_name(runner),
+        "model": runner.description,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "copy_bytes_per_s": machine.bytes_per_s,
+        "product_flops": machine.flops,
+        "figures": [figure._asdict() for figure in figures],
+    }
+    out = options.out
+    if out is None and runner._model.device.type == "cuda" and not options.tiny:
+        out = RESULTS
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        name = "-".join(_device_name(runner).lower().split())
+        path = out / f"decode_step-{name}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {path}")
+    return 0
+
+
+def check(folder: Path, device: str) -> int:
+    """Compare a small model on the device with the same on the CPU; return tokens compared.
+
+    Raises:
+        AssertionError: where they differ by more than rounding.
+    """
+    config = _write(folder / "small.json", {**SMALL, "dtype": "float32"})
+    model = dummy.write(str(config), folder / "small", dtype="float32")
+    limits: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "max_sequences": 8}
+    there = LocalRunner(model=str(model), dtype="float32", device=device, **limits)
+    here = LocalRunner(model=str(model), dtype="float32", device="cpu", **limits)
+    told = Sampling(max_tokens=64, logprobs=2)
+    drawn = Sampling(max_tokens=64, temperature=0.8, top_p=0.95, seed=11)
+    num = 0
+    for batch in (1, 3, 8):
+        pairs = [Contexts(runner, batch, 40, seed=batch) for runner in (here, there)]
+        recorded = there._graphs
+        for sampling in (told, Sampling(max_tokens=64), drawn) * 4:
+            # Every third round is not recorded.
+            there._graphs = None if num % 3 == 2 else recorded
+            wanted = pairs[0].step(sampling)
+            found = pairs[1].step(sampling, wanted)
+            for ours, theirs, row, other in zip(
+                wanted, found, pairs[0].rows, pairs[1].rows, strict=True
+            ):
+                if sampling is told:
+                    _same_chance(row, other)
+                else:
+                    assert ours == theirs, f"the device chose {theirs}, the CPU {ours}"
+                num += 1
+        there._graphs = recorded
+    return num
+
+
+def check_recorded(runner: LocalRunner, batch: int) -> float:
+    """Compare recorded decode steps with others; return the largest difference of a logprob.
+
+    Raises:
+        AssertionError: where it is larger than rounding explains.
+    """
+    told = Sampling(max_tokens=64, logprobs=1)
+    recorded = runner._graphs
+    contexts = [Contexts(runner, batch, 50, seed=1)]
+    worst = 0.0
+    for _ in range(4):
+        contexts[0].ready(told)
+        found = []
+        # The same rows twice: the second run writes the same keys and values again.
+        for graphs in (recorded, None):
+            runner._graphs = graphs
+            tokens = runner.run(contexts[0].rows, [])
+            found.append([row.chance for row in contexts[0].rows])
+        runner._graphs = recorded
+        for one, other in zip(*found, strict=True):
+            assert one is not None
+            assert other is not None
+            worst = max(worst, abs(one.top[0][1] - other.top[0][1]))
+        for row, token in zip(contexts[0].rows, tokens, strict=True):
+            row.start += 1
+            row.ids.append(token)
+    bound = LOGPROB_ERROR.get(_dtype_name(runner), 0.25)
+    assert worst <= bound, f"a recorded step tells a logprob that is {worst} off"
+    return worst
+
+
+def measure(runner: LocalRunner, *, tiny: bool) -> Machine:
+    """Measure the device's bandwidth and its rate of products."""
+    device, dtype = runner._model.device, runner._model.dtype
+    size = COPY_BYTES >> 8 if tiny else COPY_BYTES
+    copy_s = _copy_s(size, device)
+    side = MATRIX >> 4 if tiny else MATRIX
+    one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(one)
+    product_s = _seconds(lambda: torch.mm(one, other, out=out), device)
+    return Machine(2 * size / copy_s, 2 * side**3 / product_s)
+
+
+def _copy_s(size: int, device: torch.device) -> float:
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return _seconds(lambda: target.copy_(source), device)
+
+
+def decode(
+    runner: LocalRunner, batch: int, options: argparse.Namespace, machine: Machine
+) -> Figure:
+    """Time decode steps of so many contexts."""
+    contexts = Contexts(runner, batch, options.context)
+    greedy = Sampling(max_tokens=options.repeats * 4)
+    runs = _steps(contexts, greedy, options.repeats)
+    replay_ms = None
+    if runner._graphs is not None and len(runner._graphs):
+        # The last one used is the one of this size.
+        replay = next(reversed(runner._graphs._replays.values()))
+        with torch.inference_mode():
+            replay_ms = 1e3 * _seconds(replay, runner._model.device)
+    recorded, runner._graphs = runner._graphs, None
+    eager = _steps(contexts, greedy, max(3, options.repeats // 3))
+    runner._graphs = recorded
+    length = len(contexts.rows[0].ids)
+    num_bytes = _weight_bytes(runner) + batch * options.context * _token_bytes(runner)
+    floor_ms = 1e3 * num_bytes / machine.bytes_per_s
+    step_ms = statistics.median(runs)
+    assert length < runner.limits.context_len
+    return Figure(
+        name="decode",
+        batch=batch,
+        context=options.context,
+        tokens=batch,
+        step_ms=step_ms,
+        floor_ms=floor_ms,
+        share=floor_ms / step_ms,
+        replay_ms=replay_ms,
+        eager_ms=statistics.median(eager) if recorded is not None else None,
+        runs=runs,
+    )
+
+
+def prefill(runner: LocalRunner, options: argparse.Namespace, machine: Machine) -> Figure:
+    """Time one prompt in one step."""
+    num = min(options.prefill, runner.limits.step_tokens, runner.limits.context_len - 1)
+    chance = random.Random(2)
+    blocks = list(range(-(-num // BLOCK)))
+    chance.shuffle(blocks)
+    row = Row(0, chance.choices(range(256), k=num), 0, num, blocks, Sampling(max_tokens=1), num)
+    runs = []
+    for _ in range(2 + max(3, options.repeats // 3)):
+        begin = time.perf_counter()
+        runner.run([row], [])
+        runs.append(1e3 * (time.perf_counter() - begin))
+    runs = runs[2:]
+    floor_ms = 1e3 * _prefill_flops(runner, num) / machine.flops
+    step_ms = statistics.median(runs)
+    return Figure("prefill", 1, 0, num, step_ms, floor_ms, floor_ms / step_ms, None, None, runs)
+
+
+def profile(runner: LocalRunner, batch: int, length: int) -> None:
+    """Print which kernels a decode step spends its time in."""
+    contexts = Contexts(runner, batch, length)
+    greedy = Sampling(max_tokens=64)
+    for _ in range(WARM_STEPS):
+        contexts.step(greedy)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if runner._model.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        contexts.step(greedy)
+    order = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=25))
+
+
+def _steps(contexts: Contexts, sampling: Sampling, repeats: int) -> list[float]:
+    """Return the milliseconds of each decode step."""
+    runs = []
+    for index in range(WARM_STEPS + repeats):
+        contexts.ready(sampling)
+        begin = time.perf_counter()
+        found = contexts.runner.run(contexts.rows, [])
+        end = time.perf_counter()
+        for row, token in zip(contexts.rows, found, strict=True):
+            row.start += 1
+            row.ids.append(token)
+        if index >= WARM_STEPS:
+            runs.append(1e3 * (end - begin))
+    return runs
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Return what one round of some work on the device takes, at best of three series."""
+    found = []
+    for _ in range(3):
+        work()
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        _wait(device)
+        found.append((time.perf_counter() - begin) / repeats)
+    return min(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _same_chance(row: Row, other: Row) -> None:
+    ours, theirs = row.chance, other.chance
+    assert ours is not None
+    assert theirs is not None
+    difference = abs(ours.top[0][1] - theirs.top[0][1])
+    assert difference <= LOGPROB_ERROR["float32"], f"a logprob is {difference} off"
+
+
+def _weight_bytes(runner: LocalRunner) -> int:
+    """Return the weights that a step reads: all but the rows of the embedding."""
+    model: Any = runner._model
+    total: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    is_shared = embedding is model.get_output_embeddings().weight
+    if not is_shared:
+        total -= embedding.numel() * embedding.element_size()
+    return total
+
+
+def _token_bytes(runner: LocalRunner) -> int:
+    element: int = runner._model.dtype.itemsize
+    return element * sum(
+        layer.kv_heads * (layer.key_dim + layer.value_dim)
+        for index, layer in enumerate(runner.layers)
+        if layer.source == index
+    )
+
+
+def _prefill_flops(runner: LocalRunner, num: int) -> float:
+    """Return the operations of a prompt: products with weights, attention as far as it sees."""
+    model: Any = runner._model
+    config = model.config
+    output = model.get_output_embeddings()
+    inner = sum(weight.numel() for weight in model.parameters())
+    inner -= model.get_input_embeddings().weight.numel()
+    if output.weight is not model.get_input_embeddings().weight:
+        inner -= output.weight.numel()
+    attention = sum(
+        2 * config.num_attention_heads * (layer.key_dim + layer.value_dim) * num * (num + 1) / 2
+        for layer in runner.layers
+    )
+    return float(2 * inner * num + 2 * output.weight.numel() + attention)
+
+
+def _runner(config: str, options: argparse.Namespace) -> LocalRunner:
+    most = max(options.batch)
+    length = max(options.context + 5 * WARM_STEPS + 2 * options.repeats, 256)
+    num_blocks = most * -(-length // BLOCK) + -(-options.prefill // BLOCK) + 16
+    return LocalRunner(
+        model=config,
+        dummy=True,
+        device=options.device,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        max_sequences=most,
+        step_tokens=max(options.prefill, 512),
+    )
+
+
+def _write(path: Path, changes: dict[str, Any]) -> Path:
+    path.write_text(json.dumps({**LLAMA_3_8B, **changes}), encoding="utf-8")
+    return path
+
+
+def _device_name(runner: LocalRunner) -> str:
+    device = runner._model.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def _dtype_name(runner: LocalRunner) -> str:
+    return str(runner._model.dtype).removeprefix("torch.")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--config", type=Path, help="a config.json; default: Llama 3 8B")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], metavar="B")
+    parser.add_argument("--context", type=int, default=1024, help="tokens behind a decode step")
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--tiny", action="store_true", help="a small shape: a rehearsal")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--out", type=Path, help="for the figures; on a GPU benchmarks/results")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

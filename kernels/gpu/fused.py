@@ -1,0 +1,233 @@
+"""The operations of `fused` as Triton kernels, one launch each.
+
+`add_norm` gives a row to a program and keeps it in registers between its two passes.
+`rotate_store` gives a program some heads of one token: queries leave in order, keys and
+values go straight to their slots, and each is read once. `gate` is cut into tiles.
+
+Kept true: a kernel reads no number that only the host knows but shapes and strides, so a
+recorded launch is right for whatever its tensors hold later.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS: Final = 8
+"""Heads of a token that one program of `rotate_store` takes."""
+TILE: Final = 1024
+"""Columns that one program of `gate` takes."""
+
+
+class Triton:
+    """The implementation; see `fused.Fused`."""
+
+    def add_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `fused.Fused`."""
+        num_tokens, width = hidden.shape
+        out = torch.empty_like(hidden)
+        block = 1 << max(0, width - 1).bit_length()
+        if num_tokens:
+            _launch(
+                add_norm_kernel,
+                (num_tokens,),
+                (hidden, delta, weight, out, width, eps),
+                {"BLOCK": block, "num_warps": add_norm_warps(block)},
+            )
+        return out
+
+    def rotate_store(
+        self,
+        mixed: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        angles: tuple[Tensor, Tensor],
+        head_norm: Tensor | None,
+        eps: float,
+        caches: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See `fused.Fused`."""
+        keys, values = caches
+        kv_heads, dim = keys.shape[2:]
+        num_tokens = len(mixed)
+        num_heads = mixed.shape[1] // dim - 2 * kv_heads
+        query = mixed.new_empty(num_tokens, num_heads, dim)
+        if num_tokens:
+            _launch(
+                rotate_store_kernel,
+                (num_tokens, triton.cdiv(num_heads + 2 * kv_heads, HEADS)),
+                (
+                    *(mixed, positions, slots, *angles),
+                    # Never read where there is no norm.
+                    mixed if head_norm is None else head_norm,
+                    *(query, keys, values),
+                    *(keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), eps),
+                ),
+                {
+                    "NUM_HEADS": num_heads,
+                    "KV_HEADS": kv_heads,
+                    "HALF": dim // 2,
+                    "BLOCK": triton.next_power_of_2(dim // 2),
+                    "HEADS": HEADS,
+                    "HAS_NORM": head_norm is not None,
+                    "num_warps": 4,
+                },
+            )
+        return query
+
+    def gate(self, mixed: Tensor) -> Tensor:
+        """See `fused.Fused`."""
+        num_tokens, width = len(mixed), mixed.shape[1] // 2
+        out = mixed.new_empty(num_tokens, width)
+        if num_tokens:
+            grid = (num_tokens, triton.cdiv(width, TILE))
+            _launch(gate_kernel, grid, (mixed, out, width), {"TILE": TILE, "num_warps": 4})
+        return out
+
+
+def add_norm_warps(block: int) -> int:
+    """Return the warps for a row of `block` columns: about 16 columns a thread."""
+    return max(1, min(16, block // 512))
+
+
+def _launch(
+    kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], meta: dict[str, Any]
+) -> None:
+    """Run a kernel on its tensors' device."""
+    kernel[grid](*args, **meta)
+
+
+@triton.jit
+def add_norm_kernel(
+    hidden: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add and norm one row [W] of `hidden` and `delta`; BLOCK is W up to a power of two."""
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    place = tl.program_id(0).to(tl.int64) * width + column
+    before = tl.load(hidden + place, inside, other=0.0)
+    added = tl.load(delta + place, inside, other=0.0).to(tl.float32)
+    # The norm is that of the sum as it is stored.
+    after = (before.to(tl.float32) + added).to(before.dtype)
+    tl.store(hidden + place, after, inside)
+    total = after.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
+    weights = tl.load(weight + column, inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (total * scale * weights).to(before.dtype), inside)
+
+
+@triton.jit
+def rotate_store_kernel(
+    mixed: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    head_norm: tl.tensor,
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    key_slot: tl.tensor,
+    key_head: tl.tensor,
+    value_slot: tl.tensor,
+    value_head: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> None:
+    """Turn and store HEADS heads of one token.
+
+    Args:
+        mixed: [T, (H + 2 K) * D].
+        positions: [T] int64.
+        slots: [T] int64.
+        cos: [L, D].
+        sin: [L, D], negated in the first half of a head.
+        head_norm: [H + K, D]; read only with `HAS_NORM`.
+        query: [T, H, D], written.
+        keys: [M, K, D] slots of the cache, written where `slots` says.
+        values: [M, K, D], written likewise.
+        key_slot: From slot to slot, in elements.
+        key_head: From head to head.
+        value_slot: As `key_slot`.
+        value_head: As `key_head`.
+        eps: Of the norm.
+        NUM_HEADS: H.
+        KV_HEADS: K.
+        HALF: D / 2.
+        BLOCK: D / 2 up to a power of two.
+        HEADS: Heads of a program, queries first, then keys and values.
+        HAS_NORM: Queries and keys are normed before they are turned.
+    """
+    DIM: tl.constexpr = 2 * HALF
+    TURNED: tl.constexpr = NUM_HEADS + KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    is_column = column < HALF
+    inside = (head < TURNED + KV_HEADS) & is_column
+
+    source = mixed + token * ((TURNED + KV_HEADS) * DIM) + head * DIM + column
+    low_in = tl.load(source, inside, other=0.0)
+    high_in = tl.load(source + HALF, inside, other=0.0)
+    low = low_in.to(tl.float32)
+    high = high_in.to(tl.float32)
+    if HAS_NORM:
+        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        scale = tl.rsqrt(square / DIM + eps)[:, None]
+        weight = head_norm + head * DIM + column
+        has_weight = (head < TURNED) & is_column
+        low = low * scale * tl.load(weight, has_weight, other=0.0).to(tl.float32)
+        high = high * scale * tl.load(weight + HALF, has_weight, other=0.0).to(tl.float32)
+
+    angle = tl.load(positions + token) * DIM + column
+    cos_low = tl.load(cos + angle, is_column, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + HALF, is_column, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, is_column, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + HALF, is_column, other=0.0).to(tl.float32)
+    turned_low = (low * cos_low + high * sin_low).to(low_in.dtype)
+    turned_high = (high * cos_high + low * sin_high).to(low_in.dtype)
+
+    is_query = (head < NUM_HEADS) & is_column
+    target = query + token * (NUM_HEADS * DIM) + head * DIM + column
+    tl.store(target, turned_low, is_query)
+    tl.store(target + HALF, turned_high, is_query)
+
+    slot = tl.load(slots + token).to(tl.int64)
+    is_key = (head >= NUM_HEADS) & (head < TURNED) & is_column
+    target = keys + slot * key_slot + (head - NUM_HEADS).to(tl.int64) * key_head + column
+    tl.store(target, turned_low, is_key)
+    tl.store(target + HALF, turned_high, is_key)
+
+    is_value = (head >= TURNED) & inside
+    target = values + slot * value_slot + (head - TURNED).to(tl.int64) * value_head + column
+    tl.store(target, low_in, is_value)
+    tl.store(target + HALF, high_in, is_value)
+
+
+@triton.jit
+def gate_kernel(mixed: tl.tensor, out: tl.tensor, width: tl.tensor, TILE: tl.constexpr) -> None:
+    """Write `silu(gate) * up` for TILE columns of one token; `width` is I."""
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < width
+    token = tl.program_id(0).to(tl.int64)
+    source = mixed + token * (2 * width) + column
+    stored = tl.load(source, inside, other=0.0)
+    gate = stored.to(tl.float32)
+    up = tl.load(source + width, inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + token * width + column, result.to(stored.dtype), inside)
