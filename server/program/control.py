@@ -8,7 +8,8 @@ A node with bodies has slots like any other:
 
     enter    reads what it decides by, and writes the decision
     give     commits the variables that leave the bodies
-    close    waits until everything in the bodies has ended (`try`: its `give` does that)
+    close    waits until everything in the bodies has ended (`map` and `try`: their `give` does,
+             because a failure in there changes what is given)
 
 Knows single nodes with all that stands in them. Refuses to know other nodes and values.
 
@@ -29,6 +30,7 @@ from .ir import (
     AnyNode,
     Control,
     Expression,
+    Generate,
     If,
     Kill,
     Loop,
@@ -119,7 +121,7 @@ def is_template(node: Placed) -> bool:
 
 def wait_slot(node: Control) -> int:
     """The slot that waits for the end of all that is in the bodies."""
-    return GIVE if isinstance(node, Try) else CLOSE
+    return GIVE if isinstance(node, Map | Try) else CLOSE
 
 
 def decision(node: Control) -> str | None:
@@ -345,13 +347,32 @@ def _check_references(
     """Check the names under which bodies give something away; what of inside they name."""
     for name in outside:
         check_name(name, name)
-    found: set[str] = set()
-    for key, names in sides:
-        for name in names:
-            if not isinstance(name, str):
-                _refuse(f"`{key}` takes the name of a variable inside", key)
-            found |= check_input(name, key)
-    return frozenset(found)
+    return frozenset().union(*(check_input(name, key) for key, names in sides for name in names))
+
+
+def check_names_only(node: AnyNode) -> None:
+    """Refuse expressions where a name belongs: there instances have them, and nobody else.
+
+    Raises:
+        ProgramError: `program.name`; the path is relative to the node.
+    """
+    match node:
+        case Map(collect=collect):
+            named = [(f"collect.{key}", name) for key, name in collect.items()]
+        case If() | Try():
+            named = [
+                (f"merge.{key}[{index}]", name)
+                for key, sides in node.merge.items()
+                for index, name in enumerate(sides)
+            ]
+        case Generate(messages=list(messages)):
+            named = [(f"messages[{i}].splice", m.splice) for i, m in enumerate(messages)]
+            named = [(path, splice) for path, splice in named if splice is not UNSET]
+        case _:
+            return
+    for path, name in named:
+        if not isinstance(name, str):
+            raise ProgramError("program.name", f"`{path}` takes the name of a variable", path=path)
 
 
 def _op(node: Placed) -> str:

@@ -14,7 +14,18 @@ from typing import NoReturn
 
 from msgspec import UNSET
 
-from .control import GIVE, Body, Member, Place, bodies, bound_names, slots_of, stand, walk
+from .control import (
+    GIVE,
+    Body,
+    Member,
+    Place,
+    bodies,
+    bound_names,
+    check_names_only,
+    slots_of,
+    stand,
+    walk,
+)
 from .errors import ProgramError
 from .expression import variables
 from .instances import Instance, read_by
@@ -140,6 +151,7 @@ class Growth:
                 _refuse_size(f"bodies may stand {MAX_BODY_DEPTH} deep in each other")
             self._paths[node.id] = path
             try:
+                check_names_only(node)
                 slots = slots_of(node)
             except ProgramError as error:
                 error.path = f"{path}.{error.path}" if error.path else path

@@ -14,7 +14,7 @@ Kept true: an instance differs from its template in names, items and seeds alone
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -100,15 +100,28 @@ class Template:
 
 
 def _names_in(nodes: Sequence[AnyNode]) -> set[str]:
-    """Everything that is made in a body, however deep: nodes and variables."""
+    """Everything that is made in a body, however deep: nodes and variables. What is called after
+    these (decisions, what a round starts with) follows them.
+    """
     names: set[str] = set()
     for node in nodes:
         names.add(node.id)
-        for slot in slots_of(node):
-            names.update(slot.writes)
+        names.update(_made_by(node))
         for body in bodies(node):
             names |= _names_in(body.nodes)
     return names
+
+
+def _made_by(node: AnyNode) -> Iterable[str]:
+    match node:
+        case Map():
+            return node.collect
+        case If() | Try():
+            return node.merge
+        case Loop():
+            return node.carry
+        case _:
+            return (name for slot in slots_of(node) for name in slot.writes)
 
 
 class Renaming:

@@ -40,6 +40,8 @@ from .ir import (
 from .partial import as_whole
 
 _NAME = re.compile(NAME_PATTERN)
+_INDICES = re.compile(r"(\.r?\d+)*")
+"""What stands behind the name of an instance of a body."""
 MAX_NAME = 128
 
 
@@ -90,8 +92,9 @@ def make_slots(node: Generate | Call | Client | Expr) -> tuple[Slot, ...]:
 
 
 def check_name(name: str, path: str) -> None:
-    """Raises ProgramError `program.name` if a text may not name anything."""
-    if not is_name(name):
+    """Raises ProgramError `program.name` if a text may name neither anything nor an instance."""
+    base, dot, indices = name.partition(".")
+    if not is_name(base) or not _INDICES.fullmatch(dot + indices):
         raise ProgramError(
             "program.name",
             f"{name[:140]!r} is no name: a letter or _, then letters, digits or _, "
@@ -241,8 +244,7 @@ def _check_message(message: Message, path: str) -> set[str]:
     if message.splice is not UNSET:
         if message != Message(splice=message.splice):
             _refuse("`splice` stands alone: the value brings role and content", path)
-        check_name(message.splice, f"{path}.splice")
-        return set(variables(input_expression(message.splice)))
+        return check_input(message.splice, f"{path}.splice")
     if message.role is UNSET:
         _refuse("a message has a `role`, or is a `splice`", path)
     reads: set[str] = set()

@@ -68,13 +68,11 @@ class Bodies:
             for instance in template.instantiate(str(index), f".{index}", bound_in(node, index))
         ]
         grown = Grown(*self._execution.grow(instances))
-        names = {
-            name
-            for index in range(start, stop)
-            for reference in self.collected(node, index).values()
-            for name in read_by(reference)
-        }
-        self._execution.read(node.id, GIVE, names)
+        if start == 0 and stop > 0:
+            # Names from around the body are the same for all items; others end with the items.
+            names = {name for each in self.collected(node, 0).values() for name in read_by(each)}
+            made = {name for _, slots, _ in instances for slot in slots for name in slot.writes}
+            self._execution.read(node.id, GIVE, names - made)
         return grown
 
     def collected(self, node: Map, index: int) -> dict[str, Expression]:
@@ -199,6 +197,7 @@ def _regrow_node(
             bodies.take_branch(node)
         case Loop() if decision(node) in values and bodies.width(node) != 0:
             bodies.add_round(node, 0)
+            execution.begun(node_id, ENTER)
         case Round() if values.get(node.more):
             place = execution.graph.place(node_id)
             assert place is not None

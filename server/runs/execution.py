@@ -210,6 +210,17 @@ class Execution:
         self.graph.read(node_id, slot, more)
         self._missing[node_id, slot] += sum(not self.is_resolved(name) for name in more)
 
+    def begun(self, node_id: str, slot: int) -> None:
+        """A slot has begun in an earlier life of the server, and goes on by what it began."""
+        self._reported.add((node_id, slot))
+        self.nodes[node_id].phase = "running"
+
+    def is_due(self, node_id: str, slot: int) -> bool:
+        """Whether a slot that was ready still is: its node may have ended, or it may be held."""
+        state = self.nodes[node_id]
+        is_next = slot == state.slots_done and not self._missing[node_id, slot]
+        return is_next and not state.has_ended
+
     def hold(self, node_id: str, slot: int) -> None:
         """Keep a slot from being ready, even if it was, until `let_go`."""
         self._missing[node_id, slot] += 1

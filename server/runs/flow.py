@@ -215,7 +215,7 @@ class Flow:
         self._host.advance(grown.ready)
 
     def _give_map(self, node: Map) -> None:
-        """All items have ended as far as they give something: list it, in order."""
+        """All items have ended: list what they give, in order."""
         width = self._bodies.width(node)
         assert width is not None
         lists: dict[str, list[Json]] = {name: [] for name in node.collect}

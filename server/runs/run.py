@@ -207,7 +207,7 @@ class Run:
     def _dispatch(self, node_id: str, slot: int) -> None:
         execution = self.execution
         state = execution.nodes[node_id]
-        if state.has_ended:
+        if not execution.is_due(node_id, slot):
             return
         node = state.node
         absence = execution.absence_for(execution.graph.slots[node_id][slot])
