@@ -52,7 +52,8 @@ ENTER, GIVE, CLOSE = 0, 1, 2
 class Place(NamedTuple):
     """Where a node stands: in which part of which node with bodies.
 
-    `then`, `else`, `body`, `handlers[0]`; items and rounds are numbers, attempts `r1`.
+    `then`, `else`, `body`, `handlers[0]`; items and rounds are numbers, attempts `r1`
+    (`rr1` in a `try` inside of a `try`).
     """
 
     control: str

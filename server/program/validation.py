@@ -40,7 +40,7 @@ from .ir import (
 from .partial import as_whole
 
 _NAME = re.compile(NAME_PATTERN)
-_INDICES = re.compile(r"(\.r?\d+)*")
+_INDICES = re.compile(r"(\.r*\d+)*")
 """What stands behind the name of an instance of a body."""
 MAX_NAME = 128
 

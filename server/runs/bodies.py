@@ -136,9 +136,22 @@ class Bodies:
         Raises:
             ProgramError: `program.too_large`.
         """
-        suffix = f".r{number}"
-        instances = self._template(node).instantiate(f"r{number}", suffix, {})
+        part = self._attempt(node, number)
+        instances = self._template(node).instantiate(part, f".{part}", {})
         return Grown(*self._execution.grow(instances))
+
+    def _attempt(self, node: Try, number: int) -> str:
+        """What an attempt after the first is called: `r1`, in a `try` inside of a `try` `rr1`.
+
+        Else the second attempt of the inner one and the inner one's first in the second attempt
+        of the outer one would have the same names.
+        """
+        depth = 1
+        place = self._execution.graph.place(node.id)
+        while place is not None:
+            depth += isinstance(self._execution.graph.nodes[place.control], Try)
+            place = self._execution.graph.place(place.control)
+        return "r" * depth + str(number)
 
     def begin_handler(self, node: Try) -> list[Ready]:
         """Open the handler that was chosen."""
@@ -150,7 +163,7 @@ class Bodies:
         if handler is not None:
             return handler_part(handler)
         num_retries = self._execution.nodes[node.id].num_retries
-        return f"r{num_retries}" if num_retries else "body"
+        return self._attempt(node, num_retries) if num_retries else "body"
 
     def merged(self, node: If | Try) -> dict[str, Expression]:
         """What leaves the part that ran: for every variable outside, a reference."""

@@ -233,6 +233,7 @@ class Execution:
     def _count(self, nodes: Iterable[str]) -> None:
         ids = list(nodes)
         for node_id in ids:
+            assert node_id not in self.nodes, node_id
             self.nodes[node_id] = NodeState(self.graph.nodes[node_id])
         self._num_unended += len(ids)
         for node_id in ids:

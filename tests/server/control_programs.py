@@ -295,6 +295,8 @@ class Reading:
     """
     never: set[str] = field(default_factory=set)
     """Nodes that must not have started."""
+    depth: int = 0
+    """Of `try` in each other."""
 
     def run(self, nodes: list[Json], scope: dict[str, Json], suffix: str) -> None:
         """Read nodes in order; what they make is in `scope` afterwards.
@@ -406,10 +408,17 @@ class Reading:
         self._set(name, value, scope, suffix)
 
     def _try(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
+        self.depth += 1
+        try:
+            self._attempts(node, scope, suffix)
+        finally:
+            self.depth -= 1
+
+    def _attempts(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
         ((outer, sides),) = node["merge"].items()
         for attempt in range(node["retries"] + 1):
             within = dict(scope)
-            inside = f"{suffix}.r{attempt}" if attempt else suffix
+            inside = f"{suffix}.{'r' * self.depth}{attempt}" if attempt else suffix
             before = set(self.values)
             try:
                 self.run(node["body"], within, inside)
