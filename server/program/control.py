@@ -222,23 +222,16 @@ def slots_of(node: Placed) -> tuple[Slot, ...]:
             return (Slot(node.id, 0, frozenset(enter), ()),)
 
 
-def free_names(body: Body) -> frozenset[str]:
-    """What the nodes of a body read that is neither made in it nor bound by its node."""
-    reads: set[str] = set()
-    writes: set[str] = set(body.binds)
-    for slot in _slots_in(body):
-        reads |= slot.reads | slot.sees
-        writes.update(slot.writes)
-    return frozenset(reads - writes)
-
-
-def _slots_in(body: Body) -> Iterator[Slot]:
+def _outer_names(body: Body, beside: frozenset[str]) -> frozenset[str]:
+    """What the nodes of a body, and the names beside it, read that is neither made in it nor bound
+    by its node. One walk: bodies stand in each other, and two walks each would be 2^depth.
+    """
+    reads, writes = set(beside), set(body.binds)
     for _, node, _ in stand(body.nodes, ""):
-        yield from slots_of(node)
-
-
-def _made_in(body: Body) -> set[str]:
-    return {name for slot in _slots_in(body) for name in slot.writes}
+        for slot in slots_of(node):
+            reads |= slot.reads | slot.sees
+            writes.update(slot.writes)
+    return frozenset(reads - writes)
 
 
 def _slots(
@@ -262,7 +255,7 @@ def _map_slots(node: Map, enter: set[str]) -> tuple[Slot, ...]:
     _check_names(node)
     (body,) = bodies(node)
     inner = _check_references(node.collect, ((key, (name,)) for key, name in node.collect.items()))
-    sees = free_names(body) | (inner - _made_in(body) - body.binds)
+    sees = _outer_names(body, inner)
     chosen = decision(node)
     assert chosen is not None
     return _slots(node, enter, (chosen,), node.collect, sees)
@@ -294,7 +287,7 @@ def _loop_slots(node: Loop, enter: set[str]) -> tuple[Slot, ...]:
         ends |= check_expression(following, f"carry.{name}[1]")
     if node.until is not UNSET:
         ends |= check_expression(node.until, "until")
-    sees = free_names(body) | (ends - _made_in(body) - body.binds)
+    sees = _outer_names(body, frozenset(ends))
     chosen = decision(node)
     assert chosen is not None
     starts = (f"{name}.0" for name in node.carry)
