@@ -221,6 +221,10 @@ class Execution:
         is_next = slot == state.slots_done and not self._missing[node_id, slot]
         return is_next and not state.has_ended
 
+    def waits_only_for(self, node_id: str, slot: int, names: Iterable[str]) -> bool:
+        """Whether a slot would be ready if these variables were there, none of which is."""
+        return self._missing[node_id, slot] == len(set(names)) and not self.nodes[node_id].has_ended
+
     def hold(self, node_id: str, slot: int) -> None:
         """Keep a slot from being ready, even if it was, until `let_go`."""
         self._missing[node_id, slot] += 1

@@ -19,6 +19,8 @@ them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -42,11 +44,12 @@ from ..program.ir import (
     Wait,
     Yield,
 )
-from ..program.partial import as_whole
+from ..program.partial import as_growing, as_whole, growing_names
 from ..program.status import EventType, Phase, Problem
 from ..program.value import check_size, is_true, kind_of
 from .bodies import Bodies, Grown
 from .execution import Absence, Execution, Ready
+from .feed import Feed
 from .kill import Doom
 
 NODES_AT_ONCE = 256
@@ -79,6 +82,7 @@ class FlowHost(Protocol):
     """What deciding nodes need of their program."""
 
     is_over: bool
+    feed: Feed
 
     def write(self, variable: str, value: Json, node_id: str) -> list[Ready]:
         """Give a variable its value; returns what is ready by it."""
@@ -120,8 +124,18 @@ class Flow:
         self._execution = execution
         self._host = host
         self._bodies = bodies
+        self.listening: dict[str, list[Yield]] = {}
+        """Texts to what is to be said of them while they grow."""
         self.doomed: dict[str, int] = {}
         """Calls that end before this slot, because only what comes earlier is needed."""
+
+    def resume(self) -> None:
+        """What was killed before a restart, and was left running for what comes before it, still
+        ends there.
+        """
+        for state in self._execution.nodes.values():
+            if isinstance(state.node, Kill) and state.phase == "done":
+                self.doomed |= Doom(self._execution, state.node).later
 
     def run(self, node: Flowing, slot: int) -> None:
         """A slot of a deciding node is ready.
@@ -462,8 +476,33 @@ class Flow:
     def _yield(self, node: Yield) -> None:
         expression = as_whole(node.value) if node.mode == "partial" else node.value
         value = evaluate(expression, self._execution.values)
+        self._host.feed.hide(node.id)
         self._host.emit("yield", node.id, value=value, mode=node.mode, final=True)
         self._host.slot_over(node.id, 0, [])
+
+    def expect(self, nodes: Iterable[str]) -> None:
+        """New nodes are in the graph: some say something of texts before these are whole."""
+        for node_id in nodes:
+            node = self._execution.graph.nodes[node_id]
+            if isinstance(node, Yield) and node.mode != "value":
+                for name in _listened(node):
+                    self.listening.setdefault(name, []).append(node)
+
+    def grew(self, variable: str) -> None:
+        """A text grew: say what is to be said of it, where everything else is there."""
+        for node in self.listening.get(variable, ()):
+            names = _listened(node)
+            open_names = {name for name in names if not self._execution.is_resolved(name)}
+            if not self._execution.waits_only_for(node.id, 0, open_names):
+                continue
+            scope = {**self._execution.values}
+            scope |= {name: self._host.feed.text_of(name) for name in open_names}
+            with contextlib.suppress(ExpressionError):  # of a text in the middle; wait for more
+                if node.when is not UNSET and not evaluate(input_expression(node.when), scope):
+                    continue
+                value = evaluate(as_growing(node.value, names - open_names), scope)
+                if node.mode == "partial" or isinstance(value, str):
+                    self._host.feed.show(node.id, node.job, node.mode, value)
 
     # --- failures -------------------------------------------------------------------------
 
@@ -479,6 +518,11 @@ class Flow:
             return self._failed_in_try(control, place.part, problem)
         self._host.fail(place.control, _as_error(problem))
         return []
+
+
+def _listened(node: Yield) -> frozenset[str]:
+    """The texts that a yield follows while they grow."""
+    return growing_names(node.value) if node.mode == "partial" else variables(node.value)
 
 
 def _handler_for(node: Try, code: str) -> int | None:

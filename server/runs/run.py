@@ -89,6 +89,7 @@ class Run:
         """Go on after a restart: what was on disk is restored in `execution` already."""
         self._past = past
         self._calls.past = past.outputs
+        self._flow.resume()
         # Whatever was before this life has a lower number, committed values included.
         self.feed.first_seq = self._world.journal.last_seq + 1
         self.outbox.settled |= self.execution.values.keys() | self.execution.absences.keys()
@@ -100,6 +101,7 @@ class Run:
             return  # the server went away while the disk took it: it starts with the next one
         self.execution.phase = "running"
         self._calls.expect(self.execution.graph.nodes)
+        self._flow.expect(self.execution.graph.nodes)
         self._clocks.start()
         self.advance(self.execution.start())
 
@@ -115,6 +117,7 @@ class Run:
         self.outbox.add(AppendRecord(program=self.execution.id, body=body))
         self.outbox.settle(name for name in self.execution.values if name not in known)
         self._calls.expect(added)
+        self._flow.expect(added)
         if added:
             self.emit("nodes.appended", nodes=list(added))
         self.advance(ready)
@@ -318,7 +321,10 @@ class Run:
 
     def slot_grew(self, call: Call, slot: int, text: str) -> None:
         """More text of an output."""
-        self.feed.grow(call.targets[slot].variable, text)
+        variable = call.targets[slot].variable
+        self.feed.grow(variable, text)
+        if variable in self._flow.listening:
+            self._flow.grew(variable)
 
     def slot_done(self, call: Call, slot: int, outcome: Outcome) -> None:
         """An output is whole."""
@@ -427,6 +433,7 @@ class Run:
         self.advance(ready)
 
     def _forget(self, node_id: str) -> None:
+        self.feed.hide(node_id)
         self._calls.end(node_id)
         if (step := self._steps.pop(node_id, None)) is not None:
             step.abandon()
@@ -506,6 +513,7 @@ class Run:
     def grown(self, node_id: str, nodes: tuple[str, ...]) -> None:
         """Instances came into the graph for this node."""
         self._calls.expect(nodes)
+        self._flow.expect(nodes)
         self.emit("nodes.appended", node_id, nodes=list(nodes))
         self._world.grown(self.execution)
 

@@ -72,7 +72,7 @@ async def run_some(desk: Desk, rng: random.Random, num_programs: int) -> set[str
     for _ in range(rng.randint(0, 30)):
         await asyncio.sleep(0)
     await asyncio.gather(*(p.cancel() for _, _, ending, p in plans if ending == "cancelled"))
-    ended = set()
+    ended: set[str] = set()
     for nodes, things, _, program in plans:
         status = await program.end()
         check(nodes, things, status)
@@ -130,7 +130,7 @@ async def check_history(program: Program) -> None:
 async def restart_often(tmp_path: Path, rng: random.Random) -> None:
     """A few programs that live through several lives of the server."""
     plans: list[tuple[list[Json], list[str], str]] = []
-    settings = {"time_per_output_token": 0.0002}
+    settings: dict[str, Any] = {"time_per_output_token": 0.0002}
     async with desk_of(tmp_path, **settings) as desk:
         for _ in range(4):
             nodes = random_program(rng)

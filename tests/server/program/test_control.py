@@ -14,7 +14,7 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.expression import evaluate, variables
 from conure.server.program.graph import Graph
 from conure.server.program.instances import Renaming, Template, item_expression
-from conure.server.program.ir import AnyNode, Append, Submission
+from conure.server.program.ir import AnyNode, Append, Generate, Submission
 
 from ..inprocess import client, expr, read, say, var
 
@@ -340,7 +340,9 @@ def test_prefixes_over_the_items_of_one_list_are_the_same_in_two_maps() -> None:
         body = graph.nodes[control].body  # type: ignore[union-attr]
         bound = {name: item_expression("docs", 3)}
         (instance,) = Template(control, body).instantiate("3", ".3", bound)
-        texts.append(instance.node.prompt[1].input)  # type: ignore[union-attr]
+        assert isinstance(instance.node, Generate)
+        assert isinstance(instance.node.prompt, list)
+        texts.append(instance.node.prompt[1].input)
     assert texts[0] == texts[1] == {"get": [{"var": "docs"}, 3]}
 
 

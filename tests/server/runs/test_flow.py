@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from conure.engine import api
 from conure.server.engines.engine import Engine
 from conure.server.program.ir import MAX_WIDTH
+from conure.server.program.status import Event
 from conure.server.runs.run import Run
 
 from ..inprocess import Program, answer, call, client, desk_of, expr, read, say, var
@@ -160,7 +162,9 @@ async def test_an_isolated_map_fails_alone(tmp_path: Path) -> None:
         assert (await program.end()).status == "done"
 
 
-async def test_a_given_seed_is_another_one_in_every_item(tmp_path: Path) -> None:
+async def test_a_given_seed_is_another_one_in_every_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeds: list[int] = []
     send = Engine.send
 
@@ -168,19 +172,18 @@ async def test_a_given_seed_is_another_one_in_every_item(tmp_path: Path) -> None
         seeds.extend(c.sampling.seed for c in commands if isinstance(c, api.Generate))
         send(engine, *commands)
 
-    Engine.send = note  # type: ignore[method-assign]
-    try:
-        async with desk_of(tmp_path) as desk:
-            nodes = [map_([1, 2, 3], say("s", "S", writes="o", seed=7), collect={"a": "o"})]
-            for _ in range(2):
-                await (await desk.submit(nodes, outputs=["a"])).end()
-    finally:
-        Engine.send = send  # type: ignore[method-assign]
+    monkeypatch.setattr(Engine, "send", note)
+    async with desk_of(tmp_path) as desk:
+        nodes = [map_([1, 2, 3], say("s", "S", writes="o", seed=7), collect={"a": "o"})]
+        for _ in range(2):
+            await (await desk.submit(nodes, outputs=["a"])).end()
     assert len(set(seeds)) == 3
     assert sorted(seeds[:3]) == sorted(seeds[3:])
 
 
-async def test_calls_of_one_map_are_one_task_group(tmp_path: Path) -> None:
+async def test_calls_of_one_map_are_one_task_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups: list[str | None] = []
     send = Engine.send
 
@@ -188,16 +191,13 @@ async def test_calls_of_one_map_are_one_task_group(tmp_path: Path) -> None:
         groups.extend(c.group for c in commands if isinstance(c, api.Generate))
         send(engine, *commands)
 
-    Engine.send = note  # type: ignore[method-assign]
-    try:
-        async with desk_of(tmp_path) as desk:
-            nodes = [
-                map_({"range": [300]}, say("s", read("x"), writes="o"), collect={"a": "o"}),
-                say("end", {"input": {"len": var("a")}}),
-            ]
-            await (await desk.submit(nodes, outputs=["end"])).end()
-    finally:
-        Engine.send = send  # type: ignore[method-assign]
+    monkeypatch.setattr(Engine, "send", note)
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            map_({"range": [300]}, say("s", read("x"), writes="o"), collect={"a": "o"}),
+            say("end", {"input": {"len": var("a")}}),
+        ]
+        await (await desk.submit(nodes, outputs=["end"])).end()
     assert len(groups) == 301
     assert set(groups[:300]) == {"m"}
     assert groups[300] != "m"
@@ -614,6 +614,68 @@ async def test_a_yield_is_told_in_an_event(tmp_path: Path) -> None:
             True,
         )
         assert told["node"] == "y"
+
+
+async def test_a_yield_tells_of_a_text_while_it_grows(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
+        value = {"object": {"so_far": {"partial": "s"}, "is_end": {"final": "s"}}}
+        nodes = [
+            say("s", "S"),
+            {"id": "y", "op": "yield", "value": value, "mode": "partial"},
+            {"id": "d", "op": "yield", "value": var("s"), "mode": "delta"},
+        ]
+        program = await desk.submit(nodes, outputs=["s"])
+        told = [e async for e in program.read() if e.type == "yield"]
+        partial = [e for e in told if e.data["node"] == "y"]
+        *growing, last = [e.data["value"] for e in partial]
+        assert len(growing) > 2
+        assert not any(each["is_end"] for each in growing)
+        texts = [each["so_far"] for each in growing]
+        assert texts == sorted(texts, key=len)
+        assert all(answer("S").startswith(text) for text in texts)
+        assert last == {"so_far": answer("S"), "is_end": True}
+        *pieces, whole = [e for e in told if e.data["node"] == "d"]
+        assert answer("S").startswith("".join(e.data["value"] for e in pieces))
+        assert len(pieces) > 2
+        assert whole.data["value"] == answer("S")
+        assert {e.seq is None for e in (*pieces, *partial[:-1])} == {True}, "only the last is kept"
+        assert [e.data["final"] for e in await program.events() if e.type == "yield"] == [True] * 2
+
+
+async def test_a_yield_says_nothing_before_its_turn(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.005) as desk:
+        nodes = [
+            say("s", "S"),
+            client("ask", "late"),
+            {
+                "id": "y",
+                "op": "yield",
+                "value": {"partial": "s"},
+                "mode": "partial",
+                "after": ["ask"],
+            },
+            {"id": "n", "op": "yield", "value": {"partial": "s"}, "mode": "partial", "when": False},
+        ]
+        program = await desk.submit(nodes, outputs=["s"])
+        await program.value("s")
+        asked = await program.event("client.requested")
+        reading = program.read()
+        seen = [event async for event in _until(reading, "client.requested")]
+        assert not [event for event in seen if event.type == "yield"]
+        await program.put("late", 1, asked.data["request_id"])
+        await program.end()
+        told = [e.data for e in await program.events() if e.type == "yield"]
+        assert [(each["node"], each["value"]) for each in told] == [("y", answer("S"))]
+
+
+async def _until(
+    reading: AsyncGenerator[Event, None], event_type: str
+) -> AsyncGenerator[Event, None]:
+    async for event in reading:
+        yield event
+        if event.type == event_type:
+            await reading.aclose()
+            return
 
 
 async def test_what_was_asked_for_brings_its_bodies_along(tmp_path: Path) -> None:
