@@ -95,24 +95,26 @@ async def test_decisions_survive_kills_in_their_middle(tmp_path: Path) -> None:
         return [*fake, "--max-sequences", "8"]
 
     rng = random.Random(5)
-    async with Server(tmp_path, arguments=arguments) as server:  # noqa: SIM117 - it has the URL
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+    async with (
+        Server(tmp_path, arguments=arguments) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=30) as http,
+    ):
+        await server.spawn()
+        await server.wait_ready()
+        body = {"program": {"nodes": program(), "outputs": ["end"]}}
+        id_ = (await http.post("/v1/programs", json=body)).json()["id"]
+        num_committed: list[int] = []
+        for _ in range(5):
+            await asyncio.sleep(rng.uniform(0.05, 0.3))
+            told = (await http.get(f"/v1/programs/{id_}")).json()
+            num_committed.append(
+                sum(each["status"] == "done" for each in told["variables"].values())
+            )
+            await server.kill()
             await server.spawn()
             await server.wait_ready()
-            body = {"program": {"nodes": program(), "outputs": ["end"]}}
-            id_ = (await http.post("/v1/programs", json=body)).json()["id"]
-            num_committed: list[int] = []
-            for _ in range(5):
-                await asyncio.sleep(rng.uniform(0.05, 0.3))
-                told = (await http.get(f"/v1/programs/{id_}")).json()
-                num_committed.append(
-                    sum(each["status"] == "done" for each in told["variables"].values())
-                )
-                await server.kill()
-                await server.spawn()
-                await server.wait_ready()
-            history = [event async for event in history_of(http, id_)]
-            status = (await http.get(f"/v1/programs/{id_}")).json()
+        history = [event async for event in history_of(http, id_)]
+        status = (await http.get(f"/v1/programs/{id_}")).json()
     assert status["status"] == "done", status.get("error")
     assert status["receipt"]["blocks_held"] == 0
     assert len(set(num_committed)) >= 3, "it was killed in its middle"
