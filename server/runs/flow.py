@@ -19,8 +19,6 @@ them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -44,7 +42,7 @@ from ..program.ir import (
     Wait,
     Yield,
 )
-from ..program.partial import as_growing, as_whole, growing_names
+from ..program.partial import as_whole
 from ..program.status import EventType, Phase, Problem
 from ..program.value import check_size, is_true, kind_of
 from .bodies import Bodies, Grown
@@ -124,8 +122,6 @@ class Flow:
         self._execution = execution
         self._host = host
         self._bodies = bodies
-        self.listening: dict[str, list[Yield]] = {}
-        """Texts to what is to be said of them while they grow."""
         self.doomed: dict[str, int] = {}
         """Calls that end before this slot, because only what comes earlier is needed."""
 
@@ -480,30 +476,6 @@ class Flow:
         self._host.emit("yield", node.id, value=value, mode=node.mode, final=True)
         self._host.slot_over(node.id, 0, [])
 
-    def expect(self, nodes: Iterable[str]) -> None:
-        """New nodes are in the graph: some say something of texts before these are whole."""
-        for node_id in nodes:
-            node = self._execution.graph.nodes[node_id]
-            if isinstance(node, Yield) and node.mode != "value":
-                for name in _listened(node):
-                    self.listening.setdefault(name, []).append(node)
-
-    def grew(self, variable: str) -> None:
-        """A text grew: say what is to be said of it, where everything else is there."""
-        for node in self.listening.get(variable, ()):
-            names = _listened(node)
-            open_names = {name for name in names if not self._execution.is_resolved(name)}
-            if not self._execution.waits_only_for(node.id, 0, open_names):
-                continue
-            scope = {**self._execution.values}
-            scope |= {name: self._host.feed.text_of(name) for name in open_names}
-            with contextlib.suppress(ExpressionError):  # of a text in the middle; wait for more
-                if node.when is not UNSET and not evaluate(input_expression(node.when), scope):
-                    continue
-                value = evaluate(as_growing(node.value, names - open_names), scope)
-                if node.mode == "partial" or isinstance(value, str):
-                    self._host.feed.show(node.id, node.job, node.mode, value)
-
     # --- failures -------------------------------------------------------------------------
 
     def failed_inside(self, place: Place, node_id: str, problem: Problem) -> list[Ready]:
@@ -518,11 +490,6 @@ class Flow:
             return self._failed_in_try(control, place.part, problem)
         self._host.fail(place.control, _as_error(problem))
         return []
-
-
-def _listened(node: Yield) -> frozenset[str]:
-    """The texts that a yield follows while they grow."""
-    return growing_names(node.value) if node.mode == "partial" else variables(node.value)
 
 
 def _handler_for(node: Try, code: str) -> int | None:

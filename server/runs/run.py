@@ -51,6 +51,7 @@ from .recovery import Past
 from .report import ending
 from .steps import ClientStep, FunctionStep
 from .world import World
+from .yields import Yields
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Run:
         self._calls = Calls(execution, world, self)
         self._steps: dict[str, ClientStep | FunctionStep] = {}
         self._flow = Flow(execution, self, Bodies(execution))
+        self._yields = Yields(execution, self.feed)
         self._clocks = Clocks(execution, self, feed=self.feed, outbox=self.outbox)
         self._work: deque[Ready] = deque()
         self._is_working = False
@@ -101,7 +103,7 @@ class Run:
             return  # the server went away while the disk took it: it starts with the next one
         self.execution.phase = "running"
         self._calls.expect(self.execution.graph.nodes)
-        self._flow.expect(self.execution.graph.nodes)
+        self._yields.expect(self.execution.graph.nodes)
         self._clocks.start()
         self.advance(self.execution.start())
 
@@ -117,7 +119,7 @@ class Run:
         self.outbox.add(AppendRecord(program=self.execution.id, body=body))
         self.outbox.settle(name for name in self.execution.values if name not in known)
         self._calls.expect(added)
-        self._flow.expect(added)
+        self._yields.expect(added)
         if added:
             self.emit("nodes.appended", nodes=list(added))
         self.advance(ready)
@@ -323,8 +325,7 @@ class Run:
         """More text of an output."""
         variable = call.targets[slot].variable
         self.feed.grow(variable, text)
-        if variable in self._flow.listening:
-            self._flow.grew(variable)
+        self._yields.grew(variable)
 
     def slot_done(self, call: Call, slot: int, outcome: Outcome) -> None:
         """An output is whole."""
@@ -513,7 +514,7 @@ class Run:
     def grown(self, node_id: str, nodes: tuple[str, ...]) -> None:
         """Instances came into the graph for this node."""
         self._calls.expect(nodes)
-        self._flow.expect(nodes)
+        self._yields.expect(nodes)
         self.emit("nodes.appended", node_id, nodes=list(nodes))
         self._world.grown(self.execution)
 

@@ -716,6 +716,34 @@ async def test_a_failed_item_of_a_session_fails_its_map_and_nothing_else(tmp_pat
         assert (await program.end()).status == "done"
 
 
+async def test_the_critical_path_goes_through_bodies(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.002) as desk:
+        nodes = [
+            say("pre", "P"),
+            map_(
+                {"split": [var("pre"), " "]},
+                say("s", read("x"), writes="o"),
+                say("t", read("o"), writes="p", max_tokens=3),
+                collect={"all": "p"},
+            ),
+            loop(
+                say("q", read("r"), writes="u", max_tokens=5),
+                count=2,
+                carry={"r": [{"join": [var("all"), ""]}, var("u")]},
+            ),
+            say("end", read("r")),
+        ]
+        program = await desk.submit(nodes, outputs=["end"])
+        receipt = (await program.end()).receipt
+        assert receipt
+        path = [name for name in receipt.critical_path if not name.startswith(("s.", "t."))]
+        assert path == ["pre", "m", "q.0", "l.0", "q.1", "l.1", "l", "end"]
+        slowest = [name for name in receipt.critical_path if name not in path]
+        assert [name[0] for name in slowest] == ["s", "t"]
+        assert slowest[0][1:] == slowest[1][1:], "of one item"
+        assert 0 < receipt.critical_path_s <= receipt.wall_s
+
+
 async def test_instances_of_a_program_are_given_up_with_it(tmp_path: Path) -> None:
     async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
         body = say(
