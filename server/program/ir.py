@@ -266,7 +266,7 @@ class Wait(
     """Ends when enough of its variables have a value, and lets go who comes `after` it."""
 
     variables: Annotated[list[Name], Meta(min_length=1, max_length=MAX_NODES)]
-    mode: Literal["all", "any"] | Annotated[int, Meta(ge=1)] = "all"
+    mode: Literal["all", "any"] | Annotated[int, Meta(ge=1, le=MAX_NODES)] = "all"
     """A number: so many of them."""
 
 

