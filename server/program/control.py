@@ -115,11 +115,6 @@ def carried(node: Map | Loop) -> tuple[Name, ...]:
     return tuple(node.carry) if isinstance(node, Loop) else ()
 
 
-def is_template(node: Placed) -> bool:
-    """Whether instances are made of the node's body."""
-    return isinstance(node, Map | Loop)
-
-
 def wait_slot(node: Control) -> int:
     """The slot that waits for the end of all that is in the bodies."""
     return GIVE if isinstance(node, Map | Try) else CLOSE
@@ -172,8 +167,9 @@ def walk(nodes: Iterable[AnyNode], path: str) -> Iterator[tuple[str, AnyNode]]:
     for index, node in enumerate(nodes):
         place = f"{path}[{index}]"
         yield place, node
-        for body in bodies(node):
-            yield from walk(body.nodes, f"{place}.{body.path}")
+        if isinstance(node, Map | If | Loop | Try):
+            for body in bodies(node):
+                yield from walk(body.nodes, f"{place}.{body.path}")
 
 
 def stand(nodes: Iterable[AnyNode], path: str, place: Place | None = None) -> Iterator[Member]:
@@ -181,7 +177,7 @@ def stand(nodes: Iterable[AnyNode], path: str, place: Place | None = None) -> It
     for index, node in enumerate(nodes):
         here = f"{path}[{index}]"
         yield Member(here, node, place)
-        if not is_template(node):
+        if isinstance(node, If | Try):
             for body in bodies(node):
                 yield from stand(body.nodes, f"{here}.{body.path}", Place(node.id, body.part))
 

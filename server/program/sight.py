@@ -61,7 +61,8 @@ class Sight:
         """Whether a variable can be read by what stands there."""
         number = self.producer(name)
         if number is not None:
-            return self._is_within(place, self.place(self.slot(number).node))
+            owner = self.place(self.slot(number).node)
+            return owner is None or self._is_within(place, owner)
         if name in self._new.hidden or name in self._standing.hidden:
             return False
         if name in self._new.variables or name in self._standing.variables:

@@ -93,6 +93,8 @@ def make_slots(node: Generate | Call | Client | Expr) -> tuple[Slot, ...]:
 
 def check_name(name: str, path: str) -> None:
     """Raises ProgramError `program.name` if a text may name neither anything nor an instance."""
+    if is_name(name):
+        return
     base, dot, indices = name.partition(".")
     if not is_name(base) or not _INDICES.fullmatch(dot + indices):
         raise ProgramError(

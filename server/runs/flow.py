@@ -50,7 +50,7 @@ from .execution import Absence, Execution, Ready
 from .feed import Feed
 from .kill import Doom
 
-NODES_AT_ONCE = 256
+NODES_AT_ONCE = 128
 """Nodes that a map appends in one turn of the loop."""
 ROUNDS_AT_ONCE = 32
 """Rounds of computations alone that a loop runs in one turn."""
