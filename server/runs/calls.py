@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ..engines.scheduler import rank
 from ..program.graph import Graph
-from ..program.ir import Generate
+from ..program.ir import Generate, Map
 from ..program.objective import Performance, get_perf_objective
 from ..program.rope import prefix_constant, prefix_hash
 from ..program.symbols import Definitions
@@ -94,7 +94,8 @@ class Calls:
         self._unweighed.clear()
         for node_id, call in self._calls.items():
             performance = self._performance[node_id]
-            call.rerank(self._rank(call.node, performance, call.came_s), performance.group)
+            group = self._group(node_id, performance)
+            call.rerank(self._rank(call.node, performance, call.came_s), group)
 
     def _weigh_new(self) -> None:
         """Weigh nodes that were appended. In a large graph by themselves, until there are many:
@@ -107,6 +108,15 @@ class Calls:
                 self._performance |= get_perf_objective(self._execution.graph, fresh)
         elif self._unweighed:
             self.weigh()
+
+    def _group(self, node_id: str, performance: Performance) -> str | None:
+        """The task group of a call: in a map all calls are one, however many are to come."""
+        place = self._execution.graph.place(node_id)
+        while place is not None:
+            if isinstance(self._execution.graph.nodes[place.control], Map):
+                return place.control
+            place = self._execution.graph.place(place.control)
+        return performance.group
 
     def _rank(self, node: Generate, performance: Performance, came_s: float) -> float:
         return rank(
@@ -155,7 +165,7 @@ class Calls:
             constants=prefix_constant(node, _definitions(node, execution.graph)),
             came_s=came_s,
             rank=self._rank(node, performance, came_s),
-            group=performance.group,
+            group=self._group(node_id, performance),
             salt=execution.tenant,
             keeps_all=execution.is_open or not self._hashes,
             traces=execution.options.trace,

@@ -1,7 +1,7 @@
 """What the readers of one program see: durable events in order, and the text in between.
 
-Knows events, texts that grow, and who waits for the next of either. Refuses to know where
-events come from; the executor publishes an event only when the disk has it.
+Knows events, texts that grow, what is said of these, and who waits for the next of any. Refuses
+to know where events come from; the executor publishes an event only when the disk has it.
 
 Kept true: a reader gets every event after its starting point exactly once and in order;
 the deltas of one variable that it gets are contiguous from offset 0 within one attempt;
@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from ..program.ir import Json
 from ..program.status import Event
 
 
@@ -40,6 +41,14 @@ class _Text:
         return self.parts[0][offset:] if self.parts else ""
 
 
+@dataclass(slots=True)
+class _View:
+    """What a `yield` says of texts that still grow; a newer one takes its place."""
+
+    data: dict[str, Json]
+    version: int
+
+
 class Feed:
     """Events and texts of one program."""
 
@@ -51,6 +60,7 @@ class Feed:
         self._events: list[Event] = []
         self._seqs: list[int] = []
         self._texts: dict[str, _Text] = {}  # in the order in which they last grew
+        self._views: dict[str, _View] = {}
         self._version = 0
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -88,6 +98,24 @@ class Feed:
         if grown is not None and grown.length < len(text):
             self.grow(variable, text[grown.length :])
 
+    def text_of(self, variable: str) -> str:
+        """What an output has said so far."""
+        text = self._texts.get(variable)
+        return "" if text is None else text.since(0)
+
+    def show(self, node: str, job: str, mode: str, value: Json) -> None:
+        """A `yield` has something to say before it is whole: readers get the latest of it, and
+        under `delta` what is new of a text.
+        """
+        self._version += 1
+        data = {"program": self._program, "node": node, "job": job, "mode": mode, "final": False}
+        self._views[node] = _View({**data, "value": value}, self._version)
+        self._wake()
+
+    def hide(self, node: str) -> None:
+        """A `yield` is whole, or over: its last word is an event; safe to repeat."""
+        self._views.pop(node, None)
+
     def close(self) -> None:
         """The last event was published; readers end after it."""
         self._is_closed = True
@@ -109,7 +137,8 @@ class Feed:
                 changed = self._changed
                 # What comes while the reader is busy waits for the next round: its text first.
                 end = len(self._events)
-                deltas, seen = self._deltas(offsets, seen), self._version
+                deltas = [*self._deltas(offsets, seen), *self._shown(offsets, seen)]
+                seen = self._version
                 for delta in deltas:
                     yield delta
                 for event in self._events[position:end]:
@@ -150,6 +179,21 @@ class Feed:
             offsets[variable] = (text.attempt, text.length)
         deltas.reverse()
         return deltas
+
+    def _shown(self, offsets: dict[str, tuple[int, int]], seen: int) -> list[Event]:
+        events = []
+        for node, view in self._views.items():
+            if view.version <= seen:
+                continue
+            data = view.data
+            if data["mode"] == "delta":
+                key = f"yield {node}"
+                _, offset = offsets.get(key, (0, 0))
+                offset = min(offset, len(data["value"]))  # shorter: it began again
+                offsets[key] = (0, len(data["value"]))
+                data = {**data, "value": data["value"][offset:]}
+            events.append(Event(None, "yield", data))
+        return events
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -126,14 +126,24 @@ def critical_path(execution: Execution) -> list[NodeState]:
 
 
 def _waited_for(execution: Execution, state: NodeState) -> list[NodeState]:
+    """What a node read or came after; what is in its bodies; and for what is in a body, what the
+    nodes around it were entered with.
+    """
     graph = execution.graph
+    node_id = state.node.id
+    around: list[str] = []
+    place = graph.place(node_id)
+    while place is not None:
+        around.append(place.control)
+        place = graph.place(place.control)
     names = set(state.node.after)
-    for slot in graph.slots[state.node.id]:
-        for variable in slot.reads:
-            producer = graph.get_producer(variable)
-            if producer is not None and producer.node != state.node.id:
-                names.add(producer.node)
-    return [execution.nodes[name] for name in names]
+    names.update(child for part in graph.parts(node_id).values() for child in part)
+    slots = [*graph.slots[node_id], *(graph.slots[control][0] for control in around)]
+    for variable in {name for slot in slots for name in slot.reads}:
+        producer = graph.get_producer(variable)
+        if producer is not None:
+            names.add(producer.node)
+    return [execution.nodes[name] for name in names - {node_id, *around}]
 
 
 def _took_part(state: NodeState) -> bool:

@@ -18,8 +18,10 @@ import httpx
 import openai
 import pytest
 
+from conure.adapters.client import AsyncClient
 from conure.server.app import create_app
 from conure.server.config import Config
+from conure.server.program.errors import ProgramError
 
 from .routes.test_events import parse
 from .service_double import in_process, over_socket
@@ -57,6 +59,46 @@ async def finish(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
     events = parse((await client.get(f"{path}/events")).text)
     assert events[-1]["event"] == "program.finished"
     return events
+
+
+async def test_the_client_runs_its_steps_in_every_instance(tmp_path: Path) -> None:
+    program = {
+        "nodes": [
+            {
+                "id": "rounds",
+                "op": "loop",
+                "index": "round",
+                "carry": {"found": [[1, 2], {"var": "more"}]},
+                "count": 2,
+                "body": [
+                    {
+                        "id": "each",
+                        "op": "map",
+                        "items": "found",
+                        "as": "x",
+                        "body": [
+                            {
+                                "id": "ask",
+                                "op": "client",
+                                "name": "double",
+                                "args": {"n": {"var": "x"}},
+                                "output": "twice",
+                            }
+                        ],
+                        "collect": {"more": "twice"},
+                    }
+                ],
+            }
+        ],
+        "outputs": ["found"],
+    }
+    app = create_app(Config(data=tmp_path, engine="fake"))
+    async with over_socket(app) as url, AsyncClient(url) as client:
+        result = await client.run(program, functions={"double": lambda n: 2 * n})
+        with pytest.raises(ProgramError, match="'double'"):
+            await client.run(program, functions={"triple": lambda n: 3 * n})
+    assert result.outputs == {"found": [4, 8]}
+    assert result.receipt.blocks_held == 0
 
 
 async def test_a_chain_is_submitted_once_and_its_end_is_awaited(tmp_path: Path) -> None:
