@@ -15,24 +15,32 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from ..engines.scheduler import rank
-from ..program.graph import Graph
+from ..program.deadline import get_latest_starts, has_deadline
+from ..program.graph import Graph, Slot
 from ..program.ir import Generate
 from ..program.objective import Performance, get_perf_objective
 from ..program.rope import prefix_constant, prefix_hash
 from ..program.symbols import Definitions
+from ..prompts.model import DEFAULT_MAX_TOKENS
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
+from ..scheduling.demand import Standing
+from ..scheduling.policy import Rank
 from ..store.journal import ValueRecord
 from .call import Call, Host
 from .context import release
 from .encoder import Work
 from .execution import Execution
+from .output import targets
 from .sharing import Sharing
 from .world import World
 
 NUM_WEIGHED_AT_ONCE = 128
 """Nodes that have not ended, up to which every append weighs all of them again."""
+
+
+CHARS_PER_TOKEN = 4
+"""Of text that is not encoded yet, roughly."""
 
 
 class CallHost(Host, Protocol):
@@ -52,11 +60,13 @@ class Calls:
         self._execution = execution
         self._world = world
         self._host = host
-        self._began_s = time.monotonic()
+        self._began_s = time.monotonic() - (time.time() - execution.created_at)
+        self._attained_s = 0.0
         self._sharing = Sharing()
         self._calls: dict[str, Call] = {}
         self._hashes: dict[str, tuple[bytes, ...]] = {}
         self._performance: dict[str, Performance] = {}
+        self._latest: dict[str, float] = {}
         self._live: dict[str, None] = {}
         self._unweighed: dict[str, None] = {}
         self.past: Mapping[str, ValueRecord] = {}
@@ -91,10 +101,26 @@ class Calls:
     def weigh(self) -> None:
         """Deduce anew what each call is worth, also those that wait or run already."""
         self._performance = get_perf_objective(self._execution.graph, self._live)
+        self._latest = self._latest_starts(self._live)
         self._unweighed.clear()
         for node_id, call in self._calls.items():
             performance = self._performance[node_id]
-            call.rerank(self._rank(call.node, performance, call.came_s), performance.group)
+            call.rerank(self._rank(call.node, performance, call.came_s), performance)
+
+    def _latest_starts(self, nodes: Iterable[str]) -> dict[str, float]:
+        graph, deadline_s = self._execution.graph, self._execution.options.deadline_s
+        if deadline_s is None and not has_deadline(graph):
+            return {}
+        return get_latest_starts(graph, self._estimate_s, deadline_s=deadline_s, nodes=nodes)
+
+    def _estimate_s(self, slot: Slot) -> float:
+        """How long a slot may take; what is no call is taken to take no time."""
+        node = self._execution.graph.nodes[slot.node]
+        if not isinstance(node, Generate):
+            return 0.0
+        num_output = targets(node)[slot.index].sampling.max_tokens or DEFAULT_MAX_TOKENS
+        num_prompt = _num_static_chars(node) // CHARS_PER_TOKEN
+        return self._world.scheduler.pace.estimate_s(num_prompt, num_output)
 
     def _weigh_new(self) -> None:
         """Weigh nodes that were appended. In a large graph by themselves, until there are many:
@@ -105,16 +131,22 @@ class Calls:
             fresh = [name for name in self._unweighed if name not in self._performance]
             if fresh:
                 self._performance |= get_perf_objective(self._execution.graph, fresh)
+                self._latest |= self._latest_starts(fresh)
         elif self._unweighed:
             self.weigh()
 
-    def _rank(self, node: Generate, performance: Performance, came_s: float) -> float:
-        return rank(
-            self._began_s,
-            came_s,
-            is_latency=performance.kind == "latency",
+    def _rank(self, node: Generate, performance: Performance, came_s: float) -> Rank:
+        latest = self._latest.get(node.id)
+        standing = Standing(
+            came_s=came_s,
+            began_s=self._began_s,
+            kind=performance.kind,
+            depth=performance.depth,
             priority=node.priority,
+            latest_s=None if latest is None else self._began_s + latest,
+            attained_s=self._attained_s,
         )
+        return self._world.scheduler.policy.rank(standing)
 
     def prepare(self, node_id: str, slot: int) -> None:
         """A slot is ready: render and encode its prompt, then tell the host."""
@@ -155,7 +187,7 @@ class Calls:
             constants=prefix_constant(node, _definitions(node, execution.graph)),
             came_s=came_s,
             rank=self._rank(node, performance, came_s),
-            group=performance.group,
+            performance=performance,
             salt=execution.tenant,
             keeps_all=execution.is_open or not self._hashes,
             traces=execution.options.trace,
@@ -175,6 +207,9 @@ class Calls:
 
     def end(self, node_id: str) -> None:
         """The node is over: its call is abandoned and waits for no prefix; safe to repeat."""
+        usage = self._execution.nodes[node_id].usage
+        if node_id in self._live:
+            self._attained_s += usage.prefill_s + usage.decode_s
         self.drop(node_id)
         self._live.pop(node_id, None)
         self._unweighed.pop(node_id, None)

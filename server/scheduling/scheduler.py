@@ -4,17 +4,19 @@ Calls wait here, ordered by rank, until an engine has room for them; engines get
 than they can run plus a small look-ahead, so that the order decided here is the order in
 which things happen.
 
-`place` is the decision, a pure function of records. `Scheduler` obeys it: it keeps the
-queue, books what each engine has taken, and starts calls. Refuses to know programs beyond
-their id, and prompts beyond their length.
+What to prefer is decided by the policy, pure functions of records (`policy`). This file obeys
+it: it keeps the queue and the books, and starts calls. Refuses to know programs beyond their
+id, and prompts beyond their length and the keys of their prefixes.
+
+There are two lines, one of strict calls (somebody waits for them by themselves, so they need
+an engine that is not too full) and one of all others. The first of a line that fits nowhere
+gets an engine kept for it: nobody else starts there until it does. The others of its
+line may pass it on other engines; the next one that fits nowhere ends the line's turn.
 
 Kept true: a call is either waiting, or booked on exactly one engine, or unknown here;
-nobody overtakes a call of better rank that still waits for room; an empty engine takes any
-call that its context length allows.
-
-A rank is a point in time (`rank`): when a call came, later by so much the less urgent it is.
-So a call ages without being touched, and none starves: whatever comes after its rank stands
-behind it.
+on the engine that will run it, nobody overtakes a call of better rank in its line; the first
+of a line always has an engine that drains for it, so with ranks that age nobody starves; an
+empty engine takes any call that its context length allows.
 """
 
 from __future__ import annotations
@@ -22,52 +24,20 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .demand import Demand
+from .load import Load
+from .pace import Pace
+from .policy import DEFAULT_POLICY, Offer, Policy, policy_named
+from .roster import Gang, Roster
+
 LOOK_AHEAD = 8
 """Calls beyond what decodes at once that an engine may hold, so that it never idles."""
-
-THROUGHPUT_S = 30.0
-"""How much longer a call waits that nobody waits for by itself."""
-HEAD_START_S = 10.0
-"""How much sooner at most a call comes because its program began long ago."""
-PRIORITY_S = 60.0
-"""What one step of priority is worth."""
 NUM_STALE = 64
-"""Withdrawn calls that may stand in the queue, or as many as there are others."""
-
-
-@dataclass(slots=True)
-class Load:
-    """What one engine has taken on."""
-
-    engine: str
-    capacity: int
-    """Tokens that fit into its KV memory."""
-    max_calls: int
-    used: int = 0
-    programs: Counter[str] = field(default_factory=Counter)
-    """Calls of each program that run here."""
-    num_calls: int = 0
-
-
-def rank(began_s: float, now_s: float, *, is_latency: bool, priority: int) -> float:
-    """Where a call stands in the queue: lower is sooner.
-
-    Calls of older programs come first, within limits: work on what has been started ends
-    sooner than a little of everything.
-
-    Args:
-        began_s: when its program began, on the clock of `now_s`.
-        now_s: when the call came.
-        is_latency: whether somebody waits for it; else it may come THROUGHPUT_S later.
-        priority: each step is worth PRIORITY_S.
-    """
-    came_s = max(began_s, now_s - HEAD_START_S)
-    return came_s + (0.0 if is_latency else THROUGHPUT_S) - priority * PRIORITY_S
+"""Withdrawn calls that may stand in a line, or as many as there are others."""
 
 
 class Placement(NamedTuple):
@@ -77,48 +47,83 @@ class Placement(NamedTuple):
     why: str
 
 
-def place(program: str, need: int, loads: Iterable[Load]) -> Placement | None:
-    """Choose an engine with room for `need` tokens, or None.
-
-    The engine that works for the program already is preferred, because the program's
-    prefixes are there; then the one with the most free tokens.
-    """
-    best: Load | None = None
-    best_key = (False, 0)
-    for load in loads:
-        fits = load.used + need <= load.capacity or load.num_calls == 0
-        if not fits or load.num_calls >= load.max_calls:
-            continue
-        key = (load.programs[program] > 0, load.capacity - load.used)
-        if best is None or key > best_key:
-            best, best_key = load, key
-    if best is None:
-        return None
-    why = "its program's context is here" if best_key[0] else "most room"
-    return Placement(best.engine, why)
+def _nobody(_: str) -> None:
+    """For tickets that need not hear why they wait."""
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One call in the queue or on an engine."""
 
-    program: str
+    demand: Demand
     rank: float
-    need: int
-    """Tokens that it may come to hold: prompt and output, less what it shares."""
     start: Callable[[Placement], None]
+    wait: Callable[[str], None] = _nobody
+    """Told why the call has to wait, once an engine is kept for it."""
     load: Load | None = None
+    num_filling: int = 0
+    """Tokens of its prompt that the engine has yet to fill."""
+    kept: str | None = None
+    """The engine that drains for it."""
+    order: int = 0
     is_withdrawn: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Calls that wait, best rank first."""
+
+    heap: list[tuple[float, int, Ticket]] = field(default_factory=list)
+    num_waiting: int = 0
+    kept: Ticket | None = None
+    """The first of all that fits nowhere; it stands in the heap while engines are tried."""
+    is_stuck: bool = False
+    """Nobody in it fits anywhere until some engine has more room, or somebody better comes."""
+
+    def put(self, ticket: Ticket) -> None:
+        heapq.heappush(self.heap, (ticket.rank, ticket.order, ticket))
+
+    def first(self) -> tuple[float, int, Ticket] | None:
+        """The best entry, without those that were withdrawn."""
+        while self.heap and self.heap[0][2].is_withdrawn:
+            heapq.heappop(self.heap)
+        return self.heap[0] if self.heap else None
+
+    def compact(self) -> None:
+        """Forget withdrawn calls once they are the larger part."""
+        if len(self.heap) > 2 * self.num_waiting + NUM_STALE:
+            self.heap = [entry for entry in self.heap if not entry[2].is_withdrawn]
+            heapq.heapify(self.heap)
 
 
 class Scheduler:
     """The queue and the books of all engines."""
 
-    def __init__(self) -> None:
-        self._loads: dict[str, Load] = {}
-        self._waiting: list[tuple[float, int, Ticket]] = []
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        strict_tokens: int | None = None,
+        defer: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
+        """Make an empty queue.
+
+        Args:
+            policy: how calls are ordered and placed; None: the default one.
+            strict_tokens: tokens that an engine may hold while somebody waits for one of its
+                calls by itself; None: as many as fit.
+            defer: calls something at the end of the present turn; None: the running event loop.
+        """
+        self.policy = policy_named(DEFAULT_POLICY) if policy is None else policy
+        self.pace = Pace()
+        self.num_decisions = 0
+        """Times that an engine was looked for."""
+        self._strict_tokens = strict_tokens
+        self._defer = defer
+        self._roster = Roster()
+        self._gangs: dict[tuple[str, str], Gang] = {}
+        self._lines = (_Line(), _Line())
         self._order = itertools.count()
-        self._num_waiting = 0
         self._is_scheduled = False
         self._is_paused = False
         self._idle: list[asyncio.Future[None]] = []
@@ -126,16 +131,25 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Calls that wait for room."""
-        return self._num_waiting
+        return sum(line.num_waiting for line in self._lines)
 
     def engine_arrived(self, engine: str, *, capacity: int, max_sequences: int) -> None:
         """An engine is there and empty."""
-        self._loads[engine] = Load(engine, capacity, max_sequences + LOOK_AHEAD)
-        self._schedule()
+        strict_tokens = self._strict_tokens
+        self._roster.add(Load(engine, capacity, max_sequences + LOOK_AHEAD, strict_tokens))
+        self._unstick()
 
     def engine_lost(self, engine: str) -> None:
         """An engine is gone; its calls come back as new tickets."""
-        self._loads.pop(engine, None)
+        self._roster.remove(engine)
+        for key, gang in list(self._gangs.items()):
+            gang.running.pop(engine, None)
+            if gang.is_over:
+                del self._gangs[key]
+        for line in self._lines:
+            if line.kept is not None and line.kept.kept == engine:
+                line.kept.kept = None
+        self._unstick()
 
     def pause(self) -> None:
         """Start nothing more; what runs goes on."""
@@ -143,16 +157,32 @@ class Scheduler:
 
     async def wait_idle(self) -> None:
         """Wait until no engine has a call."""
-        while any(load.num_calls for load in self._loads.values()):
+        while any(load.num_calls for load in self._roster.loads.values()):
             idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(idle)
             await idle
 
     def submit(self, ticket: Ticket) -> None:
         """Let a call wait for an engine; it starts in a later turn of the loop."""
-        heapq.heappush(self._waiting, (ticket.rank, next(self._order), ticket))
-        self._num_waiting += 1
-        self._schedule()
+        ticket.demand = demand = self.policy.see(ticket.demand)
+        line = self._line(demand)
+        first = line.first()
+        ticket.order = next(self._order)
+        line.put(ticket)
+        line.num_waiting += 1
+        if demand.group is not None:
+            gang = self._gangs.setdefault((demand.program, demand.group), Gang())
+            gang.num_waiting += 1
+            gang.waiting_tokens += _own_tokens(demand)
+        if not line.is_stuck or first is None or ticket.rank < first[0]:
+            line.is_stuck = False
+            self._schedule()
+
+    def filled(self, ticket: Ticket) -> None:
+        """The engine has filled the call's prompt; safe to repeat."""
+        if ticket.load is not None:
+            ticket.load.num_filling -= ticket.num_filling
+            ticket.num_filling = 0
 
     def withdraw(self, ticket: Ticket) -> None:
         """A call needs no engine any more, or is done with the one it has; safe to repeat."""
@@ -161,48 +191,162 @@ class Scheduler:
         ticket.is_withdrawn = True
         load = ticket.load
         if load is None:
-            self._num_waiting -= 1
-            self._compact()
+            self._leave_line(ticket)
+            line = self._line(ticket.demand)
+            line.compact()
+            if line.kept is ticket:
+                line.kept = None
+            if ticket.kept is not None:
+                self._unkeep(ticket)
+                self._unstick()
             return
-        load.used -= ticket.need
-        load.num_calls -= 1
-        load.programs[ticket.program] -= 1
-        if not load.programs[ticket.program]:
-            del load.programs[ticket.program]
+        self.filled(ticket)
+        if self._roster.loads.get(load.engine) is load:  # else it is gone, with all its books
+            self._roster.leave(load, ticket.demand)
+            if ticket.demand.group is not None:
+                self._leave_gang(ticket.demand, load.engine)
         if self._idle and load.num_calls == 0:
             for idle in self._idle:
                 if not idle.done():
                     idle.set_result(None)
             self._idle.clear()
-        self._schedule()
+        self._unstick()
 
-    def _compact(self) -> None:
-        """Forget withdrawn calls once they are the larger part of the queue."""
-        if len(self._waiting) > 2 * self._num_waiting + NUM_STALE:
-            self._waiting = [entry for entry in self._waiting if not entry[2].is_withdrawn]
-            heapq.heapify(self._waiting)
+    # --- a turn ---------------------------------------------------------------------------
+
+    def _unstick(self) -> None:
+        for line in self._lines:
+            line.is_stuck = False
+        self._schedule()
 
     def _schedule(self) -> None:
         """Placing waits for the end of the turn, so that a whole map stage is seen at once."""
-        if not self._is_scheduled:
+        if not self._is_scheduled and not self._is_paused and self.num_waiting:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._run)
+            defer = self._defer or asyncio.get_running_loop().call_soon
+            defer(self.run)
 
-    def _run(self) -> None:
+    def _line(self, demand: Demand) -> _Line:
+        # Where nothing is bounded for strict calls, they have no reason to wait apart.
+        return self._lines[demand.is_strict and self._strict_tokens is not None]
+
+    def run(self) -> None:
+        """Start every call that there is room for, best rank first."""
         self._is_scheduled = False
-        while self._waiting and not self._is_paused:
-            _, _, ticket = self._waiting[0]
-            if ticket.is_withdrawn:
-                heapq.heappop(self._waiting)
-                continue
-            placement = place(ticket.program, ticket.need, self._loads.values())
-            if placement is None:
+        for line in self._lines:
+            if line.kept is not None and not line.is_stuck:
+                kept, line.kept = line.kept, None
+                line.put(kept)
+                first = line.first()
+                assert first is not None
+                if first[2] is not kept:
+                    self._unkeep(kept)  # somebody of better rank has come
+        while not self._is_paused:
+            entries = [
+                (entry, line)
+                for line in self._lines
+                if not line.is_stuck and (entry := line.first()) is not None
+            ]
+            if not entries:
                 return
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
-            load = self._loads[placement.engine]
-            load.used += ticket.need
-            load.num_calls += 1
-            load.programs[ticket.program] += 1
-            ticket.load = load
-            ticket.start(placement)
+            entry, line = min(entries, key=lambda each: each[0][:2])
+            self._serve(entry[2], line)
+
+    def _serve(self, ticket: Ticket, line: _Line) -> None:
+        """Start the first of a line, or keep an engine for it, or end the line's turn."""
+        self.num_decisions += 1
+        demand = ticket.demand
+        gang = self._gangs.get((demand.program, demand.group or ""))
+        offers = self._roster.offers(demand, gang, ticket.kept)
+        able = [offer for offer in offers if offer.is_fit]
+        if not able:
+            if ticket.kept is not None:
+                heapq.heappop(line.heap)
+                line.kept = ticket
+                return
+            if line.kept is None and offers:
+                heapq.heappop(line.heap)
+                self._keep(ticket, line, self._best(demand, offers))
+            else:
+                line.is_stuck = True
+            return
+        best = self._best(demand, able)
+        heapq.heappop(line.heap)
+        if ticket.kept is not None:
+            self._unkeep(ticket)
+            for other in self._lines:
+                other.is_stuck = False
+        self._start(ticket, best, num_able=len(able), num_offers=len(offers))
+
+    def _best(self, demand: Demand, offers: list[Offer]) -> Offer:
+        if len(offers) == 1:
+            return offers[0]
+        price, pace = self.policy.price, self.pace
+        return min(offers, key=lambda offer: price(demand, offer, pace))
+
+    def _keep(self, ticket: Ticket, line: _Line, offer: Offer) -> None:
+        line.kept = ticket
+        ticket.kept = offer.load.engine
+        self._roster.keep(ticket.kept)
+        room = offer.load.room(is_strict=ticket.demand.is_strict)
+        ticket.wait(
+            f"first in line: {ticket.kept}, with room for {max(room, 0)} tokens, "
+            f"is kept for its {offer.num_added}"
+        )
+
+    def _unkeep(self, ticket: Ticket) -> None:
+        if ticket.kept is not None:
+            self._roster.release(ticket.kept)
+            ticket.kept = None
+
+    def _start(self, ticket: Ticket, offer: Offer, *, num_able: int, num_offers: int) -> None:
+        demand, engine = ticket.demand, offer.load.engine
+        self._leave_line(ticket)
+        ticket.load = self._roster.book(engine, demand)
+        ticket.num_filling = demand.num_prompt - offer.num_shared
+        ticket.load.num_filling += ticket.num_filling
+        if demand.group is not None:
+            self._gangs.setdefault((demand.program, demand.group), Gang()).running[engine] += 1
+        why = _explain(self.policy.name, demand, offer, num_able, num_offers)
+        ticket.start(Placement(engine, why))
+
+    # --- task groups ----------------------------------------------------------------------
+
+    def _leave_line(self, ticket: Ticket) -> None:
+        demand = ticket.demand
+        self._line(demand).num_waiting -= 1
+        if demand.group is not None:
+            gang = self._gangs[demand.program, demand.group]
+            gang.num_waiting -= 1
+            gang.waiting_tokens -= _own_tokens(demand)
+            if gang.is_over:
+                del self._gangs[demand.program, demand.group]
+
+    def _leave_gang(self, demand: Demand, engine: str) -> None:
+        assert demand.group is not None
+        gang = self._gangs[demand.program, demand.group]
+        gang.running[engine] -= 1
+        if gang.running[engine] <= 0:
+            del gang.running[engine]
+        if gang.is_over:
+            del self._gangs[demand.program, demand.group]
+
+
+def _own_tokens(demand: Demand) -> int:
+    """Tokens that no other call of its group brings along."""
+    shared = demand.prefixes[-1].num_tokens if demand.prefixes else 0
+    return demand.num_tokens - shared
+
+
+def _explain(policy: str, demand: Demand, offer: Offer, num_able: int, num_offers: int) -> str:
+    """Why this engine, in words for a program's status."""
+    reasons = []
+    if offer.num_mates:
+        reasons.append(f"{offer.num_mates} calls of its group run here")
+    if offer.num_shared:
+        reasons.append(f"{offer.num_shared} of {demand.num_prompt} prompt tokens are here")
+    if offer.load.num_calls == 1:
+        reasons.append("it was empty")
+    if not reasons:
+        reasons.append("it costs least" if policy == "conure" else "most room")
+    return f"{policy}: {', '.join(reasons)}; {num_able} of {num_offers} engines looked at had room"
