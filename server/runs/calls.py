@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from ..program.deadline import get_latest_starts, has_deadline
+from ..program.critical_path import get_latest_starts, get_remaining, has_deadline
 from ..program.graph import Graph, Slot
 from ..program.ir import Generate
 from ..program.objective import Performance, get_perf_objective
@@ -67,6 +67,7 @@ class Calls:
         self._hashes: dict[str, tuple[bytes, ...]] = {}
         self._performance: dict[str, Performance] = {}
         self._latest: dict[str, float] = {}
+        self._total_s: float | None = None
         self._live: dict[str, None] = {}
         self._unweighed: dict[str, None] = {}
         self.past: Mapping[str, ValueRecord] = {}
@@ -113,6 +114,13 @@ class Calls:
             return {}
         return get_latest_starts(graph, self._estimate_s, deadline_s=deadline_s, nodes=nodes)
 
+    def _length_s(self, nodes: Iterable[str]) -> float:
+        """How long the program takes alone; what was said once is kept to, unless it is open."""
+        if self._total_s is None or self._execution.is_open:
+            remaining = get_remaining(self._execution.graph, self._estimate_s, nodes=nodes)
+            self._total_s = max(remaining.values(), default=0.0)
+        return self._total_s
+
     def _estimate_s(self, slot: Slot) -> float:
         """How long a slot may take; what is no call is taken to take no time."""
         node = self._execution.graph.nodes[slot.node]
@@ -139,7 +147,9 @@ class Calls:
         latest = self._latest.get(node.id)
         standing = Standing(
             came_s=came_s,
-            began_s=self._began_s,
+            # A session is as old, and as long, as what is asked of it now.
+            began_s=came_s if self._execution.is_open else self._began_s,
+            total_s=self._length_s([node.id] if self._execution.is_open else self._live),
             kind=performance.kind,
             depth=performance.depth,
             priority=node.priority,

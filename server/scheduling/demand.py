@@ -75,6 +75,8 @@ class Standing:
     priority: int = 0
     latest_s: float | None = None
     """When it has to start for every deadline behind it to be kept; None: there is none."""
+    total_s: float = 0.0
+    """How long its program takes if nobody else is there, as far as that is known."""
     attained_s: float = 0.0
     """Seconds that ended calls of its program ran on engines."""
     ahead_s: float = 0.0

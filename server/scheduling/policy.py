@@ -32,16 +32,18 @@ from .pace import Pace
 
 THROUGHPUT_S = 30.0
 """How much longer a call waits that nobody waits for."""
+LINE_S = 600.0
+"""How long a program that is waited for keeps its place in line, once it began."""
 HEAD_START_S = 10.0
-"""How much sooner at most a call comes because its program began long ago."""
+"""The same where nobody waits for it, and how much sooner at most a call comes that is late."""
+LENGTH, LONGEST_S = 0.25, 600.0
+"""How much of its own length a program stands back, of so much at most: short ones first."""
 PRIORITY_S = 60.0
 """What one step of priority is worth."""
 AHEAD_S = 30.0
 """How much later at most a call comes because its tenant has had more than its share."""
 ATTAINED_S = 600.0
 """Service of a program that counts against its next call, at most."""
-LINE_S = 60.0
-"""How long an application keeps its place in line; for `parrot`."""
 DEPTH_S, MAX_DEPTH = 0.01, 100
 """By how much a call comes before others of its time for every call behind it."""
 
@@ -180,25 +182,29 @@ class Conure:
     """Algorithm 1 with its gaps filled: spread or pack is decided by what it costs."""
 
     name = "conure"
-    patience_s = THROUGHPUT_S + HEAD_START_S + AHEAD_S + MAX_DEPTH * DEPTH_S
+    patience_s = LINE_S + LENGTH * LONGEST_S + THROUGHPUT_S + AHEAD_S + MAX_DEPTH * DEPTH_S
 
     def see(self, demand: Demand) -> Demand:
         """Everything."""
         return demand
 
     def rank(self, standing: Standing) -> Rank:
-        """By what a call is worth: see the constants above for what counts how much."""
+        """Programs in order of arrival, short ones a little sooner, so that those which have
+        begun end before others begin; then by what a call is worth. The constants above say what
+        counts how much.
+        """
         came_s = standing.came_s
+        stands_back_s = LENGTH * min(standing.total_s, LONGEST_S)
         if standing.latest_s is not None:
             # A deadline says how long a call can wait, which is all that the kind would guess.
             soonest_s, longest_s = came_s - HEAD_START_S, came_s + THROUGHPUT_S
             at_s = min(max(standing.latest_s, soonest_s), longest_s)
             why = f"{standing.latest_s - came_s:.2f} s of slack"
         elif standing.kind == "latency":
-            at_s = max(standing.began_s, came_s - HEAD_START_S)
+            at_s = max(standing.began_s, came_s - LINE_S) + stands_back_s
             why = f"is waited for, {standing.depth} calls behind it"
         else:
-            at_s = max(standing.began_s, came_s - HEAD_START_S) + THROUGHPUT_S
+            at_s = max(standing.began_s, came_s - HEAD_START_S) + THROUGHPUT_S + stands_back_s
             why = "is not waited for"
         ahead_s = min(max(standing.ahead_s, 0.0), AHEAD_S)
         if ahead_s:

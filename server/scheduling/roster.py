@@ -99,24 +99,56 @@ class Roster:
         self._forget(load.engine, load.leave(demand))
         self._place(load)
 
-    def offers(self, demand: Demand, gang: Gang | None, kept_for_it: str | None) -> list[Offer]:
-        """The engines worth looking at for a call.
+    def offers(
+        self,
+        demand: Demand,
+        gang: Gang | None,
+        kept_for_it: str | None,
+        only: Iterable[str] | None = None,
+    ) -> tuple[list[Offer], int]:
+        """What the engines worth looking at offer to a call, and how many were looked at.
+
+        Those that have room, or, if none has, all of them.
 
         Args:
             demand: what it asks.
             gang: its task group.
             kept_for_it: the engine that is kept for it alone.
+            only: engines that are to be looked at; None: whichever are worth it.
         """
         names: dict[str, None] = {}
+        versions = self._versions
+        for name in self._worthwhile(demand, gang) if only is None else only:
+            if name in versions:
+                names[name] = None
+        if kept_for_it is not None and (only is None or kept_for_it in only):
+            names[kept_for_it] = None
+        looked_at = []
+        for name in names:
+            load = self.loads[name]
+            num_added = load.num_added(demand)
+            looked_at.append((load, num_added, load.fits(demand, num_added)))
+        found = [each for each in looked_at if each[2]] or looked_at
+        mate_tokens = demand.num_tokens if gang is None else gang.waiting_tokens
+        running = {} if gang is None else gang.running
+        offers = [
+            Offer(
+                load,
+                num_added,
+                load.num_shared(demand),
+                running.get(load.engine, 0),
+                mate_tokens,
+                is_fit,
+            )
+            for load, num_added, is_fit in found
+        ]
+        return offers, len(looked_at)
+
+    def _worthwhile(self, demand: Demand, gang: Gang | None) -> Iterable[str]:
         for orders in self._orders:
             if (best := orders[demand.is_strict].first(self._versions)) is not None:
-                names[best] = None
-        for name in self._related(demand, gang):
-            if name in self._versions:
-                names[name] = None
-        if kept_for_it is not None:
-            names[kept_for_it] = None
-        return [self._offer(self.loads[name], demand, gang) for name in names]
+                yield best
+        yield from self._related(demand, gang)
 
     def _related(self, demand: Demand, gang: Gang | None) -> Iterable[str]:
         if demand.home is not None:
@@ -137,17 +169,6 @@ class Roster:
             num_left -= len(looked_at)
             if not num_left:
                 return
-
-    def _offer(self, load: Load, demand: Demand, gang: Gang | None) -> Offer:
-        num_added = load.num_added(demand)
-        return Offer(
-            load,
-            num_added,
-            load.num_shared(demand),
-            0 if gang is None else gang.running.get(load.engine, 0),
-            demand.num_tokens if gang is None else gang.waiting_tokens,
-            load.fits(demand, num_added),
-        )
 
     def _place(self, load: Load) -> None:
         """Put an engine where it belongs now; its older entries are out of date by that."""

@@ -66,6 +66,8 @@ class Ticket:
     kept: str | None = None
     """The engine that drains for it."""
     order: int = 0
+    tried_in: int = -1
+    """The last turn of its line in which it fitted nowhere."""
     is_withdrawn: bool = False
 
 
@@ -79,6 +81,21 @@ class _Line:
     """The first of all that fits nowhere; it stands in the heap while engines are tried."""
     is_stuck: bool = False
     """Nobody in it fits anywhere until some engine has more room, or somebody better comes."""
+    turn: int = 0
+    changed: dict[str, None] = field(default_factory=dict)
+    """Engines whose books are others than at the beginning of its last turn: whoever fitted
+    nowhere then can only fit there."""
+    changed_next: dict[str, None] = field(default_factory=dict)
+
+    def begin_turn(self) -> None:
+        """Engines will be tried; what changes from now on counts for this turn and the next."""
+        self.turn += 1
+        self.changed, self.changed_next = self.changed_next, {}
+
+    def change(self, engine: str) -> None:
+        """The books of an engine are others now."""
+        self.changed[engine] = None
+        self.changed_next[engine] = None
 
     def put(self, ticket: Ticket) -> None:
         heapq.heappush(self.heap, (ticket.rank, ticket.order, ticket))
@@ -137,6 +154,7 @@ class Scheduler:
         """An engine is there and empty."""
         strict_tokens = self._strict_tokens
         self._roster.add(Load(engine, capacity, max_sequences + LOOK_AHEAD, strict_tokens))
+        self._change(engine)
         self._unstick()
 
     def engine_lost(self, engine: str) -> None:
@@ -203,6 +221,7 @@ class Scheduler:
         self.filled(ticket)
         if self._roster.loads.get(load.engine) is load:  # else it is gone, with all its books
             self._roster.leave(load, ticket.demand)
+            self._change(load.engine)
             if ticket.demand.group is not None:
                 self._leave_gang(ticket.demand, load.engine)
         if self._idle and load.num_calls == 0:
@@ -213,6 +232,10 @@ class Scheduler:
         self._unstick()
 
     # --- a turn ---------------------------------------------------------------------------
+
+    def _change(self, engine: str) -> None:
+        for line in self._lines:
+            line.change(engine)
 
     def _unstick(self) -> None:
         for line in self._lines:
@@ -234,6 +257,8 @@ class Scheduler:
         """Start every call that there is room for, best rank first."""
         self._is_scheduled = False
         for line in self._lines:
+            if not line.is_stuck:
+                line.begin_turn()
             if line.kept is not None and not line.is_stuck:
                 kept, line.kept = line.kept, None
                 line.put(kept)
@@ -254,12 +279,15 @@ class Scheduler:
 
     def _serve(self, ticket: Ticket, line: _Line) -> None:
         """Start the first of a line, or keep an engine for it, or end the line's turn."""
-        self.num_decisions += 1
         demand = ticket.demand
         gang = self._gangs.get((demand.program, demand.group or ""))
-        offers = self._roster.offers(demand, gang, ticket.kept)
-        able = [offer for offer in offers if offer.is_fit]
-        if not able:
+        # Who fitted nowhere a turn ago need not ask everybody again, unless to have one kept.
+        has_one = ticket.kept is not None or line.kept is not None
+        only = line.changed if ticket.tried_in == line.turn - 1 and has_one else None
+        offers, num_offers = self._roster.offers(demand, gang, ticket.kept, only)
+        self.num_decisions += 1
+        if not offers or not offers[0].is_fit:
+            ticket.tried_in = line.turn
             if ticket.kept is not None:
                 heapq.heappop(line.heap)
                 line.kept = ticket
@@ -270,13 +298,13 @@ class Scheduler:
             else:
                 line.is_stuck = True
             return
-        best = self._best(demand, able)
+        best = self._best(demand, offers)
         heapq.heappop(line.heap)
         if ticket.kept is not None:
             self._unkeep(ticket)
             for other in self._lines:
                 other.is_stuck = False
-        self._start(ticket, best, num_able=len(able), num_offers=len(offers))
+        self._start(ticket, best, num_able=len(offers), num_offers=num_offers)
 
     def _best(self, demand: Demand, offers: list[Offer]) -> Offer:
         if len(offers) == 1:
@@ -297,12 +325,14 @@ class Scheduler:
     def _unkeep(self, ticket: Ticket) -> None:
         if ticket.kept is not None:
             self._roster.release(ticket.kept)
+            self._change(ticket.kept)
             ticket.kept = None
 
     def _start(self, ticket: Ticket, offer: Offer, *, num_able: int, num_offers: int) -> None:
         demand, engine = ticket.demand, offer.load.engine
         self._leave_line(ticket)
         ticket.load = self._roster.book(engine, demand)
+        self._change(engine)  # who shares a prefix with it needs less there now
         ticket.num_filling = demand.num_prompt - offer.num_shared
         ticket.load.num_filling += ticket.num_filling
         if demand.group is not None:

@@ -15,6 +15,9 @@ from conure.server.scheduling.policy import (
     AHEAD_S,
     ATTAINED_S,
     HEAD_START_S,
+    LENGTH,
+    LINE_S,
+    LONGEST_S,
     POLICIES,
     PRIORITY_S,
     THROUGHPUT_S,
@@ -46,6 +49,7 @@ standings = st.builds(
     depth=st.integers(0, 10_000),
     priority=st.just(0),
     latest_s=st.none() | st.floats(-1e6, 2e6),
+    total_s=seconds,
     attained_s=seconds,
     ahead_s=st.floats(-1e3, 1e6),
 )
@@ -65,6 +69,7 @@ def test_whoever_waited_long_enough_is_overtaken_by_nobody(
                 kind=waiting.kind,
                 depth=waiting.depth,
                 latest_s=waiting.latest_s,
+                total_s=waiting.total_s,
                 attained_s=waiting.attained_s,
                 ahead_s=waiting.ahead_s,
             )
@@ -81,7 +86,14 @@ def test_what_somebody_waits_for_comes_before_what_nobody_does() -> None:
 
 def test_work_on_what_began_long_ago_comes_first_within_limits() -> None:
     assert at("conure", began_s=995.0) == pytest.approx(-5.0)
-    assert at("conure", began_s=0.0) == pytest.approx(-HEAD_START_S)
+    assert at("conure", began_s=0.0) == pytest.approx(-LINE_S)
+    bulk = at("conure", kind="throughput")
+    assert at("conure", kind="throughput", began_s=0.0) == pytest.approx(bulk - HEAD_START_S)
+
+
+def test_a_short_program_comes_a_little_sooner() -> None:
+    assert at("conure", total_s=40.0) == pytest.approx(LENGTH * 40.0)
+    assert at("conure", total_s=1e9) == pytest.approx(LENGTH * LONGEST_S)
 
 
 def test_a_deadline_says_how_long_a_call_can_wait() -> None:

@@ -129,7 +129,9 @@ async def test_a_steady_load_of_others_starves_nobody(policy: Policy, desk: Desk
     desk.engine(max_sequences=1)
     running = desk.ticket("first", rank=-1e9, need=100)
     await turn()
-    worst = Standing(came_s=0.0, began_s=0.0, kind="throughput", attained_s=1e9, ahead_s=1e9)
+    worst = Standing(
+        came_s=0.0, began_s=0.0, kind="throughput", total_s=1e9, attained_s=1e9, ahead_s=1e9
+    )
     desk.ticket("patient", rank=policy.rank(worst).at_s, need=100)
     overtaken = 0
     while desk.names[-1] != "patient":

@@ -1,4 +1,4 @@
-"""Deadlines become the latest start of every call."""
+"""Deadlines become the latest start of every call, and every call knows what is behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.program.deadline import get_latest_starts, has_deadline
+from conure.server.program.critical_path import (
+    get_latest_starts,
+    get_remaining,
+    has_deadline,
+)
 from conure.server.program.graph import Graph, Slot
 from conure.server.program.ir import Deadline, Program
 
@@ -62,9 +66,10 @@ def test_the_sooner_of_two_deadlines_counts() -> None:
     assert starts(diamond(b=5.0, d=20.0)) == {"d": 17.0, "c": 12.0, "b": 3.0, "a": 2.0}
 
 
-def test_a_deadline_of_the_program_is_one_of_all_its_outputs() -> None:
+def test_a_deadline_of_the_program_is_one_of_all_its_calls() -> None:
     assert starts(diamond(d="latency"), deadline_s=20.0) == starts(diamond(d=20.0))
     assert starts(diamond(d=20.0, b="latency"), deadline_s=10.0)["b"] == 5.0
+    assert starts(graph_of({"a": []}), deadline_s=10.0) == {"a": 9.0}, "nobody reads it"
 
 
 def test_without_a_deadline_nothing_has_to_start() -> None:
@@ -81,6 +86,12 @@ def test_what_cannot_be_kept_lies_before_the_beginning() -> None:
 def test_what_has_ended_can_be_left_out() -> None:
     graph = diamond(d=20.0)
     assert starts(graph, nodes=["b", "c", "d"]) == {"d": 17.0, "c": 12.0, "b": 15.0}
+
+
+def test_what_remains_is_a_call_and_the_longest_way_behind_it() -> None:
+    graph = diamond(d="latency")
+    assert get_remaining(graph, seconds) == {"a": 9.0, "b": 5.0, "c": 8.0, "d": 3.0}
+    assert get_remaining(graph, seconds, nodes=["b", "d"]) == {"b": 5.0, "d": 3.0}
 
 
 def test_a_growing_prompt_starts_with_its_first_output() -> None:
@@ -104,3 +115,6 @@ def test_nothing_starts_later_than_what_waits_for_it_less_its_own_time(data: st.
         for read in reads:
             if name in found:
                 assert found[read] <= found[name] - 1.0
+    remaining = get_remaining(graph, seconds)
+    for name, start in found.items():
+        assert remaining[name] >= 100.0 - start - 1e-9
