@@ -75,6 +75,8 @@ class Offer(NamedTuple):
     """Calls of its task group that run there."""
     mate_tokens: int
     """That calls of its group which still wait will need, itself included."""
+    num_group: int
+    """Calls of its group that wait or run, itself included; 1 without a group."""
     is_fit: bool
     """Whether there is room now."""
 
@@ -228,7 +230,8 @@ class Conure:
         attended_s = demand.num_output * pace.held_token_s
         takes_s = fill_s + load.num_filling * pace.prompt_token_s
         takes_s += (load.used + offer.num_added) * attended_s
-        worth = 1.0 if demand.is_waited else UNWAITED
+        # Of a group only the end counts, which each of its calls moves by its part.
+        worth = (1.0 if demand.is_waited else UNWAITED) / offer.num_group
         harm_s = load.num_strict * (fill_s + offer.num_added * attended_s)
         cost_s = fill_s + worth * takes_s + harm_s
         if demand.is_strict and not load.num_strict:

@@ -39,6 +39,7 @@ class Gang:
 
     waiting_tokens: int = 0
     num_waiting: int = 0
+    num_running: int = 0
     running: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -129,8 +130,9 @@ class Roster:
             num_added = load.num_added(demand)
             looked_at.append((load, num_added, load.fits(demand, num_added)))
         found = [each for each in looked_at if each[2]] or looked_at
-        mate_tokens = demand.num_tokens if gang is None else gang.waiting_tokens
         running = {} if gang is None else gang.running
+        mate_tokens = demand.num_tokens if gang is None else gang.waiting_tokens
+        num_group = 1 if gang is None else max(gang.num_waiting + gang.num_running, 1)
         offers = [
             Offer(
                 load,
@@ -138,6 +140,7 @@ class Roster:
                 load.num_shared(demand),
                 running.get(load.engine, 0),
                 mate_tokens,
+                num_group,
                 is_fit,
             )
             for load, num_added, is_fit in found

@@ -161,7 +161,7 @@ class Scheduler:
         """An engine is gone; its calls come back as new tickets."""
         self._roster.remove(engine)
         for key, gang in list(self._gangs.items()):
-            gang.running.pop(engine, None)
+            gang.num_running -= gang.running.pop(engine, 0)
             if gang.is_over:
                 del self._gangs[key]
         for line in self._lines:
@@ -336,7 +336,9 @@ class Scheduler:
         ticket.num_filling = demand.num_prompt - offer.num_shared
         ticket.load.num_filling += ticket.num_filling
         if demand.group is not None:
-            self._gangs.setdefault((demand.program, demand.group), Gang()).running[engine] += 1
+            gang = self._gangs.setdefault((demand.program, demand.group), Gang())
+            gang.num_running += 1
+            gang.running[engine] += 1
         why = _explain(self.policy.name, demand, offer, num_able, num_offers)
         ticket.start(Placement(engine, why))
 
@@ -355,6 +357,7 @@ class Scheduler:
     def _leave_gang(self, demand: Demand, engine: str) -> None:
         assert demand.group is not None
         gang = self._gangs[demand.program, demand.group]
+        gang.num_running -= 1
         gang.running[engine] -= 1
         if gang.running[engine] <= 0:
             del gang.running[engine]

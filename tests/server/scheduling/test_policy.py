@@ -136,7 +136,8 @@ def test_a_policy_sees_of_a_call_what_it_is_meant_to_know() -> None:
 def offer(load: Load, wanted: Demand, mates: int = 0) -> Offer:
     added = load.num_added(wanted)
     shared = load.num_shared(wanted)
-    return Offer(load, added, shared, mates, wanted.num_tokens, load.fits(wanted, added))
+    is_fit = load.fits(wanted, added)
+    return Offer(load, added, shared, mates, wanted.num_tokens, mates + 1, is_fit)
 
 
 def cheapest(name: str, wanted: Demand, *loads: Load, mates: int = 0) -> str:
