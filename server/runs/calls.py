@@ -105,8 +105,11 @@ class Calls:
         self._latest = self._latest_starts(self._live)
         self._unweighed.clear()
         for node_id, call in self._calls.items():
-            performance = self._performance[node_id]
+            performance = self._worth(node_id)
             call.rerank(self._rank(call.node, performance, call.came_s), performance)
+
+    def _worth(self, node_id: str) -> Performance:
+        return self._performance[node_id]
 
     def _latest_starts(self, nodes: Iterable[str]) -> dict[str, float]:
         graph, deadline_s = self._execution.graph, self._execution.options.deadline_s
@@ -185,7 +188,7 @@ class Calls:
         node = state.node
         assert isinstance(node, Generate)
         self._weigh_new()
-        performance = self._performance[node_id]
+        performance = self._worth(node_id)
         came_s = time.monotonic()
         call = Call(
             execution.id,
