@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from conure.server.program.control import walk
 from conure.server.program.errors import ConureError, ProgramError, RunError
 from conure.server.program.ir import Client, Json, Program
 from conure.server.program.status import (
@@ -216,7 +217,7 @@ def check_functions(program: Any, functions: Mapping[str, Function]) -> None:
 
 def _step_names(program: Any) -> Iterator[str]:
     if isinstance(program, Program):
-        yield from (node.name for node in program.nodes if isinstance(node, Client))
+        yield from (node.name for _, node in walk(program.nodes, "") if isinstance(node, Client))
     elif isinstance(program, Mapping):
         if program.get("op") == "client":
             yield str(program.get("name"))

@@ -30,6 +30,7 @@ from .engines.command import command_of
 from .engines.engine import Engine, EngineStartError
 from .engines.fleet import Fleet, FleetOptions
 from .engines.grammars import Grammars
+from .program.control import walk
 from .program.errors import (
     ConflictError,
     ConureError,
@@ -117,6 +118,11 @@ class Executor:
     def engine(self, name: str) -> Engine | None:
         """The engine of that name, if it is alive."""
         return None if self._fleet is None else self._fleet.engines.get(name)
+
+    def grown(self, execution: Execution) -> None:
+        """A program has more nodes than it was accepted with."""
+        if execution.id in self._runs:
+            self._room.count(execution)
 
     def _run_ended(self, run: Run) -> None:
         """The end of a program is on disk."""
@@ -337,7 +343,7 @@ class Executor:
             raise ConflictError("session.ended", f"program {program} has ended")
         if not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
-        more = sum(isinstance(node, Generate) for node in append.nodes)
+        more = sum(isinstance(node, Generate) for _, node in walk(append.nodes, ""))
         self._check_room(more)
         check_variables(append.variables, "variables")
         await check_program(

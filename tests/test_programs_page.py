@@ -82,7 +82,7 @@ def output_of(said: str, name: str) -> str:
 
 @pytest.mark.parametrize(
     ("block", "outputs"),
-    [("prompt", ["name", "slogan"]), ("messages", ["answer"])],
+    [("prompt", ["name", "slogan"]), ("messages", ["answer"]), ("race", ["winner"])],
 )
 def test_programs_of_calls_run_and_have_their_outputs(
     block: str, outputs: list[str], url: str, tmp_path: Path
@@ -94,7 +94,17 @@ def test_programs_of_calls_run_and_have_their_outputs(
         assert not text.startswith("(")  # as what has no value is printed
 
 
-@pytest.mark.parametrize(("block", "output"), [("expr", "summary"), ("call", "amount")])
+COMPUTED = [
+    ("expr", "summary"),
+    ("call", "amount"),
+    ("map", "lines"),
+    ("if", "answer"),
+    ("loop", "size"),
+    ("try", "found"),
+]
+
+
+@pytest.mark.parametrize(("block", "output"), COMPUTED)
 def test_programs_that_compute_give_what_the_page_says(
     block: str, output: str, url: str, tmp_path: Path
 ) -> None:

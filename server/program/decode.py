@@ -26,10 +26,20 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 64
 """Arrays and objects inside each other, in a body or in a value."""
 
-KNOWN_OPS = ("generate", "call", "client", "expr")
-LATER_OPS = frozenset(
-    {"map", "if", "loop", "wait", "kill", "yield", "try", "procedure"},
+KNOWN_OPS = (
+    "generate",
+    "call",
+    "client",
+    "expr",
+    "map",
+    "if",
+    "loop",
+    "wait",
+    "kill",
+    "yield",
+    "try",
 )
+LATER_OPS = frozenset({"procedure"})
 
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'"[]{}'))

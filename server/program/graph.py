@@ -14,12 +14,15 @@ and from the last slot of a node to the first of those that come `after` it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from .control import Place
 from .errors import ConflictError, ProgramError
-from .growth import Growth, Standing
-from .ir import Append, Expr, Json, Objective, Program
+from .growth import Growth
+from .instances import Instance
+from .ir import Append, Expr, Json, Loop, Objective, Placed, Program, Round
 from .order import sort
+from .standing import Standing
 from .symbols import Definitions
 from .validation import Slot, tail_reads
 
@@ -91,12 +94,29 @@ class Graph:
         self._commit(growth)
         if append.close:
             self.open = False
-        return tuple(node.id for node in append.nodes)
+        return tuple(growth.new.nodes)
+
+    def grow(self, instances: Sequence[Instance]) -> tuple[str, ...]:
+        """Add instances of a body that is in the graph; returns the ids of the new nodes.
+
+        Raises:
+            ProgramError: `program.too_large` if the graph would be too large.
+        """
+        growth = Growth(self._standing, prefix="")
+        growth.add_instances(instances)
+        self._commit(growth)
+        return tuple(growth.new.nodes)
+
+    def read(self, node_id: str, index: int, names: Iterable[str]) -> None:
+        """A slot of a node with bodies comes to read these, now that it has decided."""
+        self._standing.read(node_id, index, names)
+        self._sorted = None
 
     @property
     def inputs(self) -> frozenset[str]:
         """Declared variables that no node produces (an append may still do that)."""
-        return frozenset(self.variables.keys() - self._standing.producers.keys())
+        made = self._standing.producers.keys() | self._standing.hidden.keys()
+        return frozenset(self.variables.keys() - made)
 
     def give(self, variable: str) -> None:
         """Note that an input got its value after the submission.
@@ -119,9 +139,30 @@ class Graph:
             self._standing.numbered[number] for number in self._standing.consumers.get(variable, ())
         )
 
+    def get_seers(self, variable: str) -> tuple[Slot, ...]:
+        """The slots that may come to read a variable: of what stands behind a decision."""
+        return tuple(
+            self._standing.numbered[number] for number in self._standing.seers.get(variable, ())
+        )
+
     def followers(self, node_id: str) -> tuple[str, ...]:
         """The nodes that have this one in `after`."""
         return tuple(self._followers.get(node_id, ()))
+
+    def place(self, node_id: str) -> Place | None:
+        """In which body a node stands; None: in none."""
+        return self._standing.places.get(node_id)
+
+    def parts(self, node_id: str) -> Mapping[str, Sequence[str]]:
+        """What stands in the bodies of a node, by part, as far as it has come."""
+        return self._standing.parts.get(node_id, {})
+
+    def inside(self, node_id: str) -> Iterator[str]:
+        """Every node in the bodies of a node, however deep, outer ones first."""
+        for part in list(self.parts(node_id).values()):
+            for child in list(part):
+                yield child
+                yield from self.inside(child)
 
     def predecessors(self, slot: Slot) -> tuple[Slot, ...]:
         """The slots that must have ended before this one starts; each once."""
@@ -151,12 +192,13 @@ class Graph:
         """What is allowed and probably not meant."""
         found: list[str] = []
         outputs = set(self.outputs)
+        used = self._standing.consumers.keys() | self._standing.seers.keys()
         for variable, number in self._standing.producers.items():
-            if variable not in self._standing.consumers and variable not in outputs:
+            if "." not in variable and variable not in used and variable not in outputs:
                 node = self._standing.numbered[number].node
                 found.append(f"variable `{variable}` of node `{node}` is read by nobody")
         for variable in self.variables:
-            is_used = variable in self._standing.consumers or variable in outputs
+            is_used = variable in used or variable in outputs
             if not is_used and variable not in self._standing.producers:
                 found.append(f"input `{variable}` is read by nobody")
         found += (
@@ -170,18 +212,31 @@ class Graph:
 
     def _commit(self, growth: Growth) -> None:
         """Take over what was checked; nothing here can fail."""
-        self._standing.take(growth)
-        self._set_objectives(growth.outputs, growth.objectives)
+        growth.join()
+        self._set_objectives(growth.new.outputs, growth.objectives)
         # New slots that no old one waits for stand rightly behind all old ones.
         if self._sorted is not None and growth.is_behind:
             self._sorted += growth.order
         else:
             self._sorted = None
-        for node in growth.nodes.values():
+        for node in growth.new.nodes.values():
             for earlier in dict.fromkeys(node.after):
                 self._followers.setdefault(earlier, []).append(node.id)
-            if isinstance(node, Expr):
+            self._define(node)
+
+    def _define(self, node: Placed) -> None:
+        """What a node computes is known before it has run."""
+        match node:
+            case Expr():
                 self.definitions.add(node.output, node.expr)
+            case Loop():
+                for name, (init, _) in node.carry.items():
+                    self.definitions.add(f"{name}.0", init)
+            case Round():
+                for name, following in node.carry.items():
+                    self.definitions.add(name, following)
+            case _:
+                pass
 
     def demand(self, output: str, objective: Objective) -> bool:
         """Take a later word on an output; True if it is stricter than what stood before.

@@ -1,87 +1,63 @@
 """How a graph may grow: new nodes, checked against all that stands before anything changes.
 
-Knows names, slots and edges, as tables (`Standing`) and as a wish (`Growth`). Refuses to
-know sessions, objectives' meaning and what has run.
+Knows names, slots and edges, as tables (`Standing`) and as a wish (`Growth`). Refuses to know
+what is seen from where (`sight`), sessions, objectives' meaning and what has run.
 
-Kept true: a `Growth` that `add` has accepted can be taken by the `Standing` it was checked
-against, and taking it cannot fail.
+Kept true: a `Growth` that `add` has accepted can join the `Standing` it was checked
+against, and `join` cannot fail; instances of a body that was checked need no check.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+from msgspec import UNSET
+
+from .control import (
+    GIVE,
+    Body,
+    Member,
+    Place,
+    bodies,
+    bound_names,
+    check_names_only,
+    slots_of,
+    stand,
+    walk,
+)
 from .errors import ProgramError
-from .ir import MAX_NODES, AnyNode, Job, Json, Objective, Variable
+from .expression import variables
+from .instances import Instance, read_by
+from .ir import MAX_NODES, AnyNode, Job, Json, Loop, Map, Objective, Placed, Variable
 from .order import find_cycle, reach, sort
-from .validation import Slot, check_name, find_read, find_write, make_slots, tail_reads
+from .sight import Outside, Sight
+from .standing import Standing, gate
+from .validation import Slot, check_name, find_write
 from .value import has_type, kind_of
 
 MAX_EDGES = 100_000
+"""Edges between nodes as they were sent."""
+MAX_GROWN_NODES = 100_000
+"""Nodes of a program with all instances."""
 MAX_JOB_DEPTH = 32
-
-
-@dataclass(slots=True)
-class Standing:
-    """The tables of a graph. Slots have numbers, in the order they came."""
-
-    nodes: dict[str, AnyNode] = field(default_factory=dict)
-    slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
-    variables: dict[str, Variable] = field(default_factory=dict)
-    jobs: dict[str, Job] = field(default_factory=lambda: {"main": Job()})
-    outputs: list[str] = field(default_factory=list)
-    given: set[str] = field(default_factory=set)
-    numbered: list[Slot] = field(default_factory=list)
-    first: dict[str, int] = field(default_factory=dict)
-    """Node to the number of its first slot."""
-    producers: dict[str, int] = field(default_factory=dict)
-    consumers: dict[str, list[int]] = field(default_factory=dict)
-    before: list[list[int]] = field(default_factory=list)
-    behind: list[list[int]] = field(default_factory=list)
-    num_edges: int = 0
-
-    def take(self, growth: Growth) -> None:
-        """Make what was checked part of the tables."""
-        self.nodes |= growth.nodes
-        self.slots |= growth.slots
-        self.variables |= growth.variables
-        self.jobs |= growth.jobs
-        self.outputs += growth.outputs
-        self.given |= growth.given
-        for number, slot in enumerate(growth.numbered, len(self.numbered)):
-            for variable in slot.reads:
-                self.consumers.setdefault(variable, []).append(number)
-        self.numbered += growth.numbered
-        self.first |= growth.first
-        self.producers |= growth.producers
-        self.before += ([] for _ in growth.numbered)
-        self.behind += ([] for _ in growth.numbered)
-        for source, target in growth.edges:
-            self.behind[source].append(target)
-            self.before[target].append(source)
-        self.num_edges += len(growth.edges)
+MAX_BODY_DEPTH = 16
+"""Bodies inside each other."""
 
 
 class Growth:
     """Nodes that want to join a graph: checked against the whole before anything changes."""
 
-    def __init__(self, standing: Standing, *, prefix: str) -> None:
+    def __init__(self, standing: Standing, *, prefix: str, outside: Outside | None = None) -> None:
         self._standing = standing
         self._prefix = prefix
+        self._outside = outside
         self._base = len(standing.numbered)
-        self.nodes: dict[str, AnyNode] = {}
-        self.slots: dict[str, tuple[Slot, ...]] = {}
-        self.variables: dict[str, Variable] = {}
-        self.jobs: dict[str, Job] = {}
-        self.given: set[str] = set()
-        self.outputs: list[str] = []
+        self.new = Standing(jobs={})
+        """What is to join."""
+        self._paths: dict[str, str] = {}
+        self._sight = Sight(standing, self.new, self._paths, outside)
         self.objectives: dict[str, Objective] = {}
-        self.numbered: list[Slot] = []
-        self.first: dict[str, int] = {}
-        self.producers: dict[str, int] = {}
         self.edges: list[tuple[int, int]] = []
         self.order: list[int] = []
         self.is_behind = True
@@ -91,7 +67,7 @@ class Growth:
         """Take declared jobs; `add` then checks that their parents exist."""
         for name in jobs:
             check_name(name, f"{self._prefix}jobs.{name}")
-        self.jobs |= jobs
+        self.new.jobs |= jobs
 
     def add(
         self,
@@ -107,73 +83,121 @@ class Growth:
             ProgramError: with the path of the first thing that is wrong.
         """
         self._add_variables(variables)
-        self._add_nodes(nodes)
+        self.new.num_sent = sum(1 for _ in walk(nodes, ""))
+        if self._standing.num_sent + self.new.num_sent > MAX_NODES:
+            _refuse_size(f"a program may have {MAX_NODES:,} nodes")
+        self._add_nodes(list(stand(nodes, f"{self._prefix}nodes")))
         self._check_jobs()
-        for index, node in enumerate(nodes):
-            self._check_reads(node, f"{self._prefix}nodes[{index}]")
+        self._add_templates()
+        for node in self.new.nodes.values():
+            self._sight.check(node)
         self._add_inputs(inputs)
         self._add_outputs(outputs, objectives)
-        self._connect()
-        self._sort(nodes)
+        self._connect(MAX_EDGES)
+        self._sort()
+
+    def add_instances(self, instances: Sequence[Instance]) -> None:
+        """Take instances of templates that `add` has checked.
+
+        Raises:
+            ProgramError: `program.too_large` if the graph would be too large.
+        """
+        if len(self._standing.nodes) + len(instances) > MAX_GROWN_NODES:
+            _refuse_size(f"a program may grow to {MAX_GROWN_NODES:,} nodes")
+        for node, slots, place in instances:
+            self._put(node, slots, place)
+            if node.job not in self._standing.jobs:
+                self.new.jobs.setdefault(node.job, Job())
+            number = self.new.first[node.id]
+            for slot in slots:
+                for variable in slot.writes:
+                    self.new.producers[variable] = number + slot.index
+                    self.new.variables[variable] = self._declared(variable)
+        self._connect(len(self._standing.numbered) * 100 + 1_000_000)
+        self.is_behind = False
+
+    def _declared(self, variable: str) -> Variable:
+        """What the template of an instance's variable is declared as."""
+        name = variable.partition(".")[0]
+        known = self._standing.hidden.get(name) or self._standing.variables.get(name)
+        return known or Variable()
+
+    def join(self) -> None:
+        """Make what was checked part of the tables; cannot fail."""
+        self._standing.take(self.new)
+        for source, target in self.edges:
+            self._standing.behind[source].append(target)
+            self._standing.before[target].append(source)
+        self._standing.num_edges += len(self.edges)
+
+    # --- variables and nodes --------------------------------------------------------------
 
     def _add_variables(self, variables: Mapping[str, Variable]) -> None:
         for name, variable in variables.items():
             path = f"{self._prefix}variables.{name}"
             check_name(name, path)
-            before = self._standing.variables.get(name)
+            before = self._standing.variables.get(name, self._standing.hidden.get(name))
             if before is not None and before not in (Variable(), variable):
                 raise ProgramError(
                     "program.variable",
                     f"variable `{name}` is declared otherwise already",
                     path=path,
                 )
-        self.variables |= variables
+        self.new.variables |= variables
 
-    def _add_nodes(self, nodes: Sequence[AnyNode]) -> None:
-        if len(self._standing.nodes) + len(nodes) > MAX_NODES:
-            _refuse_size(f"a program may have {MAX_NODES:,} nodes")
-        for index, node in enumerate(nodes):
-            path = f"{self._prefix}nodes[{index}]"
+    def _add_nodes(self, members: Sequence[Member]) -> None:
+        for path, node, place in members:
+            if path.count(".") > 2 * MAX_BODY_DEPTH:
+                _refuse_size(f"bodies may stand {MAX_BODY_DEPTH} deep in each other")
+            self._paths[node.id] = path
             try:
-                slots = make_slots(node)
+                check_names_only(node)
+                slots = slots_of(node)
             except ProgramError as error:
                 error.path = f"{path}.{error.path}" if error.path else path
                 raise
-            if node.id in self.nodes or node.id in self._standing.nodes:
-                raise ProgramError(
-                    "program.duplicate_node", f"there are two nodes `{node.id}`", path=f"{path}.id"
-                )
-            self.nodes[node.id] = node
-            self.slots[node.id] = slots
-            self.first[node.id] = self._base + len(self.numbered)
+            known = self._standing
+            if node.id in self.new.nodes or node.id in known.nodes or node.id in known.hidden_nodes:
+                _refuse_second(node.id, path)
+            number = self._base + len(self.new.numbered)
+            self._put(node, slots, place)
             for slot in slots:
                 for variable in slot.writes:
-                    self._add_producer(variable, node, path)
-                self.numbered.append(slot)
+                    self._add_producer(variable, node, number + slot.index)
 
-    def _add_producer(self, variable: str, node: AnyNode, path: str) -> None:
+    def _put(self, node: Placed, slots: tuple[Slot, ...], place: Place | None) -> None:
+        self.new.nodes[node.id] = node
+        self.new.slots[node.id] = slots
+        self.new.first[node.id] = self._base + len(self.new.numbered)
+        self.new.numbered += slots
+        if place is not None:
+            self.new.places[node.id] = place
+
+    def _add_producer(self, variable: str, node: Placed, own: int) -> None:
         reason = ""
-        number = self._producer(variable)
+        number = self._sight.producer(variable)
         if number is not None:
-            reason = f"node `{self._slot(number).node}` writes it already"
+            reason = f"node `{self._sight.slot(number).node}` writes it already"
         elif variable in self._standing.given:
             reason = "it has a value already"
+        elif variable in self._standing.hidden:
+            reason = "a body makes it already"
         if reason:
             raise ProgramError(
                 "program.two_producers",
                 f"node `{node.id}` cannot write variable `{variable}`: {reason}",
-                path=f"{path}.{find_write(node, variable)}",
+                path=f"{self._paths[node.id]}.{find_write(node, variable)}",
             )
-        self.producers[variable] = self._base + len(self.numbered)
+        self.new.producers[variable] = own
         if variable not in self._standing.variables:
-            self.variables.setdefault(variable, Variable())
+            self.new.variables.setdefault(variable, Variable())
 
     def _check_jobs(self) -> None:
-        for node in self.nodes.values():
+        for node in self.new.nodes.values():
             if node.job not in self._standing.jobs:
-                self.jobs.setdefault(node.job, Job())
-        known = self._standing.jobs | self.jobs
-        for name in self.jobs:
+                self.new.jobs.setdefault(node.job, Job())
+        known = self._standing.jobs | self.new.jobs
+        for name in self.new.jobs:
             path = f"{self._prefix}jobs.{name}.parent"
             line = [name]
             while (parent := known[line[-1]].parent) is not None:
@@ -193,47 +217,99 @@ class Growth:
                 if len(line) > MAX_JOB_DEPTH:
                     _refuse_size(f"jobs may be nested {MAX_JOB_DEPTH} deep")
 
-    def _check_reads(self, node: AnyNode, path: str) -> None:
-        known, more = self._standing.variables, self.variables
-        for reads in self._reads(node):
-            for variable in reads:
-                if variable not in known and variable not in more:
-                    self._refuse_unknown(node, path)
-        for index, earlier in enumerate(node.after):
-            if earlier not in self.nodes and earlier not in self._standing.nodes:
-                raise ProgramError(
-                    "program.unknown_after",
-                    f"node `{node.id}` comes after `{earlier}`, but there is no such node",
-                    path=f"{path}.after[{index}]",
-                )
+    # --- templates ------------------------------------------------------------------------
 
-    def _reads(self, node: AnyNode) -> list[frozenset[str]]:
-        tail = tail_reads(node)
-        reads = [slot.reads for slot in self.slots[node.id]]
-        return reads if tail is None else [*reads, tail]
+    def _add_templates(self) -> None:
+        """Check the bodies of which instances will be made, each as a graph of its own."""
+        for node in list(self.new.nodes.values()):
+            if isinstance(node, Map | Loop):
+                self._add_template(node, bodies(node)[0])
 
-    def _refuse_unknown(self, node: AnyNode, path: str) -> NoReturn:
-        """Name the first unknown variable of a node, and what may have been meant."""
-        known = {**self._standing.variables, **self.variables}
-        reads = {name for reads in self._reads(node) for name in reads if name not in known}
-        place, name = min((find_read(node, name), name) for name in reads)
-        close = difflib.get_close_matches(name, list(known)[:1_000], n=1)
-        hint = f"; did you mean `{close[0]}`?" if close else ""
-        raise ProgramError(
-            "program.unknown_variable",
-            f"variable `{name}` is read, but no node writes it and `variables` does not "
-            f"declare it as an input{hint}",
-            path=f"{path}.{place}",
+    def _add_template(self, node: Map | Loop, body: Body) -> None:
+        path = self._paths[node.id]
+        place = self._sight.place(node.id)
+        around = frozenset() if self._outside is None else self._outside.binds
+        for field, name in (("as", node.item), ("index", node.index)):
+            if name is not UNSET and (name in around or self._sight.sees_variable(name, place)):
+                _refuse_hiding(name, f"{path}.{field}")
+        outside = Outside(
+            has_variable=lambda name: self._sight.sees_variable(name, place),
+            has_node=lambda name: self._sight.sees_node(name, place),
+            binds=around | body.binds,
+            depth=1 if self._outside is None else self._outside.depth + 1,
         )
+        if outside.depth > MAX_BODY_DEPTH:
+            _refuse_size(f"bodies may stand {MAX_BODY_DEPTH} deep in each other")
+        inside = Growth(
+            Standing(jobs=self._standing.jobs | self.new.jobs), prefix="", outside=outside
+        )
+        inside.check_body(body, f"{path}.{body.path}")
+        inside.check_ends(node, path)
+        for name in bound_names(node):
+            if name in inside.new.variables or name in inside.new.hidden:
+                _refuse_hiding(name, f"{path}.{'as' if name == node.item else 'index'}")
+        self._hide(inside, path)
+
+    def check_body(self, body: Body, path: str) -> None:
+        """Check the nodes of a template against what stands around it.
+
+        Raises:
+            ProgramError: with the path of the first thing that is wrong.
+        """
+        self._add_nodes(list(stand(body.nodes, path)))
+        self._check_jobs()
+        self._add_templates()
+        for node in self.new.nodes.values():
+            self._sight.check(node)
+        self._connect(MAX_EDGES)
+        self._sort()
+
+    def check_ends(self, node: Map | Loop, path: str) -> None:
+        """Check the names that stand beside a body and mean what is in it.
+
+        Raises:
+            ProgramError: `program.unknown_variable`.
+        """
+        if isinstance(node, Map):
+            for outer, inner in node.collect.items():
+                self._sight.check_names(read_by(inner), f"{path}.collect.{outer}")
+            return
+        for name, (_, following) in node.carry.items():
+            self._sight.check_names(variables(following), f"{path}.carry.{name}[1]")
+        if node.until is not UNSET:
+            self._sight.check_names(variables(node.until), f"{path}.until")
+
+    def _hide(self, inside: Growth, path: str) -> None:
+        """Take over the names of a template, which nobody else may have or see."""
+        for name in inside.new.nodes.keys() | inside.new.hidden_nodes:
+            known = self.new.nodes.keys() | self.new.hidden_nodes
+            if name in known or name in self._standing.nodes or name in self._standing.hidden_nodes:
+                _refuse_second(name, path)
+        self.new.hidden_nodes |= inside.new.nodes.keys() | inside.new.hidden_nodes
+        self.new.jobs |= inside.new.jobs
+        for name in [*inside.new.producers, *inside.new.hidden]:
+            stands = name in self._standing.given or name in self._standing.hidden
+            if stands or name in self.new.hidden or self._sight.producer(name) is not None:
+                raise ProgramError(
+                    "program.two_producers",
+                    f"variable `{name}` is made in the body of a node, and elsewhere",
+                    path=path,
+                )
+            declared = self.new.variables.pop(name, None) or self._standing.variables.get(name)
+            self.new.hidden[name] = declared or Variable()
+
+    # --- inputs and outputs ---------------------------------------------------------------
 
     def _add_inputs(self, inputs: Mapping[str, Json]) -> None:
         for name, value in inputs.items():
             path = f"inputs.{name}"
-            number = self._producer(name)
-            variable = self.variables.get(name) or self._standing.variables.get(name)
+            number = self._sight.producer(name)
+            variable = self.new.variables.get(name) or self._standing.variables.get(name)
             reason = ""
             if number is not None:
-                reason = f"node `{self._slot(number).node}` writes it"
+                reason = f"node `{self._sight.slot(number).node}` writes it"
+            elif name in self.new.hidden or name in self._standing.hidden:
+                reason = "it is made in a body"
             elif variable is None:
                 reason = "`variables` does not declare it"
             elif name in self._standing.given:
@@ -248,20 +324,25 @@ class Growth:
                     f"`{name}` is declared as {variable.type}, its value is {kind_of(value)}",
                     path=path,
                 )
-        self.given |= inputs.keys()
+        self.new.given |= inputs.keys()
 
     def _add_outputs(self, outputs: Sequence[str], objectives: Mapping[str, Objective]) -> None:
         stands = set(self._standing.outputs)
         for index, name in enumerate(outputs):
-            if name not in self.variables and name not in self._standing.variables:
+            if not self._sight.sees_variable(name, None):
                 raise ProgramError(
                     "program.unknown_output",
-                    f"output `{name}` is no variable of the program",
+                    f"output `{name}` is no variable of the program"
+                    + (
+                        " outside of its bodies"
+                        if name in {*self.new.variables, *self.new.hidden}
+                        else ""
+                    ),
                     path=f"{self._prefix}outputs[{index}]",
                 )
             if name not in stands:
                 stands.add(name)
-                self.outputs.append(name)
+                self.new.outputs.append(name)
         for name in objectives:
             if name not in stands:
                 raise ProgramError(
@@ -271,24 +352,48 @@ class Growth:
                 )
         self.objectives |= objectives
 
-    def _connect(self) -> None:
-        for number, slot in enumerate(self.numbered, self._base):
-            found = {self._producer(variable) for variable in slot.reads}
+    # --- edges ----------------------------------------------------------------------------
+
+    def _connect(self, max_edges: int) -> None:
+        for number, slot in enumerate(self.new.numbered, self._base):
+            found = {self._sight.producer(variable) for variable in (*slot.reads, *slot.sees)}
             sources = {source for source in found if source is not None}
+            node = self.new.nodes[slot.node]
             if slot.index:
                 sources.add(number - 1)
             else:
-                sources |= {self._last(earlier) for earlier in self.nodes[slot.node].after}
+                sources |= self._lasts(node.after)
+            if slot.index == GIVE and isinstance(node, Map | Loop):
+                sources |= self._lasts(
+                    earlier for _, each in walk(node.body, "") for earlier in each.after
+                )
             # Sorted: the order of a set of names differs from process to process.
             self.edges += ((source, number) for source in sorted(sources))
-        for variable, number in self.producers.items():
-            for reader in self._standing.consumers.get(variable, ()):
+        for node_id, place in self.new.places.items():
+            self._connect_place(node_id, place)
+        for variable, number in self.new.producers.items():
+            waiting = self._standing.consumers.get(variable, ())
+            for reader in (*waiting, *self._standing.seers.get(variable, ())):
                 self.edges.append((number, reader))
                 self.is_behind = False
-        if self._standing.num_edges + len(self.edges) > MAX_EDGES:
-            _refuse_size(f"a program may have {MAX_EDGES:,} edges")
+        if self._standing.num_edges + len(self.edges) > max_edges:
+            _refuse_size(f"a program may have {max_edges:,} edges")
 
-    def _sort(self, nodes: Sequence[AnyNode]) -> None:
+    def _connect_place(self, node_id: str, place: Place) -> None:
+        """A node in a body stands behind the gate, and before the end, of the node around it."""
+        control = self.new.nodes.get(place.control) or self._standing.nodes.get(place.control)
+        if control is None:
+            return
+        enter, close = gate(control)
+        first = self.new.first.get(place.control)
+        if first is not None:
+            self.edges.append((first + enter, self.new.first[node_id]))
+        else:
+            first = self._standing.first[place.control]
+        last = self.new.first[node_id] + len(self.new.slots[node_id]) - 1
+        self.edges.append((last, first + close))
+
+    def _sort(self) -> None:
         """Order the new slots, or say which nodes wait for each other."""
         base, behind_old = self._base, self._standing.behind
         added: dict[int, list[int]] = {}
@@ -300,36 +405,45 @@ class Growth:
             return [*behind_old[number], *more] if number < base else more
 
         # A cycle must pass through something new, so what new slots reach is all to look at.
-        numbers: Sequence[int] = range(base, base + len(self.numbered))
+        numbers: Sequence[int] = range(base, base + len(self.new.numbered))
         if not self.is_behind:
             numbers = reach(numbers, behind)
         self.order = sort(numbers, behind)
         if len(self.order) == len(numbers):
             return
         cycle = find_cycle(set(numbers) - set(self.order), behind)
-        names = [self._slot(number).node for number in cycle]
+        names = [self._sight.slot(number).node for number in cycle]
         names = [name for i, name in enumerate(names) if name != names[i - 1]] or names[:1]
-        indices = [index for index, node in enumerate(nodes) if node.id in names]
+        first = next(node_id for node_id in self.new.nodes if node_id in names)
         raise ProgramError(
             "program.cycle",
             f"nodes wait for each other: {' -> '.join([*names, names[0]])}",
-            path=f"{self._prefix}nodes[{indices[0]}]",
+            path=self._paths[first],
         )
 
-    def _producer(self, variable: str) -> int | None:
-        number = self.producers.get(variable)
-        return self._standing.producers.get(variable) if number is None else number
+    def _lasts(self, nodes: Iterable[str]) -> set[int]:
+        """The last slots of those nodes that are in this graph."""
+        return {last for each in nodes if (last := self._last(each)) is not None}
 
-    def _slot(self, number: int) -> Slot:
-        if number < self._base:
-            return self._standing.numbered[number]
-        return self.numbered[number - self._base]
-
-    def _last(self, node_id: str) -> int:
-        if node_id in self.first:
-            return self.first[node_id] + len(self.slots[node_id]) - 1
-        return self._standing.first[node_id] + len(self._standing.slots[node_id]) - 1
+    def _last(self, node_id: str) -> int | None:
+        """The last slot of a node; None if it stands outside of this body."""
+        if node_id in self.new.first:
+            return self.new.first[node_id] + len(self.new.slots[node_id]) - 1
+        first = self._standing.first.get(node_id)
+        return None if first is None else first + len(self._standing.slots[node_id]) - 1
 
 
 def _refuse_size(message: str) -> NoReturn:
     raise ProgramError("program.too_large", message, status=413)
+
+
+def _refuse_second(node_id: str, path: str) -> NoReturn:
+    raise ProgramError(
+        "program.duplicate_node", f"there are two nodes `{node_id}`", path=f"{path}.id"
+    )
+
+
+def _refuse_hiding(name: str, path: str) -> NoReturn:
+    raise ProgramError(
+        "program.hidden_name", f"`{name}` would hide another name that the body sees", path=path
+    )

@@ -1,8 +1,9 @@
 """A program as data: the frozen records behind the JSON of a submission.
 
 Knows the names and the types of the wire (bounds included), and turns JSON into records.
-Refuses to know what a record means: names, cycles and producers are `graph`'s business,
-expressions are plain JSON here and are read by `expression`.
+What stands inside a call is in `content`. Refuses to know what a record means: names, cycles
+and producers are `graph`'s business, expressions are plain JSON here and are read by
+`expression`.
 
 Kept true: a decoded record holds no value out of its bounds, and encoding it again gives
 JSON that decodes to an equal record.
@@ -10,111 +11,80 @@ JSON that decodes to an equal record.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-Json: TypeAlias = Any
-"""A JSON value: None, bool, int, float, str, list or dict with string keys."""
+from .content import (
+    MAX_OUTPUT_TOKENS,
+    NAME_PATTERN,
+    Constraint,
+    Expression,
+    Json,
+    Message,
+    Name,
+    Output,
+    OutputForm,
+    Probability,
+    Sampling,
+    Segment,
+)
 
-Expression: TypeAlias = Any
-"""JSON as `expression` reads it: an object is one operator, all else stands for itself."""
+__all__ = [
+    "MAX_NODES",
+    "MAX_OUTPUT_TOKENS",
+    "MAX_ROUNDS",
+    "MAX_WIDTH",
+    "NAME_PATTERN",
+    "AnyNode",
+    "Append",
+    "Call",
+    "Client",
+    "Constraint",
+    "Control",
+    "Deadline",
+    "Expr",
+    "Expression",
+    "Generate",
+    "Handler",
+    "If",
+    "Job",
+    "Json",
+    "Kill",
+    "Limits",
+    "Loop",
+    "Map",
+    "Message",
+    "Name",
+    "Node",
+    "Objective",
+    "Options",
+    "Output",
+    "OutputForm",
+    "Placed",
+    "Probability",
+    "Program",
+    "Round",
+    "Sampling",
+    "Seconds",
+    "Segment",
+    "Submission",
+    "Try",
+    "Variable",
+    "Wait",
+    "Yield",
+]
 
 MAX_NODES = 10_000
-"""Nodes in one submission, and nodes that one session may hold."""
-MAX_OUTPUT_TOKENS = 1_000_000
+"""Nodes in one submission, bodies included, and nodes that one session may be sent."""
+MAX_WIDTH = 10_000
+"""Items of one map."""
+MAX_ROUNDS = 10_000
+"""Rounds of one loop."""
+NUM_ROUNDS = 1_000
+"""Rounds of a loop that does not say."""
 
-NAME_PATTERN = r"^[A-Za-z_]\w*$(?!\n)"
-"""`$` alone would let one newline through."""
-Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=128)]
-"""A variable or a node. Instances of bodies append dotted indices (`name.3.0`)."""
 Seconds = Annotated[float, Meta(gt=0, le=7 * 86_400)]
-Probability = Annotated[float, Meta(ge=0, le=1)]
-
-
-class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """How the tokens of one output are chosen and when they end."""
-
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
-    """Tokens at most. None: 512, or what the model's context leaves if that is less."""
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] = 0
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    """0 is greedy."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """0 keeps every token."""
-    min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    """None: drawn once, journaled, never drawn again."""
-    stop: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)
-    ] = []
-    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=64)] = []
-    ignore_eos: bool = False
-    logit_bias: Annotated[
-        dict[Annotated[int, Meta(ge=0, lt=2**31)], Annotated[float, Meta(ge=-100, le=100)]],
-        Meta(max_length=1_024),
-    ] = {}
-    """Token ids (as strings in JSON) to what is added to their logits."""
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Under `as: message`: tell how likely each token was, and this many others beside it."""
-
-
-class Constraint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """A language that the output must belong to; exactly one field is set.
-
-    JSON comes out compactly, without blanks between its tokens. A `list` is one of strings.
-    """
-
-    choices: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | UnsetType = UNSET
-    regex: Annotated[str, Meta(max_length=65_536)] | UnsetType = UNSET
-    json_schema: dict[str, Json] | bool | UnsetType = UNSET
-    type: Literal["string", "int", "float", "bool", "list"] | UnsetType = UNSET
-    lark: Annotated[str, Meta(max_length=65_536)] | UnsetType = UNSET
-
-
-OutputForm: TypeAlias = Literal["text", "value", "message"]
-
-
-class Output(Sampling, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """The output of a chat call: a variable, its sampling, and the form of its value."""
-
-    variable: Name
-    constraint: Constraint | None = None
-    form: OutputForm | None = field(default=None, name="as")
-    """None: `value` under a `type` or `json_schema` constraint, else `text`."""
-
-
-class Segment(Sampling, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """One piece of a prompt or of a message's content: text, an input, an output or a part.
-
-    Exactly one of `text`, `input`, `output`, `part` is set (checked by `check`), and only
-    an output carries sampling fields, `constraint` and `as`.
-    """
-
-    text: Annotated[str, Meta(max_length=4_194_304)] | UnsetType = UNSET
-    special: bool = False
-    """With `text`: the text may yield special tokens. Inputs and outputs never do."""
-    input: Expression | UnsetType = UNSET
-    """A bare string names a variable; anything else is an expression."""
-    output: Name | UnsetType = UNSET
-    part: dict[str, Json] | UnsetType = UNSET
-    constraint: Constraint | None = None
-    form: OutputForm | None = field(default=None, name="as")
-
-
-class Message(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """A chat message, or `{"splice": name}`: a variable that holds one message or a list."""
-
-    role: Annotated[str, Meta(min_length=1, max_length=64)] | UnsetType = UNSET
-    content: str | Annotated[list[Segment], Meta(max_length=10_000)] | UnsetType | None = UNSET
-    splice: Name | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    tool_calls: Annotated[list[Json], Meta(max_length=1_000)] | UnsetType = UNSET
-    tool_call_id: str | UnsetType = UNSET
 
 
 class Node(
@@ -211,7 +181,176 @@ class Expr(
     output: Name
 
 
-AnyNode: TypeAlias = Generate | Call | Client | Expr
+class Map(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="map",
+    tag_field="op",
+):
+    """A body for every item of a list, all at once; its width is known when the list is."""
+
+    items: Expression
+    """A list. A bare string names a variable."""
+    item: Name = field(name="as")
+    """What the body calls its item."""
+    index: Name | UnsetType = UNSET
+    """What the body calls the item's place, from 0."""
+    body: Body
+    collect: dict[Name, Expression] = {}
+    """A variable outside: the name inside whose values it lists, in the order of the items.
+    Only instances hold more than names here."""
+    max_width: Annotated[int, Meta(ge=0, le=MAX_WIDTH)] = MAX_WIDTH
+    """A longer list fails the map."""
+    fail: Literal["any", "all"] = "any"
+    """`any`: an item that fails fails the map. `all`: it is null, unless every item fails."""
+
+
+class If(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="if",
+    tag_field="op",
+):
+    """One of two bodies, decided when the condition is known; the other never starts."""
+
+    cond: Expression
+    """A bare string names a variable."""
+    then: Body = []
+    otherwise: Body = field(default_factory=list, name="else")
+    merge: dict[Name, tuple[Expression, Expression]] = {}
+    """A variable outside: its name after `then` and after `else`, of which one is read. Only
+    instances hold more than names here."""
+
+
+class Loop(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="loop",
+    tag_field="op",
+):
+    """A body round after round, until a condition holds or the rounds are over."""
+
+    items: Expression | UnsetType = UNSET
+    """A list, one round for each. A bare string names a variable."""
+    count: Expression | UnsetType = UNSET
+    item: Name | UnsetType = field(default=UNSET, name="as")
+    index: Name | UnsetType = UNSET
+    carry: dict[Name, tuple[Expression, Expression]] = {}
+    """A variable: what it is in the first round, and what in the next one, seen from the end of
+    a round. Outside it is what it was after the last."""
+    body: Body
+    until: Expression | UnsetType = UNSET
+    """Looked at when a round has ended; true ends the loop."""
+    max_iter: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = NUM_ROUNDS
+    """Rounds after which the loop fails if it would go on."""
+
+
+class Wait(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="wait",
+    tag_field="op",
+):
+    """Ends when enough of its variables have a value, and lets go who comes `after` it."""
+
+    variables: Annotated[list[Name], Meta(min_length=1, max_length=MAX_NODES)]
+    mode: Literal["all", "any"] | Annotated[int, Meta(ge=1)] = "all"
+    """A number: so many of them."""
+
+
+class Kill(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="kill",
+    tag_field="op",
+):
+    """Ends what writes these variables, or whole jobs; what has ended stays as it is."""
+
+    targets: Annotated[list[Name], Meta(min_length=1, max_length=MAX_NODES)]
+
+
+class Yield(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="yield",
+    tag_field="op",
+):
+    """Tells readers of the events a value."""
+
+    value: Expression
+    mode: Literal["value", "delta", "partial"] = "value"
+
+
+class Handler(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """What runs instead of a body that failed."""
+
+    codes: Annotated[list[str], Meta(max_length=1_000)] = []
+    """Failures that it is for; empty: any."""
+    body: Body = []
+
+
+class Try(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="try",
+    tag_field="op",
+):
+    """A body whose failure runs the body again, or another one."""
+
+    body: Body
+    handlers: Annotated[list[Handler], Meta(max_length=1_000)] = []
+    merge: dict[Name, list[Expression]] = {}
+    """A variable outside: its name in the body and in each handler. Only instances hold more
+    than names here."""
+
+
+class Round(
+    Node,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag="round",
+    tag_field="op",
+):
+    """The end of one round of a loop. Only the server makes these."""
+
+    carry: dict[str, Expression] = {}
+    """What the variable of the next round is."""
+    keeps: dict[str, str] = {}
+    """The same variable in this round: its value stays if the next one is absent."""
+    until: Expression | UnsetType = UNSET
+    more: str = ""
+    """The variable that says whether there is another round."""
+
+
+Body: TypeAlias = Annotated[list["AnyNode"], Meta(max_length=MAX_NODES)]
+Control: TypeAlias = Map | If | Loop | Try
+"""Nodes that have bodies."""
+AnyNode: TypeAlias = Generate | Call | Client | Expr | Control | Wait | Kill | Yield
+Placed: TypeAlias = AnyNode | Round
+"""What a graph consists of."""
 
 
 class Variable(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):

@@ -107,7 +107,7 @@ def chat_messages(
         if message.splice is UNSET:
             messages.append(message)
             continue
-        for expression in _spliced({"var": message.splice}, definitions):
+        for expression in _spliced(input_expression(message.splice), definitions):
             literal = _literal_message(expression)
             messages.append(literal or Splice(len(messages), expression))
     return tuple(messages)

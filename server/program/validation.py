@@ -19,19 +19,29 @@ from .errors import ProgramError
 from .expression import check, input_expression, variables
 from .ir import (
     NAME_PATTERN,
-    AnyNode,
     Call,
     Client,
     Constraint,
+    Expr,
     Expression,
     Generate,
+    If,
+    Loop,
+    Map,
     Message,
     Output,
+    Placed,
     Sampling,
     Segment,
+    Try,
+    Wait,
+    Yield,
 )
+from .partial import as_whole
 
 _NAME = re.compile(NAME_PATTERN)
+_INDICES = re.compile(r"(\.r*\d+)*")
+"""What stands behind the name of an instance of a body."""
 MAX_NAME = 128
 
 
@@ -46,6 +56,9 @@ class Slot(Struct, frozen=True):
     index: int
     reads: frozenset[str]
     writes: tuple[str, ...]
+    sees: frozenset[str] = frozenset()
+    """What it may come to read, or what its node's bodies read: it does not wait for these, but
+    nothing that they wait for may wait for it."""
 
 
 def is_name(name: str) -> bool:
@@ -53,8 +66,8 @@ def is_name(name: str) -> bool:
     return len(name) <= MAX_NAME and _NAME.match(name) is not None
 
 
-def make_slots(node: AnyNode) -> tuple[Slot, ...]:
-    """Check a node and take it apart into its slots.
+def make_slots(node: Generate | Call | Client | Expr) -> tuple[Slot, ...]:
+    """Check a node without bodies and take it apart into its slots.
 
     Raises:
         ProgramError: `program.name`, `program.segment`, `program.constraint`,
@@ -62,18 +75,16 @@ def make_slots(node: AnyNode) -> tuple[Slot, ...]:
     """
     check_name(node.id, "id")
     check_name(node.job, "job")
-    reads = set() if node.when is UNSET else _check_input(node.when, "when")
+    reads = set() if node.when is UNSET else check_input(node.when, "when")
     if isinstance(node, Generate):
         if node.prompt is not UNSET:
             return _prompt_slots(node, reads)
         return (_chat_slot(node, reads),)
     if isinstance(node, Call | Client):
         for name, expression in node.args.items():
-            check(expression, f"args.{name}")
-            reads |= variables(expression)
+            reads |= check_expression(expression, f"args.{name}")
     else:
-        check(node.expr, "expr")
-        reads |= variables(node.expr)
+        reads |= check_expression(node.expr, "expr")
     if node.output is UNSET:
         return (Slot(node.id, 0, frozenset(reads), ()),)
     check_name(node.output, "output")
@@ -81,8 +92,9 @@ def make_slots(node: AnyNode) -> tuple[Slot, ...]:
 
 
 def check_name(name: str, path: str) -> None:
-    """Raises ProgramError `program.name` if a text may not name anything."""
-    if not is_name(name):
+    """Raises ProgramError `program.name` if a text may name neither anything nor an instance."""
+    base, dot, indices = name.partition(".")
+    if not is_name(base) or not _INDICES.fullmatch(dot + indices):
         raise ProgramError(
             "program.name",
             f"{name[:140]!r} is no name: a letter or _, then letters, digits or _, "
@@ -91,20 +103,40 @@ def check_name(name: str, path: str) -> None:
         )
 
 
-def find_read(node: AnyNode, variable: str) -> str:
+def check_expression(expression: Expression, path: str) -> frozenset[str]:
+    """Check an expression where a string is text, and return what it reads.
+
+    Raises:
+        ProgramError: `program.expression`.
+    """
+    check(expression, path)
+    return variables(expression)
+
+
+def find_read(node: Placed, variable: str) -> str:
     """Where a checked node first reads a variable; the path is relative to the node."""
     return next(path for path, expression in _reads(node) if variable in variables(expression))
 
 
-def find_write(node: AnyNode, variable: str) -> str:
+def find_write(node: Placed, variable: str) -> str:
     """Where a checked node writes a variable; the path is relative to the node."""
     if isinstance(node, Generate) and node.prompt is not UNSET:
         outputs = [segment.output for segment in node.prompt]
         return f"prompt[{outputs.index(variable)}].output"
-    return "output.variable" if isinstance(node, Generate) else "output"
+    match node:
+        case Generate():
+            return "output.variable"
+        case Map():
+            return f"collect.{variable}"
+        case If() | Try():
+            return f"merge.{variable}"
+        case Loop():
+            return f"carry.{variable}"
+        case _:
+            return "output"
 
 
-def tail_reads(node: AnyNode) -> frozenset[str] | None:
+def tail_reads(node: Placed) -> frozenset[str] | None:
     """What a prompt names behind its last output, where no slot reads it. None: no such tail."""
     if not isinstance(node, Generate) or node.prompt is UNSET:
         return None
@@ -119,7 +151,7 @@ def tail_reads(node: AnyNode) -> frozenset[str] | None:
     return found
 
 
-def _reads(node: AnyNode) -> Iterator[tuple[str, Expression]]:
+def _reads(node: Placed) -> Iterator[tuple[str, Expression]]:
     if node.when is not UNSET:
         yield "when", input_expression(node.when)
     if isinstance(node, Generate):
@@ -127,13 +159,35 @@ def _reads(node: AnyNode) -> Iterator[tuple[str, Expression]]:
             yield from _segment_reads(node.prompt, "prompt")
         for index, message in enumerate(() if node.messages is UNSET else node.messages):
             if message.splice is not UNSET:
-                yield f"messages[{index}].splice", {"var": message.splice}
+                yield f"messages[{index}].splice", input_expression(message.splice)
             elif isinstance(message.content, list):
                 yield from _segment_reads(message.content, f"messages[{index}].content")
     elif isinstance(node, Call | Client):
         yield from ((f"args.{name}", expression) for name, expression in node.args.items())
-    else:
+    elif isinstance(node, Expr):
         yield "expr", node.expr
+    else:
+        yield from _control_reads(node)
+
+
+def _control_reads(node: Placed) -> Iterator[tuple[str, Expression]]:
+    match node:
+        case Map():
+            yield "items", input_expression(node.items)
+        case If():
+            yield "cond", input_expression(node.cond)
+        case Loop():
+            if node.items is not UNSET:
+                yield "items", input_expression(node.items)
+            if node.count is not UNSET:
+                yield "count", node.count
+            yield from ((f"carry.{name}[0]", init) for name, (init, _) in node.carry.items())
+        case Wait():
+            yield from ((f"variables[{i}]", {"var": name}) for i, name in enumerate(node.variables))
+        case Yield():
+            yield "value", as_whole(node.value)
+        case _:
+            pass
 
 
 def _segment_reads(segments: Iterable[Segment], path: str) -> Iterator[tuple[str, Expression]]:
@@ -190,8 +244,7 @@ def _check_message(message: Message, path: str) -> set[str]:
     if message.splice is not UNSET:
         if message != Message(splice=message.splice):
             _refuse("`splice` stands alone: the value brings role and content", path)
-        check_name(message.splice, f"{path}.splice")
-        return {message.splice}
+        return check_input(message.splice, f"{path}.splice")
     if message.role is UNSET:
         _refuse("a message has a `role`, or is a `splice`", path)
     reads: set[str] = set()
@@ -218,7 +271,7 @@ def _check_segment(segment: Segment, path: str) -> set[str]:
     # Everything but the one field must have its default; one comparison says so.
     if segment != bare:
         _refuse_mixed(segment, path)
-    return set() if segment.input is UNSET else _check_input(segment.input, f"{path}.input")
+    return set() if segment.input is UNSET else check_input(segment.input, f"{path}.input")
 
 
 def _check_output_segment(segment: Segment, path: str) -> None:
@@ -245,8 +298,12 @@ def _refuse_mixed(segment: Segment, path: str) -> NoReturn:
     _refuse(f"{_listed(extra)} belongs to an output, not to `{kinds[0]}`", f"{path}.{extra[0]}")
 
 
-def _check_input(expression: Expression, path: str) -> set[str]:
-    """Check an expression where a bare string is a variable, and return what it reads."""
+def check_input(expression: Expression, path: str) -> set[str]:
+    """Check an expression where a bare string is a variable, and return what it reads.
+
+    Raises:
+        ProgramError: `program.name`, `program.expression`.
+    """
     if isinstance(expression, str):
         check_name(expression, path)
         return {expression}

@@ -18,7 +18,7 @@ from msgspec import UNSET
 
 from ..program.errors import ConureError, PromptError
 from ..program.expression import evaluate, input_expression
-from ..program.ir import Generate, Json, Message, Segment
+from ..program.ir import Expression, Generate, Json, Message, Segment
 from ..program.value import text_of
 from .chat_template import ChatMessage, ChatTemplate
 from .tokenizer import Piece
@@ -92,7 +92,7 @@ def render_chat(node: Generate, values: Mapping[str, Json], template: ChatTempla
     for index, message in enumerate(node.messages):
         path = f"nodes.{node.id}.messages[{index}]"
         if message.splice is not UNSET:
-            spliced = _read_splice(values[message.splice], f"{path}.splice")
+            spliced = _read_splice(_spliced_value(message.splice, values), f"{path}.splice")
             messages += spliced
             num_segments += sum(len(each.content) for each in spliced)
             lasts.append(num_segments - 1)
@@ -150,6 +150,10 @@ def _render_message(message: Message, values: Mapping[str, Json], path: str) -> 
         tool_calls=_read_tool_calls(message.tool_calls),
         tool_call_id=None if message.tool_call_id is UNSET else message.tool_call_id,
     )
+
+
+def _spliced_value(splice: Expression, values: Mapping[str, Json]) -> Json:
+    return values[splice] if isinstance(splice, str) else evaluate(splice, values)
 
 
 def _read_splice(value: Json, path: str) -> list[ChatMessage]:

@@ -15,10 +15,11 @@ import msgspec
 from msgspec import UNSET
 
 from ..engines.grammars import Grammars
+from ..program.control import walk
 from ..program.errors import ExpressionError, ProgramError, PromptError, UnavailableError
 from ..program.grammar import grammar_of
 from ..program.graph import Graph
-from ..program.ir import AnyNode, Append, Call, Generate, Json, Limits, Submission, Variable
+from ..program.ir import AnyNode, Append, Call, Generate, Json, Limits, Round, Submission, Variable
 from ..prompts.model import Model, outputs_of
 from ..prompts.prompt import render_chat, render_slot
 from .execution import Execution
@@ -155,13 +156,17 @@ async def check_program(
             `constraint.*` for a constraint that cannot be kept.
         PromptError: `prompt.too_long`, for a call whose inputs are all there.
     """
-    nodes: list[AnyNode] = list(graph.nodes.values()) if append is None else append.nodes
-    root = "program.nodes" if append is None else "nodes"
+    nodes: list[AnyNode]
+    if append is None:
+        root = "program.nodes"
+        sent = (node for node in graph.nodes.values() if graph.place(node.id) is None)
+        nodes = [node for node in sent if not isinstance(node, Round)]
+    else:
+        root, nodes = "nodes", append.nodes
     values = inputs if append is None else append.inputs
     suspects: list[tuple[str, Generate]] = []
     constraints: list[tuple[str, str]] = []
-    for i, node in enumerate(nodes):
-        path = f"{root}[{i}]"
+    for path, node in walk(nodes, root):
         if isinstance(node, Generate):
             model.check(node, path)
             constraints += [
@@ -173,7 +178,9 @@ async def check_program(
             reads = slots[0].reads if slots else frozenset()
             if (
                 append is None
+                and slots is not None
                 and node.when is UNSET  # decided when it runs
+                and graph.place(node.id) is None
                 and reads <= values.keys()
                 and _may_be_long(node, reads, values, model)
             ):

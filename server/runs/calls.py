@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ..program.critical_path import get_latest_starts, get_remaining, has_deadline
 from ..program.graph import Graph, Slot
-from ..program.ir import Generate
+from ..program.ir import Generate, Map
 from ..program.objective import Performance, get_perf_objective
 from ..program.rope import prefix_constant, prefix_hash
 from ..program.symbols import Definitions
@@ -109,7 +109,14 @@ class Calls:
             call.rerank(self._rank(call.node, performance, call.came_s), performance)
 
     def _worth(self, node_id: str) -> Performance:
-        return self._performance[node_id]
+        """What a call is worth: in a map all calls are one group, however many are to come."""
+        performance = self._performance[node_id]
+        place = self._execution.graph.place(node_id)
+        while place is not None:
+            if isinstance(self._execution.graph.nodes[place.control], Map):
+                return performance._replace(group=place.control)
+            place = self._execution.graph.place(place.control)
+        return performance
 
     def _latest_starts(self, nodes: Iterable[str]) -> dict[str, float]:
         graph, deadline_s = self._execution.graph, self._execution.options.deadline_s

@@ -10,7 +10,7 @@ import time
 from typing import Protocol
 
 from ..program.errors import ConureError, RunError
-from ..program.ir import AnyNode, Client
+from ..program.ir import Client, Placed
 from ..program.status import Phase, Problem
 from .execution import Execution
 from .feed import Feed
@@ -69,7 +69,7 @@ class Clocks:
         """Somebody asked about the program; it need not be for long."""
         self._read_at = time.monotonic()
 
-    def watch(self, node: AnyNode) -> None:
+    def watch(self, node: Placed) -> None:
         """A node starts. A client step counts the time of each question by itself."""
         if node.timeout_s is not None and not isinstance(node, Client):
             self._timers[node.id] = asyncio.get_running_loop().call_later(
@@ -93,7 +93,7 @@ class Clocks:
         self._host.fail(node_id, RunError("node.timeout", message))
 
     def _job_timeout(self, job: str) -> None:
-        for node_id, state in self._execution.nodes.items():
+        for node_id, state in list(self._execution.nodes.items()):
             if self._host.is_over:
                 return
             if not state.has_ended and self._execution.is_within(state.node.job, job):

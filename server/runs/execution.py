@@ -11,17 +11,22 @@ done and every node it comes after has ended; a node that has ended never change
     values    variable -> JSON                      committed, never replaced
     absences  variable -> (phase, problem)          nobody will ever write it
     missing   (node, slot) -> how many things it still waits for
+    open      parts of nodes with bodies whose gate is open: what stands behind a closed one
+              waits, and nobody waits for it
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..program.control import Place
 from ..program.errors import ConflictError, NotFoundError
 from ..program.graph import Graph, Slot
-from ..program.ir import AnyNode, Append, Job, Json, Options
+from ..program.instances import Instance
+from ..program.ir import Append, Job, Json, Options, Placed, Wait
+from ..program.standing import gate
 from ..program.status import ENDED, Phase, Problem, Trace
 
 
@@ -72,7 +77,7 @@ class Usage:
 class NodeState:
     """What has become of one node."""
 
-    node: AnyNode
+    node: Placed
     phase: Phase = "waiting"
     attempt: int = 0
     engine: str | None = None
@@ -129,6 +134,10 @@ class Execution:
         self._asked: set[str] = set()
         self._is_session = is_open
         self._missing: dict[tuple[str, int], int] = {}
+        self._open: set[Place] = set()
+        self._quorums: dict[tuple[str, int], int | None] = {}
+        """Slots that do not wait for all they read: how many values are enough, None once that
+        is decided."""
         self._num_unended = 0
         self._reported: set[tuple[str, int]] = set()
         self._is_started = False
@@ -167,20 +176,106 @@ class Execution:
         self._is_started = True
         return self._ready(self._missing)
 
+    def grow(self, instances: Sequence[Instance]) -> tuple[tuple[str, ...], list[Ready]]:
+        """Add instances of bodies; returns their nodes and what is ready. The gates of the parts
+        that they came for are open.
+
+        Raises:
+            ProgramError: `program.too_large` if the graph would be too large.
+        """
+        added = self.graph.grow(instances)
+        fresh = {instance.node.id for instance in instances}
+        for _, _, place in instances:
+            if place is not None and place.control not in fresh:
+                self._open.add(place)
+        self._count(added)
+        if self.wanted is not None:
+            self.wanted.update(added)
+        return added, self._ready(
+            (node_id, slot.index) for node_id in added for slot in self.graph.slots[node_id]
+        )
+
+    def open(self, place: Place) -> list[Ready]:
+        """A part was chosen: what stands in it may start, and its end is waited for."""
+        self._open.add(place)
+        nodes = self.graph.parts(place.control).get(place.part, ())
+        for node_id in nodes:
+            self._await_end(node_id)
+        return self._count_down((node_id, 0) for node_id in nodes)
+
+    def read(self, node_id: str, slot: int, names: Iterable[str]) -> None:
+        """A slot that is not ready comes to read more names."""
+        known = self.graph.slots[node_id][slot].reads
+        more = {name for name in names if name not in known}
+        self.graph.read(node_id, slot, more)
+        self._missing[node_id, slot] += sum(not self.is_resolved(name) for name in more)
+
+    def begun(self, node_id: str, slot: int) -> None:
+        """A slot has begun in an earlier life of the server, and goes on by what it began."""
+        self._reported.add((node_id, slot))
+        self.nodes[node_id].phase = "running"
+
+    def is_due(self, node_id: str, slot: int) -> bool:
+        """Whether a slot that was ready still is: its node may have ended, or it may be held."""
+        state = self.nodes[node_id]
+        is_next = slot == state.slots_done and not self._missing[node_id, slot]
+        return is_next and not state.has_ended
+
+    def hold(self, node_id: str, slot: int) -> None:
+        """Keep a slot from being ready, even if it was, until `let_go`."""
+        self._missing[node_id, slot] += 1
+        self._reported.discard((node_id, slot))
+
+    def let_go(self, node_id: str, slot: int) -> list[Ready]:
+        """What held a slot is over."""
+        return self._count_down([(node_id, slot)])
+
     def _count(self, nodes: Iterable[str]) -> None:
         ids = list(nodes)
         for node_id in ids:
+            assert node_id not in self.nodes, node_id
             self.nodes[node_id] = NodeState(self.graph.nodes[node_id])
         self._num_unended += len(ids)
         for node_id in ids:
             node = self.graph.nodes[node_id]
+            place = self.graph.place(node_id)
             for slot in self.graph.slots[node_id]:
-                missing = sum(not self.is_resolved(name) for name in slot.reads)
+                missing = self._count_reads(node, slot)
                 if slot.index == 0:
                     missing += sum(not self.nodes[other].has_ended for other in node.after)
+                    missing += place is not None and place not in self._open
                 else:
                     missing += 1
                 self._missing[node_id, slot.index] = missing
+        for node_id in ids:
+            if self.graph.place(node_id) in self._open:
+                self._await_end(node_id)
+
+    def _count_reads(self, node: Placed, slot: Slot) -> int:
+        if isinstance(node, Wait) and slot.index == 1 and node.mode != "all":
+            self._quorums[node.id, 1] = 1 if node.mode == "any" else node.mode
+            return int(not self._has_quorum(node.id, 1))
+        return sum(not self.is_resolved(name) for name in slot.reads)
+
+    def _await_end(self, node_id: str) -> None:
+        """The node around this one waits for its end."""
+        place = self.graph.place(node_id)
+        assert place is not None
+        if not self.nodes[node_id].has_ended:
+            _, close = gate(self.graph.nodes[place.control])
+            self._missing[place.control, close] += 1
+
+    def _has_quorum(self, node_id: str, slot: int) -> bool:
+        """Whether it is decided that enough variables have a value, or never will."""
+        enough = self._quorums[node_id, slot]
+        assert enough is not None
+        reads = self.graph.slots[node_id][slot].reads
+        num_values = sum(name in self.values for name in reads)
+        num_lost = sum(name in self.absences for name in reads)
+        if num_values < enough <= len(reads) - num_lost:
+            return False
+        self._quorums[node_id, slot] = None
+        return True
 
     def _ready(self, keys: Iterable[tuple[str, int]]) -> list[Ready]:
         return [Ready(*key) for key in keys if not self._missing[key] and self._take(key)]
@@ -204,8 +299,11 @@ class Execution:
                 continue
             seen.add(node_id)
             stack += self.graph.nodes[node_id].after
+            stack += self.graph.inside(node_id)
+            if (place := self.graph.place(node_id)) is not None:
+                stack.append(place.control)
             for slot in self.graph.slots[node_id]:
-                before = map(self.graph.get_producer, slot.reads)
+                before = map(self.graph.get_producer, slot.reads | slot.sees)
                 stack += [producer.node for producer in before if producer is not None]
         self.wanted |= seen
 
@@ -228,9 +326,14 @@ class Execution:
         return self._resolved(variable)
 
     def _resolved(self, variable: str) -> list[Ready]:
-        return self._count_down(
-            (slot.node, slot.index) for slot in self.graph.get_consumers(variable)
-        )
+        keys = [(slot.node, slot.index) for slot in self.graph.get_consumers(variable)]
+        if self._quorums:
+            keys = [key for key in keys if key not in self._quorums or self._decides(key)]
+        return self._count_down(keys)
+
+    def _decides(self, key: tuple[str, int]) -> bool:
+        """Whether what was resolved just now decided a quorum."""
+        return self._quorums[key] is not None and self._has_quorum(*key)
 
     def _count_down(self, keys: Iterable[tuple[str, int]]) -> list[Ready]:
         ready = []
@@ -287,7 +390,12 @@ class Execution:
         state.phase = phase
         state.finished_at = at
         self._num_unended -= 1
-        return self._count_down((other, 0) for other in self.graph.followers(state.node.id))
+        node_id = state.node.id
+        keys = [(other, 0) for other in self.graph.followers(node_id)]
+        place = self.graph.place(node_id)
+        if place is not None and place in self._open:
+            keys.append((place.control, gate(self.graph.nodes[place.control])[1]))
+        return self._count_down(keys)
 
     def absence_for(self, slot: Slot) -> Absence | None:
         """Why this slot cannot run: the first absence among what it reads.
@@ -306,13 +414,15 @@ class Execution:
     def isolates(self, node_id: str) -> bool:
         """Whether a failure of this node stays with its readers instead of ending the program.
 
-        A session is many people's work laid side by side: unless told otherwise, it isolates.
+        A session is many people's work laid side by side: unless told otherwise, it isolates. In
+        a body it is the node around it that a failure goes to.
         """
         node = self.graph.nodes[node_id]
         if node.on_error is not None:
             return node.on_error == "isolate"
         job = self.graph.jobs[node.job]
-        return job.on_error == "isolate" or (self._is_session and job == Job())
+        is_alone = self._is_session and job == Job() and self.graph.place(node_id) is None
+        return job.on_error == "isolate" or is_alone
 
     def is_within(self, job: str, outer: str) -> bool:
         """Whether a job is another one or stands below it; all stand below `main`."""

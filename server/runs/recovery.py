@@ -15,6 +15,7 @@ from ..program.graph import Graph
 from ..program.ir import Append, Json, Submission
 from ..program.status import Phase, Problem
 from ..store.journal import StoredProgram, ValueRecord
+from .bodies import is_slot_over, regrow
 from .execution import Absence, Execution, NodeState, Usage
 
 _ENDS: dict[str, Phase] = {
@@ -62,6 +63,8 @@ def restore(stored: StoredProgram) -> tuple[Execution, Past]:
         execution.commit(record.variable, msgspec.json.decode(record.value))
         if record.token_ids is not None:
             past.outputs[record.variable] = record
+    regrow(execution, stored.events)
+    for record in stored.values:
         if graph.get_producer(record.variable) is None:
             graph.give(record.variable)
     _replay(stored, execution, past)
@@ -70,7 +73,10 @@ def restore(stored: StoredProgram) -> tuple[Execution, Past]:
             written = bool(slot.writes) and all(v in execution.values for v in slot.writes)
             if not written or state.has_ended or state.slots_done != slot.index:
                 break
+            if not is_slot_over(execution, node_id, slot.index):
+                break
             execution.finish_slot(node_id, slot.index, at=stored.created_at)
+    _end_bodies(execution, at=stored.created_at)
     past.started = {n for n in past.started if not execution.nodes[n].has_ended}
     return execution, past
 
@@ -103,6 +109,15 @@ def _replay(stored: StoredProgram, execution: Execution, past: Past) -> None:
             _restore_account(state, data)
             problem = Problem(code=data["code"], message=data["message"])
             execution.end(node_id, _ENDS[event.type], problem, at=event.at)
+
+
+def _end_bodies(execution: Execution, *, at: float) -> None:
+    """What stands in a body has ended with its node; an item may not even have come."""
+    problem = Problem(code="node.killed", message="the node around it has ended")
+    for node_id, state in list(execution.nodes.items()):
+        if state.has_ended:
+            for inner in list(execution.graph.inside(node_id)):
+                execution.end(inner, "killed", problem, at=at)
 
 
 def _restore_account(state: NodeState, data: dict[str, Json]) -> None:

@@ -29,7 +29,7 @@ from msgspec import UNSET
 from ..engines.engine import Engine
 from ..program.errors import ConureError, ExpressionError, RunError
 from ..program.expression import evaluate, input_expression
-from ..program.ir import AnyNode, Append, Expr, Generate, Json, Objective
+from ..program.ir import Append, Expr, Generate, Json, Objective, Placed
 from ..program.ir import Call as CallNode
 from ..program.ir import Client as ClientNode
 from ..program.status import EventType, Phase, Problem, Receipt
@@ -37,11 +37,13 @@ from ..program.value import has_type, kind_of
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
 from ..store.journal import AppendRecord, EndRecord, ProgramRecord, ValueRecord
+from .bodies import Bodies
 from .call import Call
 from .calls import Calls
 from .clocks import Clocks
 from .execution import Absence, Execution, NodeState, Ready
 from .feed import Feed
+from .flow import Flow, is_tolerant
 from .outbox import Outbox
 from .output import Outcome
 from .receipt import receipt
@@ -69,6 +71,7 @@ class Run:
         self._world = world
         self._calls = Calls(execution, world, self)
         self._steps: dict[str, ClientStep | FunctionStep] = {}
+        self._flow = Flow(execution, self, Bodies(execution))
         self._clocks = Clocks(execution, self, feed=self.feed, outbox=self.outbox)
         self._work: deque[Ready] = deque()
         self._is_working = False
@@ -98,7 +101,7 @@ class Run:
         self.execution.phase = "running"
         self._calls.expect(self.execution.graph.nodes)
         self._clocks.start()
-        self._advance(self.execution.start())
+        self.advance(self.execution.start())
 
     def append(self, append: Append, body: bytes) -> None:
         """Add nodes to the open program; they are on disk after the outbox's next barrier.
@@ -114,7 +117,7 @@ class Run:
         self._calls.expect(added)
         if added:
             self.emit("nodes.appended", nodes=list(added))
-        self._advance(ready)
+        self.advance(ready)
 
     def want(self, variable: str, objective: Objective | None) -> None:
         """Somebody asks for this variable: it may start now, and be more urgent than it was."""
@@ -123,7 +126,7 @@ class Run:
         self.touch()
         if objective is not None and self.execution.graph.demand(variable, objective):
             self._calls.weigh()
-        self._advance(self.execution.want(variable))
+        self.advance(self.execution.want(variable))
 
     def touch(self) -> None:
         """Somebody asked about the program: an attached one lives on for a while."""
@@ -140,7 +143,7 @@ class Run:
         ready = self.execution.lose(variable, Absence("failed", problem))
         self.emit("variable.failed", variable=variable, code=problem.code, message=problem.message)
         self.outbox.settle([variable])
-        self._advance(ready)
+        self.advance(ready)
 
     def stop(self, phase: Phase, problem: Problem) -> None:
         """End the program before its time; safe when it has ended."""
@@ -185,7 +188,7 @@ class Run:
 
     # --- dispatching ----------------------------------------------------------------------
 
-    def _advance(self, ready: list[Ready]) -> None:
+    def advance(self, ready: list[Ready]) -> None:
         """Dispatch slots; what they make ready at once joins the same queue, so that a chain of
         ten thousand expressions needs no stack.
         """
@@ -204,7 +207,7 @@ class Run:
     def _dispatch(self, node_id: str, slot: int) -> None:
         execution = self.execution
         state = execution.nodes[node_id]
-        if state.has_ended:
+        if not execution.is_due(node_id, slot):
             return
         node = state.node
         absence = execution.absence_for(execution.graph.slots[node_id][slot])
@@ -212,7 +215,7 @@ class Run:
             if slot == 0 and not self._is_wanted(node):
                 self._skip(node_id, Problem(code="node.when", message="`when` was false"))
                 return
-            if absence is not None and not _may_tolerate_absence(node):
+            if absence is not None and not is_tolerant(node, slot):
                 self._absent(node_id, absence)
                 return
             if state.started_at is None:
@@ -239,7 +242,7 @@ class Run:
             self.emit("node.restarted", node.id, why=why, attempt=state.attempt)
         self._clocks.watch(node)
 
-    def _is_wanted(self, node: AnyNode) -> bool:
+    def _is_wanted(self, node: Placed) -> bool:
         if node.when is UNSET:
             return True
         return bool(evaluate(input_expression(node.when), self.execution.values))
@@ -253,7 +256,7 @@ class Run:
             case Expr(expr=expr, output=output):
                 state.phase = "running"
                 ready = self._commit(output, evaluate(expr, values), node=node_id)
-                self._slot_over(node_id, slot, ready)
+                self.slot_over(node_id, slot, ready)
             case ClientNode() as node:
                 state.phase = "running"
                 args = {name: evaluate(expr, values) for name, expr in node.args.items()}
@@ -269,6 +272,8 @@ class Run:
                     raise RunError("call.unknown_function", message)
                 threads = self._world.function_threads
                 self._steps[node_id] = FunctionStep(self, node, function, args, threads)
+            case node:
+                self._flow.run(node, slot)
 
     # --- what calls report (calls.CallHost) -----------------------------------------------
 
@@ -324,7 +329,7 @@ class Run:
         except ConureError as error:
             self.call_failed(call, error)
             return
-        self._slot_over(node_id, slot, ready)
+        self.slot_over(node_id, slot, ready)
 
     def call_failed(self, call: Call, error: ConureError) -> None:
         """A call ended without its output: try again if its author allows, else fail."""
@@ -342,7 +347,7 @@ class Run:
         except ConureError as error:
             self.step_failed(node_id, error)
             return
-        self._slot_over(node_id, 0, ready)
+        self.slot_over(node_id, 0, ready)
 
     def step_failed(self, node_id: str, error: ConureError) -> None:
         """A step of any kind failed: run it again if `retries` allows, else fail its node."""
@@ -356,7 +361,7 @@ class Run:
             state.num_retries += 1
             state.attempt += 1
             self.emit("node.restarted", node_id, why=error.code, attempt=state.attempt, retry=True)
-            self._advance([Ready(node_id, 0)])
+            self.advance([Ready(node_id, 0)])
             return
         self.fail(node_id, error)
 
@@ -375,7 +380,7 @@ class Run:
     def commit(self, variable: str, value: Json) -> None:
         """The client gives an input its value."""
         self.execution.graph.give(variable)
-        self._advance(self._commit(variable, value, node=None))
+        self.advance(self._commit(variable, value, node=None))
 
     def _commit(
         self, variable: str, value: Json, *, node: str | None, outcome: Outcome | None = None
@@ -408,14 +413,18 @@ class Run:
         self.outbox.settle([variable])
         return execution.commit(variable, value)
 
-    def _slot_over(self, node_id: str, slot: int, ready: list[Ready]) -> None:
+    def slot_over(self, node_id: str, slot: int, ready: list[Ready]) -> None:
+        """A slot has done its work; `ready` is dispatched with what follows."""
         now = time.time()
         ready += self.execution.finish_slot(node_id, slot, at=now)
         state = self.execution.nodes[node_id]
         if state.has_ended:
             self._forget(node_id)
             self.emit("node.finished", node_id, attempt=state.attempt, **_account(state))
-        self._advance(ready)
+        elif state.slots_done >= self._flow.doomed.get(node_id, state.slots_done + 1):
+            problem = Problem(code="node.killed", message="what follows in it was killed before")
+            ready += self._end_node(node_id, "killed", problem, now)
+        self.advance(ready)
 
     def _forget(self, node_id: str) -> None:
         self._calls.end(node_id)
@@ -426,21 +435,26 @@ class Run:
     # --- failing --------------------------------------------------------------------------
 
     def fail(self, node_id: str, error: ConureError) -> None:
-        """A node fails, and the program with it unless the failure is isolated."""
+        """A node fails, and the node around it or the program with it unless that is isolated."""
         problem = Problem(code=error.code, message=error.message)
         isolates = self.execution.isolates(node_id)
+        if self.execution.nodes[node_id].has_ended:
+            return
         ready = self._end_node(node_id, "failed", problem, time.time())
+        place = self.execution.graph.place(node_id)
         if isolates:
-            self._advance(ready)
-        else:
+            self.advance(ready)
+        elif place is None:
             self.stop("failed", problem)
+        else:
+            self.advance(ready + self._flow.failed_inside(place, node_id, problem))
 
     def _skip(self, node_id: str, problem: Problem) -> None:
-        self._advance(self._end_node(node_id, "skipped", problem, time.time()))
+        self.advance(self._end_node(node_id, "skipped", problem, time.time()))
 
     def _absent(self, node_id: str, absence: Absence) -> None:
         if absence.phase == "failed":
-            self._advance(self._end_node(node_id, "failed", absence.problem, time.time()))
+            self.advance(self._end_node(node_id, "failed", absence.problem, time.time()))
         else:
             self._skip(node_id, absence.problem)
 
@@ -467,7 +481,33 @@ class Run:
         )
         for slot in self.execution.graph.slots[node_id]:
             self.outbox.settle(v for v in slot.writes if v in self.execution.absences)
+        # What is in its bodies has lost its reason: nobody failed there, nobody was waited for.
+        inner: Phase = "killed" if phase == "failed" else phase
+        for child in self.execution.graph.parts(node_id).values():
+            for child_id in child:
+                ready += self._end_node(child_id, inner, problem, at)
         return ready
+
+    # --- what deciding nodes need (flow.FlowHost) -------------------------------------------
+
+    def write(self, variable: str, value: Json, node_id: str) -> list[Ready]:
+        """Give a variable its value; returns what is ready by it."""
+        return self._commit(variable, value, node=node_id)
+
+    def lose_output(self, variable: str, absence: Absence) -> list[Ready]:
+        """A variable of a node that goes on will have no value."""
+        self.outbox.settle([variable])
+        return self.execution.lose(variable, absence)
+
+    def end_node(self, node_id: str, phase: Phase, problem: Problem) -> list[Ready]:
+        """End a node and all that is in its bodies; returns what is ready by it."""
+        return self._end_node(node_id, phase, problem, time.time())
+
+    def grown(self, node_id: str, nodes: tuple[str, ...]) -> None:
+        """Instances came into the graph for this node."""
+        self._calls.expect(nodes)
+        self.emit("nodes.appended", node_id, nodes=list(nodes))
+        self._world.grown(self.execution)
 
     # --- ending ---------------------------------------------------------------------------
 
@@ -526,8 +566,3 @@ def _account(state: NodeState) -> dict[str, Any]:
     told = {name: number for name, number in msgspec.to_builtins(state.usage).items() if number}
     account = {"engine": state.engine, "started_at": state.started_at}
     return account | ({"usage": told} if told else {})
-
-
-def _may_tolerate_absence(node: Any) -> bool:
-    """Only `first` goes on when a variable has no value; look for it before giving up."""
-    return b'"first"' in msgspec.json.encode(node)

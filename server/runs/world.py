@@ -11,6 +11,7 @@ from ..prompts.model import Model
 from ..scheduling.scheduler import Scheduler
 from ..store.journal import Journal
 from .encoder import Encoder
+from .execution import Execution
 
 
 class World(Protocol):
@@ -20,6 +21,10 @@ class World(Protocol):
     encoder: Encoder
     functions: Mapping[str, Callable[..., Any]]
     function_threads: ThreadPoolExecutor
+
+    def grown(self, execution: Execution) -> None:
+        """A program has more nodes than it was accepted with."""
+        ...
 
     @property
     def journal(self) -> Journal:

@@ -91,14 +91,14 @@ def test_what_is_not_as_it_should_be_is_named_with_its_path(
 
 
 def test_an_op_of_the_language_that_is_not_run_yet_is_told_from_one_that_is_none() -> None:
-    later = refusal((NODE % '{"op": "map", "id": "m"}').encode())
+    later = refusal((NODE % '{"op": "procedure", "id": "m"}').encode())
     never = refusal((NODE % '{"op": "mop", "id": "m"}').encode())
     assert later.code == never.code == "program.unsupported_op"
     assert later.path == never.path == "program.nodes[1].op"
-    assert "`map` belongs to the language" in later.message
+    assert "`procedure` belongs to the language" in later.message
     assert "no op `mop`" in never.message
-    assert "generate, call, client, expr" in never.message
-    appended = refusal(b'{"nodes": [{"op": "loop", "id": "m"}]}', Append)
+    assert "generate, call, client, expr, map, if, loop, wait, kill, yield, try" in never.message
+    appended = refusal(b'{"nodes": [{"op": "procedure", "id": "m"}]}', Append)
     assert (appended.code, appended.path) == ("program.unsupported_op", "nodes[0].op")
 
 

@@ -1,0 +1,113 @@
+"""What stands in a call: its segments, messages and outputs, as frozen records of the wire.
+
+Knows names, bounds and types. Refuses to know nodes (`ir` puts these records into them) and
+what an expression means.
+
+Kept true: a decoded record holds no value out of its bounds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+Json: TypeAlias = Any
+"""A JSON value: None, bool, int, float, str, list or dict with string keys."""
+
+Expression: TypeAlias = Any
+"""JSON as `expression` reads it: an object is one operator, all else stands for itself."""
+
+MAX_OUTPUT_TOKENS = 1_000_000
+
+NAME_PATTERN = r"^[A-Za-z_]\w*$(?!\n)"
+"""`$` alone would let one newline through."""
+Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=128)]
+"""A variable or a node. Instances of bodies append dotted indices (`name.3.0`)."""
+Probability = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """How the tokens of one output are chosen and when they end."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
+    """Tokens at most. None: 512, or what the model's context leaves if that is less."""
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """0 keeps every token."""
+    min_p: Probability = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    """None: drawn once, journaled, never drawn again."""
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)
+    ] = []
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=64)] = []
+    ignore_eos: bool = False
+    logit_bias: Annotated[
+        dict[Annotated[int, Meta(ge=0, lt=2**31)], Annotated[float, Meta(ge=-100, le=100)]],
+        Meta(max_length=1_024),
+    ] = {}
+    """Token ids (as strings in JSON) to what is added to their logits."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Under `as: message`: tell how likely each token was, and this many others beside it."""
+
+
+class Constraint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """A language that the output must belong to; exactly one field is set.
+
+    JSON comes out compactly, without blanks between its tokens. A `list` is one of strings.
+    """
+
+    choices: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | UnsetType = UNSET
+    regex: Annotated[str, Meta(max_length=65_536)] | UnsetType = UNSET
+    json_schema: dict[str, Json] | bool | UnsetType = UNSET
+    type: Literal["string", "int", "float", "bool", "list"] | UnsetType = UNSET
+    lark: Annotated[str, Meta(max_length=65_536)] | UnsetType = UNSET
+
+
+OutputForm: TypeAlias = Literal["text", "value", "message"]
+
+
+class Output(Sampling, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """The output of a chat call: a variable, its sampling, and the form of its value."""
+
+    variable: Name
+    constraint: Constraint | None = None
+    form: OutputForm | None = field(default=None, name="as")
+    """None: `value` under a `type` or `json_schema` constraint, else `text`."""
+
+
+class Segment(Sampling, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """One piece of a prompt or of a message's content: text, an input, an output or a part.
+
+    Exactly one of `text`, `input`, `output`, `part` is set (checked by `check`), and only
+    an output carries sampling fields, `constraint` and `as`.
+    """
+
+    text: Annotated[str, Meta(max_length=4_194_304)] | UnsetType = UNSET
+    special: bool = False
+    """With `text`: the text may yield special tokens. Inputs and outputs never do."""
+    input: Expression | UnsetType = UNSET
+    """A bare string names a variable; anything else is an expression."""
+    output: Name | UnsetType = UNSET
+    part: dict[str, Json] | UnsetType = UNSET
+    constraint: Constraint | None = None
+    form: OutputForm | None = field(default=None, name="as")
+
+
+class Message(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """A chat message, or `{"splice": name}`: a variable that holds one message or a list."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)] | UnsetType = UNSET
+    content: str | Annotated[list[Segment], Meta(max_length=10_000)] | UnsetType | None = UNSET
+    splice: Expression | UnsetType = UNSET
+    """A name; only instances of bodies hold more here."""
+    name: str | UnsetType = UNSET
+    tool_calls: Annotated[list[Json], Meta(max_length=1_000)] | UnsetType = UNSET
+    tool_call_id: str | UnsetType = UNSET

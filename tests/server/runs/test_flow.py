@@ -1,0 +1,669 @@
+"""Deciding nodes at work: what runs, what never starts, what dies, and what is said about it."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.engine import api
+from conure.server.engines.engine import Engine
+from conure.server.program.ir import MAX_WIDTH
+from conure.server.runs.run import Run
+
+from ..inprocess import Program, answer, call, client, desk_of, expr, read, say, var
+
+Json = Any
+
+
+def map_(items: Json, *body: Json, collect: dict[str, str] | None = None, **fields: Json) -> Json:
+    node = {"id": "m", "op": "map", "items": items, "as": "x", "body": list(body)}
+    return {**node, "collect": collect or {}, **fields}
+
+
+def loop(*body: Json, **fields: Json) -> Json:
+    return {"id": "l", "op": "loop", "body": list(body), **fields}
+
+
+def if_(cond: Json, then: list[Json], otherwise: list[Json], **merge: list[str]) -> Json:
+    return {"id": "c", "op": "if", "cond": cond, "then": then, "else": otherwise, "merge": merge}
+
+
+def phases(status: Any) -> dict[str, str]:
+    return {name: node.status for name, node in status.nodes.items()}
+
+
+# --- map ------------------------------------------------------------------------------------
+
+
+async def test_a_map_lists_its_results_in_the_order_of_the_items(tmp_path: Path) -> None:
+    """The first items have the most to say, so that they end last."""
+    async with desk_of(tmp_path, time_per_output_token=0.002) as desk:
+        body = say("s", "Sum up ", read("x"), writes="o")
+        nodes = [map_("docs", body, collect={"sums": "o"}), say("all", read("sums"))]
+        docs = [f"doc {i}" for i in range(8)]
+        program = await desk.submit(nodes, inputs={"docs": docs}, outputs=["all"])
+        sums = [answer(f"Sum up {doc}") for doc in docs]
+        assert await program.value("sums") == sums
+        assert await program.value("o.3") == sums[3]
+        status = await program.end()
+        assert status.variables["m.width"].value == 8
+        assert status.nodes["s.7"].status == "done"
+        appended = [e.data for e in await program.events() if e.type == "nodes.appended"]
+        assert [name for e in appended for name in e["nodes"]] == [f"s.{i}" for i in range(8)]
+        assert {e["node"] for e in appended} == {"m"}
+
+
+async def test_a_map_over_nothing_gives_nothing_and_over_null_says_so(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [map_("docs", expr("e", var("x"), "o"), collect={"all": "o"})]
+        empty = await desk.submit(nodes, inputs={"docs": []}, outputs=["all"])
+        assert await empty.value("all") == []
+        assert (await empty.end()).nodes.keys() == {"m"}
+        wrong = await desk.submit(nodes, inputs={"docs": {"a": 1}}, outputs=["all"])
+        error = (await wrong.end()).error
+        assert error
+        assert (error.code, "object" in error.message) == ("map.not_a_list", True)
+
+
+async def test_a_map_over_what_the_client_says_waits_for_it(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            client("ask", "found"),
+            map_("found", client("look", "o", args={"of": var("x")}), collect={"all": "o"}),
+        ]
+        program = await desk.submit(nodes, outputs=["all"])
+        asked = await program.event("client.requested", node="ask")
+        await program.put("found", ["a", "b"], asked.data["request_id"])
+        for index, item in enumerate("ab"):
+            asked = await program.event("client.requested", node=f"look.{index}")
+            assert (asked.data["args"], asked.data["output"]) == ({"of": item}, f"o.{index}")
+            await program.put(f"o.{index}", item * 2, asked.data["request_id"])
+        assert await program.value("all") == ["aa", "bb"]
+
+
+async def test_a_list_that_is_too_long_fails_its_map_before_anything_runs(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [map_("docs", say("s", read("x"), writes="o"), collect={"a": "o"}, max_width=2)]
+        program = await desk.submit(nodes, inputs={"docs": [1, 2, 3]}, outputs=["a"])
+        status = await program.end()
+        assert status.error
+        assert status.error.code == "map.too_wide"
+        assert status.nodes.keys() == {"m"}
+        wide = [map_({"range": [MAX_WIDTH + 1]}, expr("e", var("x"), "o"), collect={"a": "o"})]
+        error = (await (await desk.submit(wide, outputs=["a"])).end()).error
+        assert error
+        assert error.code == "map.too_wide"
+
+
+async def test_an_item_that_fails_names_itself_and_ends_the_others(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.05) as desk:
+        nodes = [
+            map_(
+                "docs",
+                say("slow", read("x"), ignore_eos=True, writes="o"),
+                expr("bad", {"parse_json": var("x")}, "b", when={"eq": [var("x"), "no json"]}),
+                collect={"a": "o"},
+            )
+        ]
+        program = await desk.submit(nodes, inputs={"docs": ["x", "no json"]}, outputs=["a"])
+        status = await program.end()
+        assert status.error
+        assert status.error.code == "expr.json"
+        assert status.error.message.startswith("bad.1: ")
+        assert phases(status) == {
+            "m": "failed",
+            "slow.0": "killed",
+            "bad.0": "skipped",
+            "slow.1": "killed",
+            "bad.1": "failed",
+        }
+        assert await desk.num_held() == [(0, 0)]
+
+
+async def test_where_all_must_fail_an_item_that_fails_is_null(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            map_("docs", expr("p", {"parse_json": var("x")}, "o"), collect={"a": "o"}, fail="all")
+        ]
+        some = await desk.submit(nodes, inputs={"docs": ["1", "{", "[2]"]}, outputs=["a"])
+        assert await some.value("a") == [1, None, [2]]
+        assert (await some.end()).status == "done"
+        none = await desk.submit(nodes, inputs={"docs": ["{", "}"]}, outputs=["a"])
+        error = (await none.end()).error
+        assert error
+        assert (error.code, "p.0" in error.message) == ("expr.json", True)
+
+
+async def test_an_item_that_was_skipped_is_null(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        body = expr("e", var("x"), "o", when={"gt": [var("x"), 1]})
+        program = await desk.submit(
+            [map_("docs", body, collect={"a": "o"})], inputs={"docs": [1, 2]}, outputs=["a"]
+        )
+        assert await program.value("a") == [None, 2]
+
+
+async def test_an_isolated_map_fails_alone(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        bad = expr("bad", {"parse_json": "{"}, "o")
+        nodes = [
+            map_([1], bad, collect={"a": "o"}, on_error="isolate"),
+            expr("end", {"first": [var("a"), "none"]}),
+        ]
+        program = await desk.submit(nodes, outputs=["end"])
+        assert await program.value("end") == "none"
+        assert (await program.end()).status == "done"
+
+
+async def test_a_given_seed_is_another_one_in_every_item(tmp_path: Path) -> None:
+    seeds: list[int] = []
+    send = Engine.send
+
+    def note(engine: Engine, *commands: api.Command) -> None:
+        seeds.extend(c.sampling.seed for c in commands if isinstance(c, api.Generate))
+        send(engine, *commands)
+
+    Engine.send = note  # type: ignore[method-assign]
+    try:
+        async with desk_of(tmp_path) as desk:
+            nodes = [map_([1, 2, 3], say("s", "S", writes="o", seed=7), collect={"a": "o"})]
+            for _ in range(2):
+                await (await desk.submit(nodes, outputs=["a"])).end()
+    finally:
+        Engine.send = send  # type: ignore[method-assign]
+    assert len(set(seeds)) == 3
+    assert sorted(seeds[:3]) == sorted(seeds[3:])
+
+
+async def test_calls_of_one_map_are_one_task_group(tmp_path: Path) -> None:
+    groups: list[str | None] = []
+    send = Engine.send
+
+    def note(engine: Engine, *commands: api.Command) -> None:
+        groups.extend(c.group for c in commands if isinstance(c, api.Generate))
+        send(engine, *commands)
+
+    Engine.send = note  # type: ignore[method-assign]
+    try:
+        async with desk_of(tmp_path) as desk:
+            nodes = [
+                map_({"range": [300]}, say("s", read("x"), writes="o"), collect={"a": "o"}),
+                say("end", {"input": {"len": var("a")}}),
+            ]
+            await (await desk.submit(nodes, outputs=["end"])).end()
+    finally:
+        Engine.send = send  # type: ignore[method-assign]
+    assert len(groups) == 301
+    assert set(groups[:300]) == {"m"}
+    assert groups[300] != "m"
+
+
+# --- if -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cond", [True, False])
+async def test_the_branch_that_is_not_taken_never_starts(tmp_path: Path, cond: bool) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            if_(
+                var("flag"),
+                [say("yes", "Y", writes="y")],
+                [say("no", "N", writes="n")],
+                out=["y", "n"],
+            ),
+            say("end", read("out")),
+        ]
+        program = await desk.submit(nodes, inputs={"flag": cond}, outputs=["end"])
+        assert await program.value("out") == answer("Y" if cond else "N")
+        other = "no" if cond else "yes"
+        events = [e.type for e in await program.events() if e.data.get("node") == other]
+        assert events == ["node.skipped"]
+        status = await program.end()
+        assert (status.nodes[other].status, status.nodes[other].attempt) == ("skipped", 0)
+        error = status.variables["n" if cond else "y"].error
+        assert error
+        assert error.code == "if.not_taken"
+        assert status.variables["c.taken"].value == ("then" if cond else "else")
+
+
+async def test_only_the_branch_that_is_taken_is_waited_for(tmp_path: Path) -> None:
+    """What the other one would merge comes from outside, and never comes."""
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            client("ask", "later"),
+            if_(True, [expr("e", 1, "o")], [], out=["o", "later"]),
+            client("go", "gone", args={"out": var("out")}),
+        ]
+        program = await desk.submit(nodes, outputs=["out"])
+        assert await program.value("out") == 1
+        await program.cancel()
+
+
+async def test_an_if_in_a_map_decides_for_each_item(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        choice = if_(
+            {"gt": [var("x"), 1]},
+            [say("big", "B", read("x"), writes="b")],
+            [expr("small", {"concat": ["s", {"json": var("x")}]}, "s")],
+            o=["b", "s"],
+        )
+        nodes = [map_([1, 2, 3], choice, collect={"a": "o"})]
+        program = await desk.submit(nodes, outputs=["a"])
+        assert await program.value("a") == ["s1", answer("B2"), answer("B3")]
+        assert phases(await program.end())["big.0"] == "skipped"
+
+
+# --- loop -----------------------------------------------------------------------------------
+
+
+async def test_a_loop_carries_its_variables_from_round_to_round(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = loop(
+            say("s", read("text"), writes="o", max_tokens=3),
+            items=["a", "b"],
+            index="i",
+            **{"as": "x"},
+            carry={"text": ["0", {"concat": [var("text"), var("x"), var("o")]}]},
+        )
+        program = await desk.submit([node], outputs=["text"])
+        one = "0a" + answer("0")[:3]
+        two = one + "b" + answer(one)[:3]
+        assert await program.value("text") == two
+        status = await program.end()
+        values = {name: variable.value for name, variable in status.variables.items()}
+        assert (values["text.0"], values["text.1"], values["text.2"]) == ("0", one, two)
+        assert phases(status) == {
+            "l": "done",
+            "s.0": "done",
+            "l.0": "done",
+            "s.1": "done",
+            "l.1": "done",
+        }
+
+
+async def test_a_loop_ends_when_until_holds(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = loop(
+            expr("e", {"add": [var("n"), 2]}, "o"),
+            carry={"n": [0, var("o")]},
+            until={"gt": [var("o"), 5]},
+            max_iter=10,
+        )
+        program = await desk.submit([node], outputs=["n"])
+        assert await program.value("n") == 6
+        assert "l.3" not in (await program.end()).nodes
+
+
+async def test_a_loop_of_no_rounds_gives_what_it_began_with(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = loop(expr("e", var("n"), "o"), count=0, carry={"n": ["start", var("o")]})
+        program = await desk.submit([node], outputs=["n"])
+        assert await program.value("n") == "start"
+
+
+@pytest.mark.parametrize("fields", [{"until": False}, {"count": 5, "until": False}, {"count": 5}])
+async def test_a_loop_that_would_go_on_after_its_last_round_is_exhausted(
+    tmp_path: Path, fields: Json
+) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = loop(expr("e", var("n"), "o"), max_iter=2, carry={"n": [0, var("o")]}, **fields)
+        status = await (await desk.submit([node], outputs=["n"])).end()
+        assert status.error
+        assert status.error.code == "loop.exhausted"
+        assert status.nodes["e.1"].status == "done"
+        assert "e.2" not in status.nodes
+
+
+async def test_a_loop_whose_rounds_are_its_bound_is_not_exhausted(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = loop(expr("e", var("n"), "o"), count=2, max_iter=2, carry={"n": [0, var("o")]})
+        assert (await (await desk.submit([node], outputs=["n"])).end()).status == "done"
+
+
+async def test_what_cannot_be_carried_on_stays_as_it_was(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        body = expr("e", {"add": [var("n"), 1]}, "o", when={"eq": [var("i"), 0]})
+        node = loop(body, count=3, index="i", carry={"n": [5, var("o")]})
+        program = await desk.submit([node], outputs=["n"])
+        assert await program.value("n") == 6
+
+
+async def test_a_map_in_a_loop_has_an_index_for_each(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        inner = map_(
+            {"range": [2]},
+            say("s", read("r"), read("x"), writes="o", max_tokens=2),
+            collect={"a": "o"},
+        )
+        node = loop(inner, count=2, carry={"r": ["", {"join": [var("a"), "-"]}]})
+        program = await desk.submit([node], outputs=["r"])
+        first = "-".join(answer(f"{i}")[:2] for i in range(2))
+        second = "-".join(answer(f"{first}{i}")[:2] for i in range(2))
+        assert await program.value("r") == second
+        assert await program.value("o.1.0") == second[:2]
+        assert "s.0.1" in (await program.end()).nodes
+
+
+async def test_many_rounds_of_computations_do_not_stop_the_server(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = loop(count=2_000, max_iter=2_000, carry={"n": [0, {"add": [var("n"), 1]}]})
+        program = await desk.submit([node], outputs=["n"])
+        assert await program.value("n") == 2_000
+
+
+# --- wait, kill, race -----------------------------------------------------------------------
+
+
+def race(slow: Json, fast: Json, mode: Json = "any") -> list[Json]:
+    return [
+        slow,
+        fast,
+        {"id": "w", "op": "wait", "variables": ["slow", "fast"], "mode": mode},
+        {"id": "k", "op": "kill", "targets": ["slow", "fast"], "after": ["w"]},
+        expr("pick", {"first": [var("slow"), var("fast")]}, after=["k"]),
+    ]
+
+
+async def test_the_loser_of_a_race_dies_in_the_turn_of_the_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort is on its way before the loop turns, and so in the next frame."""
+    decided: list[float] = []
+    took_s: list[float] = []
+    order: list[str] = []
+    flush, send, commit = Engine._flush, Engine.send, Run._commit
+
+    def decide(run: Run, variable: str, *args: Any, **named: Any) -> Any:
+        if variable == "fast":
+            asyncio.get_running_loop().call_soon(order.append, "turn")
+        return commit(run, variable, *args, **named)
+
+    def tell(engine: Engine, *commands: api.Command) -> None:
+        order.extend("abort" for command in commands if isinstance(command, api.Abort))
+        send(engine, *commands)
+
+    def note(engine: Engine) -> None:
+        is_abort = any(isinstance(c, api.Abort) for c in engine._outgoing)
+        flush(engine)
+        if is_abort and decided:
+            took_s.append(time.perf_counter() - decided.pop())
+
+    monkeypatch.setattr(Run, "_commit", decide)
+    monkeypatch.setattr(Engine, "send", tell)
+    monkeypatch.setattr(Engine, "_flush", note)
+    async with desk_of(tmp_path, time_per_output_token=0.005) as desk:
+        nodes = race(say("slow", "S", ignore_eos=True), client("ask", "fast"))
+        for _ in range(50):
+            program = await desk.submit(nodes, outputs=["pick"])
+            await program.event("node.started", node="slow")
+            asked = await program.event("client.requested")
+            decided[:] = [time.perf_counter()]
+            await program.put("fast", "won", asked.data["request_id"])
+            assert await program.value("pick") == "won"
+            status = await program.end()
+            assert phases(status)["slow"] == "killed"
+        assert await desk.num_held() == [(0, 0)]
+    assert order == ["abort", "turn"] * 50
+    assert len(took_s) == 50
+    assert statistics.median(took_s) <= 0.005  # the machine may be busy; it is a turn of the loop
+
+
+async def test_a_quorum_is_a_number_of_values(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        steps = [client(name, name) for name in "abc"]
+        nodes = [
+            *steps,
+            {"id": "w", "op": "wait", "variables": ["a", "b", "c"], "mode": 2},
+            expr("two", {"object": {"done": True}}, after=["w"]),
+        ]
+        program = await desk.submit(nodes, outputs=["two"])
+        requests = {
+            name: (await program.event("client.requested", node=name)).data["request_id"]
+            for name in "abc"
+        }
+        await program.put("a", 1, requests["a"])
+        assert (await program.get("two", wait_s=0)).status == "waiting"
+        await program.put("c", 1, requests["c"])
+        assert await program.value("two") == {"done": True}
+
+
+async def test_a_wait_that_can_never_be_over_is_over(tmp_path: Path) -> None:
+    """Two of three are wanted and two are skipped; who comes after goes on."""
+    async with desk_of(tmp_path) as desk:
+        skipped = [expr(name, 1, when=False) for name in "ab"]
+        nodes = [
+            *skipped,
+            client("c", "c"),
+            {"id": "w", "op": "wait", "variables": ["a", "b", "c"], "mode": 2},
+            expr("after", 1, after=["w"]),
+        ]
+        program = await desk.submit(nodes, outputs=["after"])
+        assert await program.value("after") == 1
+        assert phases(await program.status())["w"] == "skipped"
+        await program.cancel()
+
+
+async def test_a_wait_has_its_own_time(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        wait = {"id": "w", "op": "wait", "variables": ["a"], "timeout_s": 0.02}
+        nodes = [
+            client("a", "a"),
+            {**wait, "on_error": "isolate"},
+            {"id": "k", "op": "kill", "targets": ["a"], "after": ["w"]},
+            expr("end", {"first": [var("a"), "late"]}),
+        ]
+        program = await desk.submit(nodes, outputs=["end"])
+        assert await program.value("end") == "late"
+        status = await program.end()
+        error = status.nodes["w"].error
+        assert error
+        assert error.code == "node.timeout"
+
+
+async def test_a_kill_goes_back_through_computations_to_the_call(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
+        nodes = [
+            say("llm", "L", ignore_eos=True),
+            expr("part", {"slice": [var("llm"), 0, 1]}),
+            client("go", "go"),
+            {"id": "k", "op": "kill", "targets": ["part"], "when": var("go")},
+            expr("end", {"first": [var("part"), "gone"]}),
+        ]
+        program = await desk.submit(nodes, outputs=["end"])
+        asked = await program.event("client.requested")
+        await program.put("go", True, asked.data["request_id"])
+        assert await program.value("end") == "gone"
+        assert phases(await program.end())["llm"] == "killed"
+
+
+async def test_a_call_that_others_need_survives_a_kill_behind_it(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.001) as desk:
+        nodes = [
+            say("llm", "L"),
+            expr("part", {"slice": [var("llm"), 0, 1]}),
+            {"id": "k", "op": "kill", "targets": ["part"], "when": True},
+            expr("end", {"concat": [var("llm"), "!"]}),
+        ]
+        program = await desk.submit(nodes, outputs=["end"])
+        assert await program.value("end") == answer("L") + "!"
+        assert phases(await program.end())["part"] == "killed"
+
+
+async def test_a_later_output_can_be_killed_without_the_earlier_one(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.002) as desk:
+        prompt = [
+            {"text": "A"},
+            {"output": "one", "max_tokens": 30},
+            {"text": "B"},
+            {"output": "two"},
+        ]
+        nodes = [
+            {"id": "p", "op": "generate", "prompt": prompt},
+            {"id": "k", "op": "kill", "targets": ["two"], "when": True},
+            expr("end", [var("one"), {"first": [var("two"), "gone"]}]),
+        ]
+        program = await desk.submit(nodes, outputs=["end"])
+        assert await program.value("end") == [answer("A")[:30], "gone"]
+        assert phases(await program.end())["p"] == "killed"
+
+
+async def test_a_kill_ends_a_job_with_all_that_is_in_its_bodies(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
+        nodes = [
+            map_(
+                [1, 2],
+                say("s", read("x"), writes="o", ignore_eos=True),
+                collect={"a": "o"},
+                job="side",
+            ),
+            client("go", "go"),
+            {"id": "k", "op": "kill", "targets": ["side"], "when": var("go")},
+            expr("end", {"first": [var("a"), "gone"]}),
+        ]
+        program = await desk.submit(nodes, outputs=["end"])
+        await program.event("node.started", node="s.1")
+        asked = await program.event("client.requested")
+        await program.put("go", True, asked.data["request_id"])
+        assert await program.value("end") == "gone"
+        status = phases(await program.end())
+        assert [status[name] for name in ("m", "s.0", "s.1")] == ["killed"] * 3
+        assert await desk.num_held() == [(0, 0)]
+
+
+# --- try and yield --------------------------------------------------------------------------
+
+
+def try_(*body: Json, handlers: list[Json], **fields: Json) -> Json:
+    return {"id": "t", "op": "try", "body": list(body), "handlers": handlers, **fields}
+
+
+async def test_a_failure_chooses_the_handler_of_its_code(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = try_(
+            expr("bad", {"parse_json": "{"}, "o"),
+            handlers=[
+                {"codes": ["expr.type"], "body": [say("wrong", "W", writes="w")]},
+                {"codes": ["expr.json"], "body": [say("right", "R", writes="r")]},
+            ],
+            merge={"out": ["o", "w", "r"]},
+        )
+        program = await desk.submit([node], outputs=["out"])
+        assert await program.value("out") == answer("R")
+        status = await program.end()
+        assert phases(status) == {"t": "done", "bad": "failed", "wrong": "skipped", "right": "done"}
+        assert status.variables["t.handler"].value == 1
+
+
+async def test_a_body_runs_again_before_a_handler_does(tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def flaky() -> int:
+        tried.append(1)
+        if len(tried) < 3:
+            raise ValueError
+        return len(tried)
+
+    async with desk_of(tmp_path, {"flaky": flaky}) as desk:
+        node = try_(
+            call("f", "flaky", "o"),
+            handlers=[{"body": [expr("h", "handled", "h")]}],
+            merge={"out": ["o", "h"]},
+            retries=2,
+        )
+        program = await desk.submit([node], outputs=["out"])
+        assert await program.value("out") == 3
+        status = phases(await program.end())
+        assert status == {
+            "t": "done",
+            "f": "failed",
+            "f.r1": "failed",
+            "f.r2": "done",
+            "h": "skipped",
+        }
+
+
+async def test_a_failure_that_no_handler_takes_fails_what_is_around(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        node = try_(
+            expr("bad", {"parse_json": "{"}, "o"),
+            handlers=[{"codes": ["expr.type"], "body": [expr("h", 1, "h")]}],
+            merge={"out": ["o", "h"]},
+        )
+        status = await (await desk.submit([node], outputs=["out"])).end()
+        assert status.error
+        assert (status.status, status.error.code) == ("failed", "expr.json")
+
+
+async def test_a_yield_is_told_in_an_event(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            say("s", "S"),
+            {"id": "y", "op": "yield", "value": {"object": {"said": var("s")}}},
+        ]
+        program = await desk.submit(nodes, outputs=["s"])
+        await program.end()
+        (told,) = [e.data for e in await program.events() if e.type == "yield"]
+        assert (told["value"], told["mode"], told["final"]) == (
+            {"said": answer("S")},
+            "value",
+            True,
+        )
+        assert told["node"] == "y"
+
+
+async def test_what_was_asked_for_brings_its_bodies_along(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [
+            map_([1, 2], expr("e", var("x"), "o"), collect={"a": "o"}),
+            if_(True, [expr("t", var("a"), "y")], [], out=["y", "a"]),
+            expr("other", 1),
+        ]
+        program = await desk.submit(nodes, outputs=["out"], start="demand")
+        assert (await program.status()).nodes["m"].status == "waiting"
+        assert await program.value("out") == [1, 2]
+        assert (await program.end()).nodes["other"].status != "done"
+
+
+async def test_a_session_grows_by_nodes_with_bodies(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        program = await desk.submit([], open=True)
+        await program.append(nodes=[map_([1, 2], expr("e", var("x"), "o"), collect={"a": "o"})])
+        assert await program.value("a") == [1, 2]
+        again = await program.append(
+            nodes=[expr("sum", {"len": var("a")})], outputs=["sum"], close=True
+        )
+        assert again.nodes.keys() == {"sum"}
+        assert await program.value("sum") == 2
+        await program.end()
+
+
+async def test_a_failed_item_of_a_session_fails_its_map_and_nothing_else(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        bad = map_(["{"], expr("p", {"parse_json": var("x")}, "o"), collect={"a": "o"})
+        program = await desk.submit([bad], open=True)
+        found = await program.get("a")
+        assert found.error
+        assert (found.status, found.error.code) == ("failed", "expr.json")
+        await program.append(nodes=[expr("b", 1)], outputs=["b"], close=True)
+        assert await program.value("b") == 1
+        assert (await program.end()).status == "done"
+
+
+async def test_instances_of_a_program_are_given_up_with_it(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
+        body = say(
+            "s", "the same beginning for all of them ", read("x"), writes="o", ignore_eos=True
+        )
+        nodes = [map_({"range": [40]}, body, collect={"a": "o"})]
+        program: Program = await desk.submit(nodes, outputs=["a"])
+        await program.event("node.started")
+        status = await program.cancel()
+        assert status.status == "cancelled"
+        assert {node.status for node in status.nodes.values()} == {"cancelled"}
+        assert await desk.num_held() == [(0, 0)]
+        assert desk.executor._num_calls == 0

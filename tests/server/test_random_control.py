@@ -1,0 +1,170 @@
+"""Random programs with control flow: every value right, no branch not taken, no block left.
+
+However a program ends (done, failed, cancelled, out of time, unread), its blocks are free in the
+end by the engine's own count. What every variable must be is read off the program by a plain
+walk (`control_programs`), and the server runs it all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.server.program.status import ProgramStatus
+from conure.server.runs import clocks
+
+from .control_programs import FailureError, Reading, random_program, shuffled
+from .inprocess import Desk, Program, desk_of
+
+Json = Any
+
+AT_ONCE = 8
+ENDINGS = ("by itself", "by itself", "by itself", "cancelled", "deadline", "unread")
+
+
+async def submit(desk: Desk, nodes: list[Json], things: list[str], **options: Json) -> Program:
+    inputs = {"given": "something", "things": things}
+    return await desk.submit(nodes, inputs=inputs, **options)
+
+
+def check(nodes: list[Json], things: list[str], status: ProgramStatus) -> None:
+    """Hold what the server says against a plain reading of the program."""
+    observed = {
+        name: variable.value
+        for name, variable in status.variables.items()
+        if variable.status == "done"
+    }
+    reading = Reading(observed)
+    try:
+        reading.run(nodes, {"given": "something", "things": things}, "")
+    except FailureError:
+        assert status.status != "done"
+    else:
+        assert status.status != "failed", status.error
+    for name, value in observed.items():
+        if name in reading.values:
+            assert value == reading.values[name], name
+    if status.status == "done":
+        missing = reading.values.keys() - observed.keys() - reading.open
+        assert not missing
+    for node in reading.never & status.nodes.keys():
+        assert status.nodes[node].attempt == 0, node
+
+
+async def run_some(desk: Desk, rng: random.Random, num_programs: int) -> set[str]:
+    """Run that many programs at once, end them in many ways; returns how they ended."""
+    plans = []
+    for _ in range(num_programs):
+        nodes = random_program(rng)
+        things = [f"thing {i}" for i in range(rng.choice((0, 1, 2, 3)))]
+        ending = rng.choice(ENDINGS)
+        options: dict[str, Json] = {}
+        if ending == "deadline":
+            options["deadline_s"] = rng.uniform(0.001, 0.05)
+        elif ending == "unread":
+            options["detach"] = False
+        program = await submit(desk, shuffled(nodes, rng), things, **options)
+        plans.append((nodes, things, ending, program))
+    for _ in range(rng.randint(0, 30)):
+        await asyncio.sleep(0)
+    await asyncio.gather(*(p.cancel() for _, _, ending, p in plans if ending == "cancelled"))
+    ended = set()
+    for nodes, things, _, program in plans:
+        status = await program.end()
+        check(nodes, things, status)
+        ended.add(status.status)
+    assert set(await desk.num_held()) <= {(0, 0)}
+    assert desk.executor.scheduler.num_waiting == 0
+    assert desk.executor._num_calls == 0
+    return ended
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two slow engines": {"num_engines": 2, "time_per_output_token": 0.0001},
+    "little memory": {"num_blocks": 96, "context_len": 1024, "max_sequences": 4, "step_tokens": 64},
+}
+
+
+async def run_many(tmp_path: Path, settings: str, num_programs: int) -> None:
+    rng = random.Random(settings)
+    ended: set[str] = set()
+    async with desk_of(tmp_path, **SETTINGS[settings]) as desk:
+        for _ in range(num_programs // AT_ONCE):
+            ended |= await run_some(desk, rng, AT_ONCE)
+    assert {"done", "failed", "cancelled"} <= ended
+
+
+@pytest.fixture(autouse=True)
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "LEASE_S", 0.02)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_every_value_is_right_and_nothing_is_left_behind(
+    tmp_path: Path, settings: str
+) -> None:
+    await run_many(tmp_path, settings, 80)
+
+
+async def check_history(program: Program) -> None:
+    """What has a value never runs again, and no decision is taken twice."""
+    committed: set[str] = set()
+    written: dict[str, set[str]] = {}
+    for event in await program.events():
+        node = event.data.get("node", "")
+        if event.type == "variable.committed":
+            name = event.data["variable"]
+            assert name not in committed
+            committed.add(name)
+            written.setdefault(node, set()).add(name)
+        elif event.type in ("node.queued", "node.started", "node.restarted"):
+            # Calls of these programs write one variable each.
+            assert event.data.get("retry") or not written.get(node), node
+
+
+async def restart_often(tmp_path: Path, rng: random.Random) -> None:
+    """A few programs that live through several lives of the server."""
+    plans: list[tuple[list[Json], list[str], str]] = []
+    settings = {"time_per_output_token": 0.0002}
+    async with desk_of(tmp_path, **settings) as desk:
+        for _ in range(4):
+            nodes = random_program(rng)
+            things = [f"thing {i}" for i in range(rng.choice((1, 2, 3)))]
+            plans.append((nodes, things, (await submit(desk, shuffled(nodes, rng), things)).id))
+        await asyncio.sleep(rng.uniform(0, 0.05))
+    for _ in range(rng.randint(0, 2)):
+        async with desk_of(tmp_path, **settings):
+            await asyncio.sleep(rng.uniform(0, 0.1))
+    async with desk_of(tmp_path, **settings) as desk:
+        for nodes, things, program_id in plans:
+            program = Program(desk, program_id)
+            check(nodes, things, await program.end())
+            await check_history(program)
+        assert set(await desk.num_held()) <= {(0, 0)}
+
+
+@pytest.mark.timeout(60)
+async def test_programs_that_outlive_the_server_come_to_the_same(tmp_path: Path) -> None:
+    rng = random.Random("lives")
+    for number in range(6):
+        await restart_often(tmp_path / str(number), rng)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_many_programs_that_outlive_the_server_come_to_the_same(tmp_path: Path) -> None:
+    rng = random.Random("many lives")
+    for number in range(60):
+        await restart_often(tmp_path / str(number), rng)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_every_value_of_two_thousand_programs_is_right(tmp_path: Path, settings: str) -> None:
+    await run_many(tmp_path, settings, 704)
