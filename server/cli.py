@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import DEFAULT_HOST, DEFAULT_PORT, Config, ConfigError, default_data
+from .scheduling.policy import DEFAULT_POLICY, POLICIES
 
 DONE, FAILED, USAGE, UNREACHABLE = 0, 1, 2, 3
 
@@ -38,6 +39,8 @@ _SETTINGS = (
     "step_tokens",
     "max_sequences",
     "threads",
+    "policy",
+    "latency_tokens",
     "script",
     "time_per_call",
     "time_per_prompt_token",
@@ -125,6 +128,14 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--drain-s", type=float, default=30.0, help="how long calls may run on after SIGTERM"
     )
     _add_log_level(parser)
+    scheduling = parser.add_argument_group("scheduling")
+    scheduling.add_argument("--policy", choices=tuple(POLICIES), default=DEFAULT_POLICY)
+    scheduling.add_argument(
+        "--latency-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="how many an engine may hold while somebody waits for one of its calls by itself",
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--engine", choices=("local", "fake"), default="local")
     engine.add_argument("--engines", type=int, default=1, metavar="N", help="how many")

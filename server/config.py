@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from .program.decode import MAX_BODY_BYTES
+from .scheduling.policy import DEFAULT_POLICY, POLICIES
 
 EngineKind: TypeAlias = Literal["local", "fake"]
 
@@ -81,6 +82,12 @@ class Config:
     time_per_prompt_token: float = 0.0
     time_per_output_token: float = 0.0
 
+    policy: str = DEFAULT_POLICY
+    """How calls are ordered and placed, by name."""
+    latency_tokens: int | None = None
+    """Tokens that an engine may hold while somebody waits for one of its calls by itself, so
+    that its steps stay short; None: as many as fit."""
+
     max_queued_calls: int = 100_000
     """Calls accepted and not ended, over all programs; beyond it submissions get 429."""
     max_body: int = MAX_BODY_BYTES
@@ -94,6 +101,9 @@ class Config:
             raise ConfigError(f"the port is {self.port}; it must be within 0 and 65535")
         if self.engine not in ("local", "fake"):
             raise ConfigError(f"there is no engine {self.engine!r}; choose local or fake")
+        if self.policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise ConfigError(f"there is no policy {self.policy!r}; choose one of {known}")
         for name, most in _COUNTS.items():
             count = getattr(self, name)
             if count is not None and not 1 <= count <= most:
@@ -126,6 +136,7 @@ _COUNTS = {
     "step_tokens": 1_048_576,
     "max_sequences": 65_536,
     "threads": 1_024,
+    "latency_tokens": 1_000_000_000,
     "max_queued_calls": 10_000_000,
     "max_body": MAX_BODY_BYTES,
 }

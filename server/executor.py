@@ -30,7 +30,6 @@ from .engines.command import command_of
 from .engines.engine import Engine, EngineStartError
 from .engines.fleet import Fleet, FleetOptions
 from .engines.grammars import Grammars
-from .engines.scheduler import Scheduler
 from .program.control import walk
 from .program.errors import (
     ConflictError,
@@ -51,6 +50,8 @@ from .runs.outbox import iso
 from .runs.recovery import restore
 from .runs.report import program_status, stored_status, unreadable, variable_status
 from .runs.run import Run
+from .scheduling.policy import policy_named
+from .scheduling.scheduler import Scheduler
 from .service import EngineInfo, GrammarInfo, ModelInfo, Readiness
 from .store.journal import (
     DuplicateKeyError,
@@ -86,7 +87,7 @@ class Executor:
         self.function_threads = ThreadPoolExecutor(
             NUM_FUNCTION_THREADS, thread_name_prefix="function"
         )
-        self.scheduler = Scheduler()
+        self.scheduler = Scheduler(policy_named(config.policy), strict_tokens=config.latency_tokens)
         self.encoder = Encoder()
         self.grammars = Grammars(lambda: self._fleet.engines.values() if self._fleet else ())
         self._config = config
@@ -259,7 +260,7 @@ class Executor:
             if known is not None:
                 return await self._replay(tenant, body_hash, *known), True
         self._check_room()
-        check_options(submission)
+        check_options(submission, self.scheduler.policy.name)
         graph = Graph.build(
             submission.program,
             submission.inputs,

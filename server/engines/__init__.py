@@ -1,1 +1,1 @@
-"""Engines as the server sees them: processes, the fleet they form, and the queue before them."""
+"""Engines as the server sees them: processes, and the fleet they form."""

@@ -95,15 +95,26 @@ def _num_open_calls(execution: Execution) -> int:
     )
 
 
-def check_options(submission: Submission) -> None:
+def check_options(submission: Submission, policy: str) -> None:
     """Refuse what a submission asks for and this server would silently not do.
 
+    Args:
+        submission: what came.
+        policy: the scheduler's. All programs wait in one queue, so a program cannot bring its
+            own; it can insist on one.
+
     Raises:
-        ProgramError: `program.unsupported`, with the path of the field.
+        ProgramError: `program.unsupported` or `policy.not_served`, with the path of the field.
     """
     options, program = submission.options, submission.program
+    if options.policy not in (None, policy):
+        raise ProgramError(
+            "policy.not_served",
+            f"this server schedules by `{policy}`, not by `{options.policy}`; leave it out, or "
+            "start a server with that --policy",
+            path="options.policy",
+        )
     for path, is_left_out in (
-        ("options.policy", options.policy is None),
         ("options.tokens", options.tokens == "canonical"),
         ("program.limits", program.limits == Limits()),
     ):

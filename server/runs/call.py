@@ -21,13 +21,16 @@ from typing import Protocol
 from conure.engine import api
 
 from ..engines.engine import Engine
-from ..engines.scheduler import Placement, Scheduler, Ticket
 from ..program.errors import ConureError, PromptError, RunError
 from ..program.ir import Generate, Json
+from ..program.objective import Performance
 from ..program.status import Trace
 from ..prompts.model import Model
 from ..prompts.prompt import Rendered, render_chat, render_slot
 from ..prompts.tokenizer import Encoded, Piece
+from ..scheduling.demand import Demand, prefixes_of
+from ..scheduling.policy import Rank
+from ..scheduling.scheduler import Placement, Scheduler, Ticket
 from ..store.journal import ValueRecord
 from .context import CallContext
 from .execution import NodeState
@@ -80,8 +83,8 @@ class Call:
         hashes: tuple[bytes, ...],
         constants: tuple[bool, ...],
         came_s: float,
-        rank: float,
-        group: str | None,
+        rank: Rank,
+        performance: Performance,
         salt: str,
         keeps_all: bool,
         traces: bool,
@@ -100,7 +103,9 @@ class Call:
         self._host = host
         self._constants = constants
         self._rank = rank
-        self._group = group
+        self._performance = performance
+        self._salt = salt
+        self._keeps_all = keeps_all
         self._traces = traces
         self._ticket: Ticket | None = None
         self._context = CallContext(
@@ -110,7 +115,7 @@ class Call:
             host,
             hashes=hashes,
             block_size=model.limits.block_size,
-            rank=rank,
+            rank=rank.at_s,
             salt=salt,
             keeps_all=keeps_all,
         )
@@ -179,24 +184,44 @@ class Call:
     def _queue(self) -> None:
         assert self._sampling is not None
         wanted = self.ids + self._prompt
-        need = len(wanted) + self._sampling.max_tokens - self._context.num_shared(wanted)
+        home, num_home = self._context.home(wanted)
+        performance = self._performance
+        is_waited = performance.kind == "latency"
+        demand = Demand(
+            program=self.program,
+            num_prompt=len(wanted),
+            num_output=self._sampling.max_tokens,
+            prefixes=prefixes_of(wanted, self._context.cuts(self._keeps_all), self._salt),
+            group=performance.group,
+            is_strict=is_waited and performance.group is None,
+            is_waited=is_waited,
+            home=home,
+            num_home=num_home,
+        )
         self._clock = time.monotonic()
         self.state.phase = "queued"
-        self._ticket = Ticket(self.program, self._rank, need, self._start)
+        self._submit(demand)
+
+    def _submit(self, demand: Demand) -> None:
+        self._wait(self._rank.why)
+        self._ticket = Ticket(demand, self._rank.at_s, self._start, self._wait)
         self._host.scheduler.submit(self._ticket)
 
-    def rerank(self, rank: float, group: str | None) -> None:
+    def _wait(self, why: str) -> None:
+        self.state.why = why
+
+    def rerank(self, rank: Rank, performance: Performance) -> None:
         """The call is worth more than it was: move it in the queue, or on its engine."""
-        self._group = group
-        if rank == self._rank:
+        before, self._performance = self._performance, performance
+        is_alike = (before.kind, before.group) == (performance.kind, performance.group)
+        if rank.at_s == self._rank.at_s and is_alike:
             return
         self._rank = rank
-        self._context.set_rank(rank)
+        self._context.set_rank(rank.at_s)
         ticket = self._ticket
         if ticket is not None and ticket.load is None:
             self._withdraw()
-            self._ticket = Ticket(self.program, rank, ticket.need, self._start)
-            self._host.scheduler.submit(self._ticket)
+            self._queue()
 
     # --- on the engine --------------------------------------------------------------------
 
@@ -227,9 +252,9 @@ class Call:
             api.Generate(
                 context,
                 self._sampling,
-                rank=self._rank,
+                rank=self._rank.at_s,
                 constraint=self.targets[self.slot].grammar,
-                group=self._group,
+                group=self._performance.group,
             )
         )
         self._host.slot_started(self, self.slot)
@@ -256,10 +281,14 @@ class Call:
     def _filled(self, report: api.Filled) -> None:
         usage = self.state.usage
         now = time.monotonic()
-        usage.prefill_s += now - self._clock
-        self._clock = now
+        began, self._clock = self._clock, now
+        usage.prefill_s += now - began
         usage.recomputed += report.recomputed
         self._num_filling = 0
+        scheduler = self._host.scheduler
+        if self._ticket is not None:
+            scheduler.filled(self._ticket)
+        scheduler.pace.learn_fill(report.computed, now - began)
         if self._is_slot_counted:
             usage.recomputed += report.computed
             return
@@ -283,7 +312,9 @@ class Call:
 
     def _finished(self, report: api.Finished) -> None:
         usage = self.state.usage
-        usage.decode_s += time.monotonic() - self._clock
+        decode_s = time.monotonic() - self._clock
+        usage.decode_s += decode_s
+        self._host.scheduler.pace.learn_decode(report.num_decoded, decode_s)
         usage.decoded += report.num_decoded
         usage.forced += report.num_forced
         self.state.constraint_relaxed |= report.constraint in ("relaxed", "broken")

@@ -15,24 +15,32 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from ..engines.scheduler import rank
-from ..program.graph import Graph
+from ..program.critical_path import get_latest_starts, get_remaining, has_deadline
+from ..program.graph import Graph, Slot
 from ..program.ir import Generate, Map
 from ..program.objective import Performance, get_perf_objective
 from ..program.rope import prefix_constant, prefix_hash
 from ..program.symbols import Definitions
+from ..prompts.model import DEFAULT_MAX_TOKENS
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
+from ..scheduling.demand import Standing
+from ..scheduling.policy import Rank
 from ..store.journal import ValueRecord
 from .call import Call, Host
 from .context import release
 from .encoder import Work
 from .execution import Execution
+from .output import targets
 from .sharing import Sharing
 from .world import World
 
 NUM_WEIGHED_AT_ONCE = 128
 """Nodes that have not ended, up to which every append weighs all of them again."""
+
+
+CHARS_PER_TOKEN = 4
+"""Of text that is not encoded yet, roughly."""
 
 
 class CallHost(Host, Protocol):
@@ -52,11 +60,14 @@ class Calls:
         self._execution = execution
         self._world = world
         self._host = host
-        self._began_s = time.monotonic()
+        self._began_s = time.monotonic() - (time.time() - execution.created_at)
+        self._attained_s = 0.0
         self._sharing = Sharing()
         self._calls: dict[str, Call] = {}
         self._hashes: dict[str, tuple[bytes, ...]] = {}
         self._performance: dict[str, Performance] = {}
+        self._latest: dict[str, float] = {}
+        self._total_s: float | None = None
         self._live: dict[str, None] = {}
         self._unweighed: dict[str, None] = {}
         self.past: Mapping[str, ValueRecord] = {}
@@ -91,11 +102,43 @@ class Calls:
     def weigh(self) -> None:
         """Deduce anew what each call is worth, also those that wait or run already."""
         self._performance = get_perf_objective(self._execution.graph, self._live)
+        self._latest = self._latest_starts(self._live)
         self._unweighed.clear()
         for node_id, call in self._calls.items():
-            performance = self._performance[node_id]
-            group = self._group(node_id, performance)
-            call.rerank(self._rank(call.node, performance, call.came_s), group)
+            performance = self._worth(node_id)
+            call.rerank(self._rank(call.node, performance, call.came_s), performance)
+
+    def _worth(self, node_id: str) -> Performance:
+        """What a call is worth: in a map all calls are one group, however many are to come."""
+        performance = self._performance[node_id]
+        place = self._execution.graph.place(node_id)
+        while place is not None:
+            if isinstance(self._execution.graph.nodes[place.control], Map):
+                return performance._replace(group=place.control)
+            place = self._execution.graph.place(place.control)
+        return performance
+
+    def _latest_starts(self, nodes: Iterable[str]) -> dict[str, float]:
+        graph, deadline_s = self._execution.graph, self._execution.options.deadline_s
+        if deadline_s is None and not has_deadline(graph):
+            return {}
+        return get_latest_starts(graph, self._estimate_s, deadline_s=deadline_s, nodes=nodes)
+
+    def _length_s(self, nodes: Iterable[str]) -> float:
+        """How long the program takes alone; what was said once is kept to, unless it is open."""
+        if self._total_s is None or self._execution.is_open:
+            remaining = get_remaining(self._execution.graph, self._estimate_s, nodes=nodes)
+            self._total_s = max(remaining.values(), default=0.0)
+        return self._total_s
+
+    def _estimate_s(self, slot: Slot) -> float:
+        """How long a slot may take; what is no call is taken to take no time."""
+        node = self._execution.graph.nodes[slot.node]
+        if not isinstance(node, Generate):
+            return 0.0
+        num_output = targets(node)[slot.index].sampling.max_tokens or DEFAULT_MAX_TOKENS
+        num_prompt = _num_static_chars(node) // CHARS_PER_TOKEN
+        return self._world.scheduler.pace.estimate_s(num_prompt, num_output)
 
     def _weigh_new(self) -> None:
         """Weigh nodes that were appended. In a large graph by themselves, until there are many:
@@ -106,25 +149,24 @@ class Calls:
             fresh = [name for name in self._unweighed if name not in self._performance]
             if fresh:
                 self._performance |= get_perf_objective(self._execution.graph, fresh)
+                self._latest |= self._latest_starts(fresh)
         elif self._unweighed:
             self.weigh()
 
-    def _group(self, node_id: str, performance: Performance) -> str | None:
-        """The task group of a call: in a map all calls are one, however many are to come."""
-        place = self._execution.graph.place(node_id)
-        while place is not None:
-            if isinstance(self._execution.graph.nodes[place.control], Map):
-                return place.control
-            place = self._execution.graph.place(place.control)
-        return performance.group
-
-    def _rank(self, node: Generate, performance: Performance, came_s: float) -> float:
-        return rank(
-            self._began_s,
-            came_s,
-            is_latency=performance.kind == "latency",
+    def _rank(self, node: Generate, performance: Performance, came_s: float) -> Rank:
+        latest = self._latest.get(node.id)
+        standing = Standing(
+            came_s=came_s,
+            # A session is as old, and as long, as what is asked of it now.
+            began_s=came_s if self._execution.is_open else self._began_s,
+            total_s=self._length_s([node.id] if self._execution.is_open else self._live),
+            kind=performance.kind,
+            depth=performance.depth,
             priority=node.priority,
+            latest_s=None if latest is None else self._began_s + latest,
+            attained_s=self._attained_s,
         )
+        return self._world.scheduler.policy.rank(standing)
 
     def prepare(self, node_id: str, slot: int) -> None:
         """A slot is ready: render and encode its prompt, then tell the host."""
@@ -153,7 +195,7 @@ class Calls:
         node = state.node
         assert isinstance(node, Generate)
         self._weigh_new()
-        performance = self._performance[node_id]
+        performance = self._worth(node_id)
         came_s = time.monotonic()
         call = Call(
             execution.id,
@@ -165,7 +207,7 @@ class Calls:
             constants=prefix_constant(node, _definitions(node, execution.graph)),
             came_s=came_s,
             rank=self._rank(node, performance, came_s),
-            group=self._group(node_id, performance),
+            performance=performance,
             salt=execution.tenant,
             keeps_all=execution.is_open or not self._hashes,
             traces=execution.options.trace,
@@ -185,6 +227,9 @@ class Calls:
 
     def end(self, node_id: str) -> None:
         """The node is over: its call is abandoned and waits for no prefix; safe to repeat."""
+        usage = self._execution.nodes[node_id].usage
+        if node_id in self._live:
+            self._attained_s += usage.prefill_s + usage.decode_s
         self.drop(node_id)
         self._live.pop(node_id, None)
         self._unweighed.pop(node_id, None)

@@ -70,11 +70,15 @@ class CallContext:
         self._num_inherited = 0
         self._since = 0.0
 
-    def num_shared(self, ids: list[int]) -> int:
-        """How many leading tokens of a new context's prompt are held already."""
-        if self.id is not None:
-            return 0
-        return self._sharing.num_shared(self._hashes[: len(self._cuts)], ids)
+    def home(self, ids: list[int]) -> tuple[str | None, int]:
+        """The engine that keeps most of what a prompt starts with, and how many of its tokens."""
+        if self.id is not None and self.engine is not None:
+            return self.engine.name, self._len
+        return self._sharing.find_longest(self._hashes[: len(self._cuts)], ids)
+
+    def cuts(self, keeps_all: bool) -> list[tuple[int, bool]]:
+        """The boundaries of the first slot: tokens before each, and whether these stay cached."""
+        return [(cut, keeps_all or cut <= self.num_constant) for cut in self._cuts]
 
     def set_rank(self, rank: float) -> None:
         """The call is more urgent than it was, or less."""

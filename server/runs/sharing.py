@@ -94,10 +94,15 @@ class Sharing:
         """The contexts on this engine that keep any of these prefixes."""
         return [held for prefix in hashes if (held := self._held.get((engine, prefix))) is not None]
 
-    def num_shared(self, hashes: Sequence[bytes], ids: Sequence[int]) -> int:
-        """How many leading tokens of a prompt are held already, on some engine."""
-        found = (held for key, held in self._held.items() if key[1] in hashes)
-        return max((common_prefix_len(held.ids, ids) for held in found), default=0)
+    def find_longest(self, hashes: Sequence[bytes], ids: Sequence[int]) -> tuple[str | None, int]:
+        """The engine that holds most leading tokens of a prompt, and how many; None: no engine."""
+        found = (
+            (common_prefix_len(held.ids, ids), key[0])
+            for key, held in self._held.items()
+            if key[1] in hashes
+        )
+        num_tokens, engine = max(found, default=(0, ""))
+        return (engine, num_tokens) if num_tokens else (None, 0)
 
     def hold(self, prefix: bytes, held: Held) -> bool:
         """Keep a context for the calls still to come; False: nobody will, or it is kept already."""

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from ..engines.engine import Engine
-from ..engines.scheduler import Scheduler
 from ..prompts.model import Model
+from ..scheduling.scheduler import Scheduler
 from ..store.journal import Journal
 from .encoder import Encoder
 from .execution import Execution

@@ -339,12 +339,34 @@ async def test_prompts_that_are_too_long_are_refused_and_never_cut(tmp_path: Pat
 
 async def test_what_would_silently_not_be_done_is_refused(tmp_path: Path) -> None:
     async with desk_of(tmp_path) as desk:
-        for option, value in (("policy", "fcfs"), ("tokens", "kept")):
+        for option, value, code in (
+            ("policy", "fcfs", "policy.not_served"),
+            ("tokens", "kept", "program.unsupported"),
+        ):
             options: dict[str, Any] = {option: value}
             with pytest.raises(ProgramError) as refused:
                 await desk.submit([say("x", "y")], **options)
-            assert refused.value.code == "program.unsupported"
+            assert refused.value.code == code
             assert refused.value.path == f"options.{option}"
+
+
+async def test_a_program_may_insist_on_the_policy_that_the_server_has(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, policy="fcfs") as desk:
+        status = await (await desk.submit([say("x", "y")], policy="fcfs")).end()
+        assert status.nodes["x"].why == "fcfs: it was empty; 1 of 1 engines looked at had room"
+
+
+async def test_a_call_says_why_it_runs_where_it_does(tmp_path: Path) -> None:
+    task = "the same long beginning of every part, so that it is worth keeping. "
+    parts = [say(f"m{i}", task, f"part {i}") for i in range(3)]
+    reduce = say("r", *(read(f"m{i}") for i in range(3)))
+    async with desk_of(tmp_path) as desk:
+        program = await desk.submit([*parts, reduce], outputs=["r"])
+        nodes = (await program.end()).nodes
+    assert nodes["m0"].why == "conure: it was empty; 1 of 1 engines looked at had room"
+    shared = len(task) - len(task) % 16
+    assert "1 calls of its group run here" in nodes["m1"].why
+    assert f"{len(task)} of {len(task) + 6} prompt tokens are here" in nodes["m2"].why, shared
 
 
 async def test_what_a_call_failed_with_may_be_tried_again(tmp_path: Path) -> None:
@@ -382,3 +404,16 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
             await desk.submit([], key="k")
         await program.cancel()
         await again.cancel()
+
+
+async def test_a_program_with_time_to_spare_lets_one_without_go_first(tmp_path: Path) -> None:
+    """Its deadline leaves it slack, and there is room for one call at a time."""
+    settings: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "time_per_call": 0.3}
+    async with desk_of(tmp_path, **settings) as desk:
+        programs = [
+            await desk.submit([say("x", f"{name:40}")], outputs=["x"], deadline_s=deadline_s)
+            for name, deadline_s in (("first", None), ("patient", 1000), ("hasty", None))
+        ]
+        started = [(await program.event("node.started")).seq or 0 for program in programs]
+        first, patient, hasty = started
+        assert first < hasty < patient

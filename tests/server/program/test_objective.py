@@ -54,6 +54,121 @@ def test_figure_9_of_the_paper() -> None:
     }
 
 
+LATENCY = {"out": "latency"}
+TABLE: dict[str, tuple[list[str], dict[str, str], dict[str, str]]] = {
+    # A graph is its calls, each with what it reads behind `<`; then the objectives, then for
+    # every call its performance: its kind or its task group, and the calls behind it.
+    "one call": (["out"], LATENCY, {"out": "latency 0"}),
+    "a chain summary": (
+        ["s0", "s1 < s0", "s2 < s1", "out < s2"],
+        LATENCY,
+        {"s0": "latency 3", "s1": "latency 2", "s2": "latency 1", "out": "latency 0"},
+    ),
+    "a map and its reduce": (
+        ["m0", "m1", "m2", "out < m0 m1 m2"],
+        LATENCY,
+        {"m0": "m0 1", "m1": "m0 1", "m2": "m0 1", "out": "latency 0"},
+    ),
+    "a map and its reduce, in bulk": (
+        ["m0", "m1", "m2", "out < m0 m1 m2"],
+        {"out": "throughput"},
+        {**{f"m{i}": "throughput 1" for i in range(3)}, "out": "throughput 0"},
+    ),
+    "a tree of summaries": (
+        ["a", "b", "c", "d", "ab < a b", "cd < c d", "out < ab cd"],
+        LATENCY,
+        # The middle ones end together, and so must all that they wait for.
+        {
+            **dict.fromkeys("abcd", "a 2"),
+            **dict.fromkeys(("ab", "cd"), "ab 1"),
+            "out": "latency 0",
+        },
+    ),
+    "a diamond": (
+        ["a", "b < a", "c < a", "out < b c"],
+        LATENCY,
+        {"a": "latency 2", "b": "b 1", "c": "b 1", "out": "latency 0"},
+    ),
+    "a system prompt's users": (
+        ["u0", "u1", "u2"],
+        {f"u{i}": "latency" for i in range(3)},
+        {f"u{i}": "latency 0" for i in range(3)},
+    ),
+    "agents that write and review": (
+        ["plan", "c0 < plan", "c1 < plan", "r0 < c0 c1", "r1 < c0 c1", "out < r0 r1"],
+        LATENCY,
+        {
+            "plan": "latency 3",
+            "c0": "c0 2",
+            "c1": "c0 2",
+            "r0": "r0 1",
+            "r1": "r0 1",
+            "out": "latency 0",
+        },
+    ),
+    "a debate of two in two rounds": (
+        ["a0", "b0", "a1 < a0 b0", "b1 < a0 b0", "out < a1 b1"],
+        LATENCY,
+        {"a0": "a0 2", "b0": "a0 2", "a1": "a1 1", "b1": "a1 1", "out": "latency 0"},
+    ),
+    "a chat beside bulk over one document": (
+        ["doc", "out < doc", "i0 < doc", "i1 < doc", "index < i0 i1"],
+        {"out": "latency", "index": "throughput"},
+        {
+            "doc": "latency 2",
+            "out": "latency 0",
+            "i0": "throughput 1",
+            "i1": "throughput 1",
+            "index": "throughput 0",
+        },
+    ),
+    "two maps of one reduce, one of them deeper": (
+        ["a0", "a1", "b0 < a0", "b1 < a1", "c0", "c1", "out < b0 b1 c0 c1"],
+        LATENCY,
+        {
+            "a0": "a0 2",
+            "a1": "a0 2",
+            **dict.fromkeys(("b0", "b1", "c0", "c1"), "b0 1"),
+            "out": "latency 0",
+        },
+    ),
+    "an output on the way to another": (
+        ["draft", "out < draft"],
+        {"draft": "latency", "out": "latency"},
+        {"draft": "latency 1", "out": "latency 0"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_performance_of_every_call_follows_from_the_outputs(name: str) -> None:
+    lines, objectives, expected = TABLE[name]
+    nodes = []
+    for line in lines:
+        written, _, reads = line.partition(" < ")
+        nodes.append(call(written, *reads.split()))
+    assert deduce(nodes, **objectives) == expected
+
+
+def test_a_group_grows_with_its_map_and_keeps_its_name() -> None:
+    """Instances come while the list streams in; what collects them stands from the start."""
+    parts = [f"m{i}" for i in range(3)]
+    program = {"nodes": [call("out", *parts)], "outputs": ["out"], "variables": {}}
+    program["variables"] = {part: {} for part in parts}
+    graph = Graph.build(msgspec.convert(program, Program), {}, open=True)
+    groups: list[dict[str, str | None]] = []
+    for part in parts:
+        graph.append(msgspec.convert({"nodes": [call(part)]}, Append))
+        found = get_perf_objective(graph)
+        assert {p.kind for p in found.values()} == {"latency"}
+        groups.append({name: p.group for name, p in found.items() if name != "out"})
+    assert groups == [
+        {"m0": None},
+        {"m0": "m0", "m1": "m0"},
+        {"m0": "m0", "m1": "m0", "m2": "m0"},
+    ]
+
+
 def test_in_a_map_reduce_the_maps_are_one_group() -> None:
     maps = [call(f"m{i}") for i in range(3)]
     assert deduce([*maps, call("r", "m0", "m1", "m2")], r="latency") == {

@@ -15,11 +15,13 @@ from conure.engine.engine import Engine
 from conure.engine.fake import FakeRunner
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Generate
+from conure.server.program.objective import Performance
 from conure.server.program.status import Problem
 from conure.server.prompts.model import Model
 from conure.server.runs.call import Call, Host
 from conure.server.runs.execution import NodeState
 from conure.server.runs.sharing import Sharing
+from conure.server.scheduling.policy import Rank
 from conure.server.store.journal import ValueRecord
 
 from ..inprocess import Disk, Program, answer, call, client, desk_of, expr, read, say, var
@@ -287,8 +289,8 @@ def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> Call:
         hashes=(),
         constants=(),
         came_s=0.0,
-        rank=0.0,
-        group=None,
+        rank=Rank(0.0, ""),
+        performance=Performance("latency", None, 0),
         salt="",
         keeps_all=False,
         traces=False,

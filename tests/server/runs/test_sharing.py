@@ -43,11 +43,11 @@ def test_a_prompt_shares_the_longest_prefix_that_is_held_for_it() -> None:
     sharing = Sharing()
     for node in ("a", "b"):
         sharing.expect(node, (b"p", b"q"))
-    assert sharing.num_shared((b"p", b"q"), [1, 2, 3]) == 0
+    assert sharing.find_longest((b"p", b"q"), [1, 2, 3]) == (None, 0)
     sharing.hold(b"p", held(1, [1]))
     sharing.hold(b"q", held(2, [1, 2, 9]))
-    assert sharing.num_shared((b"p", b"q"), [1, 2, 3]) == 2
-    assert sharing.num_shared((b"p",), [1, 2, 3]) == 1
+    assert sharing.find_longest((b"p", b"q"), [1, 2, 3]) == ("e", 2)
+    assert sharing.find_longest((b"p",), [1, 2, 3]) == ("e", 1)
 
 
 def test_arriving_twice_counts_once() -> None:

@@ -1,0 +1,97 @@
+"""Programs of the six applications, from lengths in tokens. Their text is a name for a length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from conure.server.program.ir import Program
+from conure.server.simulation.blueprint import Blueprint
+
+INSTRUCTIONS = 60
+"""Tokens of the text around what a summary reads."""
+
+
+def _call(name: str, parts: Iterable[str], num_output: int, **fields: Any) -> dict[str, Any]:
+    """A call; `$name` reads a variable, anything else is a text of that name."""
+    prompt: list[dict[str, Any]] = [
+        {"input": part[1:]} if part.startswith("$") else {"text": part} for part in parts
+    ]
+    prompt.append({"output": name, "max_tokens": num_output})
+    return {"id": name, "op": "generate", "prompt": prompt, **fields}
+
+
+def _blueprint(
+    nodes: list[dict[str, Any]], outputs: list[str], lengths: dict[str, int]
+) -> Blueprint:
+    return Blueprint.of(msgspec.convert({"nodes": nodes, "outputs": outputs}, Program), lengths)
+
+
+@cache
+def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Blueprint:
+    """A summary that is refined chunk by chunk."""
+    nodes = []
+    for i in range(num_chunks):
+        before = [f"$s{i - 1}"] if i else []
+        nodes.append(_call(f"s{i}", ["refine", *before, f"{article}/{i}"], num_output))
+    lengths = {f"{article}/{i}": chunk for i in range(num_chunks)} | {"refine": INSTRUCTIONS}
+    return _blueprint(nodes, [f"s{num_chunks - 1}"], lengths)
+
+
+@cache
+def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Blueprint:
+    """Summaries of all chunks, and one of these."""
+    names = [f"m{i}" for i in range(num_chunks)]
+    nodes = [_call(name, ["map", f"{article}/{name}"], num_output) for name in names]
+    nodes.append(_call("out", ["reduce", *(f"${name}" for name in names)], num_output))
+    lengths = {f"{article}/{name}": chunk for name in names}
+    return _blueprint(nodes, ["out"], lengths | {"map": INSTRUCTIONS, "reduce": INSTRUCTIONS})
+
+
+@cache
+def single(system: str, num_system: int, num_user: int, num_output: int, user: int) -> Blueprint:
+    """One call: a system prompt that others have too, if any, and a question of its own."""
+    own = f"{system}/{user}"
+    parts = [system, own] if num_system else [own]
+    node = _call("out", parts, num_output)
+    return _blueprint([node], ["out"], {system: num_system, own: num_user})
+
+
+DESIGN, WRITE, REVIEW, REVISE = 820, 600, 450, 620
+"""Tokens of outputs: within what was recorded, and altogether the 5,700 steps that figure 18's
+187 s for four files come to."""
+_SHARED = 1_880
+"""Tokens of text that all prompts after the design start with; with the design 2,700, which is
+what the blocks of figure 18 say is shared."""
+
+
+@cache
+def coding(num_files: int, num_cycles: int = 4) -> Blueprint:
+    """A design; then for every file code, and reviews and revisions round by round.
+
+    Prompts come to 182, 2,991, 3,717 and 4,175 tokens, as recorded, however many files; after
+    the first cycle 20 more, as what is read was revised.
+    """
+    nodes = [_call("design", ["task"], DESIGN)]
+    lengths = {"task": 182, "shared": _SHARED}
+    before = ["design"]
+    rounds = [("code", 291, WRITE)]
+    for _ in range(num_cycles):
+        rounds += [("review", 417, REVIEW), ("revise", 425, REVISE)]
+    for number, (kind, num_own, num_output) in enumerate(rounds):
+        names = [f"{kind}_{number}_{i}" for i in range(num_files)]
+        for i, name in enumerate(names):
+            read = {"code": 0, "review": 1, "revise": 2}[kind]
+            parts = ["shared", "$design", *(f"${past}_{i}" for past in _past(rounds, number, read))]
+            nodes.append(_call(name, [*parts, f"own {name}"], num_output, after=before))
+            lengths[f"own {name}"] = num_own
+        before = names
+    return _blueprint(nodes, before, lengths)
+
+
+def _past(rounds: list[tuple[str, int, int]], number: int, num_read: int) -> list[str]:
+    """The rounds whose text of the same file is read: the code as it stands, and its review."""
+    return [f"{rounds[n][0]}_{n}" for n in range(max(number - num_read, 0), number)]

@@ -1,0 +1,64 @@
+"""The paper's workloads in the paper's setting, simulated: our ratios beside its own.
+
+    python benchmarks/paper.py [--seeds N] [--only WORKLOAD] [--out FILE]
+
+Prints a table for every workload, or writes all of them into one Markdown file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from apps.workloads import WORKLOADS, Point
+
+HEAD = "| | baseline | ours | ratio | min | max | paper | |\n|---|--:|--:|--:|--:|--:|--:|---|"
+BAR, BARS = "#", 4
+"""Characters for every whole one of a ratio."""
+LONGEST = 60
+
+
+def table(points: list[list[Point]]) -> list[str]:
+    """Lines of a Markdown table; each inner list is one comparison under all seeds."""
+    lines = [HEAD]
+    for each in points:
+        ratios = [point.ratio for point in each]
+        middle = statistics.median(ratios)
+        paper = "" if math.isnan(each[0].paper) else f"{each[0].paper:g}"
+        lines.append(
+            f"| {each[0].label} "
+            f"| {statistics.median(point.before for point in each):.4g} "
+            f"| {statistics.median(point.after for point in each):.4g} "
+            f"| {middle:.2f} | {min(ratios):.2f} | {max(ratios):.2f} | {paper} "
+            f"| `{BAR * min(round(BARS * middle), LONGEST)}` |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Run the workloads."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", choices=tuple(WORKLOADS), action="append")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    lines: list[str] = []
+    for name in arguments.only or WORKLOADS:
+        began = time.perf_counter()
+        by_seed = [list(WORKLOADS[name](seed)) for seed in range(arguments.seeds)]
+        points = [list(each) for each in zip(*by_seed, strict=True)]
+        doc = (WORKLOADS[name].__doc__ or "").split("\n\n")[0]
+        section = [f"## {name[0].upper()}{name[1:]}", "", doc, "", *table(points), ""]
+        print("\n".join(section), flush=True)
+        print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
+        lines += section
+    if arguments.out is not None:
+        arguments.out.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

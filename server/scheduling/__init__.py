@@ -1,0 +1,1 @@
+"""Which call runs next, and on which engine: records, policies, books and the queue."""
