@@ -375,6 +375,9 @@ def test_every_call_runs_once_and_nothing_is_left_behind(
     for _ in range(3 * len(tickets) + 3):
         scheduler.run()
         loads = scheduler._roster.loads.values()
+        for line in scheduler._lines:
+            has_one_kept = line.kept is not None and line.kept.kept is not None
+            assert has_one_kept or not line.num_waiting or not scheduler._roster._versions
         for load in loads:
             assert load.used <= load.bound(is_strict=False) or load.num_calls == 1
         if lost is not None and desk.started:
