@@ -12,7 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -28,13 +36,15 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
+from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr
 
 from conure.server.program.errors import ConureError
 from conure.server.program.ir import Json
 
 from ..client import AsyncClient, AsyncRun, Client, Retry, Run
+from .current import CURRENT
 from .messages import to_wire
+from .replay import AsyncReplay, Replay
 from .settings import choice_of, constraint_of, hints_of, sampling_of, tools_of
 from .stream import AnswerStream, result_of
 from .structured import structured
@@ -57,7 +67,7 @@ class ChatConure(BaseChatModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
 
-    model: str = Field(default="default", alias="model_name")
+    model: str = Field(default="default", validation_alias=AliasChoices("model", "model_name"))
     """Name of a model that the server has."""
     api_key: SecretStr | None = Field(
         default_factory=lambda: SecretStr(key) if (key := os.getenv("CONURE_API_KEY")) else None
@@ -166,7 +176,7 @@ class ChatConure(BaseChatModel):
             kwargs["parallel_tool_calls"] = parallel_tool_calls
         return self.bind(tools=wire, **kwargs)
 
-    def with_structured_output(  # type: ignore[override]  # as wide, with its arguments named
+    def with_structured_output(
         self,
         schema: Any,
         *,
@@ -247,7 +257,10 @@ class ChatConure(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        run = self._client().submit(self._program(messages, stop, kwargs, run_manager))
+        node = self._node(messages, stop, kwargs, run_manager)
+        if (replay := self._replay()) is not None:
+            return replay.result(node, self.timeout)
+        run = self._client().submit(self._program(node))
         with _cancelled_unless_done(run):
             value = run.get(ANSWER, wait_s=self.timeout)
         return result_of(value, run.id)
@@ -259,7 +272,10 @@ class ChatConure(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        run = await self._aclient().submit(self._program(messages, stop, kwargs, run_manager))
+        node = self._node(messages, stop, kwargs, run_manager)
+        if (replay := self._areplay()) is not None:
+            return await replay.result(node, self.timeout)
+        run = await self._aclient().submit(self._program(node))
         async with _acancelled_unless_done(run):
             value = await run.get(ANSWER, wait_s=self.timeout)
         return result_of(value, run.id)
@@ -271,14 +287,14 @@ class ChatConure(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        run = self._client().submit(self._program(messages, stop, kwargs, run_manager))
-        stream = AnswerStream(run.id, ANSWER, CALL)
-        with _cancelled_unless_done(run), contextlib.closing(run.events()) as events:
-            for event in events:
-                for chunk in stream.feed(event):
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        node = self._node(messages, stop, kwargs, run_manager)
+        replay = self._replay()
+        chunks = self._chunks(node) if replay is None else replay.chunks(node, self.timeout)
+        with contextlib.closing(chunks):
+            for chunk in chunks:
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
 
     async def _astream(
         self,
@@ -287,16 +303,46 @@ class ChatConure(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        run = await self._aclient().submit(self._program(messages, stop, kwargs, run_manager))
+        node = self._node(messages, stop, kwargs, run_manager)
+        replay = self._areplay()
+        chunks = self._achunks(node) if replay is None else replay.chunks(node, self.timeout)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _chunks(self, node: dict[str, Json]) -> Generator[ChatGenerationChunk, None, None]:
+        """The answer to a call of its own, in pieces."""
+        run = self._client().submit(self._program(node))
+        stream = AnswerStream(run.id, ANSWER, CALL)
+        with _cancelled_unless_done(run), contextlib.closing(run.events()) as events:
+            for event in events:
+                yield from stream.feed(event)
+
+    async def _achunks(self, node: dict[str, Json]) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """The answer to a call of its own, in pieces."""
+        run = await self._aclient().submit(self._program(node))
         stream = AnswerStream(run.id, ANSWER, CALL)
         async with _acancelled_unless_done(run), aclosing(run.events()) as events:
             async for event in events:
                 for chunk in stream.feed(event):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
 
-    def _program(
+    def _replay(self) -> Replay | None:
+        """The run of an accelerated chain that this call belongs to."""
+        frame = CURRENT.get()
+        if frame is None or not isinstance(frame.replay, Replay):
+            return None
+        return frame.replay if frame.replay.is_of(self._client()) else None
+
+    def _areplay(self) -> AsyncReplay | None:
+        frame = CURRENT.get()
+        if frame is None or not isinstance(frame.replay, AsyncReplay):
+            return None
+        return frame.replay if frame.replay.is_of(self._aclient()) else None
+
+    def _node(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None,
@@ -309,6 +355,9 @@ class ChatConure(BaseChatModel):
             node["meta"] = hints_of(
                 manager.metadata, run_id=manager.run_id, parent_run_id=manager.parent_run_id
             )
+        return node
+
+    def _program(self, node: dict[str, Json]) -> dict[str, Json]:
         body: dict[str, Json] = {
             "program": {"name": "ChatConure", "nodes": [node], "outputs": [ANSWER]}
         }

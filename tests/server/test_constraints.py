@@ -394,22 +394,23 @@ async def test_openai_tool_choices_are_kept_and_checked(tmp_path: Path) -> None:
 
 async def test_tools_of_a_program_need_a_message_and_are_in_its_value(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
-        node: dict[str, Any] = {
+        output: dict[str, Any] = {"variable": "answer", "as": "message"}
+        node = {
             "id": "ask",
             "op": "generate",
             "messages": [{"role": "user", "content": "weather in Rome?"}],
             "tools": [WEATHER],
-            "output": {"variable": "answer", "as": "message"},
+            "output": output,
         }
         body = {"program": {"nodes": [node], "outputs": ["answer"]}}
         status = await run(client, body)
         value = status["variables"]["answer"]["value"]
         assert value["tool_calls"][0]["function"]["name"] == "weather"
         assert value["finish_reason"] == "tool_calls"
-        node["output"]["max_tokens"] = 60
+        output["max_tokens"] = 60
         value = (await run(client, body))["variables"]["answer"]["value"]
         assert value["finish_reason"] == "length"
         assert value["tool_calls"][0]["function"]["arguments"] == '{"p'
-        node["output"].pop("as")
+        output.pop("as")
         refused = await client.post("/v1/programs", json=body)
         assert refused.json()["path"] == "program.nodes[0].output.as"
