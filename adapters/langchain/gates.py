@@ -11,7 +11,7 @@ accelerated run a seam does nothing at all.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import Any
 
 from langchain_core.runnables import (
@@ -300,7 +300,7 @@ class _InFrame(Seam):
             return await self.bound.ainvoke(given, config, **kwargs)
 
 
-def inside(frame: Frame, pieces: Iterator[Any]) -> Iterator[Any]:
+def inside(frame: Frame, pieces: Iterator[Any]) -> Generator[Any, None, None]:
     """Pieces that are made within a frame; between them the caller is outside of it."""
     try:
         while True:
@@ -316,7 +316,7 @@ def inside(frame: Frame, pieces: Iterator[Any]) -> Iterator[Any]:
             close()
 
 
-async def ainside(frame: Frame, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def ainside(frame: Frame, pieces: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
     """`inside`, for coroutines."""
     try:
         while True:

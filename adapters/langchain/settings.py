@@ -10,7 +10,7 @@ equal calls give equal nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.utils.function_calling import convert_to_json_schema
 
@@ -95,9 +95,9 @@ def _schema_of(form: Any) -> dict[str, Json] | None:
         schema = form["json_schema"].get("schema")
         if isinstance(schema, Mapping):
             return dict(schema)
-    elif kind is None or isinstance(form, type):
+    elif kind is None:
         try:
-            return convert_to_json_schema(form)
+            return convert_to_json_schema(cast(Any, form))
         except (TypeError, ValueError):
             pass
     raise ValueError(

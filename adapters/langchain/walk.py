@@ -216,7 +216,10 @@ class Walk:
         def node(node_id: str, variable: str, form: str) -> Any:
             return model.node(node_id, variable, prompt.wire(), kwargs, form=form)
 
-        return Answer(self.graph.call(place.hint, node))
+        call = self.graph.call(place.hint, node)
+        # Under tools the text is not all that the model may say.
+        call.is_message = bool(kwargs.get("tools"))
+        return Answer(call)
 
 
 def _is_model(runnable: Runnable[Any, Any]) -> bool:

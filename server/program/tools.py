@@ -69,11 +69,11 @@ def read_tools(node: Generate) -> ToolSet | None:
 
 def _read_tool(tool: Json, path: str) -> Tool:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
+    if not isinstance(tool, dict) or kind != "function":
         raise _refusal(f"a tool is an object of type 'function', not {kind!r}", path)
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _refusal(
             f"{name!r} is no name of a function: letters, digits and _.:/- , at most 128",
             f"{path}.function.name",

@@ -56,7 +56,7 @@ class ToolFormat:
 
     def spell(self, calls: list[tuple[str, dict[str, Json]]]) -> str:
         """The text of an answer that consists of these calls."""
-        parts = []
+        parts: list[str] = []
         for name, arguments in calls:
             parts += [self.joint or "" if parts else self.opening, name, self.middle]
             parts.append(

@@ -150,7 +150,8 @@ def value_of(
                 f"constraint: {_excerpt(report.text)}",
             )
         return _parse(target.variable, report.text)
-    content, calls = report.text, []
+    content: str = report.text
+    calls: list[Json] = []
     if target.tools is not None:
         content, calls = read_answer(report.text, target.tools, name=name)
     is_whole = bool(calls) and report.reason != "length"

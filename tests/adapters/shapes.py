@@ -7,11 +7,10 @@ foreseen; both are counted over one run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from langchain_core.chat_history import InMemoryChatMessageHistory
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
@@ -44,7 +43,10 @@ from pydantic import BaseModel
 from conure.adapters.langchain import ChatConure
 
 TEXT = StrOutputParser()
-P = PromptTemplate.from_template
+
+
+def ask(template: str) -> Any:
+    return PromptTemplate.from_template(template)
 
 
 class Shape(NamedTuple):
@@ -85,6 +87,13 @@ def halves(text: str) -> list[str]:
     return [text[: len(text) // 2], text[len(text) // 2 :]]
 
 
+def called(llm: ChatConure) -> Callable[[str], Any]:
+    def call(text: str) -> Any:
+        return llm.invoke(text).content
+
+    return call
+
+
 def broken_json(message: AIMessage) -> Any:
     return json.loads(f"{{{message.content}")
 
@@ -94,8 +103,8 @@ def shapes(llm: ChatConure) -> dict[str, Shape]:
     return {**_plain(llm), **_prompts(llm), **_steps(llm), **_control(llm), **_models(llm)}
 
 
-def _say(llm: Runnable[Any, Any], template: str = "{x}") -> Runnable[Any, Any]:
-    return P(template) | llm | TEXT
+def _say(llm: Runnable[Any, Any], template: str = "{x}") -> Any:
+    return ask(template) | llm | TEXT
 
 
 def _shape(chain: Any, given: Any, served: int, missed: int = 0) -> Shape:
@@ -104,63 +113,64 @@ def _shape(chain: Any, given: Any, served: int, missed: int = 0) -> Shape:
 
 def _plain(llm: ChatConure) -> dict[str, Shape]:
     say = _say(llm)
-    pair = RunnableParallel(a=_say(llm, "a {x}"), b=_say(llm, "b {x}"))
-    wide = RunnableParallel({f"n{n}": _say(llm, f"{n} {{x}}") for n in range(12)})
+    pair: Any = RunnableParallel(a=_say(llm, "a {x}"), b=_say(llm, "b {x}"))
+    wide: Any = RunnableParallel({f"n{n}": _say(llm, f"{n} {{x}}") for n in range(12)})
     keys = "".join(f"{{n{n}}}" for n in range(12))
     tea = {"x": "tea"}
     return {
         "model alone": _shape(llm, "tea", 1),
-        "prompt and model": _shape(P("{x}") | llm, tea, 1),
+        "prompt and model": _shape(ask("{x}") | llm, tea, 1),
         "prompt, model, text": _shape(say, tea, 1),
-        "chain of five": _shape(say | P("{y}") | say | say | say | say, tea, 5),
+        "chain of five": _shape(say | ask("{y}") | say | say | say | say, tea, 5),
         "refine": _shape(
             RunnablePassthrough.assign(draft=_say(llm, "draft {x}"))
             | RunnablePassthrough.assign(critique=_say(llm, "criticise {draft}"))
-            | P("{x}: improve {draft} by {critique}")
+            | ask("{x}: improve {draft} by {critique}")
             | llm
             | TEXT,
             tea,
             3,
         ),
         "parallel": _shape(pair, tea, 2),
-        "parallel and join": _shape(pair | P("{a} {b}") | llm | TEXT, tea, 3),
+        "parallel and join": _shape(pair | ask("{a} {b}") | llm | TEXT, tea, 3),
         "nested parallel": _shape(
-            RunnableParallel(p=pair | P("{a}{b}") | llm | TEXT, q=pair | P("{b}") | llm | TEXT)
-            | P("{p} {q}")
+            RunnableParallel(p=pair | ask("{a}{b}") | llm | TEXT, q=pair | ask("{b}") | llm | TEXT)
+            | ask("{p} {q}")
             | llm,
             tea,
             7,
         ),
-        "wide and join": _shape(wide | P(keys) | llm | TEXT, tea, 13),
+        "wide and join": _shape(wide | ask(keys) | llm | TEXT, tea, 13),
         "skeleton of thought": _shape(
             RunnablePassthrough.assign(plan=_say(llm, "skeleton of {x}"))
             | RunnableParallel(
-                one=P("point 1 of {plan}") | llm | TEXT, two=P("point 2 of {plan}") | llm | TEXT
+                one=ask("point 1 of {plan}") | llm | TEXT,
+                two=ask("point 2 of {plan}") | llm | TEXT,
             )
-            | P("{one}\n{two}")
+            | ask("{one}\n{two}")
             | llm,
             tea,
             4,
         ),
         "assign and pick": _shape(
-            RunnablePassthrough.assign(y=say) | RunnablePick("y") | P("{y}!") | llm, tea, 2
+            RunnablePassthrough.assign(y=say) | RunnablePick("y") | ask("{y}!") | llm, tea, 2
         ),
         "pick many": _shape(
             RunnablePassthrough.assign(y=say, z=_say(llm, "z {x}"))
             | RunnablePick(["y", "z"])
-            | P("{y}{z}")
+            | ask("{y}{z}")
             | llm,
             tea,
             3,
         ),
         "itemgetters": _shape(
-            {"x": itemgetter("q"), "y": itemgetter("q") | say} | P("{x} {y}") | llm,
+            {"x": itemgetter("q"), "y": itemgetter("q") | say} | ask("{x} {y}") | llm,
             {"q": "tea"},
             2,
         ),
-        "same prompt twice": _shape({"a": say, "b": say} | P("{a}{b}") | llm, tea, 3),
+        "same prompt twice": _shape({"a": say, "b": say} | ask("{a}{b}") | llm, tea, 3),
         "dict in a prompt": _shape(
-            {"d": RunnableParallel(a=say)} | P("{d}") | llm, {"x": "it's"}, 2
+            {"d": RunnableParallel(a=say)} | ask("{d}") | llm, {"x": "it's"}, 2
         ),
     }
 
@@ -171,7 +181,7 @@ def _prompts(llm: ChatConure) -> dict[str, Shape]:
     )
     few = FewShotPromptTemplate(
         examples=[{"q": "1", "a": "2"}],
-        example_prompt=P("{q}:{a}"),
+        example_prompt=ask("{q}:{a}"),
         prefix="Go",
         suffix="{x}:",
         input_variables=["x"],
@@ -184,13 +194,13 @@ def _prompts(llm: ChatConure) -> dict[str, Shape]:
             RunnablePassthrough.assign(x=chat | llm | TEXT) | chat | llm | TEXT, given, 2
         ),
         "partial": _shape(chat.partial(mood="hum") | llm, {"x": "a", "history": []}, 1),
-        "few-shot": _shape(few | llm | TEXT | P("{y}") | llm, {"x": "3"}, 2),
+        "few-shot": _shape(few | llm | TEXT | ask("{y}") | llm, {"x": "3"}, 2),
         "mustache": _shape(
             PromptTemplate.from_template("{{x}}", template_format="mustache") | llm | TEXT,
             {"x": "tea"},
             1,
         ),
-        "bare value": _shape(P("{x}") | llm | TEXT | P("again {y}") | llm, "tea", 2),
+        "bare value": _shape(ask("{x}") | llm | TEXT | ask("again {y}") | llm, "tea", 2),
         "messages by hand": _shape(
             (lambda x: [SystemMessage("s"), HumanMessage(x)]) | llm | TEXT, "tea", 1
         ),
@@ -200,32 +210,32 @@ def _prompts(llm: ChatConure) -> dict[str, Shape]:
 def _steps(llm: ChatConure) -> dict[str, Shape]:
     say = _say(llm)
     docs = {"c": RunnableLambda(find) | join, "q": RunnablePassthrough()}
-    ask = P("{c}\n\n{q}") | llm | TEXT
+    answer = ask("{c}\n\n{q}") | llm | TEXT
 
     def upper(chunks: Any) -> Any:
         for chunk in chunks:
             yield chunk.upper()
 
-    async def aupper(chunks: Any) -> Any:
+    async def aupper(chunks: Any) -> AsyncIterator[str]:
         async for chunk in chunks:
             yield chunk.upper()
 
     return {
-        "retrieval": _shape(docs | ask, "why", 1),
-        "retrieval after rewriting": _shape(say | docs | ask, "why", 2),
-        "function in the middle": _shape(say | shout | say | P("{z}") | llm, "tea", 3),
+        "retrieval": _shape(docs | answer, "why", 1),
+        "retrieval after rewriting": _shape(say | docs | answer, "why", 2),
+        "function in the middle": _shape(say | shout | say | ask("{z}") | llm, "tea", 3),
         "function at the end": _shape(say | shout, "tea", 1),
         "generator at the end": _shape(say | RunnableGenerator(upper, aupper), "tea", 1),
         "generator in the middle": _shape(say | RunnableGenerator(upper, aupper) | say, "tea", 2),
         "message read by hand": _shape(
-            P("{x}") | llm | (lambda message: message.content[::-1]) | say, "tea", 2
+            ask("{x}") | llm | (lambda message: message.content[::-1]) | say, "tea", 2
         ),
         "two functions between": _shape(say | shout | (lambda t: {"x": t}) | say, "tea", 2),
-        "tap": _shape(say | RunnablePassthrough(shout) | say, "tea", 2),
+        "tap": _shape(say | RunnablePassthrough(cast(Any, shout)) | say, "tea", 2),
         "sql": _shape(
             RunnablePassthrough.assign(query=_say(llm, "SQL for {x}"))
             | RunnablePassthrough.assign(rows=lambda d: [len(d["query"])])
-            | P("{x}: {query} gave {rows}")
+            | ask("{x}: {query} gave {rows}")
             | llm
             | TEXT,
             {"x": "tea"},
@@ -235,7 +245,7 @@ def _steps(llm: ChatConure) -> dict[str, Shape]:
             say | CommaSeparatedListOutputParser() | (lambda items: items[0]) | say, "tea", 2
         ),
         "set from a function": _shape(
-            say | (lambda t: {"x": t, "odd": {1, 2}}) | P("{x}") | llm, "tea", 2
+            say | (lambda t: {"x": t, "odd": {1, 2}}) | ask("{x}") | llm, "tea", 2
         ),
         "value that cannot travel": _shape(
             say | (lambda t: {t: object()} and [{t}]) | (lambda s: sorted(s[0])[0]) | say, "t", 2
@@ -254,17 +264,17 @@ def _steps(llm: ChatConure) -> dict[str, Shape]:
 
 def _control(llm: ChatConure) -> dict[str, Shape]:
     say = _say(llm)
-    long = _say(llm, "long {x}") | P("{y}") | llm | TEXT
-    branch = RunnableBranch((lambda d: len(d["x"]) > 3, long), _say(llm, "short {x}"))
+    long = _say(llm, "long {x}") | ask("{y}") | llm | TEXT
+    branch: Any = RunnableBranch((lambda d: len(d["x"]) > 3, long), _say(llm, "short {x}"))
     router = RouterRunnable({"tea": say, "sea": _say(llm, "sea {x}")})
-    fails = P("{x}") | llm | broken_json
+    fails = ask("{x}") | llm | broken_json
     return {
         "branch taken": _shape(branch, {"x": "coffee"}, 2),
-        "branch not taken": _shape(branch | P("{z}") | llm, {"x": "tea"}, 2),
+        "branch not taken": _shape(branch | ask("{z}") | llm, {"x": "tea"}, 2),
         "branch on an answer": _shape(
             RunnablePassthrough.assign(kind=say)
             | RunnableBranch(
-                (lambda d: "a" in d["kind"], _say(llm, "A {kind}") | P("{y}") | llm), say
+                (lambda d: "a" in d["kind"], _say(llm, "A {kind}") | ask("{y}") | llm), say
             ),
             {"x": "tea"},
             3,
@@ -274,9 +284,11 @@ def _control(llm: ChatConure) -> dict[str, Shape]:
         "map of a chain with a function": _shape(
             halves | (say | shout | say).map() | ", ".join | say, "lemonade", 5
         ),
-        "map of messages": _shape(halves | (P("{x}") | llm).map(), "lemonade", 2),
+        "map of messages": _shape(RunnableLambda(halves) | (ask("{x}") | llm).map(), "lemonade", 2),
         "fallback not needed": _shape(
-            (say | P("{y}") | llm).with_fallbacks([_say(llm, "other {x}")]) | TEXT | say, "tea", 3
+            (say | ask("{y}") | llm).with_fallbacks([_say(llm, "other {x}")]) | TEXT | say,
+            "tea",
+            3,
         ),
         "fallback": _shape(fails.with_fallbacks([_say(llm, "other {x}")]) | say, {"x": "tea"}, 3),
         "retry": _shape((say | shout).with_retry(stop_after_attempt=2) | say, "tea", 2),
@@ -284,9 +296,7 @@ def _control(llm: ChatConure) -> dict[str, Shape]:
         "chain made in a function": _shape(
             RunnableLambda(lambda x: say if x else llm) | say, "tea", 1, 1
         ),
-        "model called in a function": _shape(
-            RunnableLambda(lambda x: llm.invoke(x).content) | say, "tea", 1, 1
-        ),
+        "model called in a function": _shape(RunnableLambda(called(llm)) | say, "tea", 1, 1),
         "skip": _shape(RunnablePassthrough() | say, "tea", 1),
     }
 
@@ -294,40 +304,38 @@ def _control(llm: ChatConure) -> dict[str, Shape]:
 def _models(llm: ChatConure) -> dict[str, Shape]:
     say = _say(llm)
     other = FakeListChatModel(responses=["fake"])
-    store: dict[str, InMemoryChatMessageHistory] = {}
-    assert not store
     choose: Callable[..., Any] = ConfigurableField
     return {
-        "bound stop": _shape(P("{x}") | llm.bind(stop=["a"]) | TEXT | say, "tea", 2),
-        "bound model": _shape(P("{x}") | llm.bind(model="fake") | TEXT | say, "tea", 2),
+        "bound stop": _shape(ask("{x}") | llm.bind(stop=["a"]) | TEXT | say, "tea", 2),
+        "bound model": _shape(ask("{x}") | llm.bind(model="fake") | TEXT | say, "tea", 2),
         "named": _shape(say.with_config(run_name="Say", tags=["t"]) | say, "tea", 2),
         "listener": _shape(say.with_listeners(on_end=lambda run: None) | say, "tea", 2),
         "another model between": _shape(say | other | TEXT | say, "tea", 2),
         "json": _shape(
-            P("city {x}")
+            ask("city {x}")
             | llm.with_structured_output(City.model_json_schema())
-            | P("{name} has {size}")
+            | ask("{name} has {size}")
             | llm,
             "tea",
             2,
         ),
         "json mode": _shape(
-            P("{x}") | llm.bind(constraint={"regex": r"\{\}"}) | JsonOutputParser(), "tea", 1
+            ask("{x}") | llm.bind(constraint={"regex": r"\{\}"}) | JsonOutputParser(), "tea", 1
         ),
         "pydantic": _shape(
-            P("city {x}")
+            ask("city {x}")
             | llm.with_structured_output(City)
             | (lambda city: city.name)
-            | P("{n}")
+            | ask("{n}")
             | llm,
             "tea",
             2,
         ),
         "include raw": _shape(
-            P("city {x}") | llm.with_structured_output(City, include_raw=True), "tea", 1
+            ask("city {x}") | llm.with_structured_output(City, include_raw=True), "tea", 1
         ),
         "tools": _shape(
-            P("{x}")
+            ask("{x}")
             | llm.bind_tools([add], tool_choice="add")
             | (lambda message: str(message.tool_calls[0]["name"]))
             | say,
@@ -335,9 +343,11 @@ def _models(llm: ChatConure) -> dict[str, Shape]:
             2,
         ),
         "choices": _shape(
-            P("{x}") | llm.bind(constraint={"choices": ["yes", "no"]}) | TEXT | say, "tea", 2
+            ask("{x}") | llm.bind(constraint={"choices": ["yes", "no"]}) | TEXT | say, "tea", 2
         ),
         "configurable": _shape(
-            P("{x}") | llm.configurable_fields(temperature=choose(id="t")) | TEXT | say, "tea", 2
+            ask("{x}") | llm.configurable_fields(temperature=choose(id="t")) | TEXT | say,
+            "tea",
+            2,
         ),
     }

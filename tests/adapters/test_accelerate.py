@@ -19,7 +19,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError, PromptError
 
-from .shapes import TEXT, P, shapes
+from .shapes import TEXT, ask, shapes
 
 NAMES = list(shapes(ChatConure()))
 
@@ -53,7 +53,7 @@ class Recorder(BaseCallbackHandler):
     """The tree of runs that LangChain tells a handler."""
 
     def __init__(self) -> None:
-        self._runs: dict[UUID, tuple[UUID | None, str, Any]] = {}
+        self._runs: dict[UUID, tuple[Any, Any, Any]] = {}
         self._ends: dict[UUID, Any] = {}
         self._lock = threading.Lock()
 
@@ -128,7 +128,7 @@ async def events(chain: Runnable[Any, Any], given: Any) -> list[Any]:
     async for event in chain.astream_events(given, version="v2"):
         data: Any = event["data"]
         parents = tuple(paths[each] for each in event["parent_ids"])
-        paths[event["run_id"]] = (event["name"], *sorted(event["tags"]))
+        paths[event["run_id"]] = (event["name"], *sorted(event.get("tags", [])))
         key = (*parents, paths[event["run_id"]], event["run_id"])
         kind = event["event"].rsplit("_", 1)[1]
         if kind == "end":
@@ -166,8 +166,8 @@ def total(pieces: Iterator[Any]) -> Any:
 def test_text_is_streamed_in_pieces_through_the_plan(tmp_path: Any) -> None:
     config = Config(engine="fake", data=tmp_path, time_per_output_token=0.005)
     with Client(app=create_app(config)) as client:
-        say = P("{x}") | ChatConure(client=client) | TEXT
-        fast = accelerate(say | P("{y}") | ChatConure(client=client) | TEXT)
+        say = ask("{x}") | ChatConure(client=client) | TEXT
+        fast = accelerate(say | ask("{y}") | ChatConure(client=client) | TEXT)
         pieces = list(fast.stream("tea"))
         plain = "".join(fast.bound.stream("tea"))
     assert len(pieces) > 5
@@ -196,11 +196,11 @@ async def test_awaited_batches_give_the_same(llm: ChatConure) -> None:
 
 
 async def test_many_runs_at_once_do_not_mix(llm: ChatConure) -> None:
-    chain = P("{x}") | llm | TEXT | (lambda text: text + "!") | P("{y}") | llm | TEXT
+    chain = ask("{x}") | llm | TEXT | (lambda text: text + "!") | ask("{y}") | llm | TEXT
     fast = accelerate(chain)
     made = await asyncio.gather(*(fast.ainvoke(str(n)) for n in range(20)))
     assert made == [await chain.ainvoke(str(n)) for n in range(20)]
-    assert all(run.misses == run.wasted == [] for run in fast.explain().runs)
+    assert all(not run.misses and not run.wasted for run in fast.explain().runs)
     await llm._aclient().close()
 
 
@@ -211,7 +211,7 @@ def test_functions_run_once_and_only_on_what_the_model_said(llm: ChatConure) -> 
         seen.append(text)
         return text
 
-    chain = RunnableLambda(keep) | P("{x}") | llm | TEXT | keep | P("{y}") | llm | TEXT
+    chain = RunnableLambda(keep) | ask("{x}") | llm | TEXT | keep | ask("{y}") | llm | TEXT
     made = accelerate(chain).invoke("tea")
     assert len(seen) == 2
     assert seen == ["tea", llm.invoke("tea").content]
@@ -222,8 +222,10 @@ def test_a_function_that_raises_leaves_nothing_running(llm: ChatConure, client: 
     def broken(text: str) -> str:
         raise KeyError("oh")
 
-    slow = P("slow {x}") | llm | TEXT
-    fast = accelerate(RunnableParallel(a=P("{x}") | llm | TEXT | broken, b=slow) | P("{a}") | llm)
+    slow = ask("slow {x}") | llm | TEXT
+    fast = accelerate(
+        RunnableParallel(a=ask("{x}") | llm | TEXT | broken, b=slow) | ask("{a}") | llm
+    )
     with pytest.raises(KeyError, match="oh"):
         fast.invoke("tea")
     (run,) = fast.explain().runs
@@ -237,7 +239,7 @@ async def test_nor_does_one_that_is_left(llm: ChatConure, client: Client) -> Non
         await asyncio.sleep(3600)
         return text
 
-    fast = accelerate(P("{x}") | llm | TEXT | waits | forever | P("{y}") | llm)
+    fast = accelerate(ask("{x}") | llm | TEXT | waits | forever | ask("{y}") | llm)
     task = asyncio.create_task(fast.ainvoke("tea"))
     while not task.done() and not fast.explain().runs:
         await asyncio.sleep(0.05)
@@ -247,26 +249,26 @@ async def test_nor_does_one_that_is_left(llm: ChatConure, client: Client) -> Non
     (run,) = fast.explain().runs
     if run.program:
         assert client.attach(run.program).status().status == "cancelled"
-    stream = accelerate(P("{x}") | llm | TEXT | forever).astream("tea")
+    stream = accelerate(ask("{x}") | llm | TEXT | forever).astream("tea")
     assert stream is not None
     await llm._aclient().close()
 
 
 def test_a_call_that_fails_raises_as_it_does_without(llm: ChatConure) -> None:
-    long = P("{x}" * 100) | llm | TEXT
+    long = ask("{x}" * 100) | llm | TEXT
     with pytest.raises(PromptError) as plain:
         long.invoke("x" * 1000)
     with pytest.raises(PromptError) as fast:
-        accelerate(P("{x}") | llm | TEXT | P("{x}" * 1000) | llm).invoke("x")
+        accelerate(ask("{x}") | llm | TEXT | ask("{x}" * 1000) | llm).invoke("x")
     assert fast.value.code == plain.value.code == "prompt.too_long"
-    saved = accelerate(long.with_fallbacks([P("short {x}") | llm | TEXT])).invoke("x" * 1000)
+    saved = accelerate(long.with_fallbacks([ask("short {x}") | llm | TEXT])).invoke("x" * 1000)
     assert saved == llm.invoke("short " + "x" * 1000).content
 
 
 def test_another_prompt_is_a_miss_and_said(llm: ChatConure) -> None:
     ticks = iter(range(100))
-    prompt = P("{x} at {now}").partial(now=lambda: str(next(ticks)))
-    fast = accelerate(prompt | llm | TEXT)
+    ticking = ask("{x} at {now}").partial(now=lambda: str(next(ticks)))
+    fast = accelerate(ticking | llm | TEXT)
     assert isinstance(fast.invoke("tea"), str)
     explained = str(fast.explain())
     assert "0 served, 1 missed, 1 wasted" in explained
@@ -277,9 +279,9 @@ def test_the_step_that_broke_a_plan_is_named(llm: ChatConure) -> None:
     def objects(text: str) -> Any:
         return {"a": {text}, "b": text}
 
-    chain = P("{x}") | llm | TEXT | objects | (lambda d: d) | P("{b}{a}") | llm
+    chain = ask("{x}") | llm | TEXT | objects | (lambda d: d) | ask("{b}{a}") | llm
     assert accelerate(chain).invoke("t").content
-    odd = P("{x}") | llm | TEXT | (lambda t: {"h": [object()], "x": t}) | _placeholder() | llm
+    odd = ask("{x}") | llm | TEXT | (lambda t: {"h": [object()], "x": t}) | _placeholder() | llm
     fast = accelerate(odd)
     with pytest.raises(Exception, match="message"):
         fast.invoke("t")
@@ -292,7 +294,7 @@ def _placeholder() -> Any:
 
 
 def test_an_accelerated_chain_is_a_runnable_among_others(llm: ChatConure) -> None:
-    say = P("{x}") | llm | TEXT
+    say = ask("{x}") | llm | TEXT
     inner = accelerate(say)
     assert isinstance(accelerate(inner), Accelerated)
     assert (inner | say).invoke("tea") == (say | say).invoke("tea")
@@ -308,4 +310,4 @@ def test_an_accelerated_chain_is_a_runnable_among_others(llm: ChatConure) -> Non
 def test_a_server_that_is_away_is_the_error_of_the_call() -> None:
     llm = ChatConure(base_url="http://127.0.0.1:9", max_retries=0)
     with pytest.raises(ConureError, match="is the server running"):
-        accelerate(P("{x}") | llm).invoke("tea")
+        accelerate(ask("{x}") | llm).invoke("tea")

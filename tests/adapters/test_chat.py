@@ -221,7 +221,12 @@ def test_tools_and_formats_stand_in_the_node(llm: ChatConure, double: Any) -> No
     assert nodes[4]["output"]["constraint"] == {"choices": ["a", "b"]}
     with pytest.raises(ValueError, match="names none of the tools: add"):
         llm.bind_tools([add], tool_choice="sub")
-    for wrong in ({"response_format": 3}, {"constraint": {"rgx": "a"}}, {"constraint": "a"}):
+    wrongs: list[dict[str, Any]] = [
+        {"response_format": 3},
+        {"constraint": {"rgx": "a"}},
+        {"constraint": "a"},
+    ]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=r"response_format|constraint"):
             llm.invoke("x", **wrong)
 

@@ -25,7 +25,7 @@ PERSON = {
     "additionalProperties": False,
 }
 UNIQUE = {"type": "array", "items": {"type": "integer", "maximum": 9}, "uniqueItems": True}
-SCRIPT = [
+SCRIPT: list[dict[str, str]] = [
     {"match": "person", "text": '{"name":"Jo","age":42}'},
     {"match": "twice", "text": "[1,1]"},
     {"match": "once", "text": "[1,2]"},
@@ -376,16 +376,18 @@ async def test_openai_tool_choices_are_kept_and_checked(tmp_path: Path) -> None:
             )
             return answer.choices[0]
 
-        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        forced: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+        for choice in forced:
             found = await ask(choice)
             assert found.message.tool_calls[0].function.name == "weather"
             assert found.message.content is None
         for choice in ("auto", "none"):
             assert (await ask(choice)).message.content == "probably not"
-        for choice, param in (("x", "tool_choice"), ({"type": "function"}, "tool_choice")):
+        wrong: list[Any] = ["x", {"type": "function"}]
+        for choice in wrong:
             with pytest.raises(openai.BadRequestError) as caught:
                 await ask(choice)
-            assert (caught.value.code, caught.value.param) == ("program.tools", param)
+            assert (caught.value.code, caught.value.param) == ("program.tools", "tool_choice")
         tools = [{"type": "function", "function": {"name": "a b"}}]
         with pytest.raises(openai.BadRequestError) as caught:
             await ask("auto")
@@ -395,14 +397,14 @@ async def test_openai_tool_choices_are_kept_and_checked(tmp_path: Path) -> None:
 async def test_tools_of_a_program_need_a_message_and_are_in_its_value(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         output: dict[str, Any] = {"variable": "answer", "as": "message"}
-        node = {
+        node: dict[str, Any] = {
             "id": "ask",
             "op": "generate",
             "messages": [{"role": "user", "content": "weather in Rome?"}],
             "tools": [WEATHER],
             "output": output,
         }
-        body = {"program": {"nodes": [node], "outputs": ["answer"]}}
+        body: dict[str, Any] = {"program": {"nodes": [node], "outputs": ["answer"]}}
         status = await run(client, body)
         value = status["variables"]["answer"]["value"]
         assert value["tool_calls"][0]["function"]["name"] == "weather"
