@@ -121,7 +121,7 @@ def _plain(llm: ChatConure) -> dict[str, Shape]:
         "model alone": _shape(llm, "tea", 1),
         "prompt and model": _shape(ask("{x}") | llm, tea, 1),
         "prompt, model, text": _shape(say, tea, 1),
-        "chain of five": _shape(say | ask("{y}") | say | say | say | say, tea, 5),
+        "chain of five": _shape(say | say | say | say | say, tea, 5),
         "refine": _shape(
             RunnablePassthrough.assign(draft=_say(llm, "draft {x}"))
             | RunnablePassthrough.assign(critique=_say(llm, "criticise {draft}"))
