@@ -7,7 +7,7 @@ which they need it; what cannot travel is left out, and said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +69,18 @@ class Plan:
 
 
 def _encoded(source: Source, made: Any) -> tuple[dict[str, Json], str]:
+    if _is_read_once(made):
+        return {}, "it can be read only once, and the chain reads it"
     # Parsers and templates compute some of it. What they do here is no part of the run that
     # LangChain's callbacks are told about.
     context = copy_context()
     context.run(var_child_runnable_config.set, None)
     return context.run(_encode, source, made)
+
+
+def _is_read_once(made: Any) -> bool:
+    parts = made.values() if isinstance(made, dict) else (made,)
+    return any(isinstance(part, Iterator | AsyncIterator) for part in parts)
 
 
 def _encode(source: Source, made: Any) -> tuple[dict[str, Json], str]:

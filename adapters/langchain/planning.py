@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from langchain_core.globals import get_llm_cache
+from langchain_core.messages import BaseMessage
+from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import (
     Runnable,
     RunnableBinding,
@@ -88,6 +90,8 @@ class _PlanWalk(Walk):
         if isinstance(runnable, RESOLVED):
             self.has_parts = True
             return self._await(runnable, place, "planned when the chain gets there")
+        if isinstance(runnable, BasePromptTemplate) and not _is_inert(runnable):
+            return self._await(runnable, place, "runs code of the app when it is formatted")
         try:
             return super().read(runnable, value, place)
         except ProgramError as problem:
@@ -124,6 +128,20 @@ class _PlanWalk(Walk):
         source = Source(f"{place.hint}_{runnable.get_name()}")
         self.awaited[place.path] = Awaited(place.path, what, why, source)
         return Local(source, lambda made: made)
+
+
+def _is_inert(template: Any) -> bool:
+    """Whether formatting a template runs no code of the app, so that it may be done twice."""
+    if not type(template).__module__.startswith("langchain_core."):
+        return isinstance(template, BaseMessage)
+    if getattr(template, "example_selector", None) is not None:
+        return False
+    if any(map(callable, getattr(template, "partial_variables", {}).values())):
+        return False
+    prompt = getattr(template, "prompt", None) or getattr(template, "example_prompt", None)
+    parts = [*(prompt if isinstance(prompt, list) else [prompt])]
+    parts += getattr(template, "messages", [])
+    return all(part is None or _is_inert(part) for part in parts)
 
 
 def _reads(node: dict[str, Json]) -> Iterator[str]:

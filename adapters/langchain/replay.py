@@ -15,6 +15,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,9 +112,11 @@ class Replay:
     def _events(self, answer: Answer, timeout_s: float | None) -> Iterator[Event]:
         inbox: queue.SimpleQueue[Event | ConureError] = queue.SimpleQueue()
         self.board.listen(answer, inbox.put)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
             try:
-                event = inbox.get(timeout=timeout_s)
+                event = inbox.get(timeout=left_s)
             except queue.Empty:
                 raise _late(timeout_s) from None
             if isinstance(event, ConureError):
@@ -238,9 +241,11 @@ class AsyncReplay:
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
         self.board.listen(answer, put)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
             try:
-                event = await asyncio.wait_for(inbox.get(), timeout_s)
+                event = await asyncio.wait_for(inbox.get(), left_s)
             except TimeoutError:
                 raise _late(timeout_s) from None
             if isinstance(event, ConureError):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 
-from conure.adapters.client import Client
+from conure.adapters.client import Client, NotReadyError
 from conure.adapters.langchain import Accelerated, ChatConure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
@@ -163,7 +166,7 @@ def total(pieces: Iterator[Any]) -> Any:
     return comparable(whole)
 
 
-def test_text_is_streamed_in_pieces_through_the_plan(tmp_path: Any) -> None:
+def test_text_is_streamed_in_pieces_through_the_plan(tmp_path: Path) -> None:
     config = Config(engine="fake", data=tmp_path, time_per_output_token=0.005)
     with Client(app=create_app(config)) as client:
         say = ask("{x}") | ChatConure(client=client) | TEXT
@@ -232,28 +235,6 @@ def test_a_function_that_raises_leaves_nothing_running(llm: ChatConure, client: 
     assert client.attach(run.program).status().status in ("cancelled", "done")
 
 
-async def test_nor_does_one_that_is_left(llm: ChatConure, client: Client) -> None:
-    waits = RunnableLambda(lambda text: text)
-
-    async def forever(text: str) -> str:
-        await asyncio.sleep(3600)
-        return text
-
-    fast = accelerate(ask("{x}") | llm | TEXT | waits | forever | ask("{y}") | llm)
-    task = asyncio.create_task(fast.ainvoke("tea"))
-    while not task.done() and not fast.explain().runs:
-        await asyncio.sleep(0.05)
-        task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    (run,) = fast.explain().runs
-    if run.program:
-        assert client.attach(run.program).status().status == "cancelled"
-    stream = accelerate(ask("{x}") | llm | TEXT | forever).astream("tea")
-    assert stream is not None
-    await llm._aclient().close()
-
-
 def test_a_call_that_fails_raises_as_it_does_without(llm: ChatConure) -> None:
     long = ask("{x}" * 100) | llm | TEXT
     with pytest.raises(PromptError) as plain:
@@ -265,32 +246,103 @@ def test_a_call_that_fails_raises_as_it_does_without(llm: ChatConure) -> None:
     assert saved == llm.invoke("short " + "x" * 1000).content
 
 
+class Ticking:
+    """A value that is printed otherwise each time."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def __format__(self, spec: str) -> str:
+        self.ticks += 1
+        return str(self.ticks)
+
+
 def test_another_prompt_is_a_miss_and_said(llm: ChatConure) -> None:
-    ticks = iter(range(100))
-    ticking = ask("{x} at {now}").partial(now=lambda: str(next(ticks)))
-    fast = accelerate(ticking | llm | TEXT)
-    assert isinstance(fast.invoke("tea"), str)
+    fast = accelerate(ask("{x}") | llm | TEXT)
+    assert fast.invoke({"x": Ticking()}) == llm.invoke("2").content
     explained = str(fast.explain())
-    assert "0 served, 1 missed, 1 wasted" in explained
+    assert "1 planned, 0 served, 1 missed, 1 wasted" in explained
     assert "missed: chain.steps[1]: another prompt" in explained
 
 
 def test_the_step_that_broke_a_plan_is_named(llm: ChatConure) -> None:
-    def objects(text: str) -> Any:
-        return {"a": {text}, "b": text}
+    def scattered(text: str) -> Any:
+        return iter([text])
 
-    chain = ask("{x}") | llm | TEXT | objects | (lambda d: d) | ask("{b}{a}") | llm
-    assert accelerate(chain).invoke("t").content
-    odd = ask("{x}") | llm | TEXT | (lambda t: {"h": [object()], "x": t}) | _placeholder() | llm
-    fast = accelerate(odd)
-    with pytest.raises(Exception, match="message"):
-        fast.invoke("t")
+    def odd(text: str) -> Any:
+        return {"x": text, "rest": iter("abc")}
+
+    def gathered(pieces: Any) -> Any:
+        return "".join(pieces)
+
+    fast = accelerate(ask("{x}") | llm | TEXT | odd | ask("{x}") | llm)
+    assert fast.invoke("t").content
+    (run,) = fast.explain().runs
+    assert (run.num_planned, run.num_served, run.wasted) == (2, 1, [])
+    assert "chain.steps[3] (RunnableLambda): it can be read only once" in run.misses[0].why
+    whole = accelerate(ask("{x}") | llm | TEXT | scattered | gathered | ask("{y}") | llm)
+    assert whole.invoke("t").content
+    assert whole.explain().runs[0].num_served == 2
 
 
-def _placeholder() -> Any:
-    from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+def test_what_templates_run_of_the_app_runs_once(llm: ChatConure) -> None:
+    ticks = iter(range(100))
+    ticking = ask("{x} at {now}").partial(now=lambda: str(next(ticks)))
+    fast = accelerate(ticking | llm | TEXT | ask("{y}") | llm)
+    assert fast.invoke({"x": "tea"}).content == llm.invoke(llm.invoke("tea at 0").content).content
+    assert next(ticks) == 1
+    (run,) = fast.explain().runs
+    assert (run.num_served, run.misses, run.wasted) == (2, [], [])
 
-    return ChatPromptTemplate.from_messages([MessagesPlaceholder("h"), ("human", "{x}")])
+
+def test_arguments_of_one_call_are_nobodys_plan(llm: ChatConure) -> None:
+    fast = accelerate(llm)
+    assert fast.invoke("tea", stop=["a"]).content == llm.invoke("tea", stop=["a"]).content
+    (run,) = fast.explain().runs
+    assert (run.num_planned, len(run.misses)) == (0, 1)
+
+
+def test_caches_and_limiters_keep_their_say(client: Client) -> None:
+    cached = ChatConure(client=client, cache=InMemoryCache(), temperature=0)
+    fast = accelerate(ask("{x}") | cached | TEXT)
+    assert fast.invoke("tea") == fast.invoke("tea")
+    assert [(run.num_planned, len(run.misses)) for run in fast.explain().runs] == [(0, 1), (0, 0)]
+    assert "cache" in str(fast.explain())
+    limiter = InMemoryRateLimiter(requests_per_second=1000, check_every_n_seconds=0.001)
+    limited = ChatConure(client=client, rate_limiter=limiter)
+    assert "rate limiter" in str(accelerate(ask("{x}") | limited).explain())
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_its_program_ended(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=5.0)
+    with Client(app=create_app(config)) as client:
+        llm = ChatConure(client=client, timeout=0.2)
+        fast = accelerate(ask("{x}") | llm | TEXT | ask("{y}") | llm)
+        with pytest.raises(NotReadyError, match=r"no answer after 0\.2 s"):
+            fast.invoke("tea")
+        (run,) = fast.explain().runs
+        assert client.attach(run.program).status().status == "cancelled"
+
+
+async def test_an_awaited_call_that_is_cancelled_ends_its_program(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=5.0)
+    with await asyncio.to_thread(lambda: Client(app=create_app(config))) as client:
+        llm = ChatConure(client=client)
+        fast = accelerate(ask("{x}") | llm | TEXT)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fast.ainvoke("tea"), 0.3)
+        (run,) = fast.explain().runs
+        status = await asyncio.to_thread(lambda: client.attach(run.program).status())
+        assert status.status == "cancelled"
+        await llm._aclient().close()
+
+
+def test_a_plan_that_is_refused_costs_nothing_but_itself(llm: ChatConure) -> None:
+    bad = llm.bind(constraint={"regex": "(?=a)b"})
+    chain = (ask("{x}") | bad | TEXT).with_fallbacks([ask("{x}") | llm | TEXT])
+    assert accelerate(chain).invoke("tea") == chain.invoke("tea")
+    with pytest.raises(ProgramError, match="invalid regex"):
+        accelerate(ask("{x}") | bad | TEXT).invoke("tea")
 
 
 def test_an_accelerated_chain_is_a_runnable_among_others(llm: ChatConure) -> None:
