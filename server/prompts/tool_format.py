@@ -83,11 +83,10 @@ def _find(template: ChatTemplate, follower: ChatMessage) -> ToolFormat | None:
     try:
         plain = _render(template, follower, _TEXT, 0)
         one = _render(template, follower, "", 1)
-        bare = _render(template, follower, _TEXT, 0, has_tools=False)
     except PromptError:
         return None
-    if plain == bare or plain.count(_TEXT) != 1:
-        return None
+    if _NAMES[0] not in plain or plain.count(_TEXT) != 1:
+        return None  # it shows no tools, or does not show what was said
     before, after = plain.split(_TEXT)
     if not (one.startswith(before) and one.endswith(after)):
         return None
@@ -137,8 +136,6 @@ def _render(
     follower: ChatMessage,
     text: str,
     num_calls: int,
-    *,
-    has_tools: bool = True,
 ) -> str:
     calls: list[Json] = [
         {
@@ -165,9 +162,7 @@ def _render(
         }
         for name in _NAMES
     ]
-    rendered = template.render(
-        messages, tools=tools if has_tools else None, add_generation_prompt=False
-    )
+    rendered = template.render(messages, tools=tools, add_generation_prompt=False)
     return "".join([piece.text for piece in rendered.pieces])
 
 

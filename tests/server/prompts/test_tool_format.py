@@ -42,6 +42,12 @@ LISTED = """{%- if tools %}{{- tools | tojson }}{%- endif %}
 {%- endfor %}{{- ']' }}
 {%- else %}{{- m.content }}{%- endif %}{{- '</s>' }}
 {%- endfor %}"""
+WHOLE = """{%- for t in tools %}{{- '<|tool|>' + t.function | tojson }}{%- endfor %}
+{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '<|call|>' + c.function | tojson + '<|/call|>' }}{%- endfor %}
+{{- '<|end|>' }}
+{%- endfor %}"""
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
 XML = """{%- for t in tools or [] %}{{- t.function.name }}{%- endfor %}
 {%- for m in messages %}{{- m.role + ': ' + m.content }}
@@ -81,6 +87,15 @@ def test_a_list_of_calls() -> None:
     assert form.marker == "[TOOL_CALLS]"
     calls = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'
     assert form.spell([("f", {}), ("g", {})]) == calls
+
+
+def test_calls_printed_as_a_whole() -> None:
+    form = found(WHOLE)
+    assert form is not None
+    assert form.marker == "<|call|>"
+    calls = '<|call|>{"name": "f", "arguments": {"a": 1}}<|/call|>'
+    assert form.spell([("f", {"a": 1})]) == calls
+    assert form.spell([("f", {"a": 1}), ("f", {"a": 1})]) == calls * 2
 
 
 @pytest.mark.parametrize("source", [PLAIN, XML, DOUBLE, "", "{{ raise_exception('no') }}"])
