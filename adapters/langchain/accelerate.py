@@ -40,10 +40,11 @@ from conure.server.program.errors import ProgramError
 from .board import Tally
 from .chat import ChatConure
 from .current import CURRENT, Frame, within
-from .gates import Planner, Seam, ainside, inside
+from .gates import Seam, ainside, inside
 from .plan import Plan
 from .planning import server_of
 from .replay import AsyncReplay, Replay
+from .tailor import Tailor
 
 NUM_REMEMBERED = 100
 """Runs whose tallies `explain` tells."""
@@ -103,13 +104,13 @@ class Accelerated(Seam):
     """A chain with its calls running ahead; a Runnable in the chain's own place."""
 
     _model: ChatConure = PrivateAttr()
-    _planner: Planner = PrivateAttr()
+    _planner: Tailor = PrivateAttr()
     _runs: deque[Tally] = PrivateAttr()
 
     def __init__(self, chain: Runnable[Any, Any], model: ChatConure) -> None:
         super().__init__(bound=chain)
         self._model = model
-        self._planner = Planner(chain, server_of(model))
+        self._planner = Tailor(chain, server_of(model))
         self._runs = deque(maxlen=NUM_REMEMBERED)
 
     def explain(self) -> Explanation:

@@ -12,26 +12,14 @@ accelerated run a seam does nothing at all.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from langchain_core.runnables import (
-    Runnable,
-    RunnableAssign,
-    RunnableBinding,
-    RunnableBranch,
-    RunnableConfig,
-    RunnableParallel,
-    RunnableSequence,
-    RunnableWithFallbacks,
-)
-from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase
-from langchain_core.runnables.retry import RunnableRetry
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import PrivateAttr
 
 from .current import CURRENT, Frame, within
-from .graph import Place
 from .plan import Plan
-from .planning import plan_of
 from .replay import AsyncReplay, Replay
 
 
@@ -145,16 +133,10 @@ class _Total:
             self.value = piece
 
 
-class Planner:
-    """A chain that gets a plan for every run, and the copy of it that has the seams."""
+class Planner(Protocol):
+    """Makes plans of one chain, and has the copy of it that has their seams."""
 
-    def __init__(self, chain: Runnable[Any, Any], server: object) -> None:
-        self.chain = chain
-        self._server = server
-        self.plain = plan_of(chain, server=server, prefix="", config=None)
-        """The plan for configs that configure nothing."""
-        self.copy = _Tailor(self.plain, server).sew(chain, Place("chain", ""))
-        """The chain with seams. A plan that a config changes may miss some, and then waits."""
+    copy: Runnable[Any, Any]
 
     def plan(self, prefix: str, config: RunnableConfig | None) -> Plan:
         """The plan of one run.
@@ -163,9 +145,7 @@ class Planner:
             prefix: of its names.
             config: that the chain runs with.
         """
-        if not prefix and not (config and config.get("configurable")):
-            return self.plain
-        return plan_of(self.chain, server=self._server, prefix=prefix, config=config)
+        ...
 
 
 class Entered(Seam):
@@ -330,52 +310,3 @@ async def ainside(frame: Frame, pieces: AsyncIterator[Any]) -> AsyncGenerator[An
         close = getattr(pieces, "aclose", None)
         if close is not None:
             await close()
-
-
-class _Tailor:
-    """Copies a chain, with seams where a plan wants them."""
-
-    def __init__(self, plan: Plan, server: object) -> None:
-        self._plan = plan
-        self._server = server
-
-    def sew(self, runnable: Runnable[Any, Any], place: Place) -> Runnable[Any, Any]:
-        """The Runnable with seams in it and around it."""
-        inner = self._inside(runnable, place)
-        if place.path in self._plan.awaited:
-            return Watched(bound=inner, place=place.path)
-        return inner
-
-    def _inside(self, runnable: Runnable[Any, Any], place: Place) -> Runnable[Any, Any]:
-        # The places are those of the walk.
-        if isinstance(runnable, RunnableSequence):
-            steps = [self.sew(each, place.step(i, "")) for i, each in enumerate(runnable.steps)]
-            first, *middle, last = steps
-            return runnable.model_copy(update={"first": first, "middle": middle, "last": last})
-        if isinstance(runnable, RunnableParallel):
-            branches = {k: self.sew(r, place.branch(k)) for k, r in runnable.steps__.items()}
-            return runnable.model_copy(update={"steps__": branches})
-        if isinstance(runnable, RunnableAssign):
-            return runnable.model_copy(update={"mapper": self._inside(runnable.mapper, place)})
-        if isinstance(runnable, RunnableBinding):
-            return runnable.model_copy(update={"bound": self._inside(runnable.bound, place)})
-        return self._resolved(runnable)
-
-    def _resolved(self, runnable: Runnable[Any, Any]) -> Runnable[Any, Any]:
-        if isinstance(runnable, RunnableBranch):
-            arms = [(condition, self._entered(each)) for condition, each in runnable.branches]
-            default = self._entered(runnable.default)
-            return runnable.model_copy(update={"branches": arms, "default": default})
-        if isinstance(runnable, RunnableWithFallbacks):
-            fallbacks = [self._entered(each) for each in runnable.fallbacks]
-            first = self._entered(runnable.runnable)
-            return runnable.model_copy(update={"runnable": first, "fallbacks": fallbacks})
-        if isinstance(runnable, RunnableEachBase | RunnableRetry):
-            return runnable.model_copy(update={"bound": self._entered(runnable.bound)})
-        return runnable
-
-    def _entered(self, runnable: Runnable[Any, Any]) -> Runnable[Any, Any]:
-        planner = Planner(runnable, self._server)
-        if not planner.plain.calls and planner.copy is runnable:
-            return runnable
-        return Entered(planner)

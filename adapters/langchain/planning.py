@@ -7,7 +7,7 @@ on behind it. So no code of the user runs for a plan, neither early nor twice.
 
 Some of what is awaited holds chains of its own (the arms of a branch, the body of `.map()`,
 what fallbacks and retries stand around). Which of them run, and on what, is known when the
-chain enters them: then they get plans of their own (`gates`).
+chain enters them: then they get plans of their own (`tailor`).
 
 Knows Runnables and calls. Refuses to know servers and how a chain runs. Kept true: every
 call of a plan will be made by the chain, unless something before it raises.

@@ -294,7 +294,7 @@ def _control(llm: ChatConure) -> dict[str, Shape]:
         "retry": _shape((say | shout).with_retry(stop_after_attempt=2) | say, "tea", 2),
         "router": _shape(router | say, {"key": "sea", "input": "x"}, 1, 1),
         "chain made in a function": _shape(
-            RunnableLambda(lambda x: say if x else llm) | say, "tea", 1, 1
+            RunnableLambda(lambda x: (say | say) if x else llm) | say, "tea", 3
         ),
         "model called in a function": _shape(RunnableLambda(called(llm)) | say, "tea", 1, 1),
         "skip": _shape(RunnablePassthrough() | say, "tea", 1),
