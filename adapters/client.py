@@ -205,6 +205,11 @@ class Client:
         return list(page["data"])
 
     @property
+    def server(self) -> object:
+        """Which server this is: clients with equal ones speak to the same."""
+        return self._settings.server
+
+    @property
     def _retry(self) -> Retry:
         return self._settings.retry
 

@@ -50,6 +50,11 @@ class Settings:
         self.headers = {"content-type": "application/json", **(headers or {})}
         self.desk = Desk()
 
+    @property
+    def server(self) -> object:
+        """Which server this is: clients with equal ones speak to the same."""
+        return self.base_url if self.local is None else self.local
+
     def arguments(self, request: Request) -> dict[str, Any]:
         """Arguments of httpx's `request` for one of ours."""
         return {

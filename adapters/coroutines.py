@@ -156,6 +156,11 @@ class AsyncClient:
         return list(page["data"])
 
     @property
+    def server(self) -> object:
+        """Which server this is: clients with equal ones speak to the same."""
+        return self._settings.server
+
+    @property
     def _retry(self) -> Retry:
         return self._settings.retry
 

@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from . import bytelevel
 from .sampling import uniforms
 
-VERSION: Final = "1"
-"""Part of the folder's name in a cache: new weights need a new one."""
+VERSION: Final = "2"
+"""Part of the folder's name in a cache: new files need a new one."""
 DESCRIPTION: Final = "small seeded random Llama over bytes: its text means nothing"
 
 HIDDEN: Final = 256

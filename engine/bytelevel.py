@@ -25,13 +25,26 @@ EOS_IDS: Final = (SPECIAL_IDS[TURN_END], SPECIAL_IDS[END_OF_TEXT])
 SPECIAL_TOKENS: Final[dict[str, str]] = {"eos_token": TURN_END, "pad_token": END_OF_TEXT}
 """Names that templates use to their text, as in a Hello."""
 
-CHAT_TEMPLATE: Final = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML: every turn stands between its markers and ends with a newline."""
+CHAT_TEMPLATE: Final = r"""
+{%- if tools %}
+{{- '<|im_start|>system\n# Tools\n<tools>\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}
+{{- '</tools>\nA call: <tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>' }}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '\n' if message['content'] or not loop.first }}
+{{- '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- call['function']['arguments'] | tojson }}
+{{- '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+"""ChatML: every turn stands between its markers and ends with a newline. Tools come first, as
+a system turn; calls are written as Hermes and Qwen models write them."""
 
 
 def tokenizer_json(vocab_size: int = VOCAB_SIZE) -> str:

@@ -94,6 +94,12 @@ def test_programs_of_calls_run_and_have_their_outputs(
         assert not text.startswith("(")  # as what has no value is printed
 
 
+def test_a_forced_tool_call_is_of_the_tool_and_keeps_its_schema(url: str, tmp_path: Path) -> None:
+    call = json.loads(output_of(run_block("tools", url, tmp_path), "call"))
+    assert call["name"] == "weather"
+    assert json.loads(call["arguments"])["in"] in ("Oslo", "Rome")
+
+
 COMPUTED = [
     ("expr", "summary"),
     ("call", "amount"),

@@ -1,7 +1,8 @@
 """A LangChain chat model whose every call is a program of one node.
 
-Knows LangChain's chat model protocol (generate and stream, with and without await) and
-the one-node program. Refuses to know chains: `walk` reads those.
+Inside an accelerated chain (`accelerate`) a call is a node of that chain's program instead,
+often one that is running already. Knows LangChain's chat model protocol (generate and
+stream, with and without await), and where an answer comes from. Refuses to know chains.
 
 Kept true: a stream that is left early, or a call that is interrupted, is cancelled on the
 server; the streamed pieces joined are the text of the answer.
@@ -10,32 +11,48 @@ server; the streamed pieces joined are the text of the answer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import os
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
-from typing import Any, NoReturn, cast
+from typing import Any, Literal
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
     CallbackManagerForLLMRun,
 )
+from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessageChunk, BaseMessage
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, PrivateAttr
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr
 
 from conure.server.program.errors import ConureError
-from conure.server.program.ir import Json, Sampling
-from conure.server.program.status import Event
+from conure.server.program.ir import Json
 
 from ..client import AsyncClient, AsyncRun, Client, Retry, Run
-from ..steps import Desk, Shift
-from .messages import from_wire, metadata_of, to_wire, usage_of
+from .current import CURRENT
+from .messages import to_wire
+from .replay import AsyncReplay, Replay
+from .settings import choice_of, constraint_of, hints_of, sampling_of, tools_of
+from .stream import AnswerStream, result_of
+from .structured import structured
 
 ANSWER = "answer"
 """The variable of a one-node program."""
-
-_SAMPLING = frozenset(Sampling.__struct_fields__)
+CALL = "chat"
+"""Its node."""
 
 
 class ChatConure(BaseChatModel):
@@ -50,8 +67,12 @@ class ChatConure(BaseChatModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
 
-    model: str = "default"
+    model: str = Field(default="default", validation_alias=AliasChoices("model", "model_name"))
     """Name of a model that the server has."""
+    api_key: SecretStr | None = Field(
+        default_factory=lambda: SecretStr(key) if (key := os.getenv("CONURE_API_KEY")) else None
+    )
+    """Sent as a bearer token, for a proxy that asks for one. None: the variable CONURE_API_KEY."""
     base_url: str | None = None
     """Of the server. None: the variable CONURE_URL, else 127.0.0.1:8400."""
     client: Client | None = Field(default=None, exclude=True)
@@ -77,6 +98,35 @@ class ChatConure(BaseChatModel):
     def _llm_type(self) -> str:
         return "conure"
 
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Yes, without its client; keys stay out of it."""
+        return True
+
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        """Where `langchain_core.load` finds the class."""
+        return ["conure", "adapters", "langchain"]
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        """Fields that are written down as the name of a variable."""
+        return {"api_key": "CONURE_API_KEY"}
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        # What every model of a Conure server can do; its context length is the server's to say.
+        return ModelProfile(
+            text_inputs=True,
+            text_outputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            pdf_inputs=False,
+            tool_calling=True,
+            tool_choice=True,
+            structured_output=True,
+        )
+
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"model": self.model, **self.sampling({})}
@@ -96,27 +146,67 @@ class ChatConure(BaseChatModel):
             params["ls_stop"] = settings["stop"]
         return params
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> NoReturn:
-        """Not supported yet.
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Let answers call tools. A call that is begun is held to its tool's schema.
+
+        Args:
+            tools: functions, classes, tools or their JSON.
+            tool_choice: `any` (some tool), the name of one, `auto`, `none`.
+            strict: arguments keep all of the schema; a schema that no grammar can enforce is
+                refused. Else they keep what can be enforced.
+            parallel_tool_calls: False: one call at most.
+            **kwargs: other arguments of the calls.
 
         Raises:
-            NotImplementedError: always.
+            ValueError: if `tool_choice` names no tool.
         """
-        raise NotImplementedError(
-            "ChatConure.bind_tools: tool calling is not supported yet; ask for the call as text "
-            "in the prompt, or use a chat model that has tools for this step"
-        )
+        wire = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        choice = choice_of(tool_choice, [tool["function"]["name"] for tool in wire])
+        if choice is not None:
+            kwargs["tool_choice"] = choice
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
+        return self.bind(tools=wire, **kwargs)
 
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet.
+    def with_structured_output(
+        self,
+        schema: Any,
+        *,
+        include_raw: bool = False,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Answers that are values of a schema; the engine lets nothing else through.
+
+        Args:
+            schema: a pydantic class, a TypedDict or a JSON schema.
+            include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
+            method: `json_schema` holds the answer to the schema, `function_calling` makes it
+                the arguments of a tool, `json_mode` holds it to being a JSON object.
+            strict: of the tool, under `function_calling`.
+            **kwargs: none are known.
 
         Raises:
-            NotImplementedError: always.
+            ValueError: for an argument that is not known.
         """
-        raise NotImplementedError(
-            "ChatConure.with_structured_output: constrained output is not supported yet; pipe "
-            "the model into an output parser instead"
-        )
+        if kwargs:
+            raise ValueError(f"Received unsupported arguments {kwargs}")
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw)
+        if method not in ("json_schema", "json_mode"):
+            raise ValueError(
+                f"method is json_schema, function_calling or json_mode; not {method!r}"
+            )
+        return structured(self, schema, method, strict=strict, include_raw=include_raw)
 
     def sampling(
         self, kwargs: Mapping[str, Any], *, stop: list[str] | None = None, strict: bool = True
@@ -126,23 +216,14 @@ class ChatConure(BaseChatModel):
         Raises:
             ValueError: if `strict` and an argument of the call is not known.
         """
-        settings: dict[str, Json] = {
+        own: dict[str, Json] = {
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
             "top_p": self.top_p,
             "seed": self.seed,
             "stop": self.stop,
         }
-        for name, value in kwargs.items():
-            if name in _SAMPLING:
-                settings[name] = value
-            elif strict and name not in ("model", "stream") and value is not None:
-                raise ValueError(f"ChatConure does not know the argument {name}={value!r}")
-        if stop is not None:
-            settings["stop"] = stop
-        if isinstance(settings["stop"], str):
-            settings["stop"] = [settings["stop"]]
-        return {name: value for name, value in settings.items() if value not in (None, [])}
+        return sampling_of(own, kwargs, stop=stop, strict=strict)
 
     def node(
         self,
@@ -154,14 +235,19 @@ class ChatConure(BaseChatModel):
         stop: list[str] | None = None,
         form: str = "message",
     ) -> dict[str, Json]:
-        """The `generate` node of one call to this model."""
+        """The `generate` node of one call to this model.
+
+        Raises:
+            ValueError: if an argument of the call is not known.
+        """
         sampling = self.sampling(kwargs, stop=stop)
         return {
             "id": node_id,
             "op": "generate",
             "model": kwargs.get("model") or self.model,
             "messages": messages,
-            "output": {"variable": variable, "as": form, **sampling},
+            "output": {"variable": variable, "as": form, **sampling, **constraint_of(kwargs)},
+            **tools_of(kwargs),
         }
 
     def _generate(
@@ -171,10 +257,13 @@ class ChatConure(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        run = self._client().submit(self._program(messages, stop, kwargs))
+        node = self._node(messages, stop, kwargs, run_manager)
+        if (replay := self._replay()) is not None:
+            return replay.result(node, self.timeout)
+        run = self._client().submit(self._program(node))
         with _cancelled_unless_done(run):
             value = run.get(ANSWER, wait_s=self.timeout)
-        return _result(value, run.id)
+        return result_of(value, run.id)
 
     async def _agenerate(
         self,
@@ -183,10 +272,13 @@ class ChatConure(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        run = await self._aclient().submit(self._program(messages, stop, kwargs))
+        node = self._node(messages, stop, kwargs, run_manager)
+        if (replay := self._areplay()) is not None:
+            return await replay.result(node, self.timeout)
+        run = await self._aclient().submit(self._program(node))
         async with _acancelled_unless_done(run):
             value = await run.get(ANSWER, wait_s=self.timeout)
-        return _result(value, run.id)
+        return result_of(value, run.id)
 
     def _stream(
         self,
@@ -195,15 +287,14 @@ class ChatConure(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        run = self._client().submit(self._program(messages, stop, kwargs))
-        stream = _Stream(run.id)
-        with _cancelled_unless_done(run), contextlib.closing(run.events()) as events:
-            for event in events:
-                for chunk in stream.feed(event):
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
-            stream.check()
+        node = self._node(messages, stop, kwargs, run_manager)
+        replay = self._replay()
+        chunks = self._chunks(node) if replay is None else replay.chunks(node, self.timeout)
+        with contextlib.closing(chunks):
+            for chunk in chunks:
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
 
     async def _astream(
         self,
@@ -212,21 +303,61 @@ class ChatConure(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        run = await self._aclient().submit(self._program(messages, stop, kwargs))
-        stream = _Stream(run.id)
+        node = self._node(messages, stop, kwargs, run_manager)
+        replay = self._areplay()
+        chunks = self._achunks(node) if replay is None else replay.chunks(node, self.timeout)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _chunks(self, node: dict[str, Json]) -> Generator[ChatGenerationChunk, None, None]:
+        """The answer to a call of its own, in pieces."""
+        run = self._client().submit(self._program(node))
+        stream = AnswerStream(run.id, ANSWER, CALL)
+        with _cancelled_unless_done(run), contextlib.closing(run.events()) as events:
+            for event in events:
+                yield from stream.feed(event)
+
+    async def _achunks(self, node: dict[str, Json]) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """The answer to a call of its own, in pieces."""
+        run = await self._aclient().submit(self._program(node))
+        stream = AnswerStream(run.id, ANSWER, CALL)
         async with _acancelled_unless_done(run), aclosing(run.events()) as events:
             async for event in events:
                 for chunk in stream.feed(event):
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
-            stream.check()
 
-    def _program(
-        self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]
+    def _replay(self) -> Replay | None:
+        """The run of an accelerated chain that this call belongs to."""
+        frame = CURRENT.get()
+        if frame is None or not isinstance(frame.replay, Replay):
+            return None
+        return frame.replay if frame.replay.is_of(self._client()) else None
+
+    def _areplay(self) -> AsyncReplay | None:
+        frame = CURRENT.get()
+        if frame is None or not isinstance(frame.replay, AsyncReplay):
+            return None
+        return frame.replay if frame.replay.is_of(self._aclient()) else None
+
+    def _node(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        kwargs: Mapping[str, Any],
+        manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
     ) -> dict[str, Json]:
         wire = [to_wire(message) for message in messages]
-        node = self.node("chat", ANSWER, wire, kwargs, stop=stop)
+        node = self.node(CALL, ANSWER, wire, kwargs, stop=stop)
+        if manager is not None:
+            node["meta"] = hints_of(
+                manager.metadata, run_id=manager.run_id, parent_run_id=manager.parent_run_id
+            )
+        return node
+
+    def _program(self, node: dict[str, Json]) -> dict[str, Json]:
         body: dict[str, Json] = {
             "program": {"name": "ChatConure", "nodes": [node], "outputs": [ANSWER]}
         }
@@ -238,64 +369,17 @@ class ChatConure(BaseChatModel):
         if self.client is not None:
             return self.client
         if not self._own:
-            client = Client(self.base_url, retry=Retry(max_retries=self.max_retries))
-            self._own.setdefault(ANSWER, client)
+            headers = None
+            if self.api_key is not None:
+                headers = {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
+            retry = Retry(max_retries=self.max_retries)
+            self._own.setdefault(ANSWER, Client(self.base_url, retry=retry, headers=headers))
         return self._own[ANSWER]
 
     def _aclient(self) -> AsyncClient:
         if not self._async:
             self._async.setdefault(ANSWER, self._client().asynchronous())
         return self._async[ANSWER]
-
-
-class _Stream:
-    """The chunks of one answer, from the events of its program."""
-
-    def __init__(self, program: str) -> None:
-        self._program = program
-        self._shift = Shift(Desk(), program, [ANSWER])
-        self._num_sent = 0
-
-    def feed(self, event: Event) -> Iterator[ChatGenerationChunk]:
-        """Chunks that an event is worth."""
-        self._shift.take(event, {})
-        if event.type == "node.delta":
-            yield from self._text(event.data["text"], event.data["offset"])
-        elif event.type == "variable.committed" and event.data["variable"] == ANSWER:
-            yield from self._last(event.data["value"])
-
-    def check(self) -> None:
-        """Raises what the program failed with, if it did."""
-        if not self._shift.needs_status():
-            self._shift.result(None)
-
-    def _text(self, text: str, offset: int) -> Iterator[ChatGenerationChunk]:
-        # A restarted call begins again at offset 0 and, its seed being the same, says the
-        # same: what was sent before is skipped. A gap waits for the committed value.
-        if offset <= self._num_sent < offset + len(text):
-            piece = text[self._num_sent - offset :]
-            self._num_sent += len(piece)
-            yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
-
-    def _last(self, value: dict[str, Json]) -> Iterator[ChatGenerationChunk]:
-        yield from self._text(value.get("content") or "", 0)
-        last = AIMessageChunk(
-            content="",
-            response_metadata=metadata_of(value, program=self._program),
-            usage_metadata=usage_of(value),
-            chunk_position="last",
-        )
-        yield ChatGenerationChunk(message=last, generation_info=_generation_info(value))
-
-
-def _result(value: Json, program: str) -> ChatResult:
-    message = from_wire(cast(dict[str, Json], value), program=program)
-    generation = ChatGeneration(message=message, generation_info=_generation_info(value))
-    return ChatResult(generations=[generation], llm_output={"model_name": value.get("model")})
-
-
-def _generation_info(value: dict[str, Json]) -> dict[str, Json]:
-    return {"finish_reason": value.get("finish_reason")}
 
 
 @contextlib.contextmanager

@@ -87,12 +87,14 @@ class Graph:
     root: Source = field(default_factory=lambda: Source("input"))
     """The chain's input."""
     steps: list[ClientStep] = field(default_factory=list)
+    prefix: str = ""
+    """Of all names, where several graphs become one program."""
     _nodes: list[Late] = field(default_factory=list)
     _taken: set[str] = field(default_factory=set)
 
     def fresh(self, hint: str) -> str:
         """A name like `hint` that nothing has yet."""
-        base = re.sub(r"\W", "_", hint)[:MAX_NAME] or "value"
+        base = re.sub(r"\W", "_", f"{self.prefix}{hint}")[:MAX_NAME] or "value"
         if not re.match(r"[^\W\d]|_", base):
             base = f"_{base}"
         name, count = base, 1

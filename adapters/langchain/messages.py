@@ -19,13 +19,17 @@ from langchain_core.messages import (
     BaseMessage,
     ChatMessage,
     HumanMessage,
+    InvalidToolCall,
     SystemMessage,
+    ToolCall,
+    ToolCallChunk,
     ToolMessage,
     convert_to_messages,
     message_to_dict,
     messages_from_dict,
 )
 from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.prompt_values import PromptValue
 
 from conure.server.program.errors import ProgramError
@@ -71,19 +75,24 @@ def to_wire(message: BaseMessage) -> dict[str, Json]:
         wire["name"] = message.name
     if isinstance(message, ToolMessage):
         wire["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AIMessage) and message.tool_calls:
-        wire["tool_calls"] = [
-            {
-                "id": call["id"] or "",
-                "type": "function",
-                "function": {
-                    "name": call["name"],
-                    "arguments": msgspec.json.encode(call["args"]).decode(),
-                },
-            }
+    if isinstance(message, AIMessage):
+        calls = [
+            _wire_call(call["id"], call["name"], msgspec.json.encode(call["args"]).decode())
             for call in message.tool_calls
         ]
+        # What the model wrote and nobody could read is still what it said.
+        calls += [
+            _wire_call(call["id"], call["name"] or "", call["args"] or "")
+            for call in message.invalid_tool_calls
+        ]
+        if calls:
+            wire["tool_calls"] = calls
     return wire
+
+
+def _wire_call(call_id: str | None, name: str, arguments: str) -> dict[str, Json]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id or "", "type": "function", "function": function}
 
 
 def to_wire_list(value: Any) -> list[dict[str, Json]]:
@@ -110,11 +119,44 @@ def from_wire(value: dict[str, Json], *, program: str) -> AIMessage:
         value: the variable's value.
         program: id of the program that made it, kept in the metadata.
     """
+    calls, invalid = calls_of(value)
     return AIMessage(
         content=value.get("content") or "",
+        tool_calls=calls,
+        invalid_tool_calls=invalid,
         response_metadata=metadata_of(value, program=program),
         usage_metadata=usage_of(value),
     )
+
+
+def calls_of(value: dict[str, Json]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """Tool calls of a message form: those whose arguments can be read, and the others."""
+    calls: list[ToolCall] = []
+    invalid: list[InvalidToolCall] = []
+    for call in value.get("tool_calls") or []:
+        name, written, call_id = call["function"]["name"], call["function"]["arguments"], call["id"]
+        try:
+            arguments = msgspec.json.decode(written)
+        except msgspec.DecodeError as problem:
+            invalid.append(
+                invalid_tool_call(name=name, args=written, id=call_id, error=str(problem))
+            )
+        else:
+            calls.append(tool_call(name=name, args=arguments, id=call_id))
+    return calls, invalid
+
+
+def call_chunks_of(value: dict[str, Json]) -> list[ToolCallChunk]:
+    """Tool calls of a message form, for a stream."""
+    return [
+        tool_call_chunk(
+            name=call["function"]["name"],
+            args=call["function"]["arguments"],
+            id=call["id"],
+            index=index,
+        )
+        for index, call in enumerate(value.get("tool_calls") or [])
+    ]
 
 
 def metadata_of(value: dict[str, Json], *, program: str) -> dict[str, Json]:

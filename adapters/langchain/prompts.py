@@ -269,8 +269,7 @@ class _Reader:
                 f"{{{name}}}",
             )
         if isinstance(value, Text):
-            variable = value.call.variable
-            return lambda: {"input": variable}
+            return value.call.segment
         if isinstance(value, Record):
             printed = self._graph.expression(value, self._place, is_printed=True)
             return lambda: {"input": {"pyrepr": [printed()]}}

@@ -129,6 +129,10 @@ class Call:
         value = {"var": self.variable}
         return {"get": [value, "content"]} if self.is_message else value
 
+    def segment(self) -> dict[str, Json]:
+        """A piece of a prompt that is the text; to be asked like `text`."""
+        return {"input": self.text() if self.is_message else self.variable}
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Text:

@@ -41,7 +41,7 @@ from .chat import ChatConure
 from .compiled import Compiled
 from .graph import Graph, Place, unsupported
 from .prompts import render
-from .values import KINDS, Answer, Local, Record, Rendered, Text, Value
+from .values import KINDS, Answer, Local, Record, Rendered, Text, Turn, Value
 
 _LATER = (
     (RunnableEachBase, "a list whose length is known only at run time; call the parts by name"),
@@ -73,15 +73,15 @@ def to_program(
         root = value
         value = Record({key: _item(root, key, Place("chain", "")) for key in inputs})
     place = Place("chain", "answer")
-    result = _Walk(graph).read(chain, value, place)
+    result = Walk(graph).read(chain, value, place)
     return Compiled(graph, result, place)
 
 
-class _Walk:
+class Walk:
     """One reading of one chain."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+        self.graph = graph
 
     def read(self, runnable: Runnable[Any, Any], value: Value, place: Place) -> Value:
         """What a Runnable makes of a value."""
@@ -95,7 +95,7 @@ class _Walk:
         if isinstance(runnable, RunnablePick):
             return _pick(runnable, value, place)
         if isinstance(runnable, BasePromptTemplate):
-            return render(self._graph, runnable, value, place)
+            return render(self.graph, runnable, value, place)
         if isinstance(runnable, ChatConure):
             return self._call(runnable, {}, value, place)
         if type(runnable) is StrOutputParser:
@@ -162,7 +162,7 @@ class _Walk:
                 "put the function before the prompt or behind the model",
             )
         name = _plain_name(runnables[-1])
-        return self._graph.client_step(name, tuple(runnables), value, place)
+        return self.graph.client_step(name, tuple(runnables), value, place)
 
     def _assign(self, runnable: RunnableAssign, value: Value, place: Place) -> Value:
         made = self.read(runnable.mapper, value, place)
@@ -201,11 +201,9 @@ class _Walk:
         if isinstance(value, Rendered):
             prompt = value
         elif isinstance(value, Local):
-            prompt = Rendered(({"splice": self._graph.view(value, "messages")},))
+            prompt = Rendered(({"splice": self.graph.view(value, "messages")},))
         elif isinstance(value, Text):
-            variable = value.call.variable
-            turn = {"role": "user", "content": [{"input": variable}]}
-            prompt = Rendered((turn,))
+            prompt = Rendered((Turn("user", (value.call.segment,)),))
         else:
             raise unsupported(
                 place, f"a chat model takes a prompt, text or messages, not {_called(value)}"
@@ -218,7 +216,10 @@ class _Walk:
         def node(node_id: str, variable: str, form: str) -> Any:
             return model.node(node_id, variable, prompt.wire(), kwargs, form=form)
 
-        return Answer(self._graph.call(place.hint, node))
+        call = self.graph.call(place.hint, node)
+        # Under tools the text is not all that the model may say.
+        call.is_message = bool(kwargs.get("tools"))
+        return Answer(call)
 
 
 def _is_model(runnable: Runnable[Any, Any]) -> bool:

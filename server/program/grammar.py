@@ -44,7 +44,7 @@ def grammar_of(constraint: Constraint) -> str:
     if constraint.choices is not UNSET:
         return _lark(_choices(constraint.choices))
     if constraint.regex is not UNSET:
-        return _lark(f"start: /{_delimited(constraint.regex)}/")
+        return _lark(f"start: /{delimited(constraint.regex)}/")
     if constraint.json_schema is not UNSET:
         return _schema(constraint.json_schema)
     if constraint.lark is not UNSET:
@@ -70,7 +70,7 @@ def _lark(grammar: str) -> str:
 def _choices(choices: list[str]) -> str:
     # One terminal: as rules of their own, thousands would be too many for the parser. It
     # may not be empty, so an empty choice stands beside it.
-    written = [_quoted(choice) for choice in choices if choice]
+    written = [quoted(choice) for choice in choices if choice]
     starts = ['""'] * ("" in choices) + ["CHOICE"] * bool(written)
     rule = f"start: {' | '.join(starts)}"
     return f"{rule}\nCHOICE: {' | '.join(written)}" if written else rule
@@ -88,11 +88,12 @@ def _encode(grammar: dict[str, Json]) -> str:
     return msgspec.json.encode({"grammars": [grammar]}).decode()
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as a literal of a Lark grammar."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
-def _delimited(regex: str) -> str:
+def delimited(regex: str) -> str:
     """A regex as it may stand between slashes on one line."""
     written: list[str] = []
     is_escaped = False

@@ -132,6 +132,8 @@ class Generate(
     output: Output | UnsetType = UNSET
     tools: Annotated[list[Json], Meta(max_length=1_000)] | UnsetType = UNSET
     tool_choice: Json | UnsetType = UNSET
+    parallel_tool_calls: bool = True
+    """False: an answer holds one tool call at most."""
 
 
 class Call(

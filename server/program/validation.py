@@ -38,6 +38,7 @@ from .ir import (
     Yield,
 )
 from .partial import as_whole
+from .tools import read_tools
 
 _NAME = re.compile(NAME_PATTERN)
 _INDICES = re.compile(r"(\.r*\d+)*")
@@ -71,7 +72,8 @@ def make_slots(node: Generate | Call | Client | Expr) -> tuple[Slot, ...]:
 
     Raises:
         ProgramError: `program.name`, `program.segment`, `program.constraint`,
-            `program.sampling`, `program.expression`; the path is relative to the node.
+            `program.sampling`, `program.expression`, `program.tools`; the path is relative to
+            the node.
     """
     check_name(node.id, "id")
     check_name(node.job, "job")
@@ -239,6 +241,8 @@ def _chat_slot(node: Generate, reads: set[str]) -> Slot:
     check_name(node.output.variable, "output.variable")
     check_constraint(node.output.constraint, "output.constraint")
     _check_sampling(node.output, "output")
+    if read_tools(node) is not None and node.output.form != "message":
+        _refuse("an answer under `tools` is a message: it needs `as: message`", "output.as")
     return Slot(node.id, 0, frozenset(reads), (node.output.variable,))
 
 

@@ -17,6 +17,7 @@ from ..program.errors import ProgramError, PromptError
 from ..program.ir import Generate, Output, Segment
 from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer
+from .tool_format import ToolFormat, find_tool_format
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -28,6 +29,8 @@ class Model:
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate
+    tool_format: ToolFormat | None
+    """None: it cannot be made to call tools."""
     tokenizer_hash: str
     limits: api.Limits
     capabilities: frozenset[str]
@@ -40,14 +43,19 @@ class Model:
         tokenizer = Tokenizer(
             hello.tokenizer_json, bos_id=hello.bos_id, special_tokens=hello.special_tokens
         )
+        template = ChatTemplate(
+            hello.chat_template,
+            hello.special_tokens,
+            spells_special=tokenizer.spells_special,
+        )
+        tool_format = find_tool_format(template)
+        if tool_format is not None and not _is_shown(tool_format, tokenizer):
+            tool_format = None
         return cls(
             name=hello.model,
             tokenizer=tokenizer,
-            template=ChatTemplate(
-                hello.chat_template,
-                hello.special_tokens,
-                spells_special=tokenizer.spells_special,
-            ),
+            template=template,
+            tool_format=tool_format,
             tokenizer_hash=hello.tokenizer_hash,
             limits=hello.limits,
             capabilities=frozenset(hello.capabilities),
@@ -78,11 +86,7 @@ class Model:
                 path=f"{path}.model",
             )
         if node.tools:
-            raise ProgramError(
-                "engine.unsupported_tools",
-                f"model {self.name} cannot call tools",
-                path=f"{path}.tools",
-            )
+            self._check_tools(path)
         for where, output in outputs_of(node, path):
             self._check_output(output, where)
         for where, segment in _segments(node, path):
@@ -92,6 +96,21 @@ class Model:
                     f"model {self.name} reads text only",
                     path=f"{where}.part",
                 )
+
+    def _check_tools(self, path: str) -> None:
+        if self.tool_format is None:
+            raise ProgramError(
+                "engine.unsupported_tools",
+                f"model {self.name} cannot call tools: its chat template shows none, or writes "
+                "calls with control tokens or in a form that is not JSON",
+                path=f"{path}.tools",
+            )
+        if "constraints" not in self.capabilities:
+            raise ProgramError(
+                "engine.unsupported_tools",
+                f"the engine of model {self.name} cannot hold an answer to the tools' schemas",
+                path=f"{path}.tools",
+            )
 
     def _check_output(self, output: Output | Segment, path: str) -> None:
         if output.constraint and "constraints" not in self.capabilities:
@@ -137,6 +156,12 @@ class Model:
         if in_memory < self.limits.context_len:
             return f"--num-blocks (now {self.limits.num_blocks} of {self.limits.block_size} tokens)"
         return f"--context-len (now {self.limits.context_len})"
+
+
+def _is_shown(form: ToolFormat, tokenizer: Tokenizer) -> bool:
+    """Whether all of a call can be read in the text of an answer, which has no control tokens."""
+    call = form.spell([("name", {}), ("name", {})] if form.joint else [("name", {})])
+    return tokenizer.is_shown(call)
 
 
 def outputs_of(node: Generate, path: str) -> list[tuple[str, Output | Segment]]:

@@ -196,6 +196,12 @@ class Tokenizer:
         """
         return None if self._growth is None else self._growth.max_tokens(text)
 
+    def is_shown(self, text: str) -> bool:
+        """Return whether a model that writes this text is seen to: no token of it is special."""
+        added = self._whole.get_added_tokens_decoder()
+        ids = _encode(self._whole, text).ids
+        return not any(token_id in added and added[token_id].special for token_id in ids)
+
     def spells_special(self, text: str) -> bool:
         """Return whether a text taken as a program's own would yield a control token."""
         encoding = _encode(self._whole, text)

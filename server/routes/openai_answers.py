@@ -8,11 +8,12 @@ Kept true: the pieces of a stream joined are the text of the whole answer.
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from ..program.ir import Json
 from .openai_call import Final, Piece, Usage
@@ -28,8 +29,10 @@ class AnswerMessage(Struct, frozen=True, kw_only=True):
     """What the model said."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
+    """null: the model said nothing but tool calls."""
     refusal: str | None = None
+    tool_calls: list[Json] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -112,6 +115,8 @@ def error_answer(failure: Failure) -> ErrorAnswer:
     path = failure.path or ""
     if path.startswith("program.") and path.endswith(".constraint"):
         path = "response_format"
+    if found := re.search(r"^program\.nodes\[\d+\]\.(tools|tool_choice)\b.*", path):
+        path = found[0].split(".", 2)[2]
     param = None if path.startswith("program.") else path or None
     body = ErrorBody(
         message=failure.message,
@@ -166,7 +171,10 @@ class ChatDialect:
         choices = [
             ChatChoice(
                 index=i,
-                message=AnswerMessage(content=answer.content),
+                message=AnswerMessage(
+                    content=None if answer.tool_calls and not answer.content else answer.content,
+                    tool_calls=answer.tool_calls or UNSET,
+                ),
                 logprobs=answer.logprobs,
                 finish_reason=answer.finish_reason,
             )
@@ -190,10 +198,15 @@ class ChatDialect:
         return self._chunk([_chat_delta(piece.answer, {"content": piece.text})])
 
     def end(self, final: Final) -> bytes:
-        """A chunk with reason and logprobs for each answer, one with the usage if it was asked
-        for, and the mark.
+        """For each answer a chunk with its tool calls, whole, and one with reason and logprobs;
+        one with the usage if it was asked for, and the mark.
         """
         last = b"".join(
+            self._chunk([_chat_delta(i, {"tool_calls": _told(answer.tool_calls)})])
+            for i, answer in enumerate(final.answers)
+            if answer.tool_calls
+        )
+        last += b"".join(
             self._chunk([_chat_delta(i, {}, answer.finish_reason, answer.logprobs)])
             for i, answer in enumerate(final.answers)
         )
@@ -213,8 +226,13 @@ class ChatDialect:
         return event(chunk)
 
 
+def _told(calls: list[Json]) -> list[Json]:
+    """Tool calls as pieces of a stream, where each says which one it is of."""
+    return [{"index": i, **call} for i, call in enumerate(calls)]
+
+
 def _chat_delta(
-    index: int, delta: dict[str, str], finish_reason: str | None = None, logprobs: Json = None
+    index: int, delta: dict[str, Json], finish_reason: str | None = None, logprobs: Json = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 

@@ -57,6 +57,7 @@ class Answer(NamedTuple):
     content: str
     finish_reason: str
     logprobs: Json = None
+    tool_calls: list[Json] = []  # noqa: RUF012 - a tuple's default; nobody writes into it
 
 
 class Final(NamedTuple):
@@ -157,7 +158,12 @@ class Call:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=num_shared),
         )
         answers = [
-            Answer(value["content"], value.get("finish_reason", "stop"), value.get("logprobs"))
+            Answer(
+                value["content"],
+                value.get("finish_reason", "stop"),
+                value.get("logprobs"),
+                value.get("tool_calls", []),
+            )
             for value in values
         ]
         return Final(answers, usage)

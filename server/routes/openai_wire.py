@@ -128,8 +128,8 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     content: str | list[dict[str, Json]] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: Json | UnsetType = UNSET
-    tool_call_id: Json | UnsetType = UNSET
+    tool_calls: Annotated[list[Json], Meta(max_length=1_000)] | None = None
+    tool_call_id: str | None = None
     function_call: Json | UnsetType = UNSET
     audio: Json | UnsetType = UNSET
     annotations: Json | UnsetType = UNSET
@@ -144,11 +144,11 @@ class ChatRequest(OpenAIRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: Json | UnsetType = UNSET
-    parallel_tool_calls: Json | UnsetType = UNSET
+    tools: Annotated[list[Json], Meta(max_length=1_000)] | None = None
+    tool_choice: Json | UnsetType = UNSET
+    parallel_tool_calls: bool | None = None
 
     # Refused unless they say what is the case anyway.
-    tools: Json | UnsetType = UNSET
-    tool_choice: Json | UnsetType = UNSET
     functions: Json | UnsetType = UNSET
     function_call: Json | UnsetType = UNSET
     modalities: Json | UnsetType = UNSET
@@ -172,8 +172,6 @@ class CompletionRequest(OpenAIRequest, frozen=True, forbid_unknown_fields=True, 
 
 _IDLE: dict[str, tuple[Json, ...]] = {
     "logprobs": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -185,8 +183,6 @@ _IDLE: dict[str, tuple[Json, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "annotations": ([],),
 }
 """Fields that are refused, and the values (besides null) that ask for nothing."""
@@ -226,7 +222,9 @@ def lower_chat(request: ChatRequest) -> Submission:
     def node(name: str, variable: str, seed: dict[str, int]) -> AnyNode:
         given = {**sampling, **seed, "constraint": constraint}
         output = Output(variable=variable, form="message", **given)
-        return Generate(id=name, model=request.model, messages=messages, output=output)
+        return Generate(
+            id=name, model=request.model, messages=messages, output=output, **_tools(request)
+        )
 
     return _calls("chat", request, node)
 
@@ -302,6 +300,17 @@ def _logprobs(request: ChatRequest) -> dict[str, int]:
     return {"logprobs": request.top_logprobs or 0}
 
 
+def _tools(request: ChatRequest) -> dict[str, Any]:
+    """Fields of the call that say what functions its answer may ask for."""
+    if not request.tools:
+        return {"tool_choice": request.tool_choice}
+    return {
+        "tools": request.tools,
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+    }
+
+
 def _constraint(wanted: ResponseFormat | None) -> Constraint | None:
     match wanted:
         case ObjectFormat():
@@ -315,10 +324,10 @@ def _constraint(wanted: ResponseFormat | None) -> Constraint | None:
 def _message(message: ChatMessage, i: int) -> Message:
     path = f"messages[{i}]."
     refuse_unsupported(message, path)
-    if message.role in ("tool", "function"):
+    if message.role == "function":
         raise ProgramError(
             "unsupported_parameter",
-            f"messages of role {message.role!r} are not supported by this server",
+            "messages of role 'function' are not supported by this server; use 'tool'",
             path=path + "role",
         )
     content: str | list[Segment] = ""
@@ -327,7 +336,13 @@ def _message(message: ChatMessage, i: int) -> Message:
     elif message.content is not None:
         content = [_text(part, f"{path}content[{k}]") for k, part in enumerate(message.content)]
     role = "system" if message.role == "developer" else message.role
-    return Message(role=role, content=content, name=message.name or UNSET)
+    return Message(
+        role=role,
+        content=content,
+        name=message.name or UNSET,
+        tool_calls=message.tool_calls or UNSET,
+        tool_call_id=message.tool_call_id or UNSET,
+    )
 
 
 def _text(part: dict[str, Json], path: str) -> Segment:

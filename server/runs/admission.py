@@ -17,7 +17,6 @@ from msgspec import UNSET
 from ..engines.grammars import Grammars
 from ..program.control import walk
 from ..program.errors import ExpressionError, ProgramError, PromptError, UnavailableError
-from ..program.grammar import grammar_of
 from ..program.graph import Graph
 from ..program.ir import AnyNode, Append, Call, Generate, Json, Limits, Round, Submission, Variable
 from ..prompts.model import Model, outputs_of
@@ -169,11 +168,7 @@ async def check_program(
     for path, node in walk(nodes, root):
         if isinstance(node, Generate):
             model.check(node, path)
-            constraints += [
-                (f"{where}.constraint", grammar_of(output.constraint))
-                for where, output in outputs_of(node, path)
-                if output.constraint is not None
-            ]
+            constraints += _grammars(node, path, model)
             slots = graph.slots.get(node.id)
             reads = slots[0].reads if slots else frozenset()
             if (
@@ -195,6 +190,18 @@ async def check_program(
     await grammars.vet(constraints)
     if suspects:
         await asyncio.to_thread(_check_lengths, suspects, values, model)
+
+
+def _grammars(node: Generate, path: str, model: Model) -> list[tuple[str, str]]:
+    """What the outputs of a node are held to, each with the path of the field that says so."""
+    found = []
+    for (where, _), target in zip(
+        outputs_of(node, path), targets(node, model.tool_format), strict=True
+    ):
+        if (grammar := target.grammar) is not None:
+            is_of_tools = target.tools is not None and target.constraint is None
+            found.append((f"{path}.tools" if is_of_tools else f"{where}.constraint", grammar))
+    return found
 
 
 def _may_be_long(

@@ -28,6 +28,7 @@ from ..program.status import Trace
 from ..prompts.model import Model
 from ..prompts.prompt import Rendered, render_chat, render_slot
 from ..prompts.tokenizer import Encoded, Piece
+from ..prompts.tool_calls import ContentStream
 from ..scheduling.demand import Demand, prefixes_of
 from ..scheduling.policy import Rank
 from ..scheduling.scheduler import Placement, Scheduler, Ticket
@@ -94,7 +95,7 @@ class Call:
         self.state = state
         self.node: Generate = state.node
         self.model = model
-        self.targets = targets(self.node)
+        self.targets = targets(self.node, model.tool_format)
         self.slot = 0
         self.ids: list[int] = []
         self.is_over = False
@@ -123,6 +124,7 @@ class Call:
         self._sampling: api.Sampling | None = None
         self._output: list[int] = []
         self._chances: list[api.Chance] = []
+        self._content: ContentStream | None = None
         self._leftover = ""
         self._num_generated = 0
         self._is_slot_counted = False
@@ -246,6 +248,8 @@ class Call:
         self.state.phase = "running"
         self._output = []
         self._chances = []
+        tools = self.targets[self.slot].tools
+        self._content = None if tools is None else ContentStream(tools)
         context = self._context.fill(engine, self.ids, self._prompt, self._on_report)
         self._num_filling = self._context.num_sent
         engine.send(
@@ -266,8 +270,11 @@ class Call:
             case api.Tokens():
                 self._output += report.ids
                 self._chances += report.chances
-                if report.text:
-                    self._host.slot_grew(self, self.slot, report.text)
+                text = report.text
+                if text and self._content is not None:
+                    text = self._content.feed(text)
+                if text:
+                    self._host.slot_grew(self, self.slot, text)
             case api.Finished():
                 self._finished(report)
             case api.Failed():
@@ -349,6 +356,7 @@ class Call:
                 report,
                 num_prompt=len(prompt_ids),
                 model=self.model.name,
+                name=f"{self.program}/{self.node.id}/{self.slot}",
                 logprobs=logprobs,
             )
         except ConureError as error:
@@ -359,7 +367,8 @@ class Call:
         if self.slot + 1 == len(self.targets):
             self.is_over = True
             self._context.keep(self.ids, num_prompt=len(prompt_ids))
-        outcome = Outcome(target.variable, value, report.text, kept, engine.epoch)
+        told = report.text if target.tools is None else value["content"]
+        outcome = Outcome(target.variable, value, report.text, told, kept, engine.epoch)
         self._host.slot_done(self, self.slot, outcome)
 
     # --- after the engine -----------------------------------------------------------------

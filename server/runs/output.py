@@ -16,8 +16,11 @@ from ..program.errors import ExpressionError, ProgramError, RunError
 from ..program.grammar import grammar_of
 from ..program.ir import Constraint, Generate, Json, Output, OutputForm, Sampling, Segment
 from ..program.rope import output_form
+from ..program.tools import read_tools
 from ..program.value import check_size
 from ..prompts.tokenizer import Tokenizer
+from ..prompts.tool_calls import ToolUse, read_answer
+from ..prompts.tool_format import ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,13 @@ class Target:
     sampling: Sampling
     form: OutputForm
     constraint: Constraint | None = None
+    tools: ToolUse | None = None
 
     @property
     def grammar(self) -> str | None:
         """The constraint as an engine wants it."""
+        if self.tools is not None:
+            return self.tools.grammar(self.constraint)
         return None if self.constraint is None else grammar_of(self.constraint)
 
 
@@ -42,12 +48,19 @@ class Outcome:
     variable: str
     value: Json
     text: str
+    told: str
+    """Of the text, what readers of its deltas get: all but tool calls."""
     token_ids: list[int]
     epoch: int
 
 
-def targets(node: Generate) -> tuple[Target, ...]:
-    """The outputs of a call, one per slot."""
+def targets(node: Generate, tool_format: ToolFormat | None = None) -> tuple[Target, ...]:
+    """The outputs of a call, one per slot.
+
+    Args:
+        node: a checked node.
+        tool_format: of its model. None: what it says of tools is left out.
+    """
     if isinstance(node.prompt, list):
         return tuple(
             _target(segment.output, segment)
@@ -56,11 +69,13 @@ def targets(node: Generate) -> tuple[Target, ...]:
         )
     output = node.output
     assert isinstance(output, Output), "checked when the graph was built"
-    return (_target(output.variable, output),)
+    tools = read_tools(node) if tool_format is not None else None
+    use = None if tools is None or tool_format is None else ToolUse(tools, tool_format)
+    return (_target(output.variable, output, use),)
 
 
-def _target(variable: str, output: Output | Segment) -> Target:
-    return Target(variable, output, output_form(output), output.constraint)
+def _target(variable: str, output: Output | Segment, tools: ToolUse | None = None) -> Target:
+    return Target(variable, output, output_form(output), output.constraint, tools)
 
 
 def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> api.Sampling:
@@ -100,6 +115,7 @@ def value_of(
     *,
     num_prompt: int,
     model: str,
+    name: str = "",
     logprobs: Json = None,
 ) -> Json:
     """The value of an output that an engine finished.
@@ -109,6 +125,7 @@ def value_of(
         report: its end.
         num_prompt: tokens before it.
         model: who wrote it.
+        name: of the output among all programs; ids of tool calls are made of it.
         logprobs: what a message tells about its tokens (`logprobs_of`).
 
     Raises:
@@ -133,10 +150,15 @@ def value_of(
                 f"constraint: {_excerpt(report.text)}",
             )
         return _parse(target.variable, report.text)
+    content: str = report.text
+    calls: list[Json] = []
+    if target.tools is not None:
+        content, calls = read_answer(report.text, target.tools, name=name)
+    is_whole = bool(calls) and report.reason != "length"
     message: dict[str, Json] = {
         "role": "assistant",
-        "content": report.text,
-        "finish_reason": report.reason,
+        "content": content,
+        "finish_reason": "tool_calls" if is_whole else report.reason,
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": report.num_decoded + report.num_forced,
@@ -144,6 +166,8 @@ def value_of(
         },
         "model": model,
     }
+    if calls:
+        message["tool_calls"] = calls
     if report.stop is not None:
         message["stop"] = report.stop
     if logprobs is not None:

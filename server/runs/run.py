@@ -330,7 +330,7 @@ class Run:
     def slot_done(self, call: Call, slot: int, outcome: Outcome) -> None:
         """An output is whole."""
         node_id = call.node.id
-        self.feed.complete(outcome.variable, outcome.text)
+        self.feed.complete(outcome.variable, outcome.told)
         try:
             ready = self._commit(outcome.variable, outcome.value, node=node_id, outcome=outcome)
         except ConureError as error:

@@ -7,8 +7,12 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.load import dumpd, load
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.rate_limiters import InMemoryRateLimiter
+from langchain_core.runnables import ConfigurableField
 
 from conure.adapters.client import Client, NotReadyError, Retry
 from conure.adapters.langchain import ChatConure
@@ -51,7 +55,9 @@ def committed(kit: Any) -> bytes:
 def test_a_call_is_a_program_of_one_node(llm: ChatConure, double: Any) -> None:
     message = llm.invoke([("system", "s"), ("human", "h")], seed=7, max_tokens=3)
     (post,) = double.of("POST", "/v1/programs")
-    assert post.body["program"]["nodes"] == [
+    nodes = post.body["program"]["nodes"]
+    assert nodes[0].pop("meta").keys() == {"run_id"}
+    assert nodes == [
         {
             "id": "chat",
             "op": "generate",
@@ -178,3 +184,110 @@ def test_tracing_knows_provider_model_and_settings() -> None:
     assert llm._get_ls_params(model="other").get("ls_model_name") == "other"
     assert llm._llm_type == "conure"
     assert llm._identifying_params["model"] == "m"
+
+
+def test_a_model_is_written_down_without_its_key_and_read_back(monkeypatch: Any) -> None:
+    monkeypatch.setenv("CONURE_API_KEY", "k3y")
+    llm = ChatConure(model="m", temperature=0.5, base_url="http://x")
+    written = dumpd(llm)
+    assert "k3y" not in str(written)
+    with pytest.warns(match="`load` is in beta"):
+        read = load(
+            written,
+            allowed_objects=[ChatConure],
+            valid_namespaces=["conure"],
+            secrets_from_env=True,
+        )
+    assert read == llm
+
+
+def test_tools_and_formats_stand_in_the_node(llm: ChatConure, double: Any) -> None:
+    def add(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    llm.bind_tools([add], tool_choice="add", parallel_tool_calls=False).invoke("x")
+    llm.bind_tools([add], tool_choice="any").invoke("x")
+    llm.bind_tools([add]).invoke("x")
+    llm.with_structured_output({"title": "T", "type": "object", "properties": {}})
+    llm.invoke("x", response_format={"type": "json_object"})
+    llm.bind(constraint={"choices": ["a", "b"]}).invoke("x")
+    nodes = [post.body["program"]["nodes"][0] for post in double.of("POST", "/v1/programs")]
+    named = {"type": "function", "function": {"name": "add"}}
+    assert [node.get("tool_choice") for node in nodes[:3]] == [named, "required", None]
+    assert nodes[0]["parallel_tool_calls"] is False
+    assert nodes[1]["tools"][0]["function"]["parameters"]["required"] == ["a", "b"]
+    assert nodes[3]["output"]["constraint"] == {"json_schema": {"type": "object"}}
+    assert nodes[4]["output"]["constraint"] == {"choices": ["a", "b"]}
+    with pytest.raises(ValueError, match="names none of the tools: add"):
+        llm.bind_tools([add], tool_choice="sub")
+    wrongs: list[dict[str, Any]] = [
+        {"response_format": 3},
+        {"constraint": {"rgx": "a"}},
+        {"constraint": "a"},
+    ]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=r"response_format|constraint"):
+            llm.invoke("x", **wrong)
+
+
+def test_tool_calls_come_back_also_those_that_cannot_be_read(
+    llm: ChatConure, double: Any, kit: Any
+) -> None:
+    def wire(call_id: str, arguments: str) -> dict[str, Any]:
+        function = {"name": "add", "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
+    calls = [wire("one", '{"a": 1}'), wire("two", '{"a":')]
+    value = {**VALUE, "content": "", "tool_calls": calls}
+    path = f"{PROGRAM}/variables/answer"
+    double._script["GET", path].clear()
+    double.on("GET", path, kit.Answer(200, {"status": "done", "value": value}))
+    message = llm.invoke("x")
+    assert [(c["name"], c["args"], c["id"]) for c in message.tool_calls] == [
+        ("add", {"a": 1}, "one")
+    ]
+    assert [(c["args"], c["id"]) for c in message.invalid_tool_calls] == [('{"a":', "two")]
+    committed_event = kit.sse(5, "variable.committed", variable="answer", value=value)
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[committed_event, kit.finished(6)]))
+    whole = None
+    for chunk in llm.stream("x"):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    # LangChain reads what it can of a call in pieces.
+    assert whole.tool_calls[0] == message.tool_calls[0]
+    # What goes back to the server is what came from it.
+    llm.invoke([HumanMessage("q"), AIMessage(**message.model_dump(exclude={"type"}))])
+    sent = double.of("POST", "/v1/programs")[-1].body["program"]["nodes"][0]["messages"][1]
+    assert [call["id"] for call in sent["tool_calls"]] == ["one", "two"]
+    assert sent["tool_calls"][1]["function"]["arguments"] == '{"a":'
+
+
+def test_the_place_of_a_call_is_told_to_the_server(llm: ChatConure, double: Any) -> None:
+    config: Any = {"metadata": {"thread_id": "t1", "langgraph_node": "agent", "mine": 1}}
+    llm.invoke("x", config=config)
+    meta = double.of("POST", "/v1/programs")[0].body["program"]["nodes"][0]["meta"]
+    assert (meta["thread_id"], meta["langgraph_node"]) == ("t1", "agent")
+    assert "run_id" in meta
+    assert "mine" not in meta
+
+
+def test_caches_and_limiters_of_langchain_stand_before_the_model(double: Any, kit: Any) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+    path = f"{PROGRAM}/variables/answer"
+    double.on("GET", path, kit.Answer(200, {"status": "done", "value": VALUE}))
+    limiter = InMemoryRateLimiter(requests_per_second=1000, check_every_n_seconds=0.001)
+    with Client(app=double) as client:
+        llm = ChatConure(client=client, cache=InMemoryCache(), rate_limiter=limiter)
+        assert llm.invoke("a").content == llm.invoke("a").content == "hello tea"
+        assert len(double.of("POST", "/v1/programs")) == 1
+        llm.invoke("a", temperature=0.3)
+        assert len(double.of("POST", "/v1/programs")) == 2
+
+
+def test_fields_can_be_configured_per_call(llm: ChatConure, double: Any) -> None:
+    open_llm = llm.configurable_fields(model=ConfigurableField(id="model"))
+    open_llm.invoke("a", config={"configurable": {"model": "other"}})
+    llm.invoke("a", model="third")
+    nodes = [post.body["program"]["nodes"][0] for post in double.of("POST", "/v1/programs")]
+    assert [node["model"] for node in nodes] == ["other", "third"]

@@ -349,7 +349,7 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
         "FakeListChatModel is another provider's model",
     ),
     (lambda: CALL.with_listeners(on_end=print), "chain", "listeners"),
-    (lambda: prompt("{x}") | LLM.bind(tools=[{}]), "chain.steps[1]", "tools"),
+    (lambda: prompt("{x}") | LLM.bind(functions=[{}]), "chain.steps[1]", "functions"),
     (lambda: prompt("{x}") | print, "chain.steps[1]", "gets a prompt"),
     (lambda: prompt("{x}"), "chain", "ends in a prompt"),
     (lambda: RunnablePassthrough(), "chain", "nothing to run"),
@@ -379,8 +379,19 @@ def test_no_code_of_the_user_runs_while_a_chain_is_read() -> None:
     assert len(to_program(chain).functions) == 2
 
 
-def test_tools_and_structured_output_say_that_they_are_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match="tool calling is not supported yet"):
-        LLM.bind_tools([])
-    with pytest.raises(NotImplementedError, match="constrained output is not supported yet"):
-        LLM.with_structured_output({})
+def test_a_call_with_tools_is_needed_as_a_message_and_its_text_is_a_part_of_it() -> None:
+    def add(a: int) -> int:
+        """Add."""
+        return a
+
+    compiled = to_program(prompt("{x}") | LLM.bind_tools([add]) | TEXT | prompt("{y}") | LLM)
+    first, second = compiled.program["nodes"]
+    assert (first["output"]["as"], first["tools"][0]["function"]["name"]) == ("message", "add")
+    text = {"get": [{"var": first["output"]["variable"]}, "content"]}
+    assert {"input": text} in second["messages"][-1]["content"]
+
+
+def test_a_schema_is_the_outputs_constraint() -> None:
+    schema = {"title": "T", "type": "object", "properties": {"a": {"type": "integer"}}}
+    compiled = to_program(prompt("{x}") | LLM.with_structured_output(schema))
+    assert compiled.program["nodes"][0]["output"]["constraint"] == {"json_schema": schema}

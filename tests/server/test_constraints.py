@@ -25,11 +25,17 @@ PERSON = {
     "additionalProperties": False,
 }
 UNIQUE = {"type": "array", "items": {"type": "integer", "maximum": 9}, "uniqueItems": True}
-SCRIPT = [
+SCRIPT: list[dict[str, str]] = [
     {"match": "person", "text": '{"name":"Jo","age":42}'},
     {"match": "twice", "text": "[1,1]"},
     {"match": "once", "text": "[1,2]"},
     {"match": "decide", "text": "probably not"},
+    {"match": "sunny", "text": "It is sunny."},
+    {
+        "match": "weather in",
+        "text": "Let me see.\n<tool_call>\n"
+        '{"name": "weather", "arguments": {"place": "Rome"}}\n</tool_call>',
+    },
 ]
 
 
@@ -301,3 +307,112 @@ async def test_openai_n_answers_stream_by_turns(tmp_path: Path) -> None:
         assert texts == ["probably not"] * 3
         assert reasons == ["stop"] * 3
         assert told == [12] * 3
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}},
+            "required": ["place"],
+        },
+    },
+}
+
+
+async def test_openai_tools_from_question_to_answer(tmp_path: Path) -> None:
+    async with official_of(tmp_path) as official:
+        messages: list[Any] = [{"role": "user", "content": "weather in Rome?"}]
+        given: Any = {"model": "default", "messages": messages, "tools": [WEATHER]}
+        answer = await official.chat.completions.create(**given)
+        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+        assert (message.content, reason) == ("Let me see.", "tool_calls")
+        assert message.tool_calls is not None
+        (call,) = message.tool_calls
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "weather",
+            {"place": "Rome"},
+        )
+        messages += [
+            message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+        ]
+        answer = await official.chat.completions.create(**given)
+        assert answer.choices[0].message.content == "It is sunny."
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_openai_tools_stream_text_as_it_comes_and_calls_whole(tmp_path: Path) -> None:
+    async with official_of(tmp_path) as official:
+        messages: Any = [{"role": "user", "content": "weather in Rome?"}]
+        tools: Any = [WEATHER]
+        stream = await official.chat.completions.create(
+            model="default", messages=messages, tools=tools, stream=True
+        )
+        text, calls, reason = "", [], None
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            calls += chunk.choices[0].delta.tool_calls or []
+            reason = chunk.choices[0].finish_reason or reason
+        assert (text, reason) == ("Let me see.", "tool_calls")
+        assert [(call.index, call.function.name) for call in calls if call.function] == [
+            (0, "weather")
+        ]
+
+
+async def test_openai_tool_choices_are_kept_and_checked(tmp_path: Path) -> None:
+    async with official_of(tmp_path) as official:
+        messages: Any = [{"role": "user", "content": "decide"}]
+        tools: Any = [WEATHER]
+
+        async def ask(choice: Any) -> Any:
+            answer = await official.chat.completions.create(
+                model="default", messages=messages, tools=tools, tool_choice=choice, max_tokens=200
+            )
+            return answer.choices[0]
+
+        forced: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+        for choice in forced:
+            found = await ask(choice)
+            assert found.message.tool_calls[0].function.name == "weather"
+            assert found.message.content is None
+        for choice in ("auto", "none"):
+            assert (await ask(choice)).message.content == "probably not"
+        wrong: list[Any] = ["x", {"type": "function"}]
+        for choice in wrong:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask(choice)
+            assert (caught.value.code, caught.value.param) == ("program.tools", "tool_choice")
+        tools = [{"type": "function", "function": {"name": "a b"}}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask("auto")
+        assert caught.value.param == "tools[0].function.name"
+
+
+async def test_tools_of_a_program_need_a_message_and_are_in_its_value(tmp_path: Path) -> None:
+    async with client_of(tmp_path) as client:
+        output: dict[str, Any] = {"variable": "answer", "as": "message"}
+        node: dict[str, Any] = {
+            "id": "ask",
+            "op": "generate",
+            "messages": [{"role": "user", "content": "weather in Rome?"}],
+            "tools": [WEATHER],
+            "output": output,
+        }
+        body: dict[str, Any] = {"program": {"nodes": [node], "outputs": ["answer"]}}
+        status = await run(client, body)
+        value = status["variables"]["answer"]["value"]
+        assert value["tool_calls"][0]["function"]["name"] == "weather"
+        assert value["finish_reason"] == "tool_calls"
+        output["max_tokens"] = 60
+        value = (await run(client, body))["variables"]["answer"]["value"]
+        assert value["finish_reason"] == "length"
+        assert value["tool_calls"][0]["function"]["arguments"] == '{"p'
+        output.pop("as")
+        refused = await client.post("/v1/programs", json=body)
+        assert refused.json()["path"] == "program.nodes[0].output.as"

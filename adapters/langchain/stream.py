@@ -1,0 +1,92 @@
+"""One answer as LangChain takes it: in chunks as its events come, or whole.
+
+Knows the events of a call and LangChain's chunks. Refuses to know connections and who
+reads the events.
+
+Kept true: the streamed pieces joined are the text of the answer, also where a call began
+anew; the last chunk carries the tool calls, the counts and `chunk_position`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from langchain_core.messages import AIMessageChunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from conure.server.program.errors import RunError
+from conure.server.program.ir import Json
+from conure.server.program.status import Event, Problem
+
+from ..exchange import failure_of
+from .messages import call_chunks_of, from_wire, metadata_of, usage_of
+
+
+class AnswerStream:
+    """The chunks of one answer, from the events of its program."""
+
+    def __init__(self, program: str, variable: str, node: str) -> None:
+        self._program = program
+        self._variable = variable
+        self._node = node
+        self._num_sent = 0
+        self.is_whole = False
+        """The answer has come to its end."""
+
+    def feed(self, event: Event) -> Iterator[ChatGenerationChunk]:
+        """Chunks that an event is worth.
+
+        Raises:
+            ConureError: if the call failed, or its program ended without it.
+        """
+        data: dict[str, Any] = event.data
+        if event.type == "node.delta" and data["variable"] == self._variable:
+            yield from self._text(data["text"], data["offset"])
+        elif event.type == "variable.committed" and data["variable"] == self._variable:
+            self.is_whole = True
+            yield from self._last(data["value"])
+        elif event.type in ENDS and data.get("node") == self._node:
+            raise failure_of(Problem(code=data["code"], message=data.get("message", "")))
+        elif event.type == "program.finished" and not self.is_whole:
+            phase = data["status"]
+            raise RunError(f"run.{phase}", f"program {self._program} is {phase} and has no answer")
+
+    def _text(self, text: str, offset: int) -> Iterator[ChatGenerationChunk]:
+        # A restarted call begins again at offset 0 and, its seed being the same, says the
+        # same: what was sent before is skipped. A gap waits for the committed value.
+        if offset <= self._num_sent < offset + len(text):
+            piece = text[self._num_sent - offset :]
+            self._num_sent += len(piece)
+            yield ChatGenerationChunk(message=AIMessageChunk(content=piece))
+
+    def _last(self, value: dict[str, Json]) -> Iterator[ChatGenerationChunk]:
+        yield from self._text(value.get("content") or "", 0)
+        last = AIMessageChunk(
+            content="",
+            tool_call_chunks=call_chunks_of(value),
+            response_metadata=metadata_of(value, program=self._program),
+            usage_metadata=usage_of(value),
+            chunk_position="last",
+        )
+        yield ChatGenerationChunk(message=last, generation_info=_generation_info(value))
+
+
+ENDS = frozenset({"node.failed", "node.killed", "node.skipped"})
+"""Events that say that a call will have no answer."""
+
+
+def result_of(value: Json, program: str) -> ChatResult:
+    """An answer, whole.
+
+    Args:
+        value: of the call's variable.
+        program: that made it.
+    """
+    message = from_wire(cast(dict[str, Json], value), program=program)
+    generation = ChatGeneration(message=message, generation_info=_generation_info(value))
+    return ChatResult(generations=[generation], llm_output={"model_name": value.get("model")})
+
+
+def _generation_info(value: dict[str, Json]) -> dict[str, Json]:
+    return {"finish_reason": value.get("finish_reason")}

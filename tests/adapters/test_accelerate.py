@@ -1,0 +1,365 @@
+"""An accelerated chain is the chain: same output, same events, same text, whatever its shape."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.rate_limiters import InMemoryRateLimiter
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
+
+from conure.adapters.client import Client, NotReadyError
+from conure.adapters.langchain import Accelerated, ChatConure, accelerate
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.errors import ConureError, ProgramError, PromptError
+
+from .shapes import TEXT, ask, shapes
+
+NAMES = list(shapes(ChatConure()))
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
+    with Client(app=app) as client:
+        yield client
+
+
+@pytest.fixture
+def llm(client: Client) -> ChatConure:
+    return ChatConure(client=client, temperature=0, max_tokens=200)
+
+
+def comparable(value: Any) -> Any:
+    """A value without ids of runs and programs."""
+    if isinstance(value, BaseMessage):
+        metadata = {k: v for k, v in value.response_metadata.items() if k != "program"}
+        calls = [(c["name"], c["args"]) for c in getattr(value, "tool_calls", [])]
+        return (value.type.lower(), value.content, metadata, calls)
+    if isinstance(value, dict):
+        return {key: comparable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [comparable(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+class Recorder(BaseCallbackHandler):
+    """The tree of runs that LangChain tells a handler."""
+
+    def __init__(self) -> None:
+        self._runs: dict[UUID, tuple[Any, Any, Any]] = {}
+        self._ends: dict[UUID, Any] = {}
+        self._lock = threading.Lock()
+
+    def _start(self, serialized: Any, *args: Any, run_id: UUID, **kwargs: Any) -> None:
+        name = kwargs.get("name") or (serialized or {}).get("name")
+        tags = tuple(sorted(kwargs.get("tags") or []))
+        with self._lock:
+            self._runs[run_id] = (kwargs.get("parent_run_id"), name, tags)
+
+    on_chain_start = on_chat_model_start = on_llm_start = on_tool_start = _start
+    on_retriever_start = _start
+
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        self._ends[run_id] = comparable(outputs)
+
+    def on_llm_end(self, response: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        self._ends[run_id] = comparable(response.generations[0][0].message)
+
+    def _error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        self._ends[run_id] = type(error).__name__
+
+    on_chain_error = on_llm_error = _error
+
+    def tree(self) -> list[Any]:
+        """Names, tags and results, as a tree; siblings in any order."""
+
+        def children(parent: UUID | None) -> list[Any]:
+            found = [
+                (name, tags, self._ends.get(run), children(run))
+                for run, (above, name, tags) in self._runs.items()
+                if above == parent
+            ]
+            return sorted(found, key=repr)
+
+        return children(None)
+
+
+def told(chain: Runnable[Any, Any], given: Any) -> tuple[Any, list[Any]]:
+    recorder = Recorder()
+    made = chain.invoke(given, config={"callbacks": [recorder]})
+    return comparable(made), recorder.tree()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chain_gives_the_same_with_the_same_runs(llm: ChatConure, name: str) -> None:
+    shape = shapes(llm)[name]
+    fast = accelerate(shape.chain)
+    assert told(fast, shape.given) == told(shape.chain, shape.given)
+    (run,) = fast.explain().runs
+    assert (run.num_served, len(run.misses)) == (shape.served, shape.missed), str(fast.explain())
+    assert run.wasted == []
+    assert run.refusals == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_so_it_does_with_await_with_the_same_events(llm: ChatConure, name: str) -> None:
+    shape = shapes(llm)[name]
+    fast = accelerate(shape.chain, model=llm)
+    assert await events(fast, shape.given) == await events(shape.chain, shape.given)
+    made = comparable(await fast.ainvoke(shape.given))
+    assert made == comparable(await shape.chain.ainvoke(shape.given))
+    for run in fast.explain().runs:
+        assert run.num_served >= shape.served - 1, str(fast.explain())
+        assert run.wasted == []
+    await llm._aclient().close()
+
+
+async def events(chain: Runnable[Any, Any], given: Any) -> list[Any]:
+    """Events of version 2: where, what and what came out, text in pieces joined."""
+    paths: dict[str, tuple[str, ...]] = {}
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    async for event in chain.astream_events(given, version="v2"):
+        data: Any = event["data"]
+        parents = tuple(paths[each] for each in event["parent_ids"])
+        paths[event["run_id"]] = (event["name"], *sorted(event.get("tags", [])))
+        key = (*parents, paths[event["run_id"]], event["run_id"])
+        kind = event["event"].rsplit("_", 1)[1]
+        if kind == "end":
+            found.setdefault(key, []).append(("end", comparable(data.get("output"))))
+        elif kind == "start":
+            found.setdefault(key, []).append(("start", event["event"]))
+        elif event["event"] == "on_chat_model_stream":
+            text = "".join(said for what, said in found[key] if what == "text")
+            rest = [each for each in found[key] if each[0] != "text"]
+            found[key] = [*rest, ("text", text + data["chunk"].text)]
+    return sorted([(key[:-1], told) for key, told in found.items()], key=repr)
+
+
+STREAMED = [name for name in NAMES if "dict" not in name]
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_what_is_streamed_adds_up_to_the_same(llm: ChatConure, name: str) -> None:
+    shape = shapes(llm)[name]
+    fast = accelerate(shape.chain)
+    assert total(fast.stream(shape.given)) == total(shape.chain.stream(shape.given))
+    assert fast.explain().runs[0].wasted == []
+
+
+def total(pieces: Iterator[Any]) -> Any:
+    whole: Any = None
+    for piece in pieces:
+        try:
+            whole = piece if whole is None else whole + piece
+        except TypeError:
+            whole = piece
+    return comparable(whole)
+
+
+def test_text_is_streamed_in_pieces_through_the_plan(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_output_token=0.005)
+    with Client(app=create_app(config)) as client:
+        say = ask("{x}") | ChatConure(client=client) | TEXT
+        fast = accelerate(say | ask("{y}") | ChatConure(client=client) | TEXT)
+        pieces = list(fast.stream("tea"))
+        plain = "".join(fast.bound.stream("tea"))
+    assert len(pieces) > 5
+    assert "".join(pieces) == plain
+
+
+@pytest.mark.parametrize("name", ["parallel and join", "map and reduce", "function in the middle"])
+def test_batches_give_the_same(llm: ChatConure, name: str) -> None:
+    shape = shapes(llm)[name]
+    fast = accelerate(shape.chain)
+    given = [shape.given] * 3
+    expected = [comparable(each) for each in shape.chain.batch(given)]
+    assert [comparable(each) for each in fast.batch(given)] == expected
+    assert len(fast.explain().runs) == 3
+    by_end = dict(fast.batch_as_completed(given))
+    assert [comparable(by_end[i]) for i in range(3)] == expected
+
+
+async def test_awaited_batches_give_the_same(llm: ChatConure) -> None:
+    shape = shapes(llm)["map and reduce"]
+    fast = accelerate(shape.chain)
+    made = await fast.abatch([shape.given] * 5)
+    assert made == await shape.chain.abatch([shape.given] * 5)
+    assert {(run.num_served, len(run.misses)) for run in fast.explain().runs} == {(3, 0)}
+    await llm._aclient().close()
+
+
+async def test_many_runs_at_once_do_not_mix(llm: ChatConure) -> None:
+    chain = ask("{x}") | llm | TEXT | (lambda text: text + "!") | ask("{y}") | llm | TEXT
+    fast = accelerate(chain)
+    made = await asyncio.gather(*(fast.ainvoke(str(n)) for n in range(20)))
+    assert made == [await chain.ainvoke(str(n)) for n in range(20)]
+    assert all(not run.misses and not run.wasted for run in fast.explain().runs)
+    await llm._aclient().close()
+
+
+def test_functions_run_once_and_only_on_what_the_model_said(llm: ChatConure) -> None:
+    seen: list[str] = []
+
+    def keep(text: str) -> str:
+        seen.append(text)
+        return text
+
+    chain = RunnableLambda(keep) | ask("{x}") | llm | TEXT | keep | ask("{y}") | llm | TEXT
+    made = accelerate(chain).invoke("tea")
+    assert len(seen) == 2
+    assert seen == ["tea", llm.invoke("tea").content]
+    assert made == llm.invoke(seen[1]).content
+
+
+def test_a_function_that_raises_leaves_nothing_running(llm: ChatConure, client: Client) -> None:
+    def broken(text: str) -> str:
+        raise KeyError("oh")
+
+    slow = ask("slow {x}") | llm | TEXT
+    fast = accelerate(
+        RunnableParallel(a=ask("{x}") | llm | TEXT | broken, b=slow) | ask("{a}") | llm
+    )
+    with pytest.raises(KeyError, match="oh"):
+        fast.invoke("tea")
+    (run,) = fast.explain().runs
+    assert client.attach(run.program).status().status in ("cancelled", "done")
+
+
+def test_a_call_that_fails_raises_as_it_does_without(llm: ChatConure) -> None:
+    long = ask("{x}" * 100) | llm | TEXT
+    with pytest.raises(PromptError) as plain:
+        long.invoke("x" * 1000)
+    with pytest.raises(PromptError) as fast:
+        accelerate(ask("{x}") | llm | TEXT | ask("{x}" * 1000) | llm).invoke("x")
+    assert fast.value.code == plain.value.code == "prompt.too_long"
+    saved = accelerate(long.with_fallbacks([ask("short {x}") | llm | TEXT])).invoke("x" * 1000)
+    assert saved == llm.invoke("short " + "x" * 1000).content
+
+
+class Ticking:
+    """A value that is printed otherwise each time."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def __format__(self, spec: str) -> str:
+        self.ticks += 1
+        return str(self.ticks)
+
+
+def test_another_prompt_is_a_miss_and_said(llm: ChatConure) -> None:
+    fast = accelerate(ask("{x}") | llm | TEXT)
+    assert fast.invoke({"x": Ticking()}) == llm.invoke("2").content
+    explained = str(fast.explain())
+    assert "1 planned, 0 served, 1 missed, 1 wasted" in explained
+    assert "missed: chain.steps[1]: another prompt" in explained
+
+
+def test_the_step_that_broke_a_plan_is_named(llm: ChatConure) -> None:
+    def scattered(text: str) -> Any:
+        return iter([text])
+
+    def odd(text: str) -> Any:
+        return {"x": text, "rest": iter("abc")}
+
+    def gathered(pieces: Any) -> Any:
+        return "".join(pieces)
+
+    fast = accelerate(ask("{x}") | llm | TEXT | odd | ask("{x}") | llm)
+    assert fast.invoke("t").content
+    (run,) = fast.explain().runs
+    assert (run.num_planned, run.num_served, run.wasted) == (2, 1, [])
+    assert "chain.steps[3] (RunnableLambda): it can be read only once" in run.misses[0].why
+    whole = accelerate(ask("{x}") | llm | TEXT | scattered | gathered | ask("{y}") | llm)
+    assert whole.invoke("t").content
+    assert whole.explain().runs[0].num_served == 2
+
+
+def test_what_templates_run_of_the_app_runs_once(llm: ChatConure) -> None:
+    ticks = iter(range(100))
+    ticking = ask("{x} at {now}").partial(now=lambda: str(next(ticks)))
+    fast = accelerate(ticking | llm | TEXT | ask("{y}") | llm)
+    assert fast.invoke({"x": "tea"}).content == llm.invoke(llm.invoke("tea at 0").content).content
+    assert next(ticks) == 1
+    (run,) = fast.explain().runs
+    assert (run.num_served, run.misses, run.wasted) == (2, [], [])
+
+
+def test_arguments_of_one_call_are_nobodys_plan(llm: ChatConure) -> None:
+    fast = accelerate(llm)
+    assert fast.invoke("tea", stop=["a"]).content == llm.invoke("tea", stop=["a"]).content
+    (run,) = fast.explain().runs
+    assert (run.num_planned, len(run.misses)) == (0, 1)
+
+
+def test_caches_and_limiters_keep_their_say(client: Client) -> None:
+    cached = ChatConure(client=client, cache=InMemoryCache(), temperature=0)
+    fast = accelerate(ask("{x}") | cached | TEXT)
+    assert fast.invoke("tea") == fast.invoke("tea")
+    assert [(run.num_planned, len(run.misses)) for run in fast.explain().runs] == [(0, 1), (0, 0)]
+    assert "cache" in str(fast.explain())
+    limiter = InMemoryRateLimiter(requests_per_second=1000, check_every_n_seconds=0.001)
+    limited = ChatConure(client=client, rate_limiter=limiter)
+    assert "rate limiter" in str(accelerate(ask("{x}") | limited).explain())
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_its_program_ended(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=5.0)
+    with Client(app=create_app(config)) as client:
+        llm = ChatConure(client=client, timeout=0.2)
+        fast = accelerate(ask("{x}") | llm | TEXT | ask("{y}") | llm)
+        with pytest.raises(NotReadyError, match=r"no answer after 0\.2 s"):
+            fast.invoke("tea")
+        (run,) = fast.explain().runs
+        assert client.attach(run.program).status().status == "cancelled"
+
+
+async def test_an_awaited_call_that_is_cancelled_ends_its_program(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=5.0)
+    with await asyncio.to_thread(lambda: Client(app=create_app(config))) as client:
+        llm = ChatConure(client=client)
+        fast = accelerate(ask("{x}") | llm | TEXT)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fast.ainvoke("tea"), 0.3)
+        (run,) = fast.explain().runs
+        status = await asyncio.to_thread(lambda: client.attach(run.program).status())
+        assert status.status == "cancelled"
+        await llm._aclient().close()
+
+
+def test_a_plan_that_is_refused_costs_nothing_but_itself(llm: ChatConure) -> None:
+    bad = llm.bind(constraint={"regex": "(?=a)b"})
+    chain = (ask("{x}") | bad | TEXT).with_fallbacks([ask("{x}") | llm | TEXT])
+    assert accelerate(chain).invoke("tea") == chain.invoke("tea")
+    with pytest.raises(ProgramError, match="invalid regex"):
+        accelerate(ask("{x}") | bad | TEXT).invoke("tea")
+
+
+def test_an_accelerated_chain_is_a_runnable_among_others(llm: ChatConure) -> None:
+    say = ask("{x}") | llm | TEXT
+    inner = accelerate(say)
+    assert isinstance(accelerate(inner), Accelerated)
+    assert (inner | say).invoke("tea") == (say | say).invoke("tea")
+    outer = accelerate(inner | say)
+    assert outer.invoke("tea") == (say | say).invoke("tea")
+    assert inner.get_name() == say.get_name()
+    assert inner.with_config(run_name="X").invoke("tea") == say.invoke("tea")
+    assert isinstance(llm.invoke("x"), AIMessage)
+    with pytest.raises(ProgramError, match="shows no ChatConure"):
+        accelerate(RunnableLambda(str))
+
+
+def test_a_server_that_is_away_is_the_error_of_the_call() -> None:
+    llm = ChatConure(base_url="http://127.0.0.1:9", max_retries=0)
+    with pytest.raises(ConureError, match="is the server running"):
+        accelerate(ask("{x}") | llm).invoke("tea")

@@ -1,0 +1,176 @@
+"""A call finds the planned one by what it asks, and nothing else; what is sent is sent once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conure.adapters.langchain.board import Board
+from conure.adapters.langchain.plan import Awaited, Plan, PlannedCall
+from conure.adapters.langchain.values import Local, Source
+from conure.server.program.errors import ConureError, ProgramError
+from conure.server.program.ir import Json
+from conure.server.program.status import Event
+
+
+def node(variable: str, *segments: Json, **more: Json) -> dict[str, Json]:
+    content = segments[0] if isinstance(segments[0], str) else list(segments)
+    return {
+        "id": f"{variable}_call",
+        "op": "generate",
+        "model": "default",
+        "messages": [{"role": "user", "content": content}],
+        "output": {"variable": variable, "as": "message", **more},
+    }
+
+
+def call(variable: str, reads: set[str], *segments: Json) -> PlannedCall:
+    return PlannedCall(f"at {variable}", variable, node(variable, *segments), frozenset(reads))
+
+
+def content(variable: str) -> Json:
+    return {"input": {"get": [{"var": variable}, "content"]}}
+
+
+def event(kind: Any, **data: Json) -> Event:
+    return Event(1, kind, {"program": "p", **data})
+
+
+def committed(variable: str, text: str) -> Event:
+    return event("variable.committed", variable=variable, value={"content": text})
+
+
+class Case:
+    """x -> a -> (the chain makes s of it) -> b, c."""
+
+    def __init__(self) -> None:
+        self.root, self.made = Source("x"), Source("s")
+        taken: list[str] = []
+
+        def fresh(hint: str) -> str:
+            taken.append(hint)
+            return hint
+
+        x = self.root.view(Local(self.root, lambda v: v), "text", fresh).variable
+        s = self.made.view(Local(self.made, lambda v: v), "text", fresh).variable
+        self.awaited = Awaited("at s", "RunnableLambda", "code", self.made)
+        calls = (
+            call("a", {x}, {"text": "say "}, {"input": x}),
+            call("b", {s}, {"input": s}),
+            call("c", {s, "a"}, {"input": s}, {"text": "/"}, content("a")),
+        )
+        self.plan = Plan(calls, {"at s": self.awaited}, self.root, has_parts=False)
+        self.board = Board()
+
+    def begin(self) -> dict[str, Any]:
+        self.board.add([(self.plan, self.plan.inputs("tea"))])
+        body = self.board.take()
+        assert body is not None
+        self.board.sent(body, "p")
+        return body
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+def test_a_plan_is_sent_whole_and_once(case: Case) -> None:
+    body = case.begin()
+    assert [each["id"] for each in body["nodes"]] == ["a_call", "b_call", "c_call"]
+    assert (body["inputs"], set(body["variables"])) == ({"x": "tea"}, {"x", "s"})
+    assert not body["whole"]
+    assert set(body["outputs"]) == {"b", "c"}
+    assert case.board.take() is None
+
+
+def test_nothing_is_sent_that_could_not_run(case: Case) -> None:
+    case.board.add([(case.plan, {})])
+    assert case.board.take() is None
+    case.board.observe(case.awaited, "S")
+    body = case.board.take()
+    assert body is not None
+    assert len(body["nodes"]) == 3
+    assert body["inputs"] == {"s": "S"}
+
+
+def test_a_call_is_found_by_its_whole_prompt_and_settings(case: Case) -> None:
+    case.begin()
+    assert case.board.claim(node("z", "say tea", temperature=1)).variable == "miss1"
+    assert case.board.claim(node("z", "say tee")).variable == "miss2"
+    assert case.board.claim({**node("z", "say tea"), "meta": {"run_id": "r"}}).variable == "a"
+    assert case.board.claim(node("z", "say tea")).variable == "miss3"
+    assert case.board.tally.num_served == 1
+    body = case.board.take()
+    assert body is not None
+    assert [each["id"] for each in body["nodes"]] == ["miss1_call", "miss2_call", "miss3_call"]
+
+
+def test_prompts_of_values_are_known_when_the_values_are(case: Case) -> None:
+    case.begin()
+    assert case.board.claim(node("z", "S")).variable.startswith("miss")
+    why = case.board.tally.misses[0].why
+    case.board.observe(case.awaited, "S")
+    body = case.board.take()
+    assert body is not None
+    assert body["inputs"] == {"s": "S"}
+    assert case.board.claim(node("z", "S")).variable == "b"
+    case.board.hear(committed("a", "A"))
+    assert case.board.claim(node("z", "S/A")).variable == "c"
+    assert why == "at s (RunnableLambda): its value has not come"
+
+
+def test_who_listens_hears_what_was_and_what_comes(case: Case) -> None:
+    case.begin()
+    answer = case.board.claim(node("z", "say tea"))
+    heard: list[Event | ConureError] = []
+    delta = event("node.delta", variable="a", text="A", offset=0)
+    case.board.hear(delta)
+    case.board.listen(answer, heard.append)
+    case.board.hear(committed("a", "AA"))
+    assert [each.type for each in heard if isinstance(each, Event)] == [
+        "node.delta",
+        "variable.committed",
+    ]
+    late: list[Event | ConureError] = []
+    case.board.listen(answer, late.append)
+    assert len(late) == 1
+
+
+def test_failures_reach_those_who_wait(case: Case) -> None:
+    case.begin()
+    answer = case.board.claim(node("z", "say tea"))
+    heard: list[Event | ConureError] = []
+    case.board.listen(answer, heard.append)
+    case.board.hear(event("node.failed", node="a_call", code="x", message="no"))
+    assert [each.type for each in heard if isinstance(each, Event)] == ["node.failed"]
+    case.board.observe(case.awaited, "S")
+    other = case.board.claim(node("z", "S"))
+    case.board.listen(other, heard.append)
+    lost = ProgramError("client.stream", "gone")
+    case.board.fail(lost)
+    assert heard[-1] is lost
+    after: list[Event | ConureError] = []
+    case.board.listen(other, after.append)
+    assert after == [lost]
+
+
+def test_what_is_refused_was_never_planned(case: Case) -> None:
+    case.board.add([(case.plan, case.plan.inputs("tea"))])
+    body = case.board.take()
+    assert body is not None
+    case.board.drop(body, ProgramError("constraint.invalid", "no such language"))
+    assert case.board.claim(node("z", "say tea")).variable.startswith("miss")
+    assert case.board.tally.refusals == ["no such language"]
+
+
+def test_the_end_says_what_was_run_for_nothing(case: Case) -> None:
+    case.begin()
+    assert not case.board.is_settled()
+    case.board.hear(event("node.started", node="a_call"))
+    assert case.board.end().wasted == ["at a"]
+    case.board.hear(committed("a", "A"))
+    for name in ("b", "c"):
+        case.board.hear(event("node.skipped", node=f"{name}_call", code="x"))
+    assert case.board.is_settled()

@@ -1,0 +1,88 @@
+"""What docs/langchain.md shows runs, and its table says what the tests of chains count.
+
+A fenced block after a line `<!-- tested: NAME -->` runs against a server on the fake engine.
+`python -m tests.test_langchain_page` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conure.adapters.langchain import ChatConure, accelerate
+
+from .adapters.shapes import shapes
+
+ROOT = Path(__file__).parents[1]
+PATH = ROOT / "docs" / "langchain.md"
+PAGE = PATH.read_text("utf-8")
+BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE))
+TABLE = re.compile(r"(?<=<!-- shapes -->\n).*(?=<!-- end of shapes -->)", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    command = [sys.executable, "-m", "conure.server.cli", "serve", "--engine", "fake"]
+    server = subprocess.Popen(
+        [*command, "--port", "0", "--data", str(tmp_path_factory.mktemp("served"))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / ".src")},
+    )
+    assert server.stdout is not None
+    try:
+        said = server.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", said)
+        assert found, said + server.stdout.read()
+        yield found.group()
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_example_runs(name: str, url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS[name]],
+        env={**os.environ, "CONURE_URL": url, "PYTHONPATH": str(ROOT / ".src")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    promised = {"tools": "weather {'city'", "values": "boxes=", "accelerate": "3 served, 0 missed"}
+    assert promised.get(name, "") in done.stdout
+    assert done.stdout.strip()
+
+
+def table() -> str:
+    """Every shape: its calls, those that the plan has, and what the chain makes itself."""
+    lines = [
+        "| chain | calls | from the plan | made by the chain, and waited for |",
+        "|---|---|---|---|",
+    ]
+    for name, shape in shapes(ChatConure()).items():
+        awaited = accelerate(shape.chain, model=ChatConure()).explain().plan.awaited.values()
+        needed = [each.what for each in awaited if each.source.views]
+        cells = (name, shape.served + shape.missed, shape.served, ", ".join(dict.fromkeys(needed)))
+        lines.append("| {} | {} | {} | {} |".format(*cells))
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_shapes_is_what_the_tests_count() -> None:
+    found = TABLE.search(PAGE)
+    assert found is not None
+    assert found.group() == table(), "run `python -m tests.test_langchain_page`"
+
+
+if __name__ == "__main__":
+    PATH.write_text(TABLE.sub(lambda _: table(), PAGE), "utf-8")
