@@ -39,6 +39,8 @@ class Call:
     """Segments without the output."""
     extra: Mapping[str, Json] = field(default_factory=dict)
     """`tools` and `tool_choice`, where there are any."""
+    timeout_s: float | None = None
+    """For the call, queueing included."""
 
     def node(self, node_id: str, variable: str, **common: Json) -> dict[str, Json]:
         """The `generate` node; its value is the whole answer, in the `message` form.
@@ -49,6 +51,8 @@ class Call:
             **common: fields that any node has, such as `when`.
         """
         node = {"id": node_id, "op": "generate", "model": self.model, **common, **self.extra}
+        if self.timeout_s is not None:
+            node["timeout_s"] = self.timeout_s
         output = {**self.output, "as": "message"}
         if self.messages is not None:
             return {**node, "messages": self.messages, "output": {"variable": variable, **output}}
@@ -72,14 +76,14 @@ class Call:
         return msgspec.json.encode(what, order="deterministic")
 
 
-def program_of(call: Call, *, timeout_s: float | None) -> dict[str, Json]:
+def program_of(call: Call) -> dict[str, Json]:
     """The submission of one call alone."""
     program = {
         "name": "Conure.llamaindex",
         "nodes": [call.node("call", ANSWER)],
         "outputs": [ANSWER],
     }
-    options = {} if timeout_s is None else {"deadline_s": timeout_s}
+    options = {} if call.timeout_s is None else {"deadline_s": call.timeout_s}
     return {"program": program, "options": options}
 
 

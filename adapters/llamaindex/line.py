@@ -54,25 +54,22 @@ class Line(Protocol):
 class Direct:
     """Every call is a program of its own."""
 
-    def __init__(
-        self, client: Client, asynchronous: AsyncClient, *, timeout_s: float | None
-    ) -> None:
+    def __init__(self, client: Client, asynchronous: AsyncClient) -> None:
         self._client = client
         self._asynchronous = asynchronous
-        self._timeout_s = timeout_s
 
     def answer(self, call: Call) -> Final:
-        run = self._client.submit(program_of(call, timeout_s=self._timeout_s))
+        run = self._client.submit(program_of(call))
         with _cancelled_unless_done(run):
-            return Final(run.get(ANSWER, wait_s=self._timeout_s), run.id)
+            return Final(run.get(ANSWER, wait_s=call.timeout_s), run.id)
 
     async def aanswer(self, call: Call) -> Final:
-        run = await self._asynchronous.submit(program_of(call, timeout_s=self._timeout_s))
+        run = await self._asynchronous.submit(program_of(call))
         async with _acancelled_unless_done(run):
-            return Final(await run.get(ANSWER, wait_s=self._timeout_s), run.id)
+            return Final(await run.get(ANSWER, wait_s=call.timeout_s), run.id)
 
     def stream(self, call: Call) -> Generator[str | Final, None, None]:
-        run = self._client.submit(program_of(call, timeout_s=self._timeout_s))
+        run = self._client.submit(program_of(call))
         answer = Answer(run.id)
         with _cancelled_unless_done(run):
             with closing(run.events()) as events:
@@ -81,7 +78,7 @@ class Direct:
             yield Final(answer.final(), run.id)
 
     async def astream(self, call: Call) -> AsyncGenerator[str | Final, None]:
-        run = await self._asynchronous.submit(program_of(call, timeout_s=self._timeout_s))
+        run = await self._asynchronous.submit(program_of(call))
         answer = Answer(run.id)
         async with _acancelled_unless_done(run):
             async with aclosing(run.events()) as events:

@@ -38,6 +38,7 @@ from ..client import AsyncClient, Client, Retry
 from .call import Call
 from .line import Direct, Final, Line
 from .messages import answer_message, chat_response, completion_response, selections, to_wire
+from .scope import current
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -262,7 +263,13 @@ class Conure(FunctionCallingLLM):
             text = self.messages_to_prompt(messages)
             return self.completion_call(text, kwargs, formatted=True)
         wire = [to_wire(message) for message in messages]
-        return Call(self._model(kwargs), self._output(kwargs), messages=wire, extra=_extra(kwargs))
+        return Call(
+            self._model(kwargs),
+            self._output(kwargs),
+            messages=wire,
+            extra=_extra(kwargs),
+            timeout_s=self.timeout,
+        )
 
     def completion_call(self, prompt: str, kwargs: Mapping[str, Any], *, formatted: bool) -> Call:
         """What `complete` asks of the server; raises as `chat_call` does."""
@@ -271,14 +278,22 @@ class Conure(FunctionCallingLLM):
             prompt = self.completion_to_prompt(prompt)
         if self.is_chat_model:
             return self.chat_call([ChatMessage(role=MessageRole.USER, content=prompt)], kwargs)
-        return Call(self._model(kwargs), self._output(kwargs), prompt=[{"text": prompt}])
+        return Call(
+            self._model(kwargs),
+            self._output(kwargs),
+            prompt=[{"text": prompt}],
+            timeout_s=self.timeout,
+        )
 
     def line(self) -> Line:
-        """Where calls go now."""
+        """Where calls go now: into the accelerated app that is running, if one is."""
         client = self.connection()
+        scope = current()
+        if scope is not None:
+            return scope.session(client)
         if not self._async:
             self._async.setdefault("", client.asynchronous())
-        return Direct(client, self._async[""], timeout_s=self.timeout)
+        return Direct(client, self._async[""])
 
     def connection(self) -> Client:
         """The client that calls go through."""
