@@ -60,7 +60,7 @@ test-all: check test-llamaindex012 ## the checks, then every test
 
 # What core 0.12 says on import to a pydantic that is newer than it is not ours to mend.
 test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12
-	$(OLD)/bin/python -m pytest -q tests/adapters/llamaindex \
+	$(OLD)/bin/python -m pytest -q --disable-warnings tests/adapters/llamaindex \
 	    -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
 
 bench: setup ## latency of chains and of wide programs over HTTP

@@ -9,6 +9,9 @@ are going to ask for is submitted as one program. `explain` says what came of it
     engine = accelerate(index.as_query_engine(llm=Conure(), response_mode="tree_summarize"))
     print(engine.query("What happened?"))
     print(explain(engine))
+
+On core 0.12, `accelerate` takes a QueryPipeline, and `pipeline_program.to_program` reads one
+into a program that runs whole.
 """
 
 from .accelerate import accelerate, explain

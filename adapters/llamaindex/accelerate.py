@@ -18,6 +18,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, TypeAlias, TypeVar, cast
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
@@ -53,6 +54,12 @@ ENTRANCES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
 )
 """Methods by which an app is asked for something."""
 
+PIPELINE_ENTRANCES = (
+    *("run", "arun", "run_multi", "arun_multi"),
+    *("run_with_intermediates", "arun_with_intermediates"),
+    *("run_multi_with_intermediates", "arun_multi_with_intermediates"),
+)
+
 Planner: TypeAlias = Callable[[Any, type[Any], Draft, dict[str, Any]], list[str]]
 
 PARTS: tuple[tuple[type[Any], tuple[str, ...], str, Planner], ...] = (
@@ -71,19 +78,24 @@ def accelerate(app: T) -> T:
 
     Args:
         app: a query engine, chat engine, response synthesizer, extractor or Workflow whose
-            LLM is `Conure`. It stays as it is; the copy shares its parts.
+            LLM is `Conure`; on core 0.12 a QueryPipeline. It stays as it is; the copy shares
+            its parts.
 
     Raises:
         TypeError: if it is none of these.
     """
-    names = next((names for kind, names in ENTRANCES if isinstance(app, kind)), None)
-    if names is None:
-        raise TypeError(
-            f"accelerate takes a query engine, chat engine, response synthesizer, extractor or "
-            f"Workflow, not a {type(app).__name__}"
-        )
+    if find_spec("llama_index.core.query_pipeline") is not None:
+        kind = _kind_of_pipeline(app)
+    else:
+        names = next((names for kind, names in ENTRANCES if isinstance(app, kind)), None)
+        if names is None:
+            raise TypeError(
+                f"accelerate takes a query engine, chat engine, response synthesizer, extractor "
+                f"or Workflow, not a {type(app).__name__}"
+            )
+        kind = _kind(type(app), names)
     accelerated = copy.copy(app)
-    object.__setattr__(accelerated, "__class__", _kind(type(app), names))
+    object.__setattr__(accelerated, "__class__", kind)
     return accelerated
 
 
@@ -113,6 +125,28 @@ def _kind(kind: type[Any], names: tuple[str, ...]) -> type[Any]:
         # their own, beside that of the app's method.
         if method is not None:
             setattr(made, name, _entrance(method))
+    return made
+
+
+def _kind_of_pipeline(app: Any) -> type[Any]:
+    """The same for core 0.12, which has QueryPipeline, and other parts than are known here."""
+    from llama_index.core.query_pipeline import QueryPipeline
+
+    from .pipeline_run import next_module_keys
+
+    if not isinstance(app, QueryPipeline):
+        raise TypeError(
+            f"accelerate takes a QueryPipeline on core 0.12, not a {type(app).__name__}; query "
+            "engines, synthesizers and Workflows need core 0.13 or 0.14"
+        )
+    kind: Any = type(app)
+    made = _kind(kind, PIPELINE_ENTRANCES)
+    upstream = kind.get_next_module_keys
+
+    def get_next_module_keys(self: Any, run_state: Any) -> list[str]:
+        return next_module_keys(upstream, self, run_state)
+
+    made.get_next_module_keys = get_next_module_keys
     return made
 
 
