@@ -5,6 +5,9 @@ QueryPipeline went with llama-index-core 0.13; this needs the last core that has
 `pip install conure 'llama-index-core==0.12.52.post1'`. Start a server first: `conure serve`.
 """
 
+# The core that has it is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse
@@ -12,7 +15,7 @@ import sys
 from typing import Any
 
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.query_pipeline import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
+from llama_index.core.query_pipeline import (
     FnComponent,
     InputComponent,
     QueryPipeline,

@@ -130,8 +130,7 @@ def _kind(kind: type[Any], names: tuple[str, ...]) -> type[Any]:
 
 def _kind_of_pipeline(app: Any) -> type[Any]:
     """The same for core 0.12, which has QueryPipeline, and other parts than are known here."""
-    from llama_index.core.query_pipeline import QueryPipeline
-
+    from .core012 import QueryPipeline
     from .pipeline_run import next_module_keys
 
     if not isinstance(app, QueryPipeline):

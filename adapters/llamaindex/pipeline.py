@@ -19,30 +19,22 @@ from typing import Any, Literal, NamedTuple
 
 import networkx
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.base.query_pipeline.query import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
-    QueryComponent,
-    validate_and_convert_stringable,
-)
-from llama_index.core.llms.llm import (  # type: ignore[attr-defined,unused-ignore]  # core 0.12
-    LLMChatComponent,
-    LLMCompleteComponent,
-    default_completion_to_prompt,
-)
-from llama_index.core.prompts.base import (  # type: ignore[attr-defined,unused-ignore]  # core 0.12
-    PromptComponent,
-)
-from llama_index.core.query_pipeline import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
-    InputComponent,
-    QueryPipeline,
-)
-from llama_index.core.query_pipeline.components.argpacks import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
-    ArgPackComponent,
-    KwargPackComponent,
-)
+from llama_index.core.llms.llm import default_completion_to_prompt
 
 from conure.server.program.ir import Expression
 
 from .call import Call
+from .core012 import (
+    ArgPackComponent,
+    InputComponent,
+    KwargPackComponent,
+    LLMChatComponent,
+    LLMCompleteComponent,
+    PromptComponent,
+    QueryComponent,
+    QueryPipeline,
+    validate_and_convert_stringable,
+)
 from .draft import NotPlanned, plain
 from .llm import Conure
 from .plan import SLOT, Slot, with_slots
@@ -149,9 +141,10 @@ class Reading:
             raise NotPlanned("its prompt is formatted for another LLM")
         prompt = module.prompt
         plain(module.llm or Conure.model_construct(output_parser=None), prompt)
-        made: dict[str, Any] = module.run_component(
-            **{name: self._stringable(value) for name, value in inputs.items()}
-        )
+        given = {name: self._stringable(value) for name, value in inputs.items()}
+        made: dict[str, Any] = module.run_component(**given)
+        if set(self.marks(made)) - set(self.marks(given)):
+            raise NotPlanned("its template has characters that are used as marks here")
         return made
 
     def _stringable(self, value: Any) -> Any:

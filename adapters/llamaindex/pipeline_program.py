@@ -16,20 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
-from llama_index.core.base.query_pipeline.query import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
-    QueryComponent,
-    validate_and_convert_stringable,
-)
-from llama_index.core.query_pipeline import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
-    InputComponent,
-    QueryPipeline,
-)
-from llama_index.core.query_pipeline.components.loop import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
-    LoopComponent,
-)
-from llama_index.core.query_pipeline.components.stateful import (  # type: ignore[import-not-found,unused-ignore]  # core 0.12
-    BaseStatefulComponent,
-)
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from conure.server.program.errors import ProgramError
@@ -37,6 +23,14 @@ from conure.server.program.ir import Expression, Json
 
 from ..client import Client, Result
 from .call import Call
+from .core012 import (
+    BaseStatefulComponent,
+    InputComponent,
+    LoopComponent,
+    QueryComponent,
+    QueryPipeline,
+    validate_and_convert_stringable,
+)
 from .draft import NotPlanned
 from .llm import Conure
 from .messages import chat_response, completion_response

@@ -4,6 +4,9 @@
 core that is installed; otherwise the page is compared with it.
 """
 
+# The core that has it is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import os

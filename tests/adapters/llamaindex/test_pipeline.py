@@ -1,5 +1,8 @@
 """A QueryPipeline of core 0.12, plain, accelerated and as a program, gives the same."""
 
+# The core that has it is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import itertools
