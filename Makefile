@@ -43,7 +43,8 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
 	grep -v '^llama-index' constraints.txt > $(OLD)/constraints.txt
 	$(OLD)/bin/python -m pip install --quiet --no-compile -c $(OLD)/constraints.txt \
-	    -e '.[server,llamaindex]' '$(OLD_CORE)' llguidance jsonschema pytest pytest-asyncio pytest-timeout
+	    -e '.[server,llamaindex]' '$(OLD_CORE)' llguidance jsonschema \
+	    hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 check: setup ## lint, formatting, types and architecture
