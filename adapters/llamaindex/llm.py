@@ -289,7 +289,7 @@ class Conure(FunctionCallingLLM):
         """Where calls go now: into the accelerated app that is running, if one is."""
         client = self.connection()
         scope = current()
-        if scope is not None:
+        if scope is not None and not scope.is_over:
             return scope.session(client)
         if not self._async:
             self._async.setdefault("", client.asynchronous())

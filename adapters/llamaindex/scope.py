@@ -29,6 +29,8 @@ class Scope:
 
     def __init__(self) -> None:
         self.report = Report()
+        self.is_over = False
+        """The app has ended; calls of what it left behind are calls of their own."""
         self.going_on: asyncio.Future[None] | None = None
         """What ends the run, where the app goes on after its method has returned."""
         self._sessions: dict[int, Session] = {}
@@ -79,6 +81,7 @@ class Scope:
     def finish(self, *, is_failed: bool = False) -> None:
         """The app has ended; safe to call again."""
         with self._lock:
+            self.is_over = True
             sessions = list(self._sessions.values())
         for session in sessions:
             session.finish(is_failed=is_failed)

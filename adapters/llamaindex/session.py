@@ -154,6 +154,7 @@ class Session:
         self._names = 0
         self._writer: threading.Thread | None = None
         self._reader: threading.Thread | None = None
+        self._run: Run | None = None
         self._receipt: Future[Receipt] = Future()
         self._is_over = False
 
@@ -238,7 +239,10 @@ class Session:
             self._report.calls.append(report)
             variable = self.fresh("call")
             feed = self._feeds[variable] = Feed()
-            self._send([call.node(f"{variable}_call", variable)])
+            if self._is_over:  # the server ended the program, or this came too late for it
+                feed.fail(RunError("run.ended", "the program of this run has ended"))
+            else:
+                self._send([call.node(f"{variable}_call", variable)])
             return feed
 
     def _final(self, value: dict[str, Json]) -> Final:
@@ -292,7 +296,8 @@ class Session:
             with self._lock:
                 self._num_reading -= 1
                 if is_left and self._is_over and not self._num_reading:
-                    self._outbox.put("cancel")
+                    # The writing thread has closed the program; what runs in it is stopped.
+                    threading.Thread(target=self._end, args=(self._run, "cancel")).start()
 
     def _send(self, nodes: list[dict[str, Json]]) -> None:
         self._outbox.put(nodes)
@@ -320,14 +325,14 @@ class Session:
                 run = self._submit(run, nodes)
             if ending is not None:
                 self._end(run, ending)
-                if run is None or ending != "close":
-                    return
+                return
 
     def _submit(self, run: Run | None, nodes: list[dict[str, Json]]) -> Run | None:
         try:
             if run is None:
                 program = {"name": "Conure.llamaindex", "nodes": nodes}
                 run = self._client.submit(program, options={"detach": False}, open=True)
+                self._run = run
                 self._report.programs.append(run.id)
                 self._reader = threading.Thread(
                     target=self._read, args=(run,), name="conure-events", daemon=True
@@ -351,10 +356,11 @@ class Session:
             if not self._receipt.done():
                 self._receipt.set_result(Receipt())
             return
-        with contextlib.suppress(ConureError):  # it ends by its lease then
+        # Where this fails, or the client was closed meanwhile, it ends by its lease.
+        with contextlib.suppress(ConureError, RuntimeError):
             if ending == "cancel":
                 run.cancel()
-            elif ending == "close":
+            else:
                 run.append({"close": True})
 
     def _read(self, run: Run) -> None:
@@ -373,7 +379,7 @@ class Session:
                 self._receipt.set_result(Receipt())
         for feed in feeds:
             feed.fail(problem)
-        self._outbox.put("stop")
+        self._outbox.put("close")
 
     def _hear(self, event: Event) -> None:
         data: dict[str, Any] = event.data

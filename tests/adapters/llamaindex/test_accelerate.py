@@ -6,8 +6,11 @@ Every shape runs twice on one server, plain and accelerated.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +42,12 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Workflow, step
 
-from conure.adapters.client import ServerUnreachableError
+from conure.adapters.client import Client, ServerUnreachableError
 from conure.adapters.llamaindex import Conure, Report, accelerate, explain
+from conure.adapters.llamaindex.scope import current
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.errors import RunError
 
 from .conformance import Person, Recorder
 
@@ -442,6 +449,52 @@ def test_a_prompt_that_is_refused_is_the_error_that_it_is_without(
     assert type(fast.value) is type(plain.value)
     # All but the name of the node.
     assert str(fast.value).partition(": ")[2] == str(plain.value).partition(": ")[2]
+
+
+def test_what_an_app_leaves_behind_makes_calls_of_its_own(llm: Conure) -> None:
+    left: list[Any] = []
+
+    class Leaving(Given):
+        def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
+            left.append(copy_context())
+            return super()._retrieve(query_bundle)
+
+    fast = accelerate(RetrieverQueryEngine(Leaving(nodes(2)), Refine(llm=llm)))
+    fast.query("Why?")
+    num_calls = len(explain(fast).calls)
+    assert left[0].run(llm.complete, "later").text == llm.complete("later").text
+    assert len(explain(fast).calls) == num_calls
+
+
+def test_a_program_that_the_server_ends_is_an_error_and_no_wait(llm: Conure) -> None:
+    class Ending(Given):
+        def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
+            llm.complete("first")
+            scope = current()
+            assert scope is not None
+            run = llm.connection().attach(scope.report.programs[0])
+            run.cancel()
+            for _ in run.events():
+                pass
+            scope.session(llm.connection()).receipt()
+            return super()._retrieve(query_bundle)
+
+    fast = accelerate(RetrieverQueryEngine(Ending(nodes(2)), Refine(llm=llm)))
+    with pytest.raises(RunError, match="ended"):
+        fast.query("Why?")
+
+
+def test_a_client_may_be_closed_as_soon_as_the_app_has_answered(tmp_path: Path) -> None:
+    # A thread that fails is an error here.
+    app = create_app(Config(engine="fake", data=tmp_path))
+    with Client(app=app) as client:
+        llm = Conure(client=client, temperature=0, context_window=1300, max_tokens=40)
+        fast = accelerate(TreeSummarize(llm=llm))
+        assert str(fast.synthesize("Why?", nodes=nodes(3)))
+    for thread in threading.enumerate():
+        if thread.name == "conure-session":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 async def test_runs_side_by_side_do_not_mix(llm: Conure) -> None:
