@@ -16,6 +16,6 @@ into a program that runs whole.
 
 from .accelerate import accelerate, explain
 from .llm import Conure
-from .session import CallReport, Report
+from .report import CallReport, Report
 
 __all__ = ["CallReport", "Conure", "Report", "accelerate", "explain"]

@@ -37,8 +37,8 @@ from . import extractors, synthesizers
 from .draft import Draft, NotPlanned
 from .kept import keep
 from .llm import Conure
+from .report import Report
 from .scope import Scope, current, running
-from .session import Report
 
 T = TypeVar("T")
 

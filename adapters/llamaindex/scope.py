@@ -19,7 +19,8 @@ from typing import Any
 from llama_index.core.instrumentation.span import active_span_id
 
 from ..client import Client
-from .session import Report, Session
+from .report import Report
+from .session import Session
 
 _current: ContextVar[Scope | None] = ContextVar("conure_scope", default=None)
 
