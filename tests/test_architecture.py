@@ -323,6 +323,13 @@ def test_importing_everything_but_the_engine_loads_no_model_library() -> None:
     assert engine == {"conure.engine", "conure.engine.api"}
 
 
+def test_the_llamaindex_adapter_loads_no_model_library_but_the_arrays_of_llamaindex() -> None:
+    pytest.importorskip("llama_index.core", reason="the extra `llamaindex` is not installed")
+    loaded = modules_after_importing("conure.adapters.llamaindex")
+    assert {name for name in MODEL_LIBRARIES if name in loaded} <= {"numpy"}
+    assert not any(is_inside(name, "conure.engine") for name in loaded)
+
+
 def test_the_language_alone_loads_only_msgspec() -> None:
     loaded = {name.split(".")[0] for name in modules_after_importing(f"{PROGRAM}.*")}
     outside = loaded & {
@@ -331,6 +338,7 @@ def test_the_language_alone_loads_only_msgspec() -> None:
         "tokenizers",
         "jinja2",
         "langchain_core",
+        "llama_index",
         *MODEL_LIBRARIES,
     }
     assert outside == set()

@@ -84,7 +84,7 @@ def test_the_wheel_carries_license_extras_and_the_console_script(wheel: zipfile.
     assert wheel.read(names["LICENSE"]) == (ROOT / "LICENSE").read_bytes()
     metadata = wheel.read(names["METADATA"]).decode()
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
-    for extra in ("server", "engine", "langchain"):
+    for extra in ("server", "engine", "langchain", "llamaindex"):
         assert f"\nProvides-Extra: {extra}\n" in metadata
     scripts = configparser.ConfigParser()
     scripts.read_string(wheel.read(names["entry_points.txt"]).decode())

@@ -1,0 +1,13 @@
+"""Fixtures, where LlamaIndex is installed; without it only `test_installed` is collected."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+if find_spec("llama_index") is None:
+    collect_ignore_glob = ["test_[!i]*.py"]
+else:
+    from .conformance import events
+    from .server import client, make_llm
+
+    __all__ = ["client", "events", "make_llm"]

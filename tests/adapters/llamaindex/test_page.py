@@ -1,0 +1,140 @@
+"""The tables of docs/llamaindex.md say what happens: they are written from runs.
+
+`CONURE_WRITE_PAGE=1 pytest tests/adapters/llamaindex/test_page.py` writes the table of the
+core that is installed; otherwise the page is compared with it.
+"""
+
+# The core that has it is not installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.adapters.client import Client
+from conure.adapters.llamaindex import Conure, accelerate, explain
+
+PAGE = Path(__file__).parents[3] / "docs" / "llamaindex.md"
+IS_OLD = version("llama-index-core").startswith("0.12.")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
+
+
+def compare(name: str, head: list[str], rows: list[list[str]]) -> None:
+    """The table between the marks of `name` on the page is this one."""
+    lines = [head, ["---"] * len(head), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    page = PAGE.read_text("utf-8")
+    start, end = f"<!-- {name} -->\n", f"\n<!-- end {name} -->"
+    before, _, rest = page.partition(start)
+    found, _, after = rest.partition(end)
+    if os.environ.get("CONURE_WRITE_PAGE"):
+        PAGE.write_text(before + start + table + end + after, "utf-8")
+        return
+    assert found == table, f"docs/llamaindex.md, {name}: write it with CONURE_WRITE_PAGE=1"
+
+
+def row(what: str, report: Any) -> list[str]:
+    """One line of the table of core 0.14."""
+    others = [call for call in report.calls if not call.is_planned]
+    why = sorted({note.partition(": ")[2] for note in report.notes})
+    left = f"{len(others)} {'call' if len(others) == 1 else 'calls'}" if others else ""
+    assert report.num_wasted == 0
+    return [
+        what,
+        f"{report.num_planned} of {len(report.calls)}",
+        "; ".join(each for each in [left, *why] if each),
+    ]
+
+
+@pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
+async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Conure]) -> None:
+    from llama_index.core.extractors import (
+        KeywordExtractor,
+        QuestionsAnsweredExtractor,
+        SummaryExtractor,
+        TitleExtractor,
+    )
+    from llama_index.core.indices.query.query_transform import HyDEQueryTransform
+    from llama_index.core.query_engine import TransformQueryEngine
+    from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+
+    from .conformance import Person
+    from .test_accelerate import Fan, engine, nodes
+
+    llm = make_llm(context_window=1300)
+    rows = []
+    for mode in (
+        "tree_summarize",
+        "refine",
+        "compact",
+        "accumulate",
+        "compact_accumulate",
+        "simple_summarize",
+        "generation",
+    ):
+        fast = accelerate(get_response_synthesizer(llm=llm, response_mode=ResponseMode(mode)))
+        fast.synthesize("Why?", nodes=nodes(6))
+        rows.append(row(f"synthesizer, `{mode}`", explain(fast)))
+    structured = accelerate(
+        get_response_synthesizer(
+            llm=make_llm(max_tokens=200), response_mode=ResponseMode.REFINE, output_cls=Person
+        )
+    )
+    structured.synthesize("Who?", nodes=nodes(2))
+    rows.append(row("synthesizer with `output_cls`", explain(structured)))
+    query = accelerate(engine(llm, "refine"))
+    query.query("Why?")
+    rows.append(row("query engine on a retriever, `refine`", explain(query)))
+    hyde = accelerate(TransformQueryEngine(engine(llm, "refine"), HyDEQueryTransform(llm=llm)))
+    hyde.query("Why?")
+    rows.append(row("the same behind HyDE", explain(hyde)))
+    for kind in (TitleExtractor, KeywordExtractor, QuestionsAnsweredExtractor, SummaryExtractor):
+        extractor = accelerate(kind(llm=make_llm(), show_progress=False))
+        await extractor.aextract([each.node for each in nodes(3, sentences=3)])
+        rows.append(row(f"`{kind.__name__}`", explain(extractor)))
+    flow = accelerate(Fan(make_llm(context_window=800)))
+    await flow.run(topic="tea")
+    rows.append(row("Workflow: 3 calls of its own, then a tree summary", explain(flow)))
+    compare("core 0.14", ["part of an app", "calls from the plan", "stays a call, and why"], rows)
+
+
+@pytest.mark.skipif(not IS_OLD, reason="QueryPipeline went with core 0.13")
+def test_the_table_of_core_012_is_what_happens(
+    make_llm: Callable[..., Conure], client: Client
+) -> None:
+    from llama_index.core.query_pipeline import ArgPackComponent, FnComponent
+
+    from conure.adapters.llamaindex.pipeline_program import to_program
+
+    from .test_pipeline import NAMES, inputs_of, join_responses, joins, shapes
+
+    llm = make_llm()
+    pipelines = {name: (shapes(llm)[name], inputs_of(name)) for name in NAMES}
+    packed = joins(llm, ArgPackComponent(), [FnComponent(fn=join_responses)])
+    pipelines["fan, pack and function"] = (packed, {"x": "tea"})
+    rows = []
+    for name, (pipeline, given) in pipelines.items():
+        compiled = to_program(pipeline)
+        compiled.run(client, **given)
+        fast = accelerate(pipeline)
+        fast.run(**given)
+        report = explain(fast)
+        assert report.num_wasted == 0
+        operations = [node["op"] for node in compiled.program["nodes"]]
+        rows.append(
+            [
+                name,
+                str(operations.count("generate")),
+                str(operations.count("client") or ""),
+                f"{report.num_planned} of {len(report.calls)}",
+            ]
+        )
+    head = ["pipeline", "calls that go whole", "client steps", "accelerated: calls from the plan"]
+    compare("core 0.12", head, rows)
