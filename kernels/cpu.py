@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .plan import Plan
-from .tails import Tail
+from .tails import Room, Tail
 from .tiles import Piece, Sizes, Tile, cut
 
 FEW_ROWS: Final = 48
@@ -59,7 +59,11 @@ class Cpu:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._former: dict[Hashable, tuple[Plan, list[Tile]]] = {}
-        """The plan that each kind of layer saw last, and its tiles, which may grow."""
+        """The tiles that each kind of layer had in this step or in the one before: they may
+        grow as long as no step is missed."""
+        self._plan: Plan | None = None
+        """Of the step that runs."""
+        self._room = Room()
         self._written: dict[int, Tensor | None] = {}
         """Slots written to a cache since it was last read, by address; None: several times."""
 
@@ -123,7 +127,7 @@ class Cpu:
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
         """Copy whole blocks inside each cache; see `ops.Operations.copy_blocks`."""
-        self._former.clear()
+        self._forget(None)
         for cache in caches:
             cache.index_copy_(0, destination, cache.index_select(0, source))
 
@@ -187,7 +191,10 @@ class Cpu:
         tiles: list[Tile] | None = plan.derived.get(key)
         if tiles is not None:
             return tiles
-        former, tiles = self._former.get(key, (None, []))
+        if plan is not self._plan:
+            self._forget(self._plan)
+            self._plan = plan
+        former, tiles = self._former.pop(key, (None, []))
         can_grow = former is not None and binding is None and all(t.can_grow() for t in tiles)
         if former is not None and can_grow and _goes_on(former, plan):
             # They are this step's from now on.
@@ -195,10 +202,20 @@ class Cpu:
             for tile in tiles:
                 tile.grow(plan.slots)
         else:
-            tiles = cut(plan, window, sizes)
+            for tile in tiles:
+                tile.forget()
+            tiles = cut(plan, window, sizes, self._room)
         plan.derived[key] = tiles
         self._former[key] = (plan, tiles)
         return tiles
+
+    def _forget(self, besides: Plan | None) -> None:
+        """Let go of the tiles of every step but one."""
+        for key, (plan, tiles) in list(self._former.items()):
+            if plan is not besides:
+                del self._former[key]
+                for tile in tiles:
+                    tile.forget()
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory for one matrix at a time: fresh memory would cost page faults."""

@@ -6,8 +6,8 @@ step to the next each row only gains a token. So a tail can grow, and keeps what
 gathered from each cache: a step then copies one token per row instead of all of them.
 
 Knows slots and tensors of caches by address; refuses to know rows, plans and layers. Kept
-true: what `read` returns is what the cache holds at the tail's tokens, for those that were
-written in any other way than by the step that the tail has just grown by are gathered anew.
+true: what `read` returns is what the cache holds at the tail's tokens, as long as its caller
+tells the truth about what was written; all tails together keep no more than their `Room`.
 
 Shapes: n queries - W tokens of the widest - K kv heads - M slots - D head dim.
 """
@@ -24,8 +24,15 @@ from torch import Tensor
 
 Integers = NDArray[np.int64]
 
-KEPT_BYTES: Final = 2**26
-"""What one tail keeps of all caches at most; what is beyond is gathered in every step."""
+KEPT_BYTES: Final = 2**27
+"""What is kept of all caches at most; what is beyond is gathered in every step."""
+
+
+@dataclass(slots=True)
+class Room:
+    """How much tails may keep together."""
+
+    num_bytes: int = KEPT_BYTES
 
 
 @dataclass(slots=True)
@@ -50,9 +57,9 @@ class Tail:
     """0 where a query has a token, else -inf: [n, 1, W]."""
     num_slots: int | None
     """Slots of a head where heads lie one after the other."""
+    room: Room
     num_grown: int = 0
     _kept: dict[int, _Kept] = field(default_factory=dict)
-    _num_kept_bytes: int = 0
     _newest: Tensor | None = None
     """Where in [K * n * W] the tokens stand by which the tail grew last, [K * n]."""
 
@@ -90,7 +97,7 @@ class Tail:
             if is_same and kept.num_grown == self.num_grown:
                 return kept.tokens
             newest = self._newest
-            if is_stored and newest is not None and kept.num_grown == self.num_grown - 1:
+            if is_stored and newest is not None and kept.num_grown >= self.num_grown - 1:
                 new = rows.index_select(0, self.index.index_select(0, newest))
                 kept.tokens.index_copy_(0, newest, new)
                 kept.num_grown = self.num_grown
@@ -99,8 +106,13 @@ class Tail:
             kept.num_grown = self.num_grown
             return kept.tokens
         tokens = rows.index_select(0, self.index)
-        num_bytes = tokens.numel() * tokens.element_size()
-        if self._num_kept_bytes + num_bytes <= KEPT_BYTES:
-            self._num_kept_bytes += num_bytes
+        # Where steps do not go on nothing is kept.
+        if self.num_grown and tokens.nbytes <= self.room.num_bytes:
+            self.room.num_bytes -= tokens.nbytes
             self._kept[rows.data_ptr()] = _Kept(tokens, self.num_grown)
         return tokens
+
+    def forget(self) -> None:
+        """Keep nothing any more."""
+        self.room.num_bytes += sum(kept.tokens.nbytes for kept in self._kept.values())
+        self._kept.clear()

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .plan import Integers, Item, Plan
-from .tails import Tail
+from .tails import Room, Tail
 
 TILE_QUERIES: Final = 128
 """Queries of a tile at most: more of them compute more above the diagonal, fewer read keys
@@ -95,6 +95,12 @@ class Tile:
             if isinstance(piece.tokens, Tail):
                 piece.tokens.grow(mine[piece.first : piece.end])
 
+    def forget(self) -> None:
+        """Let the tails keep nothing any more."""
+        for piece in self.pieces:
+            if isinstance(piece.tokens, Tail):
+                piece.tokens.forget()
+
 
 class Sizes(NamedTuple):
     """What a layer decides: how large a tile may be, and how its tensors look."""
@@ -122,18 +128,20 @@ class _Span(NamedTuple):
     """Where they stand in the tile."""
 
 
-def cut(plan: Plan, window: int | None, sizes: Sizes) -> list[Tile]:
+def cut(plan: Plan, window: int | None, sizes: Sizes, room: Room) -> list[Tile]:
     """Return the tiles of a step; together they name every query once.
 
     Args:
         plan: Of the step.
         window: Positions that a query sees, its own included; None sees all.
         sizes: Of the layer.
+        room: For what tails keep.
     """
     items = plan.items(window)
     row_of = np.repeat(np.arange(plan.num_rows), plan.num_new)
     rows_of = [_distinct(row_of[item.queries]) for item in items]
-    builders = _fill(plan, _order(plan, rows_of), plan.binding(window), sizes)
+    spans = _fill(plan, _order(plan, rows_of), plan.binding(window), sizes)
+    builders = [_Builder(plan, each, sizes, room) for each in spans]
     for item, rows in zip(items, rows_of, strict=True):
         for builder in builders:
             builder.add(item, rows)
@@ -160,9 +168,9 @@ def _order(plan: Plan, rows_of: Sequence[list[int]]) -> list[int]:
     )
 
 
-def _fill(plan: Plan, order: list[int], window: int | None, sizes: Sizes) -> list[_Builder]:
+def _fill(plan: Plan, order: list[int], window: int | None, sizes: Sizes) -> list[list[_Span]]:
     """Deal the queries of the rows, in order, out to tiles."""
-    builders: list[_Builder] = []
+    dealt: list[list[_Span]] = []
     spans: list[_Span] = []
     num, least, most = 0, 0, 0
     for row in order:
@@ -177,7 +185,7 @@ def _fill(plan: Plan, order: list[int], window: int | None, sizes: Sizes) -> lis
             is_alike = max(most, need) <= 2 * min(least, need) + SPARE_COLUMNS
             is_alike &= not spans or (count > 1) == (plan.num_new[spans[-1].row] > 1)
             if spans and (room <= 0 or not is_alike):
-                builders.append(_Builder(plan, spans, sizes))
+                dealt.append(spans)
                 spans, num = [], 0
                 continue
             end = min(count, begin + max(room, 1))
@@ -187,20 +195,21 @@ def _fill(plan: Plan, order: list[int], window: int | None, sizes: Sizes) -> lis
             num += end - begin
             begin = end
             if begin < count:
-                builders.append(_Builder(plan, spans, sizes))
+                dealt.append(spans)
                 spans, num = [], 0
-    builders.append(_Builder(plan, spans, sizes))
-    return builders
+    dealt.append(spans)
+    return dealt
 
 
 class _Builder:
     """Puts pieces into one tile."""
 
-    def __init__(self, plan: Plan, spans: list[_Span], sizes: Sizes) -> None:
+    def __init__(self, plan: Plan, spans: list[_Span], sizes: Sizes, room: Room) -> None:
         self._plan = plan
         self._spans = spans
         self._places = {span.row: place for place, span in enumerate(spans)}
         self._sizes = sizes
+        self._room = room
         self._max_gathered = max(1, GATHER_BYTES // sizes.token_bytes)
         self._columns = [0] * len(spans)
         """Where the next piece of each span may begin."""
@@ -290,7 +299,7 @@ class _Builder:
         index, num_slots = torch.from_numpy(padded.reshape(-1)), self._sizes.num_slots
         if num_slots is not None:
             index = _through(index, self._sizes.kv_heads, num_slots)
-        tail = Tail(lengths, width, index, bias, num_slots)
+        tail = Tail(lengths, width, index, bias, num_slots, self._room)
         self._append(places[0], places[-1], width, tail, bias)
 
     def _append(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conure.kernels import ops, tails
+from conure.kernels.cpu import Cpu
 from conure.kernels.plan import Plan, build
 
 BLOCK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
@@ -31,6 +32,7 @@ class Contexts:
     """Block tables and lengths, on caches of one implementation."""
 
     seed: int
+    window: int | None = None
     rng: random.Random = field(init=False)
     tables: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -81,7 +83,7 @@ class Contexts:
     def compare(self, plan: Plan) -> None:
         query = torch.randn(plan.num_queries, HEADS, DIM)
         found, wanted = (
-            one.attention(query, self.keys, self.values, plan, scale=0.3)
+            one.attention(query, self.keys, self.values, plan, scale=0.3, window=self.window)
             for one in (self.operations, self.reference)
         )
         error = float((found - wanted).abs().max())
@@ -100,10 +102,16 @@ class Contexts:
         self.operations.copy_blocks(caches, source, torch.tensor([destination]))
 
 
-@given(st.integers(0, 2**32), st.lists(st.sampled_from(KINDS), min_size=4, max_size=40))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from((None, 12, 40)),
+    st.lists(st.sampled_from(KINDS), min_size=4, max_size=40),
+)
 @settings(deadline=None, max_examples=40, database=None)
-def test_every_step_equals_a_step_that_keeps_nothing(seed: int, kinds: list[str]) -> None:
-    contexts = Contexts(seed)
+def test_every_step_equals_a_step_that_keeps_nothing(
+    seed: int, window: int | None, kinds: list[str]
+) -> None:
+    contexts = Contexts(seed, window)
     plan = contexts.step([1] * len(contexts.tables))
     for kind in kinds:
         rng = contexts.rng
@@ -146,6 +154,34 @@ def test_what_is_written_from_outside_is_read() -> None:
     contexts.step([1] * 3, is_stored=False)
 
 
+def test_blocks_that_change_hands_in_a_step_of_another_kind_are_read() -> None:
+    contexts = Contexts(5, window=30)
+    contexts.tables, contexts.lengths = [[]], [0]
+    contexts.step([9])
+    for _ in range(3):
+        contexts.step([1])
+    # The context ends; another gets its blocks and fills them beside one beyond the window.
+    contexts.lengths = [0]
+    contexts.tables.append([])
+    contexts.lengths.append(0)
+    contexts.step([12, 40])
+    del contexts.tables[1], contexts.lengths[1]
+    contexts.step([1])
+
+
+def test_nothing_is_kept_of_steps_that_are_over() -> None:
+    contexts = Contexts(6)
+    room = tails.Room().num_bytes
+    for _ in range(4):
+        contexts.step([1] * 3)
+    cpu = contexts.operations._kernels
+    assert isinstance(cpu, Cpu)
+    assert cpu._room.num_bytes < room
+    contexts.step([2] * 3)
+    contexts.step([2] * 3)
+    assert cpu._room.num_bytes == room
+
+
 def test_decoding_gathers_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
     select = torch.index_select
@@ -155,6 +191,7 @@ def test_decoding_gathers_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
         return select(rows, dim, index, **where)
 
     contexts = Contexts(1)
+    contexts.step([1] * 3)
     contexts.step([1] * 3)
     monkeypatch.setattr(torch.Tensor, "index_select", count)
     monkeypatch.setattr(torch, "index_select", count)
@@ -166,7 +203,10 @@ def test_decoding_gathers_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_does_not_fit_is_gathered_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tails, "KEPT_BYTES", 0)
     contexts = Contexts(2)
+    cpu = contexts.operations._kernels
+    assert isinstance(cpu, Cpu)
+    monkeypatch.setattr(cpu, "_room", tails.Room(0))
     for _ in range(6):
         contexts.step([1] * 3)
+    assert cpu._room.num_bytes == 0
