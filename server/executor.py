@@ -464,6 +464,7 @@ class Executor:
                 context_len=model.max_len,
                 description=model.description,
                 created=int(model.loaded_at),
+                capabilities=() if model.tool_format is None else ("tools",),
             )
         ]
 

@@ -31,6 +31,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     description: str = ""
     created: int = 0
     """Unix time at which it was loaded, in seconds."""
+    capabilities: tuple[str, ...] = ()
+    """What it can do beyond text; `tools` where its template has a way to write calls."""
 
 
 class GrammarInfo(Struct, frozen=True, kw_only=True):

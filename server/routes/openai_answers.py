@@ -84,6 +84,7 @@ class Model(Struct, frozen=True, kw_only=True):
     owned_by: str = "conure"
     max_model_len: int
     description: str = ""
+    capabilities: tuple[str, ...] = ()
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

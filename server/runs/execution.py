@@ -25,7 +25,7 @@ from ..program.control import Place
 from ..program.errors import ConflictError, NotFoundError
 from ..program.graph import Graph, Slot
 from ..program.instances import Instance
-from ..program.ir import Append, Job, Json, Options, Placed, Wait
+from ..program.ir import Append, Job, Json, Options, Placed, Round, Wait
 from ..program.standing import gate
 from ..program.status import ENDED, Phase, Problem, Trace
 
@@ -422,6 +422,9 @@ class Execution:
         a body it is the node around it that a failure goes to.
         """
         node = self.graph.nodes[node_id]
+        if isinstance(node, Round):
+            # The end of a round is part of the loop: a failure of it is the loop's.
+            return False
         if node.on_error is not None:
             return node.on_error == "isolate"
         job = self.graph.jobs[node.job]

@@ -29,7 +29,7 @@ from msgspec import UNSET
 from ..engines.engine import Engine
 from ..program.errors import ConureError, ExpressionError, RunError
 from ..program.expression import evaluate, input_expression
-from ..program.ir import Append, Expr, Generate, Json, Objective, Placed
+from ..program.ir import Append, Expr, Generate, Json, Objective, Placed, Round
 from ..program.ir import Call as CallNode
 from ..program.ir import Client as ClientNode
 from ..program.status import EventType, Phase, Problem, Receipt
@@ -461,7 +461,10 @@ class Run:
         self.advance(self._end_node(node_id, "skipped", problem, time.time()))
 
     def _absent(self, node_id: str, absence: Absence) -> None:
-        if absence.phase == "failed":
+        if absence.phase == "failed" and isinstance(self.execution.graph.nodes[node_id], Round):
+            # What its loop carries on failed elsewhere, and so the loop cannot go on.
+            self.fail(node_id, RunError(absence.problem.code, absence.problem.message))
+        elif absence.phase == "failed":
             self.advance(self._end_node(node_id, "failed", absence.problem, time.time()))
         else:
             self._skip(node_id, absence.problem)

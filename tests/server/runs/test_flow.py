@@ -757,3 +757,41 @@ async def test_instances_of_a_program_are_given_up_with_it(tmp_path: Path) -> No
         assert {node.status for node in status.nodes.values()} == {"cancelled"}
         assert await desk.num_held() == [(0, 0)]
         assert desk.executor._num_calls == 0
+
+
+# --- what ends in the middle of itself --------------------------------------------------------
+
+
+async def test_a_body_may_kill_the_node_around_it(tmp_path: Path) -> None:
+    """The first hit ends the map."""
+    async with desk_of(tmp_path) as desk:
+        kill = {"id": "k", "op": "kill", "targets": ["ys"], "after": ["e"]}
+        inner = map_([1, 2], expr("e", var("x"), "y"), kill, collect={"ys": "y"})
+        alone = await desk.submit([inner], outputs=["ys"])
+        assert phases(await alone.end())["m"] == "killed"
+        branch = if_(1, [inner], [expr("o", 1, "one")], z=["ys", "one"])
+        nested = await desk.submit([branch], outputs=["z"])
+        assert phases(await nested.end())["m"] == "killed"
+
+
+@pytest.mark.parametrize("carry", [{"var": "b"}, {"add": [{"var": "b"}, {"var": "n"}]}])
+async def test_a_loop_that_carries_what_failed_fails_with_it(tmp_path: Path, carry: Json) -> None:
+    async with desk_of(tmp_path) as desk:
+        bad = {**expr("bad", {"div": [1, 0]}, "b"), "on_error": "isolate"}
+        nodes = [bad, loop(count=3, carry={"n": [0, carry]})]
+        status = await (await desk.submit(nodes, outputs=["n"])).end()
+        assert status.status == "failed"
+        assert phases(status) == {"bad": "failed", "l": "failed", "l.0": "failed"}
+
+
+async def test_a_round_that_fails_in_an_isolating_job_ends_its_loop(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        step = expr("e", {"add": [var("n"), 1]}, "n2")
+        endless = loop(step, max_iter=2, carry={"n": [0, var("n2")]}, until=False, job="j")
+        after = expr("z", {"first": [var("n"), "none"]}, "y")
+        program = await desk.submit(
+            [endless, after], outputs=["y"], jobs={"j": {"on_error": "isolate"}}
+        )
+        status = await program.end()
+        assert phases(status)["l"] == "failed"
+        assert status.variables["y"].value == "none"
