@@ -81,6 +81,11 @@ def _read_tool(tool: Json, path: str) -> Tool:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
         raise _refusal("`parameters` is a JSON schema", f"{path}.function.parameters")
+    if parameters is not None and parameters.get("type", "object") != "object":
+        raise _refusal(
+            f"`parameters` of {name} describe an object, not {parameters['type']!r}",
+            f"{path}.function.parameters.type",
+        )
     return Tool(
         name,
         {"type": "object", "properties": {}} if parameters is None else parameters,

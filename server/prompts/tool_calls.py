@@ -27,6 +27,8 @@ from .tool_format import ToolFormat
 _ALPHABET: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 _ID_LENGTH: Final = 9
 """Some templates take ids of nine letters and digits and nothing else."""
+_IRREGULAR: Final = re.compile(r"\(\?<?[=!]|\\[1-9]")
+"""Looking around, and back at a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def _rules(tools: ToolSet, form: ToolFormat) -> str:
 
 
 def _schema(tool: Tool, form: ToolFormat) -> str:
-    schema = dict(tool.parameters)
+    schema: dict[str, Json] = dict(tool.parameters if tool.is_strict else _regular(tool.parameters))
     schema.setdefault("type", "object")
     if "properties" in schema:
         # What a function gets by name it cannot do anything with unless it has the name.
@@ -106,6 +108,17 @@ def _schema(tool: Tool, form: ToolFormat) -> str:
         "lenient": not tool.is_strict,
     }
     return json.dumps(schema)
+
+
+def _regular(schema: Json) -> Json:
+    """A schema without the patterns that look around or back: no grammar can keep those."""
+    if isinstance(schema, list):
+        return [_regular(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    pattern = schema.get("pattern")
+    is_kept = not (isinstance(pattern, str) and _IRREGULAR.search(pattern))
+    return {key: _regular(each) for key, each in schema.items() if is_kept or key != "pattern"}
 
 
 def _lark(grammar: str, *, answer: str | None = None) -> str:

@@ -195,6 +195,15 @@ def test_strict_tools_are_kept_whole_and_others_as_far_as_grammars_go() -> None:
     assert holds(use(TAGS, tool("f", {"type": "object"})), TAGS.spell([("f", {"z": {}})]))
 
 
+def test_a_pattern_that_no_grammar_can_keep_is_only_in_the_way_of_strict_tools() -> None:
+    mail = {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z.]+$"}
+    schema = {"type": "object", "properties": {"to": {"anyOf": [mail]}}, "required": ["to"]}
+    assert holds(use(TAGS, tool("f", schema)), TAGS.spell([("f", {"to": "a@b"})]))
+    assert not holds(use(TAGS, tool("f", schema)), TAGS.spell([("f", {"to": 1})]))
+    with pytest.raises(EngineError):
+        holds(use(TAGS, tool("f", schema, strict=True)), "x")
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "path"),
     [
@@ -203,6 +212,7 @@ def test_strict_tools_are_kept_whole_and_others_as_far_as_grammars_go() -> None:
         ([tool('a"b')], None, "tools[0].function.name"),
         ([tool("f"), tool("f")], None, "tools[1].function.name"),
         ([tool("f", [])], None, "tools[0].function.parameters"),
+        ([tool("f", {"type": "array"})], None, "tools[0].function.parameters.type"),
         ([tool("f")], "f", "tool_choice"),
         ([tool("f")], tool("g"), "tool_choice"),
         ([], "required", "tool_choice"),
