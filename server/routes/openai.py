@@ -95,7 +95,7 @@ def _model(info: ModelInfo) -> answers.Model:
         created=info.created,
         max_model_len=info.context_len,
         description=info.description,
-        capabilities=info.capabilities,
+        capabilities=[*info.capabilities],
     )
 
 

@@ -84,7 +84,7 @@ class Model(Struct, frozen=True, kw_only=True):
     owned_by: str = "conure"
     max_model_len: int
     description: str = ""
-    capabilities: tuple[str, ...] = ()
+    capabilities: list[str] = []
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
