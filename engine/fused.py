@@ -112,20 +112,10 @@ class FusedModel:
 
 def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    head_norm = None
-    if "q_norm" in attention._modules:
-        parts = (
-            norm.weight.data.expand(len(linear.weight) // attention.head_dim, -1)
-            for norm, linear in (
-                (attention.q_norm, attention.q_proj),
-                (attention.k_norm, attention.k_proj),
-            )
-        )
-        head_norm = torch.cat(tuple(parts))
     return _Layer(
         before=layer.input_layernorm.weight.data,
         qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norm=head_norm,
+        head_norm=lean.head_norm(attention),
         out=_joined(attention.o_proj),
         after=layer.post_attention_layernorm.weight.data,
         gate_up=_joined(mlp.gate_proj, mlp.up_proj),

@@ -234,22 +234,27 @@ def _linears(model: Any) -> Iterator[nn.Linear]:
         yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
+def head_norm(attention: Any) -> Tensor | None:
+    """Return the weights of the norms of each query and key head, [H + K, D], if there are."""
+    if "q_norm" not in attention._modules:
+        return None
+    query, key = (
+        norm.weight.data.expand(len(linear.weight) // attention.head_dim, -1)
+        for norm, linear in (
+            (attention.q_norm, attention.q_proj),
+            (attention.k_norm, attention.k_proj),
+        )
+    )
+    return torch.cat((query, key))
+
+
 def _block(layer: Any) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
-    head_norm, dim = None, attention.head_dim
-    if "q_norm" in attention._modules:
-        query, key = (
-            norm.weight.data.expand(len(linear.weight) // dim, -1)
-            for norm, linear in (
-                (attention.q_norm, attention.q_proj),
-                (attention.k_norm, attention.k_proj),
-            )
-        )
-        head_norm = torch.cat((query, key))
+    per_head = head_norm(attention)  # before `Projection` takes the weights that it counts
     return _Block(
         before=layer.input_layernorm.weight.data,
         qkv=Projection(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norm=head_norm,
+        head_norm=per_head,
         out=Projection(attention.o_proj),
         after=layer.post_attention_layernorm.weight.data,
         gate_up=Projection(mlp.gate_proj, mlp.up_proj),

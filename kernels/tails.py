@@ -93,24 +93,23 @@ class Tail:
             is_same: Since the last `read` nothing was written to it.
         """
         kept = self._kept.get(rows.data_ptr())
-        if kept is not None:
-            if is_same and kept.num_grown == self.num_grown:
-                return kept.tokens
-            newest = self._newest
-            if is_stored and newest is not None and kept.num_grown >= self.num_grown - 1:
-                new = rows.index_select(0, self.index.index_select(0, newest))
-                kept.tokens.index_copy_(0, newest, new)
-                kept.num_grown = self.num_grown
-                return kept.tokens
-            torch.index_select(rows, 0, self.index, out=kept.tokens)
-            kept.num_grown = self.num_grown
+        if kept is None:
+            tokens = rows.index_select(0, self.index)
+            # Where steps do not go on nothing is kept.
+            if self.num_grown and tokens.nbytes <= self.room.num_bytes:
+                self.room.num_bytes -= tokens.nbytes
+                self._kept[rows.data_ptr()] = _Kept(tokens, self.num_grown)
+            return tokens
+        if is_same and kept.num_grown == self.num_grown:
             return kept.tokens
-        tokens = rows.index_select(0, self.index)
-        # Where steps do not go on nothing is kept.
-        if self.num_grown and tokens.nbytes <= self.room.num_bytes:
-            self.room.num_bytes -= tokens.nbytes
-            self._kept[rows.data_ptr()] = _Kept(tokens, self.num_grown)
-        return tokens
+        newest = self._newest
+        if is_stored and newest is not None and kept.num_grown >= self.num_grown - 1:
+            new = rows.index_select(0, self.index.index_select(0, newest))
+            kept.tokens.index_copy_(0, newest, new)
+        else:
+            torch.index_select(rows, 0, self.index, out=kept.tokens)
+        kept.num_grown = self.num_grown
+        return kept.tokens
 
     def forget(self) -> None:
         """Keep nothing any more."""

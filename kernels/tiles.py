@@ -82,24 +82,27 @@ class Tile:
     scores: Tensor | None = None
     """With gaps: a matrix that holds -inf there, kept by the implementation."""
 
+    @property
+    def tails(self) -> list[tuple[Piece, Tail]]:
+        """The pieces that single queries read alone."""
+        return [(piece, piece.tokens) for piece in self.pieces if isinstance(piece.tokens, Tail)]
+
     def can_grow(self) -> bool:
         """Whether every query has a tail with room for one more token."""
-        tails = [piece.tokens for piece in self.pieces if isinstance(piece.tokens, Tail)]
+        tails = [tail for _, tail in self.tails]
         num_tails = sum(len(tail.lengths) for tail in tails)
         return num_tails == self.num_queries and all(tail.can_grow for tail in tails)
 
     def grow(self, slots: Integers) -> None:
         """Let every query see one more token: the slots of all packed queries, [T]."""
         mine = slots[self.queries if isinstance(self.queries, slice) else self.queries.numpy()]
-        for piece in self.pieces:
-            if isinstance(piece.tokens, Tail):
-                piece.tokens.grow(mine[piece.first : piece.end])
+        for piece, tail in self.tails:
+            tail.grow(mine[piece.first : piece.end])
 
     def forget(self) -> None:
         """Let the tails keep nothing any more."""
-        for piece in self.pieces:
-            if isinstance(piece.tokens, Tail):
-                piece.tokens.forget()
+        for _, tail in self.tails:
+            tail.forget()
 
 
 class Sizes(NamedTuple):

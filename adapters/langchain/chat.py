@@ -38,10 +38,10 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr
 
-from conure.server.program.errors import ConureError
 from conure.server.program.ir import Json
 
-from ..client import AsyncClient, AsyncRun, Client, Retry, Run
+from ..client import AsyncClient, Client, Retry
+from ..leaving import acancelled_unless_done, cancelled_unless_done
 from .current import CURRENT
 from .messages import to_wire
 from .replay import AsyncReplay, Replay
@@ -261,7 +261,7 @@ class ChatConure(BaseChatModel):
         if (replay := self._replay()) is not None:
             return replay.result(node, self.timeout)
         run = self._client().submit(self._program(node))
-        with _cancelled_unless_done(run):
+        with cancelled_unless_done(run):
             value = run.get(ANSWER, wait_s=self.timeout)
         return result_of(value, run.id)
 
@@ -276,7 +276,7 @@ class ChatConure(BaseChatModel):
         if (replay := self._areplay()) is not None:
             return await replay.result(node, self.timeout)
         run = await self._aclient().submit(self._program(node))
-        async with _acancelled_unless_done(run):
+        async with acancelled_unless_done(run):
             value = await run.get(ANSWER, wait_s=self.timeout)
         return result_of(value, run.id)
 
@@ -316,7 +316,7 @@ class ChatConure(BaseChatModel):
         """The answer to a call of its own, in pieces."""
         run = self._client().submit(self._program(node))
         stream = AnswerStream(run.id, ANSWER, CALL)
-        with _cancelled_unless_done(run), contextlib.closing(run.events()) as events:
+        with cancelled_unless_done(run), contextlib.closing(run.events()) as events:
             for event in events:
                 yield from stream.feed(event)
 
@@ -324,7 +324,7 @@ class ChatConure(BaseChatModel):
         """The answer to a call of its own, in pieces."""
         run = await self._aclient().submit(self._program(node))
         stream = AnswerStream(run.id, ANSWER, CALL)
-        async with _acancelled_unless_done(run), aclosing(run.events()) as events:
+        async with acancelled_unless_done(run), aclosing(run.events()) as events:
             async for event in events:
                 for chunk in stream.feed(event):
                     yield chunk
@@ -380,23 +380,3 @@ class ChatConure(BaseChatModel):
         if not self._async:
             self._async.setdefault(ANSWER, self._client().asynchronous())
         return self._async[ANSWER]
-
-
-@contextlib.contextmanager
-def _cancelled_unless_done(run: Run) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ConureError):
-            run.cancel()
-        raise
-
-
-@contextlib.asynccontextmanager
-async def _acancelled_unless_done(run: AsyncRun) -> AsyncIterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ConureError):
-            await run.cancel()
-        raise

@@ -10,7 +10,6 @@ then is it known in what forms a value is needed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Json
 
+from ..names import fresh
 from .messages import decode, from_wire
 from .values import (
     KINDS,
@@ -31,8 +31,6 @@ from .values import (
     Value,
     ViewKind,
 )
-
-MAX_NAME = 100
 
 Late: TypeAlias = Callable[[], Json]
 """JSON that can be written down once all of the chain is read."""
@@ -94,15 +92,7 @@ class Graph:
 
     def fresh(self, hint: str) -> str:
         """A name like `hint` that nothing has yet."""
-        base = re.sub(r"\W", "_", f"{self.prefix}{hint}")[:MAX_NAME] or "value"
-        if not re.match(r"[^\W\d]|_", base):
-            base = f"_{base}"
-        name, count = base, 1
-        while name in self._taken:
-            count += 1
-            name = f"{base}_{count}"
-        self._taken.add(name)
-        return name
+        return fresh(f"{self.prefix}{hint}", self._taken)
 
     def view(self, local: Local, kind: ViewKind) -> str:
         """The variable that carries a local value."""

@@ -8,15 +8,14 @@ server; nothing is submitted for a stream that nobody begins to read.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
 from typing import NamedTuple, Protocol
 
-from conure.server.program.errors import ConureError
 from conure.server.program.ir import Json
 
-from ..client import AsyncClient, AsyncRun, Client, Run
+from ..client import AsyncClient, Client
+from ..leaving import acancelled_unless_done, cancelled_unless_done
 from .call import ANSWER, Answer, Call, program_of
 
 
@@ -60,18 +59,18 @@ class Direct:
 
     def answer(self, call: Call) -> Final:
         run = self._client.submit(program_of(call))
-        with _cancelled_unless_done(run):
+        with cancelled_unless_done(run):
             return Final(run.get(ANSWER, wait_s=call.timeout_s), run.id)
 
     async def aanswer(self, call: Call) -> Final:
         run = await self._asynchronous.submit(program_of(call))
-        async with _acancelled_unless_done(run):
+        async with acancelled_unless_done(run):
             return Final(await run.get(ANSWER, wait_s=call.timeout_s), run.id)
 
     def stream(self, call: Call) -> Generator[str | Final, None, None]:
         run = self._client.submit(program_of(call))
         answer = Answer(run.id)
-        with _cancelled_unless_done(run):
+        with cancelled_unless_done(run):
             with closing(run.events()) as events:
                 for event in events:
                     yield from answer.feed(event)
@@ -80,29 +79,9 @@ class Direct:
     async def astream(self, call: Call) -> AsyncGenerator[str | Final, None]:
         run = await self._asynchronous.submit(program_of(call))
         answer = Answer(run.id)
-        async with _acancelled_unless_done(run):
+        async with acancelled_unless_done(run):
             async with aclosing(run.events()) as events:
                 async for event in events:
                     for piece in answer.feed(event):
                         yield piece
             yield Final(answer.final(), run.id)
-
-
-@contextlib.contextmanager
-def _cancelled_unless_done(run: Run) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ConureError):
-            run.cancel()
-        raise
-
-
-@contextlib.asynccontextmanager
-async def _acancelled_unless_done(run: AsyncRun) -> AsyncIterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ConureError):
-            await run.cancel()
-        raise

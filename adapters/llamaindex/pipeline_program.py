@@ -11,7 +11,6 @@ module would get, LLM responses included.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -22,6 +21,7 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Expression, Json
 
 from ..client import Client, Result
+from ..names import fresh
 from .call import Call
 from .core012 import (
     BaseStatefulComponent,
@@ -203,15 +203,7 @@ class Compiled:
         return variable, revive
 
     def _fresh(self, hint: str) -> str:
-        base = re.sub(r"\W", "_", hint)[:100] or "value"
-        if not re.match(r"[^\W\d]|_", base):
-            base = f"_{base}"
-        name, count = base, 1
-        while name in self._taken:
-            count += 1
-            name = f"{base}_{count}"
-        self._taken.add(name)
-        return name
+        return fresh(hint, self._taken)
 
 
 def _whole(origin: Origin) -> tuple[Expression, Revive]:

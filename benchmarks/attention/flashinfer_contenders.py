@@ -71,14 +71,7 @@ def _decode(scene: Scene) -> Callable[[int], Tensor]:
         q_data_type=scene.dtype,
         kv_data_type=scene.dtype,
     )
-    caches = _plain_caches(scene)
-
-    def attend(layer: int) -> Tensor:
-        found = wrapper.run(scene.queries[layer], caches[layer])
-        assert isinstance(found, Tensor)
-        return found
-
-    return attend
+    return _attend(scene, wrapper)
 
 
 def _cascade(scene: Scene) -> Callable[[int], Tensor]:
@@ -102,6 +95,11 @@ def _cascade(scene: Scene) -> Callable[[int], Tensor]:
         q_data_type=scene.dtype,
         kv_data_type=scene.dtype,
     )
+    return _attend(scene, wrapper)
+
+
+def _attend(scene: Scene, wrapper: Any) -> Callable[[int], Tensor]:
+    """What a planned wrapper does for a layer."""
     caches = _plain_caches(scene)
 
     def attend(layer: int) -> Tensor:

@@ -467,10 +467,6 @@ class Flow:
             for node_id in doom.nodes
             for each in self._host.end_node(node_id, "killed", problem)
         ]
-        if self._execution.nodes[node.id].has_ended:
-            # It stood in the body of what it killed, and died with it.
-            self._host.advance(ready)
-            return
         self._host.slot_over(node.id, 0, ready)
 
     def _yield(self, node: Yield) -> None:

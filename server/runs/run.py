@@ -421,10 +421,16 @@ class Run:
         return execution.commit(variable, value)
 
     def slot_over(self, node_id: str, slot: int, ready: list[Ready]) -> None:
-        """A slot has done its work; `ready` is dispatched with what follows."""
+        """A slot has done its work; `ready` is dispatched with what follows.
+
+        A node may have ended by its own work: a kill that hit the node around it.
+        """
         now = time.time()
-        ready += self.execution.finish_slot(node_id, slot, at=now)
         state = self.execution.nodes[node_id]
+        if state.has_ended:
+            self.advance(ready)
+            return
+        ready += self.execution.finish_slot(node_id, slot, at=now)
         if state.has_ended:
             self._forget(node_id)
             self.emit("node.finished", node_id, attempt=state.attempt, **_account(state))

@@ -156,6 +156,18 @@ class Kit:
         return Answer(200, body)
 
     @staticmethod
+    def delta(text: str, offset: int, attempt: int = 0) -> bytes:
+        """More of an answer."""
+        return _sse(
+            None, "node.delta", variable="answer", text=text, attempt=attempt, offset=offset
+        )
+
+    @staticmethod
+    def committed(value: Any) -> bytes:
+        """An answer, and the end behind it."""
+        return _sse(5, "variable.committed", variable="answer", value=value) + Kit.finished(6)
+
+    @staticmethod
     def finished(seq: int, status: str = "done") -> bytes:
         """The last event."""
         return _sse(seq, "program.finished", program="p_1", status=status, receipt={"calls": 1})

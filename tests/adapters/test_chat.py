@@ -39,19 +39,6 @@ def llm(double: Any, kit: Any) -> Iterator[ChatConure]:
         yield ChatConure(client=client, model="tiny", temperature=0, stop=["."])
 
 
-def delta(kit: Any, text: str, offset: int, attempt: int = 0) -> bytes:
-    wire: bytes = kit.sse(
-        None, "node.delta", variable="answer", text=text, attempt=attempt, offset=offset
-    )
-    return wire
-
-
-def committed(kit: Any) -> bytes:
-    return bytes(kit.sse(5, "variable.committed", variable="answer", value=VALUE)) + bytes(
-        kit.finished(6)
-    )
-
-
 def test_a_call_is_a_program_of_one_node(llm: ChatConure, double: Any) -> None:
     message = llm.invoke([("system", "s"), ("human", "h")], seed=7, max_tokens=3)
     (post,) = double.of("POST", "/v1/programs")
@@ -100,9 +87,9 @@ def test_a_stream_survives_restarts_without_saying_anything_twice(
     double.on(
         "GET",
         f"{PROGRAM}/events",
-        kit.Answer(chunks=[delta(kit, "hel", 0)], is_cut=True),
-        kit.Answer(chunks=[delta(kit, "hello", 0), delta(kit, "he", 0, 1)], is_cut=True),
-        kit.Answer(chunks=[delta(kit, "ea", 7, 1), committed(kit)]),
+        kit.Answer(chunks=[kit.delta("hel", 0)], is_cut=True),
+        kit.Answer(chunks=[kit.delta("hello", 0), kit.delta("he", 0, 1)], is_cut=True),
+        kit.Answer(chunks=[kit.delta("ea", 7, 1), kit.committed(VALUE)]),
     )
     chunks = list(llm.stream("a"))
     assert [chunk.content for chunk in chunks] == ["hel", "lo", " tea", ""]
@@ -113,7 +100,7 @@ def test_a_stream_survives_restarts_without_saying_anything_twice(
 
 
 def test_a_stream_that_is_left_is_cancelled(llm: ChatConure, double: Any, kit: Any) -> None:
-    never = kit.Answer(chunks=[delta(kit, "hel", 0), b""], gate=lambda: False)
+    never = kit.Answer(chunks=[kit.delta("hel", 0), b""], gate=lambda: False)
     double.on("GET", f"{PROGRAM}/events", never)
     stream = llm.stream("a")
     assert next(stream).content == "hel"
@@ -125,7 +112,7 @@ def test_a_stream_that_is_left_is_cancelled(llm: ChatConure, double: Any, kit: A
 async def test_an_awaited_stream_that_is_left_is_cancelled(
     llm: ChatConure, double: Any, kit: Any
 ) -> None:
-    never = kit.Answer(chunks=[delta(kit, "hel", 0), b""], gate=lambda: False)
+    never = kit.Answer(chunks=[kit.delta("hel", 0), b""], gate=lambda: False)
     double.on("GET", f"{PROGRAM}/events", never)
     # LangChain's own `astream` leaves closing this one to the loop, a little later.
     async with aclosing(llm._astream([HumanMessage("a")])) as stream:  # type: ignore[type-var]
@@ -151,7 +138,7 @@ def test_tokens_reach_callbacks_when_invoke_streams(llm: ChatConure, double: Any
             tokens.append(token)
 
     double.on(
-        "GET", f"{PROGRAM}/events", kit.Answer(chunks=[delta(kit, "hello", 0), committed(kit)])
+        "GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.delta("hello", 0), kit.committed(VALUE)])
     )
     eager = llm.model_copy(update={"streaming": True})
     message = eager.invoke("a", config={"callbacks": [Listener()]})

@@ -53,19 +53,6 @@ def nodes(double: Any) -> list[Any]:
     return [post.body["program"]["nodes"][0] for post in posts]
 
 
-def delta(kit: Any, text: str, offset: int, attempt: int = 0) -> bytes:
-    wire: bytes = kit.sse(
-        None, "node.delta", variable="answer", text=text, attempt=attempt, offset=offset
-    )
-    return wire
-
-
-def committed(kit: Any) -> bytes:
-    return bytes(kit.sse(5, "variable.committed", variable="answer", value=VALUE)) + bytes(
-        kit.finished(6)
-    )
-
-
 def test_a_chat_is_a_program_of_one_node(llm: Conure, double: Any) -> None:
     chat = [ChatMessage(role="system", content="s"), ChatMessage(role="user", content="h")]
     response = llm.chat(chat, seed=7, max_tokens=3)
@@ -193,9 +180,9 @@ def test_a_stream_survives_restarts_without_saying_anything_twice(
     double.on(
         "GET",
         f"{PROGRAM}/events",
-        kit.Answer(chunks=[delta(kit, "hel", 0)], is_cut=True),
-        kit.Answer(chunks=[delta(kit, "hello", 0), delta(kit, "he", 0, 1)], is_cut=True),
-        kit.Answer(chunks=[delta(kit, "ea", 7, 1), committed(kit)]),
+        kit.Answer(chunks=[kit.delta("hel", 0)], is_cut=True),
+        kit.Answer(chunks=[kit.delta("hello", 0), kit.delta("he", 0, 1)], is_cut=True),
+        kit.Answer(chunks=[kit.delta("ea", 7, 1), kit.committed(VALUE)]),
     )
     pieces = list(llm.stream_complete("a"))
     assert [piece.delta for piece in pieces] == ["hel", "lo", " tea", ""]
@@ -204,7 +191,7 @@ def test_a_stream_survives_restarts_without_saying_anything_twice(
 
 
 def test_a_stream_that_is_left_is_cancelled(llm: Conure, double: Any, kit: Any) -> None:
-    never = kit.Answer(chunks=[delta(kit, "hel", 0), b""], gate=lambda: False)
+    never = kit.Answer(chunks=[kit.delta("hel", 0), b""], gate=lambda: False)
     double.on("GET", f"{PROGRAM}/events", never)
     for leave in (llm.stream_complete("a"), llm.stream_chat([ChatMessage(content="a")])):
         assert next(leave).delta == "hel"
@@ -216,7 +203,7 @@ def test_a_stream_that_is_left_is_cancelled(llm: Conure, double: Any, kit: Any) 
 async def test_an_awaited_stream_that_is_left_is_cancelled(
     llm: Conure, double: Any, kit: Any
 ) -> None:
-    never = kit.Answer(chunks=[delta(kit, "hel", 0), b""], gate=lambda: False)
+    never = kit.Answer(chunks=[kit.delta("hel", 0), b""], gate=lambda: False)
     double.on("GET", f"{PROGRAM}/events", never)
     stream = await llm.astream_complete("a")
     assert (await anext(stream)).delta == "hel"
