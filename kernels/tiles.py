@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .plan import Integers, Item, Plan
-from .tails import Room, Tail
+from .stretch import Room, Stretch, Tail, run_of
 
 TILE_QUERIES: Final = 128
 """Queries of a tile at most: more of them compute more above the diagonal, fewer read keys
@@ -59,9 +59,8 @@ class Piece:
     end: int
     column: int
     width: int
-    tokens: Tensor | slice | Tail
-    """Slots that all queries read, [width], or what each of them reads alone. Where heads
-    lie one after the other an index counts through all of them: [K * width]."""
+    tokens: Stretch
+    """Slots that all queries read, [width], or what each of them reads alone: a `Tail`."""
     bias: Tensor | None
     """Added to the last columns of the scores, 0 or -inf: [end - first, 1, columns]."""
     is_first: bool
@@ -79,30 +78,26 @@ class Tile:
     width: int = 0
     has_gaps: bool = False
     """In some columns no piece writes the scores of some query."""
-    scores: Tensor | None = None
-    """With gaps: a matrix that holds -inf there, kept by the implementation."""
-
-    @property
-    def tails(self) -> list[tuple[Piece, Tail]]:
-        """The pieces that single queries read alone."""
-        return [(piece, piece.tokens) for piece in self.pieces if isinstance(piece.tokens, Tail)]
 
     def can_grow(self) -> bool:
         """Whether every query has a tail with room for one more token."""
-        tails = [tail for _, tail in self.tails]
-        num_tails = sum(len(tail.lengths) for tail in tails)
+        tails = [piece.tokens for piece in self.pieces if isinstance(piece.tokens, Tail)]
+        num_tails = sum(tail.num_queries for tail in tails)
         return num_tails == self.num_queries and all(tail.can_grow for tail in tails)
 
     def grow(self, slots: Integers) -> None:
         """Let every query see one more token: the slots of all packed queries, [T]."""
         mine = slots[self.queries if isinstance(self.queries, slice) else self.queries.numpy()]
-        for piece, tail in self.tails:
-            tail.grow(mine[piece.first : piece.end])
+        for piece in self.pieces:
+            if isinstance(piece.tokens, Tail):
+                piece.tokens.grow(mine[piece.first : piece.end])
+            else:
+                piece.tokens.go_on()
 
     def forget(self) -> None:
-        """Let the tails keep nothing any more."""
-        for _, tail in self.tails:
-            tail.forget()
+        """Keep nothing of a cache any more."""
+        for piece in self.pieces:
+            piece.tokens.forget()
 
 
 class Sizes(NamedTuple):
@@ -110,10 +105,6 @@ class Sizes(NamedTuple):
 
     dtype: torch.dtype
     """Of the masks."""
-    kv_heads: int
-    num_slots: int | None
-    """Slots of a head where heads lie one after the other: slots are then counted through."""
-
     score_bytes: int
     """Of one column of one query, all heads together."""
     token_bytes: int
@@ -140,6 +131,9 @@ def cut(plan: Plan, window: int | None, sizes: Sizes, room: Room) -> list[Tile]:
         sizes: Of the layer.
         room: For what tails keep.
     """
+    if plan.num_queries > plan.num_rows or plan.binding(window) is not None:
+        # The next step will not be this one with a token more: nothing is worth keeping.
+        room = Room(0)
     items = plan.items(window)
     row_of = np.repeat(np.arange(plan.num_rows), plan.num_new)
     rows_of = [_distinct(row_of[item.queries]) for item in items]
@@ -223,7 +217,7 @@ class _Builder:
         queries = np.concatenate(
             [np.arange(starts[s.row] + s.begin, starts[s.row] + s.end) for s in spans]
         )
-        self._tile = Tile(run_or_index(queries), len(queries))
+        self._tile = Tile(run_of(queries) or torch.from_numpy(queries), len(queries))
 
     def add(self, item: Item, rows: list[int]) -> None:
         """Put the part of an item that concerns this tile into pieces."""
@@ -242,6 +236,9 @@ class _Builder:
         if is_single and len(self._spans) > 1:
             run_tokens = max(run_tokens, RUN_BYTES // self._sizes.token_bytes)
         runs, rest = _long_runs(tokens, COLUMNS if is_single else 1, run_tokens)
+        if not is_single and self._keeps(tokens):
+            # Gathered once it is one call in every step that goes on.
+            runs, rest = [], tokens
         for run in runs:
             self._put(first, last, run)
         if not len(rest):
@@ -271,7 +268,7 @@ class _Builder:
             self._put(place, place, tokens[begin:end], seen)
             return
         bias = _triangle(num) if num > 1 else None
-        if _is_run(tokens[:end]):
+        if run_of(tokens[:end]):
             self._put(place, place, tokens[:end], bias)
             return
         runs, rest = _long_runs(tokens[: end - num], 1, RUN_TOKENS)
@@ -281,36 +278,22 @@ class _Builder:
 
     def _put(self, first: int, last: int, tokens: Integers, bias: Tensor | None = None) -> None:
         """Append a piece whose queries all read the same keys."""
-        index = run_or_index(tokens)
-        num_slots = self._sizes.num_slots
-        if num_slots is not None and isinstance(index, Tensor):
-            index = _through(index, self._sizes.kv_heads, num_slots)
-        self._append(first, last, len(tokens), index, bias)
+        self._append(first, last, len(tokens), Stretch(tokens, self._room), bias)
 
     def _put_tail(self, places: list[int]) -> None:
         """Append a piece of neighbouring single queries with keys of their own."""
         stretches = [self._rest[place] for place in places]
-        lengths = np.array([len(stretch) for stretch in stretches])
         # There is room to grow by at least one token.
-        width = (int(lengths.max()) // COLUMNS + 1) * COLUMNS
-        padded = np.empty((len(stretches), width), dtype=np.int64)
-        for row, stretch in enumerate(stretches):
-            padded[row, : len(stretch)] = stretch
-            padded[row, len(stretch) :] = stretch[0]
-        unused = np.arange(width) >= lengths[:, None]
-        bias = torch.from_numpy(np.where(unused, -np.inf, 0.0))[:, None].to(self._sizes.dtype)
-        index, num_slots = torch.from_numpy(padded.reshape(-1)), self._sizes.num_slots
-        if num_slots is not None:
-            index = _through(index, self._sizes.kv_heads, num_slots)
-        tail = Tail(lengths, width, index, bias, num_slots, self._room)
-        self._append(places[0], places[-1], width, tail, bias)
+        width = (max(map(len, stretches)) // COLUMNS + 1) * COLUMNS
+        tail = Tail(stretches, width, self._sizes.dtype, self._room)
+        self._append(places[0], places[-1], width, tail, tail.bias)
 
     def _append(
         self,
         first: int,
         last: int,
         width: int,
-        tokens: Tensor | slice | Tail,
+        tokens: Stretch,
         bias: Tensor | None,
     ) -> None:
         places = range(first, last + 1)
@@ -334,6 +317,10 @@ class _Builder:
             )
         )
 
+    def _keeps(self, tokens: Integers) -> bool:
+        """Say whether steps will go on, and may keep these of one cache."""
+        return self._room.num_bytes > 0 and len(tokens) <= self._max_gathered
+
     def _buckets(self) -> Iterator[list[int]]:
         """Yield neighbouring spans whose rests are worth one padded call."""
         bucket: list[int] = []
@@ -355,24 +342,6 @@ class _Builder:
             least, most = low, high
         if bucket:
             yield bucket
-
-
-def run_or_index(numbers: Integers) -> Tensor | slice:
-    """Return a slice where the numbers follow each other, so that nothing is gathered."""
-    if _is_run(numbers):
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return torch.from_numpy(numbers)
-
-
-def _through(index: Tensor, kv_heads: int, num_slots: int) -> Tensor:
-    """Return slots counted through heads that lie one after the other, [K * slots]."""
-    return (torch.arange(kv_heads)[:, None] * num_slots + index).view(-1)
-
-
-def _is_run(numbers: Integers) -> bool:
-    if int(numbers[-1]) - int(numbers[0]) != len(numbers) - 1:
-        return False
-    return bool((np.diff(numbers) == 1).all())
 
 
 def _long_runs(tokens: Integers, unit: int, run_tokens: int) -> tuple[list[Integers], Integers]:

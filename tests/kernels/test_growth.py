@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conure.kernels import ops, tails
+from conure.kernels import ops, stretch
 from conure.kernels.cpu import Cpu
 from conure.kernels.plan import Plan, build
 
@@ -171,7 +171,7 @@ def test_blocks_that_change_hands_in_a_step_of_another_kind_are_read() -> None:
 
 def test_nothing_is_kept_of_steps_that_are_over() -> None:
     contexts = Contexts(6)
-    room = tails.Room().num_bytes
+    room = stretch.Room().num_bytes
     for _ in range(4):
         contexts.step([1] * 3)
     cpu = contexts.operations._kernels
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_gathered_in_every_step(monkeypatch: pytest.MonkeyP
     contexts = Contexts(2)
     cpu = contexts.operations._kernels
     assert isinstance(cpu, Cpu)
-    monkeypatch.setattr(cpu, "_room", tails.Room(0))
+    monkeypatch.setattr(cpu, "_room", stretch.Room(0))
     for _ in range(6):
         contexts.step([1] * 3)
     assert cpu._room.num_bytes == 0
