@@ -14,6 +14,11 @@ EXTRAS := server,engine,langchain,llamaindex,dev
 OLD := .venv-llamaindex012
 OLD_CORE := llama-index-core==0.12.52.post1
 
+# torch 2.11 brings Triton 3.6, and what compiles well on one may spill on the other: the kernels
+# are interpreted and compiled on both. The plain environment has 3.7.1.
+KERNELS := .venv-triton36
+KERNELS_TRITON := triton==3.6.0
+
 # Exactly one torch fits: a looser request would bring another build than the tested one.
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
@@ -24,7 +29,8 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 PYTEST := $(BIN)/pytest --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check demo test test-all test-llamaindex012 bench bench-kernels clean
+.PHONY: help setup check demo test test-all test-llamaindex012 test-triton36 bench bench-kernels \
+    clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -47,6 +53,14 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 	    hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
+$(KERNELS)/.installed: pyproject.toml constraints.txt
+	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
+	grep -v '^triton' constraints.txt > $(KERNELS)/constraints.txt
+	$(KERNELS)/bin/python -m pip install --quiet -c $(KERNELS)/constraints.txt $(TORCH)
+	$(KERNELS)/bin/python -m pip install --quiet -c $(KERNELS)/constraints.txt -e . \
+	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $@
+
 check: setup ## lint, formatting, types and architecture
 	@.ci/check
 
@@ -56,13 +70,16 @@ demo: setup ## start a server on the built-in model and run a LangChain map-redu
 test: check test-llamaindex012 ## the checks, then every test that fits the time budget above
 	$(PYTEST) -m 'not slow'
 
-test-all: check test-llamaindex012 ## the checks, then every test
+test-all: check test-llamaindex012 test-triton36 ## the checks, then every test
 	$(PYTEST)
 
 # What core 0.12 says on import to a pydantic that is newer than it is not ours to mend.
 test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12
 	$(OLD)/bin/python -m pytest -q --disable-warnings tests/adapters/llamaindex \
 	    -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
+
+test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by Triton 3.6.0
+	$(KERNELS)/bin/python -m pytest -q tests/kernels -m 'not slow'
 
 bench: setup ## latency of chains and of wide programs over HTTP
 	$(BIN)/python benchmarks/latency.py

@@ -19,14 +19,13 @@ B tokens of a block - N blocks - S parts - W most parts of one query.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import arguments, cpu, reference
 from .plan import Plan
 
 NAMES: Final = ("reference", "cpu", "triton")
@@ -153,8 +152,8 @@ class Operations:
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
         """
-        _check_attention(query, key_cache, value_cache, plan)
-        _check_variants(query, scale, window, softcap, sinks)
+        arguments.check_attention(query, key_cache, value_cache, plan)
+        arguments.check_variants(query, scale, window, softcap, sinks)
         shape = (query.shape[0], query.shape[1], value_cache.shape[3])
         if out is None:
             out = query.new_empty(shape)
@@ -164,7 +163,7 @@ class Operations:
             )
         elif out.stride(2) != 1:
             raise ValueError(f"out must have vectors in one stretch, got strides {out.stride()}")
-        _check_one_device(
+        arguments.check_one_device(
             query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, out=out
         )
         return self._kernels.attention(
@@ -205,10 +204,9 @@ class Operations:
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
         """
-        if query.dim() == 3 and query.shape[0] < plan.num_queries:
-            raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
-        _check_attention(query[: plan.num_queries], key_cache, value_cache, plan)
-        _check_one_device(query=query, key_cache=key_cache, value_cache=value_cache)
+        arguments.check_attention(query, key_cache, value_cache, plan)
+        arguments.check_window(window)
+        arguments.check_one_device(query=query, key_cache=key_cache, value_cache=value_cache)
         if not isinstance(self._kernels, Replayable):
             return None
         return self._kernels.prepare(query, key_cache, value_cache, plan, window=window)
@@ -221,7 +219,8 @@ class Operations:
         Args:
             outputs: [S, H, E] parts, each normalised for itself.
             lse: [S, H] natural log of the sum of the exponentials behind each part.
-            slots: [T, W] int64, the parts of each query; -1 fills up, one is a part at least.
+            slots: [T, W] int64 below S, the parts of each query; -1 fills up, one is a part at
+                least.
             sinks: [H] as in `attention`.
 
         Returns:
@@ -236,9 +235,13 @@ class Operations:
             raise ValueError(f"lse must be {list(outputs.shape[:2])}, got {list(lse.shape)}")
         if slots.dim() != 2 or slots.dtype != torch.int64:
             raise ValueError(f"slots must be [T, W] int64, got {list(slots.shape)} {slots.dtype}")
-        if sinks is not None and sinks.shape != outputs.shape[1:2]:
-            raise ValueError(f"sinks must be [{outputs.shape[1]}], got {list(sinks.shape)}")
-        _check_one_device(outputs=outputs, lse=lse, slots=slots, sinks=sinks)
+        for name, tensor in (("outputs", outputs), ("lse", lse)):
+            arguments.check_floats(name, tensor)
+        arguments.check_sinks(sinks, outputs.shape[1])
+        arguments.check_one_device(outputs=outputs, lse=lse, slots=slots, sinks=sinks)
+        arguments.check_range("slots", slots, -1, len(outputs))
+        if slots.device.type == "cpu" and len(slots) and not (slots >= 0).any(dim=1).all():
+            raise ValueError("slots must name one part of each query at least")
         return self._kernels.merge(outputs, lse, slots, sinks=sinks)
 
     def store_kv(
@@ -251,13 +254,14 @@ class Operations:
             value: [T, K, E].
             key_cache: [N, B, K, D], blocks that follow each other.
             value_cache: [N, B, K, E].
-            slots: [T] int64, block * B + offset, each slot at most once.
+            slots: [T] int64, block * B + offset, each slot at most once. On a GPU the host does
+                not read them; what lies outside of the caches is not written there.
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
         """
         for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-            _check_layout(name, cache)
+            arguments.check_layout(name, cache)
             if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
                 raise ValueError(
                     f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {list(new.shape)}"
@@ -270,9 +274,10 @@ class Operations:
             raise ValueError(
                 f"value_cache must be {[*key_cache.shape[:3], 'E']}, got {list(value_cache.shape)}"
             )
-        _check_one_device(
+        arguments.check_one_device(
             key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots
         )
+        arguments.check_range("slots", slots, 0, key_cache.shape[0] * key_cache.shape[1])
         self._kernels.store_kv(key, value, key_cache, value_cache, slots)
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
@@ -282,7 +287,8 @@ class Operations:
 
         Args:
             caches: Any number of [N, B, K, D].
-            source: [C] int64 blocks.
+            source: [C] int64 blocks of every cache. On a GPU the host does not read them, and
+                pairs that are outside of a cache are left out there.
             destination: [C] int64 blocks, each at most once.
 
         Raises:
@@ -300,77 +306,26 @@ class Operations:
                 raise ValueError(f"caches[{index}] must be [N, B, K, D], got {list(cache.shape)}")
             if cache.device != source.device:
                 raise ValueError(f"caches[{index}] is on {cache.device}, source on {source.device}")
-        _check_one_device(source=source, destination=destination)
+        arguments.check_one_device(source=source, destination=destination)
+        num_blocks = min((len(cache) for cache in caches), default=0)
+        if caches:
+            arguments.check_range("source", source, 0, num_blocks)
+            arguments.check_range("destination", destination, 0, num_blocks)
         if len(source):
             self._kernels.copy_blocks(caches, source, destination)
 
     def new_cache(
         self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype
     ) -> Tensor:
-        """Return zeros [num_blocks, block_size, heads, dim] in this implementation's layout."""
+        """Return zeros [num_blocks, block_size, heads, dim] in this implementation's layout.
+
+        Raises:
+            ValueError: if a size is below 1 or `dtype` no floating point; the message names it.
+        """
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "heads": heads, "dim": dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating point, got {dtype}")
         return self._kernels.new_cache(num_blocks, block_size, heads, dim, dtype)
-
-
-def _check_layout(name: str, cache: Tensor) -> None:
-    """Demand that slots have one distance in memory and that a vector is one stretch."""
-    if cache.dim() != 4:
-        raise ValueError(f"{name}_cache must be [N, B, K, D], got {list(cache.shape)}")
-    strides = cache.stride()
-    if strides[0] != cache.shape[1] * strides[1] or strides[3] != 1:
-        raise ValueError(f"{name}_cache must have slots at one distance, got strides {strides}")
-
-
-def _check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> None:
-    if query.dim() != 3:
-        raise ValueError(f"query must be [T, H, D], got {list(query.shape)}")
-    if query.stride(2) != 1:
-        raise ValueError(f"query must have vectors in one stretch, got strides {query.stride()}")
-    if query.shape[0] < plan.num_queries:
-        raise ValueError(f"query has {query.shape[0]} tokens, the plan {plan.num_queries}")
-    _check_layout("key", key_cache)
-    num_blocks, block_size, kv_heads, head_dim = key_cache.shape
-    if value_cache.dim() != 4 or value_cache.shape[:3] != key_cache.shape[:3]:
-        raise ValueError(
-            f"value_cache must be [{num_blocks}, {block_size}, {kv_heads}, E],"
-            f" got {list(value_cache.shape)}"
-        )
-    _check_layout("value", value_cache)
-    if block_size != plan.block_size:
-        raise ValueError(f"key_cache has blocks of {block_size}, the plan of {plan.block_size}")
-    if plan.max_block >= num_blocks:
-        raise ValueError(f"plan reads block {plan.max_block}, key_cache has {num_blocks}")
-    if query.shape[2] != head_dim:
-        raise ValueError(f"query has head size {query.shape[2]}, key_cache {head_dim}")
-    if query.shape[1] % kv_heads:
-        raise ValueError(f"query has {query.shape[1]} heads, no multiple of {kv_heads} kv heads")
-    if not query.dtype == key_cache.dtype == value_cache.dtype:
-        raise ValueError(
-            f"query, key_cache and value_cache must have one dtype,"
-            f" got {query.dtype}, {key_cache.dtype} and {value_cache.dtype}"
-        )
-
-
-def _check_one_device(**tensors: Tensor | None) -> None:
-    """Demand that all tensors are where the first is."""
-    (first, leader), *others = tensors.items()
-    assert leader is not None
-    for name, tensor in others:
-        if tensor is not None and tensor.device != leader.device:
-            raise ValueError(f"{name} is on {tensor.device}, {first} on {leader.device}")
-
-
-def _check_variants(
-    query: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> None:
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0, got {softcap}")
-    if sinks is not None and sinks.shape != query.shape[1:2]:
-        raise ValueError(f"sinks must be [{query.shape[1]}], got {list(sinks.shape)}")

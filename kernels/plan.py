@@ -144,9 +144,11 @@ def build(
     padded = np.full((len(new), max(needed)), -1, dtype=np.int64)
     for row, (table, width) in enumerate(zip(tables, needed, strict=True)):
         padded[row, :width] = checked(table, width, row)
-    return assemble(
-        new, lengths, padded, block_size=block_size, worth=Worth(min_saved, part_tokens, ridge)
-    )
+    worth = Worth(min_saved, part_tokens, ridge)
+    limits = shareable(new, lengths, block_size)
+    tree = find(padded, limits, new, worth, block_size=block_size)
+    most = int(padded.max())
+    return assemble(new, lengths, padded, tree, block_size=block_size, max_block=most)
 
 
 def lengths_of(
@@ -190,18 +192,20 @@ def checked(table: Sequence[int], width: int, row: int) -> Integers:
 
 
 def assemble(
-    num_new: Integers, kv_len: Integers, tables: Integers, *, block_size: int, worth: Worth
+    num_new: Integers,
+    kv_len: Integers,
+    tables: Integers,
+    tree: Tree,
+    *,
+    block_size: int,
+    max_block: int,
 ) -> Plan:
     """Return the plan of rows that were checked; see `Plan` for the arguments."""
-    num_rows = len(num_new)
-    starts = kv_len - num_new
-    query_start = np.zeros(num_rows + 1, dtype=np.int64)
+    query_start = np.zeros(len(num_new) + 1, dtype=np.int64)
     np.cumsum(num_new, out=query_start[1:])
-    row_of = np.repeat(np.arange(num_rows), num_new)
-    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[row_of]
+    row_of = np.repeat(np.arange(len(num_new)), num_new)
+    positions = np.arange(query_start[-1]) + (kv_len - num_new - query_start[:-1])[row_of]
     slots = tables[row_of, positions // block_size] * block_size + positions % block_size
-    # A row may share no further than the last block before its first new token.
-    tree = find(tables, starts // block_size, num_new, worth, block_size=block_size)
     return Plan(
         block_size=block_size,
         num_new=num_new,
@@ -210,9 +214,14 @@ def assemble(
         query_start=query_start,
         positions=positions,
         slots=slots,
-        max_block=int(tables.max()),
+        max_block=max_block,
         tree=tree,
     )
+
+
+def shareable(num_new: Integers, kv_len: Integers, block_size: int) -> Integers:
+    """Return how many blocks of each row others may share: those before its first new token."""
+    return (kv_len - num_new) // block_size
 
 
 def slots_of(blocks: Integers, offset: int, num_tokens: int, block_size: int) -> Integers:

@@ -60,6 +60,8 @@ class Tree:
     """Block after its last, [N]."""
     own: Integers
     """First block of each row that is in no stretch, [R]."""
+    common: Integers
+    """Blocks that each row of `order` has in common with the next, [R - 1]."""
 
 
 def find(
@@ -75,11 +77,10 @@ def find(
         block_size: Tokens of a block.
     """
     num_rows = len(limits)
-    own = np.zeros(num_rows, dtype=np.int64)
     width = int(limits.max())
     if num_rows == 1 or not width:
-        none = np.zeros(0, dtype=np.int64)
-        return Tree(np.arange(num_rows), none, none, none, none, own)
+        order, common = np.arange(num_rows), np.zeros(num_rows - 1, dtype=np.int64)
+        return split(order, common, num_new, worth, block_size=block_size)
     least = int(limits.min())
     same = (tables[:, :least] == tables[0, :least]).all(axis=0)
     root = int(_num_leading(same[None])[0])
@@ -95,14 +96,72 @@ def find(
     same = words[1:] == words[:-1]
     common = root + _num_leading(same)
     np.minimum(common, np.minimum(sorted_limits[1:], sorted_limits[:-1]), out=common)
+    return split(order, common, num_new, worth, block_size=block_size)
 
-    found = _choose(common.tolist(), num_new[order], worth, block_size)
-    owned = [0] * num_rows
+
+def split(
+    order: Integers, common: Integers, num_new: Integers, worth: Worth, *, block_size: int
+) -> Tree:
+    """Return the stretches that are worth it, of rows in order and what neighbours share."""
+    found = _choose(common, num_new[order], worth, block_size)
+    owned = np.zeros(len(order), dtype=np.int64)
     for first, end, _, depth in found:
-        owned[first:end] = [depth] * (end - first)
+        owned[first:end] = depth
+    own = np.empty_like(owned)
     own[order] = owned
     columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
-    return Tree(order, columns[0], columns[1], columns[2], columns[3], own)
+    return Tree(order, columns[0], columns[1], columns[2], columns[3], own, common)
+
+
+def without(order: Integers, common: Integers, stays: NDArray[np.bool_]) -> Integers:
+    """Return what neighbours share when some rows are gone.
+
+    Args:
+        order: As in `Tree`.
+        common: As in `Tree`.
+        stays: [R] whether a row is still there; one is at least.
+    """
+    places = np.flatnonzero(stays[order])
+    if len(places) < 2:
+        return np.zeros(0, dtype=np.int64)
+    # Rows that were apart share what all pairs between them share.
+    found: Integers = np.minimum.reduceat(common[: places[-1]], places[:-1])
+    return found
+
+
+def insert(
+    order: Integers, common: Integers, row: int, tables: Integers, limits: Integers
+) -> tuple[Integers, Integers]:
+    """Put one more row where it shares the most; return order and what neighbours share.
+
+    Args:
+        order: Rows that are there, as in `Tree`.
+        common: As in `Tree`.
+        row: The row that comes, in `tables` and `limits`.
+        tables: As in `find`.
+        limits: As in `find`.
+    """
+    mine, limit = tables[row], int(limits[row])
+
+    def with_it(rows: Integers, begin: int) -> Integers:
+        """Return what rows share with it if they share the blocks before `begin`."""
+        found = begin + _num_leading(tables[rows, begin:limit] == mine[begin:limit])
+        return np.minimum(found, limits[rows])
+
+    first = int(with_it(order[:1], 0)[0])
+    # A row that shares more or less with the first row than it does shares the smaller of both.
+    of_first = np.minimum.accumulate(common)
+    shared = np.concatenate(([first], np.minimum(first, of_first)))
+    if first < limit:
+        rows = order[1:][of_first == first]
+        closer = (tables[rows, first] == mine[first]) & (limits[rows] > first)
+        places = 1 + np.flatnonzero(of_first == first)[closer]
+        shared[places] = with_it(order[places], first)
+    # Those that share the most with it are neighbours, and those behind them share less.
+    place = len(order) - int(shared[::-1].argmax())
+    around = shared[place - 1 : place + 1]
+    order = np.concatenate((order[:place], [row], order[place:]))
+    return order, np.concatenate((common[: place - 1], around, common[place:]))
 
 
 def _num_leading(same: NDArray[np.bool_]) -> Integers:
@@ -115,7 +174,7 @@ def _num_leading(same: NDArray[np.bool_]) -> Integers:
 
 
 def _choose(
-    common: list[int], num_new: Integers, worth: Worth, block_size: int
+    common: Integers, num_new: Integers, worth: Worth, block_size: int
 ) -> list[tuple[int, int, int, int]]:
     """Return the stretches worth an item: first and last place, first and last block."""
     queries = [0, *np.cumsum(num_new).tolist()]
@@ -137,14 +196,16 @@ def _choose(
     return found
 
 
-def _intervals(common: list[int]) -> Iterator[tuple[int, int, int]]:
+def _intervals(common: Integers) -> Iterator[tuple[int, int, int]]:
     """Yield the nodes of the tree: first place, place after the last, depth in blocks.
 
     Args:
         common: Blocks that each row has in common with the next, in sorted order.
     """
     open_nodes: list[tuple[int, int]] = [(0, 0)]
-    for place, depth in enumerate(common):
+    # Where it is the same as one place before, no node ends and none begins.
+    places = np.flatnonzero(np.diff(common, prepend=0))
+    for place, depth in zip(places.tolist(), common[places].tolist(), strict=True):
         first = place
         while open_nodes[-1][1] > depth:
             first, deeper = open_nodes.pop()

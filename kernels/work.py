@@ -275,8 +275,7 @@ def _stretches(plan: Plan, window: int | None) -> _Stretches:
     starts = plan.kv_len - plan.num_new
     blocks = -(-plan.kv_len // size)
     if window is None:
-        places = _ranges(tree.first, tree.end - tree.first)
-        rows = tree.order[places]
+        rows = tree.order[_ranges(tree.first, tree.end - tree.first)]
         owners = np.repeat(np.arange(len(tree.first)), tree.end - tree.first)
         leaders, begin, end, own = (
             tree.order[tree.first],
@@ -297,7 +296,10 @@ def _stretches(plan: Plan, window: int | None) -> _Stretches:
     leaders = np.concatenate((leaders, np.arange(plan.num_rows)))
     first = np.concatenate((begin, own))
     num_pages = np.concatenate((end - begin, blocks - own + SPARE_BLOCKS))
-    columns = np.minimum(_ranges(first, num_pages), plan.tables.shape[1] - 1)
+    tables = plan.tables
+    if (missing := int(blocks.max()) + SPARE_BLOCKS - tables.shape[1]) > 0:
+        tables = np.pad(tables, ((0, 0), (0, missing)))
+    places = _ranges(leaders * tables.shape[1] + first, num_pages)
     return _Stretches(
         begin=first,
         num_kv=np.concatenate(((end - begin) * size, plan.kv_len - own * size)),
@@ -307,7 +309,7 @@ def _stretches(plan: Plan, window: int | None) -> _Stretches:
         entry=np.cumsum(num_queries) - num_queries,
         queries=queries,
         page=np.cumsum(num_pages) - num_pages,
-        pages=plan.tables[np.repeat(leaders, num_pages), columns],
+        pages=tables.reshape(-1)[places],
     )
 
 

@@ -1,8 +1,9 @@
 """What a step costs on the host: planning 256 requests, as trees and alone.
 
 `from scratch` reads all tables, finds the tree and lays out the work of a GPU; `next step` is
-the same after one more token of each request, as most decode steps are. Knows the planner
-and the work tables, no device.
+the same after one more token of each request, as most decode steps are; in `one leaves, one
+joins` a request of the tree also gives its place to another with a prompt of its own behind the
+same prefix. Knows the planner and the work tables, no device.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def measure(
     for row in ROWS:
         found[f"256 requests, {row.name}, from scratch"] = _builds(row, block_size, timer)
         found[f"256 requests, {row.name}, next step"] = _steps(row, block_size, timer)
+        found[f"256 requests, {row.name}, one leaves, one joins"] = _steps(
+            row, block_size, timer, is_changing=True
+        )
     return found
 
 
@@ -51,7 +55,9 @@ def _builds(row: Row, block_size: int, timer: Callable[[], float]) -> Timing:
     return Timing.of(samples, is_graph=False)
 
 
-def _steps(row: Row, block_size: int, timer: Callable[[], float]) -> Timing:
+def _steps(
+    row: Row, block_size: int, timer: Callable[[], float], *, is_changing: bool = False
+) -> Timing:
     laid = lay_out(row, block_size)
     tables = [array("q", table) for table in laid.tables]
     planner, work = Planner(block_size=block_size), Work(KIND)
@@ -59,8 +65,16 @@ def _steps(row: Row, block_size: int, timer: Callable[[], float]) -> Timing:
     _plan(planner, work, tables, lengths)
     fresh = itertools.count(laid.num_blocks)
     samples = []
-    for _ in range(STEPS):
+    own = row.tokens[-1] // block_size
+    for step in range(STEPS):
         lengths = [length + 1 for length in lengths]
+        if is_changing:
+            leaving = 37 * step % len(tables)
+            left = tables.pop(leaving)
+            del lengths[leaving]
+            prefix = left[: row.kv_len // block_size - own]
+            tables.append(prefix + array("q", itertools.islice(fresh, own)))
+            lengths.append(row.kv_len - 1)
         for table, length in zip(tables, lengths, strict=True):
             if length > len(table) * block_size:
                 table.append(next(fresh))

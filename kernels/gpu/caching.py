@@ -20,6 +20,7 @@ def store(
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     slots: tl.tensor,
+    num_slots: tl.tensor,
     key_from: tl.tensor,
     key_head_from: tl.tensor,
     value_from: tl.tensor,
@@ -42,7 +43,8 @@ def store(
         value: [T, K, E].
         key_cache: [M, K, D].
         value_cache: [M, K, E].
-        slots: [T] int64.
+        slots: [T] int64; a token whose slot is in no block is not written.
+        num_slots: M.
         key_from: From new token to token; distances are in elements.
         key_head_from: From head to head.
         value_from: As `key_from`.
@@ -60,14 +62,15 @@ def store(
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
+    is_slot = (slot >= 0) & (slot < num_slots)
     heads = tl.arange(0, HEADS_PAD)[:, None]
     dims = tl.arange(0, DIM_PAD)[None, :]
-    mask = (heads < KV_HEADS) & (dims < DIM)
+    mask = is_slot & (heads < KV_HEADS) & (dims < DIM)
     new = tl.load(key + token * key_from + heads * key_head_from + dims, mask=mask)
     at = slot * key_stride + heads * key_head_stride + dims
     tl.store(key_cache + at, new.to(key_cache.dtype.element_ty), mask=mask)
     dims = tl.arange(0, VALUE_PAD)[None, :]
-    mask = (heads < KV_HEADS) & (dims < VALUE_DIM)
+    mask = is_slot & (heads < KV_HEADS) & (dims < VALUE_DIM)
     new = tl.load(value + token * value_from + heads * value_head_from + dims, mask=mask)
     at = slot * value_stride + heads * value_head_stride + dims
     tl.store(value_cache + at, new.to(value_cache.dtype.element_ty), mask=mask)
@@ -77,7 +80,9 @@ def store(
 def move(
     addresses: tl.tensor,
     scratch: tl.tensor,
-    blocks: tl.tensor,
+    source: tl.tensor,
+    destination: tl.tensor,
+    num_pairs: tl.tensor,
     num_blocks: tl.tensor,
     size: tl.tensor,
     TO_SCRATCH: tl.constexpr,
@@ -92,8 +97,10 @@ def move(
         addresses: [caches] int64, where each cache begins, at a multiple of 16 bytes; blocks
             are one stretch each.
         scratch: [caches, C, size] int32.
-        blocks: [C] int64, to read from or to write to.
-        num_blocks: C.
+        source: [C] int64 blocks. A pair that is not in the caches is left out.
+        destination: [C] int64 blocks.
+        num_pairs: C.
+        num_blocks: Of each cache.
         size: int32 words of a block.
         TO_SCRATCH: Blocks are read, else written.
         TILE: Words that a program moves.
@@ -101,11 +108,13 @@ def move(
     words = tl.program_id(0) * TILE + tl.arange(0, TILE)
     pair = tl.program_id(1)
     cache = tl.program_id(2)
-    mask = words < size
+    read = tl.load(source + pair)
+    written = tl.load(destination + pair)
+    is_pair = (read >= 0) & (read < num_blocks) & (written >= 0) & (written < num_blocks)
+    mask = is_pair & (words < size)
     begin = tl.multiple_of(tl.load(addresses + cache).to(tl.pointer_type(tl.int32)), 16)
-    block = begin + tl.load(blocks + pair) * size + words
-    kept = scratch + (cache.to(tl.int64) * num_blocks + pair) * size + words
+    kept = scratch + (cache.to(tl.int64) * num_pairs + pair) * size + words
     if TO_SCRATCH:
-        tl.store(kept, tl.load(block, mask=mask), mask=mask)
+        tl.store(kept, tl.load(begin + read * size + words, mask=mask), mask=mask)
     else:
-        tl.store(block, tl.load(kept, mask=mask), mask=mask)
+        tl.store(begin + written * size + words, tl.load(kept, mask=mask), mask=mask)

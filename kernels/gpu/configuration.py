@@ -266,7 +266,7 @@ def _store(dtype: torch.dtype, kv_heads: int, dim: int, value_dim: int) -> Confi
     return _configuration(
         f"store-{element[1:]}-{kv_heads}x{dim}x{value_dim}",
         caching.store,
-        {**pointers, "slots": "*i64", **dict.fromkeys(numbers, "i32")},
+        {**pointers, "slots": "*i64", "num_slots": "i32", **dict.fromkeys(numbers, "i32")},
         store_constants(kv_heads, dim, value_dim),
         {"num_warps": 4, "num_stages": 1},
         (*pointers, "slots", *numbers),
@@ -274,12 +274,14 @@ def _store(dtype: torch.dtype, kv_heads: int, dim: int, value_dim: int) -> Confi
 
 
 def _moves() -> list[Configuration]:
-    pointers = {"addresses": "*i64", "scratch": "*i32", "blocks": "*i64"}
+    indices = dict.fromkeys(("addresses", "source", "destination"), "*i64")
+    pointers = {**indices, "scratch": "*i32"}
+    numbers = dict.fromkeys(("num_pairs", "num_blocks", "size"), "i32")
     return [
         _configuration(
             f"move-{'from' if to_scratch else 'to'}-blocks",
             caching.move,
-            {**pointers, "num_blocks": "i32", "size": "i32"},
+            {**pointers, **numbers},
             {"TO_SCRATCH": to_scratch, "TILE": MOVE_TILE},
             {"num_warps": 4, "num_stages": 1},
             (*pointers, "size"),

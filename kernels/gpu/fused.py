@@ -187,20 +187,12 @@ def rotate_store_kernel(
     low = low_in.to(tl.float32)
     high = high_in.to(tl.float32)
     if HAS_NORM:
-        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
-        scale = tl.rsqrt(square / DIM + eps)[:, None]
         weight = head_norm + head * DIM + column
-        has_weight = (head < TURNED) & is_column
-        low = low * scale * tl.load(weight, has_weight, other=0.0).to(tl.float32)
-        high = high * scale * tl.load(weight + HALF, has_weight, other=0.0).to(tl.float32)
-
+        low, high = _normed(low, high, weight, (head < TURNED) & is_column, eps, HALF)
     angle = tl.load(positions + token) * DIM + column
-    cos_low = tl.load(cos + angle, is_column, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + HALF, is_column, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + angle, is_column, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + HALF, is_column, other=0.0).to(tl.float32)
-    turned_low = (low * cos_low + high * sin_low).to(low_in.dtype)
-    turned_high = (high * cos_high + low * sin_high).to(low_in.dtype)
+    low, high = _turned(low, high, cos + angle, sin + angle, is_column, HALF)
+    turned_low = low.to(low_in.dtype)
+    turned_high = high.to(low_in.dtype)
 
     is_query = (head < NUM_HEADS) & is_column
     target = query + token * (NUM_HEADS * DIM) + head * DIM + column
@@ -217,6 +209,40 @@ def rotate_store_kernel(
     target = values + slot * value_slot + (head - TURNED).to(tl.int64) * value_head + column
     tl.store(target, low_in, is_value)
     tl.store(target + HALF, high_in, is_value)
+
+
+@triton.jit
+def _normed(
+    low: tl.tensor,
+    high: tl.tensor,
+    weight: tl.tensor,
+    has_weight: tl.tensor,
+    eps: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the RMS norm of heads, given and returned in halves."""
+    square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+    scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
+    low = low * scale * tl.load(weight, has_weight, other=0.0).to(tl.float32)
+    high = high * scale * tl.load(weight + HALF, has_weight, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _turned(
+    low: tl.tensor,
+    high: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    is_column: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return heads turned by the angles that stand at `cos` and `sin`, in halves."""
+    cos_low = tl.load(cos, is_column, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + HALF, is_column, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin, is_column, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + HALF, is_column, other=0.0).to(tl.float32)
+    return low * cos_low + high * sin_low, high * cos_high + low * sin_high
 
 
 @triton.jit

@@ -243,6 +243,7 @@ class Gpu:
             key_cache,
             value_cache,
             slots.contiguous(),
+            key_cache.shape[0] * key_cache.shape[1],
             key.stride(0),
             key.stride(1),
             value.stride(0),
@@ -257,7 +258,7 @@ class Gpu:
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
         """Copy whole blocks inside each cache; see `ops.Operations.copy_blocks`."""
-        sizes: dict[tuple[torch.device, int], list[Tensor]] = {}
+        sizes: dict[tuple[torch.device, int, int], list[Tensor]] = {}
         for cache in caches:
             _check_device("caches", cache)
             size = cache[0].numel() * cache.element_size() if len(cache) else 0
@@ -265,8 +266,8 @@ class Gpu:
                 # A layout of others: torch reads all sources before it writes, too.
                 cache.index_copy_(0, destination, cache.index_select(0, source))
             elif size:
-                sizes.setdefault((cache.device, size // 4), []).append(cache)
-        for (device, words), alike in sizes.items():
+                sizes.setdefault((cache.device, len(cache), size // 4), []).append(cache)
+        for (device, _, words), alike in sizes.items():
             self._move(alike, source.to(device), destination.to(device), words)
 
     def new_cache(
@@ -287,12 +288,15 @@ class Gpu:
             len(caches) * len(source) * words, dtype=torch.int32, device=source.device
         )
         grid = (-(-words // MOVE_TILE), len(source), len(caches))
-        for blocks, to_scratch in ((source, True), (destination, False)):
+        source, destination = source.contiguous(), destination.contiguous()
+        for to_scratch in (True, False):
             _MOVE[grid](
                 addresses,
                 scratch,
-                blocks.contiguous(),
-                len(blocks),
+                source,
+                destination,
+                len(source),
+                len(caches[0]),
                 words,
                 TO_SCRATCH=to_scratch,
                 TILE=MOVE_TILE,

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended for bfloat16.
+"""Triton's interpreter, mended for bfloat16 and new releases of NumPy; its compiler, beside it.
 
 NumPy has no bfloat16, and the interpreter keeps its bits in uint16. It knows that where it
 loads and stores. It does not where it multiplies: there it takes the bits for numbers, which
@@ -6,11 +6,22 @@ gives garbage and no error. Our kernels compute in float32 and give bfloat16 to 
 alone, so this is the one product to mend. Those of two 16-bit floats are exact in float32,
 which is also what a tensor core adds up. float16 takes the same way, for NumPy multiplies its
 matrices in software. And a cast to bfloat16 cuts bits off here; a GPU rounds to the nearest.
+
+Triton 3.6 makes a loop's bound of an array of one number, which NumPy forbids from 2.4 on.
+
+Compiling every kernel takes as long as all other tests together, and needs another process.
+It runs beside them, and the tests that wait for it come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +29,8 @@ import pytest
 from numpy.typing import NDArray
 
 from conure.kernels import ops
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,6 +40,7 @@ def interpreter_that_knows_bfloat16() -> Iterator[None]:
     halves = (language.bfloat16, language.float16)
     builder_type = interpreter.InterpreterBuilder
     multiply, cast = builder_type.create_dot, builder_type.cast_impl
+    patch_rest = interpreter._patch_lang_tensor
 
     def widened(handle: Any) -> NDArray[np.float32]:
         if handle.dtype.scalar == language.bfloat16:
@@ -48,9 +62,14 @@ def interpreter_that_knows_bfloat16() -> Iterator[None]:
         kept = np.where(np.isnan(source.data), bits >> 16 | 0x40, nearest)
         return interpreter.TensorHandle(kept.astype(np.uint16), target.scalar)
 
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch_rest(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder_type, "create_dot", create_dot)
         patch.setattr(builder_type, "cast_impl", cast_impl)
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
         yield
 
 
@@ -58,3 +77,45 @@ def interpreter_that_knows_bfloat16() -> Iterator[None]:
 def operations(request: pytest.FixtureRequest) -> ops.Operations:
     """Every implementation; Triton's kernels interpreted, or compiled where there is a GPU."""
     return ops.implementation(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what waits for the compiler behind the other tests of this folder."""
+    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
+    mine = sorted((items[place] for place in places), key=waits_for_compiler)
+    for place, item in zip(places, mine, strict=True):
+        items[place] = item
+
+
+def waits_for_compiler(item: pytest.Item) -> bool:
+    return "machine_code" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiler(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[dict[str, Any]]] | None]:
+    """Compile for an sm_90 from this folder's first test on, if one is to ask what came out."""
+    pytest.importorskip("triton")
+    if not any(map(waits_for_compiler, request.session.items)):
+        yield None
+        return
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # This checkout, wherever another one is installed.
+    environment["PYTHONPATH"] = str(HERE.parents[1] / ".src")
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "aot.py"), "--json"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # its workers end with it
+    ) as process:
+
+        def result() -> list[dict[str, Any]]:
+            shown, complaints = process.communicate()
+            assert process.returncode == 0, complaints
+            found: list[dict[str, Any]] = json.loads(shown)
+            return found
+
+        yield result
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

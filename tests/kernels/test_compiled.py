@@ -8,21 +8,18 @@ and a thread has 255 registers; what does not fit goes to memory and is slow.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from conure.kernels.gpu.configuration import configurations
+
 from .aot import Compiled, read_sass
 
-SCRIPT = Path(__file__).with_name("aot.py")
 REGISTERS = 65_536
 SHARED_BYTES = 227 * 1024
 SMALL_BLOCKS = 3
@@ -31,39 +28,11 @@ are wider than 128 and a block has twice as much on its way."""
 LARGE_WARPS = 8
 """Warps that an sm_90 runs at once of blocks with 64 rows and more. Those multiply."""
 
-USUAL = (
-    "attend-bf16-group4-128x128-page16-rows16+0",
-    "attend-bf16-group4-128x128-page16-rows16+64",
-    "attend-bf16-group4-128x128-page16-rows16+128",
-    "attend-bf16-group4-128x128-page64-rows16+64",
-    "attend-bf16-group4-256x256-page16-rows16+64-window-cap",
-    "attend-bf16-group4-64x64-page16-rows16+64-window-sinks",
-    "merge-bf16-32x128",
-    "store-bf16-8x128x128",
-    "move-from-blocks",
-)
-"""What is compiled in every run; the rest takes minutes."""
 
-
-def compile_for_sm_90(*names: str) -> list[Compiled]:
-    """Compile the named configurations, or all, where nothing is interpreted."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    # This checkout, wherever another one is installed.
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / ".src")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json", *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [Compiled(**each) for each in json.loads(done.stdout)]
-
-
-@pytest.fixture(scope="module")
-def usual() -> list[Compiled]:
-    return compile_for_sm_90(*USUAL)
+@pytest.fixture(scope="session")
+def machine_code(compiler: Callable[[], list[dict[str, Any]]]) -> list[Compiled]:
+    """What became of every configuration."""
+    return [Compiled(**each) for each in compiler()]
 
 
 def keeps_in_registers(each: Compiled) -> bool:
@@ -102,19 +71,14 @@ DEMANDS = (
 )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("demand", DEMANDS, ids=lambda demand: demand.__name__)
-def test_a_usual_kernel(usual: list[Compiled], demand: Callable[[Compiled], bool]) -> None:
-    assert [each for each in usual if not demand(each)] == []
+def test_every_kernel(machine_code: list[Compiled], demand: Callable[[Compiled], bool]) -> None:
+    assert [each for each in machine_code if not demand(each)] == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_every_kernel_meets_every_demand() -> None:
-    found = compile_for_sm_90()
-    assert {each.name for each in found} > set(USUAL)
-    broken = [(demand.__name__, each) for demand in DEMANDS for each in found if not demand(each)]
-    assert broken == []
+def test_everything_that_models_launch_is_compiled(machine_code: list[Compiled]) -> None:
+    assert [each.name for each in machine_code] == [each.name for each in configurations()]
 
 
 def test_spills_narrow_loads_and_small_products_are_seen_in_machine_code() -> None:

@@ -92,6 +92,23 @@ def test_blocks_of_many_caches_are_copied_at_once(dtype: torch.dtype, size: int)
         assert torch.equal(cache, wanted)
 
 
+def test_what_lies_outside_of_a_cache_is_not_touched_by_a_kernel() -> None:
+    """On a GPU the host does not see the numbers, so the kernels themselves are asked."""
+    kernels: Any = ops.implementation("triton")
+    kernels = kernels._kernels
+    # The cache in the middle of others: what is written beside it is seen.
+    room = torch.zeros(6, 4, 1, 16)
+    keys, values = room[2:4], torch.zeros(2, 4, 1, 16)
+    key = torch.arange(1.0, 6.0)[:, None, None].expand(5, 1, 16)
+    kernels.store_kv(key, key, keys, values, torch.tensor([-1, 8, 7, -4, 2**33]))
+    assert room[:, :, 0, 0].nonzero().tolist() == [[3, 3]]
+    assert values[:, :, 0, 0].nonzero().tolist() == [[1, 3]]
+    before = keys.clone()
+    kernels.copy_blocks([keys], torch.tensor([1, 2, -1]), torch.tensor([2, 0, 1]))
+    assert torch.equal(keys, before)
+    assert room[:, :, 0, 0].nonzero().tolist() == [[3, 3]]
+
+
 def test_every_configuration_names_all_arguments_of_its_kernel() -> None:
     listed = configurations()
     assert len({each.name for each in listed}) == len(listed)

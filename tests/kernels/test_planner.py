@@ -136,7 +136,35 @@ def test_a_block_that_was_replaced_is_read_anew() -> None:
     tables[1][1] = 9
     plan = planner.plan([1, 1], [41, 41], tables)
     assert plan.tables[1, :3].tolist() == [0, 9, 3]
-    assert planner.num_built == 2
+    assert [item.blocks.tolist() for item in plan.items()] == [[0], [1, 2], [9, 3]]
+
+
+def test_a_table_that_stands_for_two_rows_is_planned_for_both() -> None:
+    planner, table = Planner(block_size=16, min_saved=0), [0, 1, 2]
+    planner.plan([1], [40], [table])
+    for length in (41, 42):
+        plan = planner.plan([1, 1], [length] * 2, [table, table])
+        assert described(plan) == described(
+            build([1, 1], [length] * 2, [table, table], block_size=16, min_saved=0)
+        )
+
+
+def test_rows_that_join_and_leave_are_put_into_the_tree_that_is_there() -> None:
+    tables = [[0, 1, 2 + row] for row in range(16)]
+    lengths = [33] * 16
+    planner = Planner(block_size=16, min_saved=0)
+    planner.plan([1] * 16, lengths, tables)
+    for step in range(12):
+        del tables[step], lengths[step]
+        lengths = [length + 1 for length in lengths]
+        # The one that joins brings the end of its prompt.
+        tables.append([0, 1, 100 + step])
+        new = [1] * 15 + [4]
+        lengths.append(37)
+        plan = planner.plan(new, lengths, tables)
+        assert len(plan.items()) == 17
+        assert plan.max_block == 100 + step
+    assert planner.num_built == 1
 
 
 def test_rows_that_do_not_fit_are_refused_and_leave_the_planner_usable() -> None:

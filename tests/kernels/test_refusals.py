@@ -44,7 +44,16 @@ def test_an_unknown_implementation_is_refused() -> None:
         ({"value_cache": CACHE.bfloat16()}, "value_cache must have one dtype"),
         ({"value_cache": CACHE.to(ELSEWHERE)}, "value_cache is on meta, query on"),
         ({"key_cache": CACHE.to(ELSEWHERE)}, "key_cache is on meta, query on"),
+        ({"query": torch.zeros(2, 0, 8)}, "query has 0 heads"),
+        (dict.fromkeys(("query", "key_cache", "value_cache"), None), "query must be of floating"),
+        ({"key_cache": CACHE[:, :, :0], "value_cache": CACHE[:, :, :0]}, "must have heads"),
+        ({"value_cache": CACHE[..., :0]}, "must have heads"),
+        ({"value_cache": torch.zeros(2, 16, 4, 8)[:, :, ::2].mT.contiguous().mT}, "value_cache"),
+        ({"plan": build([1, 1], [17, 2], [[0, 2], [0]], block_size=16)}, "plan reads block 2"),
+        ({"plan": build([3], [17], [[0, 1]], block_size=16)}, "query has 2 tokens, the plan 3"),
         ({"scale": float("nan")}, "scale"),
+        ({"softcap": float("inf")}, "softcap"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks must be of floating"),
         ({"window": 0}, "window"),
         ({"softcap": 0.0}, "softcap"),
         ({"sinks": torch.zeros(2)}, "sinks must be"),
@@ -64,8 +73,14 @@ def test_attention_refuses(operations: ops.Operations, change: dict[str, Any], n
         "scale": 1.0,
     }
     operations.attention(**arguments)
+    # None stands for what was good, in whole numbers.
+    change = {name: arguments[name].int() if new is None else new for name, new in change.items()}
     with pytest.raises(ValueError, match=named):
         operations.attention(**{**arguments, **change})
+    if not change.keys() - {"query", "key_cache", "value_cache", "plan", "window"}:
+        del arguments["scale"]
+        with pytest.raises(ValueError, match=named):
+            operations.prepare(**{**arguments, **change})
 
 
 @pytest.mark.parametrize(
@@ -76,6 +91,12 @@ def test_attention_refuses(operations: ops.Operations, change: dict[str, Any], n
         ({"slots": torch.zeros(2, 1)}, "slots must be"),
         ({"slots": torch.zeros(2, dtype=torch.int64)}, "slots must be"),
         ({"sinks": torch.zeros(2)}, "sinks must be"),
+        ({"sinks": torch.zeros(3, dtype=torch.int64)}, "sinks must be of floating"),
+        ({"outputs": torch.zeros(2, 3, 4, dtype=torch.int64)}, "outputs must be of floating"),
+        ({"lse": torch.zeros(2, 3, dtype=torch.int64)}, "lse must be of floating"),
+        ({"slots": torch.tensor([[2], [0]])}, "slots must be from -1 to 1, got 0 to 2"),
+        ({"slots": torch.tensor([[0], [-2]])}, "slots must be from -1 to 1, got -2 to 0"),
+        ({"slots": torch.tensor([[0], [-1]])}, "slots must name one part"),
         ({"lse": torch.zeros(2, 3, device=ELSEWHERE)}, "lse is on meta"),
     ],
 )
@@ -99,6 +120,8 @@ def test_merge_refuses(operations: ops.Operations, change: dict[str, Any], named
         ({"value": torch.zeros(2, 2, 8)}, "slots must be"),
         ({"slots": torch.arange(2)}, "slots must be"),
         ({"slots": torch.arange(3, dtype=torch.int32)}, "slots must be .* torch.int32"),
+        ({"slots": torch.tensor([0, 1, 32])}, "slots must be from 0 to 31, got 0 to 32"),
+        ({"slots": torch.tensor([0, 1, -1])}, "slots must be from 0 to 31, got -1 to 1"),
         ({"value_cache": torch.zeros(1, 16, 2, 8)}, "value_cache must be"),
         ({"key_cache": torch.zeros(2, 16, 2, 16)[..., ::2]}, "key_cache must have"),
         ({"value": torch.zeros(3, 2, 8, device=ELSEWHERE)}, "value is on meta"),
@@ -123,6 +146,10 @@ def test_store_kv_refuses(operations: ops.Operations, change: dict[str, Any], na
         ({"source": torch.zeros(1)}, "source must be"),
         ({"destination": torch.zeros(2, dtype=torch.int64)}, "destination must be"),
         ({"caches": [torch.zeros(2, 8)]}, r"caches\[0\] must be"),
+        ({"source": torch.tensor([2])}, "source must be from 0 to 1, got 2 to 2"),
+        ({"source": torch.tensor([-1])}, "source must be from 0 to 1"),
+        ({"destination": torch.tensor([-1])}, "destination must be from 0 to 1"),
+        ({"caches": [CACHE.clone(), CACHE[:1].clone()]}, "destination must be from 0 to 0"),
         ({"caches": [CACHE, CACHE.to(ELSEWHERE)]}, r"caches\[1\] is on meta"),
     ],
 )
@@ -137,6 +164,16 @@ def test_copy_blocks_refuses(
     operations.copy_blocks(**arguments)
     with pytest.raises(ValueError, match=named):
         operations.copy_blocks(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "heads", "dim"])
+def test_new_cache_refuses(operations: ops.Operations, name: str) -> None:
+    arguments: dict[str, Any] = {"num_blocks": 2, "block_size": 16, "heads": 2, "dim": 8}
+    assert operations.new_cache(**arguments, dtype=torch.float32).shape == (2, 16, 2, 8)
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        operations.new_cache(**{**arguments, name: 0}, dtype=torch.float32)
+    with pytest.raises(ValueError, match="dtype must be"):
+        operations.new_cache(**arguments, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
