@@ -6,13 +6,20 @@ same device, and what it says can be recorded asks the device for no number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from conure.kernels import fused, ops
 
 from .graphs import CudaGraphs, Record
+
+Bring: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
+"""Begins to bring a tensor to main memory, behind all that was queued before; what it returns
+waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class Backend:
     """What lies between matrix products, None where `lean` knows better."""
     record: Record | None = None
     """Records decode steps, None where that saves nothing."""
+    bring: Bring | None = None
+    """None where results are in main memory when the call that makes them returns."""
 
     @property
     def kind(self) -> str:
@@ -42,4 +51,18 @@ def of(device: torch.device) -> Backend:
         ops.implementation("triton"),
         fused=fused.implementation("triton"),
         record=CudaGraphs(device),
+        bring=_bring,
     )
+
+
+def _bring(found: Tensor) -> Callable[[], Tensor]:
+    """Copy to pinned memory behind the work that is queued; see `Bring`."""
+    home = found.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return home
+
+    return wait

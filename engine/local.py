@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -55,7 +55,7 @@ from . import (
 from .choosing import Edits, choose
 from .fused import FusedModel
 from .graphs import Graphs, padded, sizes
-from .runner import Row
+from .runner import Done, Handle, Row, Runner
 from .staging import Staging
 from .step import Attention, Caches, Integers, Kind, pack, warming
 
@@ -73,8 +73,8 @@ Lean: TypeAlias = lean.LeanModel | FusedModel
 _log = logging.getLogger(__name__)
 
 
-class LocalRunner:
-    """A model behind paged KV memory; see `runner.Runner`."""
+class LocalRunner(Runner):
+    """A model behind paged KV memory."""
 
     def __init__(
         self,
@@ -171,26 +171,33 @@ class LocalRunner:
         else:
             self.description = _describe(self._model, is_dummy=dummy)
         self._lean: Lean | None = None
+        # What the last step chose, on a device that is ahead of the host.
+        self._sampled = torch.zeros(0, dtype=torch.int64)
         self._scratch = self.limits.num_blocks
         self._settle(is_lean=is_lean)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
-        """Copy blocks, run the rows, return one id per sampling row; see `runner.Runner`."""
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+        """Copy blocks and run the rows; see `runner.Runner`."""
         pairs = [*np.array(copies, np.int64).T] if copies else []
         if not rows:
             if pairs:
                 self._operations.copy_blocks(self._own_caches, *self._staging.put(pairs))
-            return []
+            return Done([])
         asking = [row for row in rows if row.sampling is not None]
         wishes = sampling.plan(asking, self.eos_ids, self._width) if asking else None
         logits, edits = self._run_rows(rows, pairs, () if wishes is None else wishes.edits)
         if not asking:
-            return []
+            return Done([])
         if wishes is None:
-            return sampling.read(choose(logits, None).tolist(), asking, None)
-        chosen = choose(logits, Edits(*edits), wishes.num_top)
-        return sampling.read(chosen.tolist(), asking, wishes)
+            chosen = choose(logits, None)
+        else:
+            chosen = choose(logits, Edits(*edits), wishes.num_top)
+        bring = self._backend.bring
+        if bring is None:
+            return Done(sampling.read(chosen.tolist(), asking, wishes))
+        self._sampled = chosen[: len(asking)].long()
+        return _Coming(bring(chosen), asking, wishes)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -226,10 +233,15 @@ class LocalRunner:
         if self._graphs is not None and packed.plan.num_queries == len(rows):
             size = padded(len(rows), self.limits.max_sequences)
         fixed = packed.arrays(size, self._scratch)
-        staged = self._staging.put([*fixed, *pairs, *edits])
+        unread = () if packed.unread is None else packed.unread
+        staged = self._staging.put([*fixed, *pairs, *unread, *edits])
         end = len(fixed) + len(pairs)
         if pairs:
             self._operations.copy_blocks(self._own_caches, *staged[len(fixed) : end])
+        if packed.unread is not None:
+            places, sources = staged[end : end + 2]
+            staged[0].index_copy_(0, places, self._sampled.index_select(0, sources))
+            end += 2
         forward = self._start(packed.plan, staged[: len(fixed)])
         if size is None or self._graphs is None:
             return forward(), staged[end:]
@@ -312,6 +324,25 @@ class LocalRunner:
             self._backend.operations.new_cache(*shape, layer.key_dim, dtype).to(device),
             self._backend.operations.new_cache(*shape, layer.value_dim, dtype).to(device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A step whose results are on their way home; see `runner.Handle`."""
+
+    wait: Callable[[], Tensor]
+    rows: Sequence[Row]
+    """Those that sample."""
+    wishes: sampling.Wishes | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Nobody asked yet."""
+        return False
+
+    def read(self) -> list[int]:
+        """Wait; return the ids."""
+        return sampling.read(self.wait().tolist(), self.rows, self.wishes)
 
 
 def _name(model: str, folder: Path) -> str:

@@ -45,6 +45,9 @@ class Packed(NamedTuple):
     """[T] tokens."""
     last: Integers
     """[S] packed tokens whose logits are wanted."""
+    unread: Integers | None = None
+    """[2, U] packed tokens that the host does not know (their `ids` are 0), and which of the
+    ids of the step before they are; None where it knows all."""
 
     def arrays(self, size: int | None, scratch: int) -> list[Integers]:
         """Return ids, positions, slots and `last` as the device gets them.
@@ -67,10 +70,20 @@ def pack(rows: Sequence[Row], planner: Planner) -> Packed:
         [row.start + row.num_new for row in rows],
         [row.blocks for row in rows],
     )
-    ids = chain.from_iterable([row.ids[row.start : row.start + row.num_new] for row in rows])
     wanted = [index for index, row in enumerate(rows) if row.sampling is not None]
     last = plan.query_start[1:][wanted] - 1
-    return Packed(plan, np.fromiter(ids, np.int64, plan.num_queries), last)
+    follows = [row.follows for row in rows]
+    known = [
+        row.ids[row.start : row.start + row.num_new] if place is None else (0,)
+        for row, place in zip(rows, follows, strict=True)
+    ]
+    ids = np.fromiter(chain.from_iterable(known), np.int64, plan.num_queries)
+    pairs = [
+        (at, place)
+        for at, place in zip(plan.query_start, follows, strict=False)
+        if place is not None
+    ]
+    return Packed(plan, ids, last, np.array(pairs, np.int64).T if pairs else None)
 
 
 def warming(num_rows: int, limits: Limits, scratch: int) -> list[list[Row]]:
