@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conure.kernels import fused, ops
 
+from .api import EngineError
 from .graphs import CudaGraphs, Record
 
 Bring: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
@@ -41,10 +42,24 @@ class Backend:
         return self.device.type
 
 
-def of(device: torch.device) -> Backend:
-    """Return what computes on a device that exists."""
+def of(device: torch.device, *, batch_invariant: bool = False) -> Backend:
+    """Return what computes on a device that exists.
+
+    Args:
+        device: See `device.pick`.
+        batch_invariant: What a context gets is to be the same bits in any batch.
+
+    Raises:
+        EngineError: `engine.bad_option` where that cannot be.
+    """
     if device.type == "cpu":
-        return Backend(device, ops.implementation("cpu"))
+        return Backend(device, ops.implementation("invariant" if batch_invariant else "cpu"))
+    if batch_invariant:
+        raise EngineError(
+            "engine.bad_option",
+            "batch_invariant is for the CPU: on a GPU the matrix library sums in an order that "
+            "depends on the batch",
+        )
     torch.cuda.set_device(device)
     return Backend(
         device,

@@ -44,6 +44,7 @@ from . import (
     builtin,
     capacity,
     checkpoint,
+    invariance,
     lean,
     sampling,
     trial,
@@ -57,7 +58,7 @@ from .fused import FusedModel
 from .graphs import Graphs, padded, sizes
 from .runner import Done, Handle, Row, Runner
 from .staging import Staging
-from .step import Attention, Caches, Integers, Kind, pack, warming
+from .step import Attention, Caches, Integers, Kind, Packed, pack, warming
 
 BUILTIN: Final = "builtin"
 TRIAL_TOKENS: Final = 12
@@ -65,6 +66,8 @@ TRIAL_TOKENS: Final = 12
 SAVED_BYTES: Final = 2**21
 """Keys of a layer that sharing must save to be worth another work item. Measured on a CPU: an
 item costs about 0.1 ms on two cores, in which they read a few MiB."""
+NEVER: Final = 2**62
+"""As much reading as no sharing saves."""
 STAGED_BYTES: Final = 2**24
 """Room for what a step needs on an accelerator; what does not fit is copied for itself."""
 
@@ -91,6 +94,7 @@ class LocalRunner(Runner):
         threads: int | None = None,
         min_saved: int | None = None,
         is_lean: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         """Load a model and allocate its caches.
 
@@ -110,6 +114,8 @@ class LocalRunner(Runner):
             min_saved: Tokens of reading that a shared stretch must save; None follows
                 `SAVED_BYTES`.
             is_lean: Run plain decoders by `lean` or `fused` instead of by their modules.
+            batch_invariant: Give each context the same bits whatever else is in its steps;
+                slower, and refused where a trial shows that it does not hold.
 
         Raises:
             EngineError: `model.not_found`, `model.invalid` or `model.unsupported` for the
@@ -127,7 +133,9 @@ class LocalRunner(Runner):
         else:
             found = checkpoint.read(builtin.cached() if is_builtin else checkpoint.locate(model))
             self._model, config = weights.load(found, dtype, str(where))
-        self._backend = backend.of(where) if isinstance(device, str) else device
+        if isinstance(device, str):
+            device = backend.of(where, batch_invariant=batch_invariant)
+        self._backend = device
         self._operations = self._backend.operations
         self.layers = layers = trial.probe(self._model, str(found.folder))
         owners = [layer for index, layer in enumerate(layers) if layer.source == index]
@@ -142,6 +150,7 @@ class LocalRunner(Runner):
             free_bytes=devices.free_bytes(where),
             kind=where.type,
         )
+        self._is_invariant = batch_invariant
         own = {layer.source: self._new_caches(layer) for layer in owners}
         # Layers that share keys and values stand here with one pair of caches.
         self._caches = [own[layer.source] for layer in layers]
@@ -150,6 +159,8 @@ class LocalRunner(Runner):
             min_saved = ITEM_TOKENS
             if where.type == "cpu":
                 min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2)
+        if batch_invariant:
+            min_saved = NEVER
         self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
         self._kinds: dict[Kind, tuple[Tensor, Caches]] = {}
         record = self._backend.record
@@ -175,6 +186,8 @@ class LocalRunner(Runner):
         self._sampled = torch.zeros(0, dtype=torch.int64)
         self._scratch = self.limits.num_blocks
         self._settle(is_lean=is_lean)
+        if batch_invariant:
+            invariance.check(self._logits, self.limits, self._model.config.vocab_size)
 
     @torch.inference_mode()
     def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
@@ -232,7 +245,7 @@ class LocalRunner(Runner):
         size = None
         if self._graphs is not None and packed.plan.num_queries == len(rows):
             size = padded(len(rows), self.limits.max_sequences)
-        fixed = packed.arrays(size, self._scratch)
+        fixed = packed.arrays(self._sizes(packed, size), self._scratch)
         unread = () if packed.unread is None else packed.unread
         staged = self._staging.put([*fixed, *pairs, *unread, *edits])
         end = len(fixed) + len(pairs)
@@ -244,9 +257,25 @@ class LocalRunner(Runner):
             end += 2
         forward = self._start(packed.plan, staged[: len(fixed)])
         if size is None or self._graphs is None:
-            return forward(), staged[end:]
+            return forward()[: len(packed.last)], staged[end:]
         logits = self._graphs.run((size, *self._prepare(packed.plan)), forward)
         return logits[: len(packed.last)], staged[end:]
+
+    @torch.inference_mode()
+    def _logits(self, rows: Sequence[Row]) -> Tensor:
+        """Run a step; return the logits [T, V] at all of its tokens."""
+        packed = pack(rows, self._planner)
+        packed = packed._replace(last=np.arange(packed.plan.num_queries))
+        arrays = packed.arrays(self._sizes(packed, None), self._scratch)
+        return self._start(packed.plan, self._staging.put(arrays))()[: len(packed.last)]
+
+    def _sizes(self, packed: Packed, size: int | None) -> tuple[int, int] | None:
+        """Return what a step is filled up to, of tokens and wanted ones."""
+        if size is not None:
+            return size, size
+        if not self._is_invariant:
+            return None
+        return invariance.rounded(packed.plan.num_queries), invariance.rounded(len(packed.last))
 
     def _prepare(self, plan: Plan) -> list[Hashable]:
         """Bring the plan to the device; return what a recording depends on besides its size."""
@@ -317,7 +346,8 @@ class LocalRunner(Runner):
 
     def _new_caches(self, layer: trial.Layer) -> Caches:
         # One block more than anybody is told of, for what pads a step.
-        num_blocks = self.limits.num_blocks + (self._backend.record is not None)
+        is_padded = self._backend.record is not None or self._is_invariant
+        num_blocks = self.limits.num_blocks + is_padded
         shape = (num_blocks, self.limits.block_size, layer.kv_heads)
         dtype, device = self._model.dtype, self._backend.device
         return (

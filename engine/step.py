@@ -49,18 +49,19 @@ class Packed(NamedTuple):
     """[2, U] packed tokens that the host does not know (their `ids` are 0), and which of the
     ids of the step before they are; None where it knows all."""
 
-    def arrays(self, size: int | None, scratch: int) -> list[Integers]:
+    def arrays(self, sizes: tuple[int, int] | None, scratch: int) -> list[Integers]:
         """Return ids, positions, slots and `last` as the device gets them.
 
         Args:
-            size: Tokens to fill up to, and wanted ones; None leaves them as they are.
+            sizes: Tokens to fill up to, and wanted ones; None leaves them as they are.
             scratch: The block of tokens that fill up.
         """
-        arrays = [self.ids, self.plan.positions, self.plan.slots, self.last]
-        if size is None:
-            return arrays
-        rests = (0, 0, scratch * self.plan.block_size, 0)
-        return [_filled(array, size, rest) for array, rest in zip(arrays, rests, strict=True)]
+        arrays = [self.ids, self.plan.positions, self.plan.slots]
+        if sizes is None:
+            return [*arrays, self.last]
+        rests = (0, 0, scratch * self.plan.block_size)
+        filled = [_filled(array, sizes[0], rest) for array, rest in zip(arrays, rests, strict=True)]
+        return [*filled, _filled(self.last, sizes[1], 0)]
 
 
 def pack(rows: Sequence[Row], planner: Planner) -> Packed:
