@@ -122,6 +122,7 @@ def _load(options: argparse.Namespace) -> Runner:
         dtype=options.dtype,
         device=options.device,
         threads=options.threads,
+        batch_invariant=options.batch_invariant,
         **limits,
     )
     runner.warm()
@@ -164,6 +165,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     local.add_argument("--dtype", default="auto", help="of the weights")
     local.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto: where they lie")
     local.add_argument("--threads", type=_positive, metavar="N", help="of the tensor library")
+    local.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits whatever else is in a step"
+    )
     return parser.parse_args(arguments)
 
 

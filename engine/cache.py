@@ -61,6 +61,12 @@ class BlockCache:
             self.tree.remove(node)
         self._put_back(block)
 
+    def clear(self) -> None:
+        """Forget all that is cached."""
+        while (cached := self.tree.evict()) is not None:
+            self.pool.forget(cached)
+            self._put_back(cached)
+
     def pin(self, block: int) -> None:
         """Keep a block's content until `unpin`, whoever drops it."""
         self._pinned.add(block)

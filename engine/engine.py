@@ -1,7 +1,9 @@
 """The engine: contexts of one model, told what to do by commands, step by step.
 
 `apply` takes commands, `step` lets the model run once, and what comes of both is reported in
-the Step that `step` returns. One thread calls both; nothing here blocks but the runner.
+the Step that `step` returns. One thread calls both; nothing here blocks but the runner. Where
+the runner computes by itself a step is on its way when `step` returns (`flight`): it is read
+by the next call, behind the start of its follower if that may be.
 
 Knows contexts, commands and reports. Refuses to know sockets, tensors, what becomes of
 sampled ids (`outputs`), and which tokens or blocks a step gets (`batcher`, `memory`). Kept
@@ -25,10 +27,11 @@ from operator import attrgetter
 from . import api
 from .batcher import plan
 from .context import CACHED, COMPUTED, RECOMPUTED, SHARED, Context, Tally, Totals
+from .flight import Broken, Flight, following
 from .memory import KVMemory
 from .outputs import Constraints, Outputs
 from .refusals import check_fork, check_length, check_start
-from .runner import Runner
+from .runner import Done, Row, Runner
 
 _log = logging.getLogger(__name__)
 _MAX_FAILED = 4096
@@ -64,6 +67,7 @@ class Engine:
         self._outputs = Outputs(self, runner, self._memory, self._totals, constraints)
         self._num_arrived = 0
         self._num_steps = 0
+        self._flight: Flight | None = None
         self._reports: list[api.Report] = []
 
     # What the server says.
@@ -115,7 +119,11 @@ class Engine:
         """Nothing to compute and nothing to report: `step` would return None, until a command
         comes or a constraint is ready.
         """
-        return not self._reports and all(c.is_released or c.is_stalled for c in self._work)
+        return (
+            not self._reports
+            and self._flight is None
+            and all(c.is_released or c.is_stalled for c in self._work)
+        )
 
     def status(self, nonce: int = 0) -> api.StatusReport:
         """Return what the engine holds and what it did since it started.
@@ -141,56 +149,113 @@ class Engine:
     def check(self) -> None:
         """Assert every invariant of the state between steps; linear, for tests."""
         assert all(context.has_work == context.is_queued for context in self._living())
-        self._memory.check(self._living())
+        self._memory.check(self._living(), () if self._flight is None else self._flight.contexts)
 
     # One step.
 
     def step(self) -> api.Step | None:
         """Run the model once over whatever is due; None where there is nothing to do."""
         self._outputs.collect()
-        self._drop_idle()
-        if not self._is_sorted:
-            self._work.sort(key=attrgetter("rank", "arrival"))
-            self._is_sorted = True
-        if not all(context.is_stalled for context in self._work):
-            self._run()
-        elif not self._reports:
+        self._sort()
+        former = self._flight
+        if former is not None:
+            self._flight = self._follow(former)
+            self._land(former)
+            self._sort()
+        if self._flight is None and not all(context.is_stalled for context in self._work):
+            self._flight = self._begin()
+        started = self._flight
+        if started is not None and started.handle.is_ready:
+            self._flight = None
+            self._land(started)
+        elif former is None and started is None and not self._reports:
             return None
         reports, self._reports = self._reports, []
         pool = self._memory.pool
         return api.Step(self._epoch, self._num_steps, pool.num_free, pool.num_cached, reports)
 
-    def _run(self) -> None:
+    def _begin(self) -> Flight:
+        """Start a step of whatever is due."""
         self._num_steps += 1
-        memory = self._memory
-        memory.begin_step(self._num_steps)
-        batch = plan(self._work, memory, self._limits)
+        self._memory.begin_step(self._num_steps)
+        batch = plan(self._work, self._memory, self._limits)
         is_empty = not (batch.chosen or batch.complete)
         assert not is_empty or any(c.is_held for c in self._work), "work that no step can do"
-        rows = [context.row for context in batch.chosen]
-        num_sampled = sum(row.sampling is not None for row in rows)
+        return self._launch(batch.chosen, [context.row for context in batch.chosen], batch.complete)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Start the step behind one that is not read yet, if that may be."""
+        memory = self._memory
+        followers = following(flight, self._work, self._limits, memory.num_spare)
+        if not followers:
+            return None
+        self._num_steps += 1
+        memory.begin_step(self._num_steps)
+        rows: list[Row] = []
+        for context, place in followers:
+            generation, length = context.generation, len(context.ids)
+            assert generation is not None
+            end = memory.reserve(context, length, length + 1)
+            assert end == length + 1, "there are spare blocks for all"
+            rows.append(
+                Row(
+                    context.id,
+                    context.ids,
+                    length,
+                    1,
+                    context.blocks,
+                    generation.sampling,
+                    generation.num_prompt,
+                    follows=place,
+                )
+            )
+        return self._launch([context for context, _ in followers], rows, [])
+
+    def _launch(self, contexts: list[Context], rows: list[Row], complete: list[Context]) -> Flight:
+        """Start a step; one that cannot be started fails when it is read."""
+        flight = Flight(contexts, rows, [c.generation for c in contexts], complete, Done([]))
+        if rows:
+            try:
+                flight.handle = self._runner.start(rows, self._memory.copies)
+            except Exception as error:
+                flight.handle = Broken(error)
+        flight.unmade = self._memory.launch()
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        """Read a step, and take in what it computed."""
+        num_sampled = sum(row.sampling is not None for row in flight.rows)
         try:
-            sampled = self._runner.run(rows, memory.copies) if rows else []
+            sampled = flight.handle.read()
             if len(sampled) != num_sampled:
                 raise RuntimeError(f"runner gave {len(sampled)} ids for {num_sampled} rows")
         except Exception as error:
-            _log.exception("step=%d contexts=%d failed", self._num_steps, len(rows))
-            self._fail_step(batch.chosen, error)
+            _log.exception("step=%d contexts=%d failed", self._num_steps, len(flight.rows))
+            self._fail_step(flight, error)
         else:
-            self._commit(batch.chosen, iter(sampled))
-            for context in batch.complete:
-                self._answer_fills(context)
-        memory.end_step()
+            self._commit(flight, iter(sampled))
+            for context in flight.complete:
+                if not context.is_released:
+                    self._answer_fills(context)
+        self._memory.end_step()
         self._drop_idle()
 
-    def _commit(self, chosen: list[Context], sampled: Iterator[int]) -> None:
-        """Take what a step computed into the contexts, then their new ids."""
+    def _commit(self, flight: Flight, sampled: Iterator[int]) -> None:
+        """Take what a step computed into its contexts, then their new ids."""
         memory, totals = self._memory, self._totals
         size = memory.block_size
-        for context in chosen:
-            row = context.row
-            end = row.start + row.num_new
+        for context, row, begun in zip(
+            flight.contexts, flight.rows, flight.generations, strict=True
+        ):
+            token_id = None if row.sampling is None else next(sampled)
+            if context.is_released:
+                continue
             generation = context.generation
+            if row.follows is not None and generation is not begun:
+                # The output was over with the step before, but that was not read yet.
+                memory.trim(context)
+                continue
+            end = row.start + row.num_new
             if generation is not None and context.high_water == row.start >= generation.num_prompt:
                 context.high_water = end
             else:
@@ -202,8 +267,8 @@ class Engine:
                 memory.settle(context)
             if len(context.tallies) > 1:
                 self._answer_fills(context)
-            if row.sampling is not None and generation is not None:
-                self._outputs.take(context, generation, next(sampled))
+            if token_id is not None and generation is not None:
+                self._outputs.take(context, generation, token_id)
 
     def _answer_fills(self, context: Context) -> None:
         """Report the Fills whose tokens all have KV."""
@@ -317,15 +382,24 @@ class Engine:
         self._memory.release(context, keep)
         self._has_idle = True
 
-    def _fail_step(self, chosen: list[Context], error: Exception) -> None:
-        """Fail the contexts of a step whose runner raised; others are computed again."""
-        for context in chosen:
+    def _fail_step(self, flight: Flight, error: Exception) -> None:
+        """Fail the contexts of a step that raised; others are computed again."""
+        for context in flight.contexts:
+            if context.is_released:
+                continue
             if context.keep is None:
                 self.fail(context.id, "engine.step", f"the model failed: {error!r}")
             else:
                 self._memory.release(context)
-        self._memory.undo_step()
+        self._memory.undo(flight.unmade)
         self._has_idle = True
+
+    def _sort(self) -> None:
+        """Order the list of work, and keep only who has some."""
+        self._drop_idle()
+        if not self._is_sorted:
+            self._work.sort(key=attrgetter("rank", "arrival"))
+            self._is_sorted = True
 
     def _drop_idle(self) -> None:
         """Keep in the list of work only who has some."""

@@ -41,6 +41,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -59,7 +60,7 @@ from .bytelevel import (
     tokenizer_json,
 )
 from .fakememory import FakeMemory
-from .runner import Row
+from .runner import Done, Handle, Row, Runner
 
 # fmt: off
 WORDS: Final = (
@@ -132,8 +133,8 @@ class VirtualClock:
         self.now += seconds
 
 
-class FakeRunner:
-    """A runner (see `runner.Runner`) that answers by script."""
+class FakeRunner(Runner):
+    """A runner that answers by script."""
 
     def __init__(
         self,
@@ -167,13 +168,16 @@ class FakeRunner:
         # the prompt's ids. Forgotten ones are derived again.
         self._scripts: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._max_scripts = 4 * limits.max_sequences
+        self._last: list[int] = []
 
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
-        """Check and write memory, pass the time, return the next id of every sampling row.
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+        """Check and write memory, pass the time, find the next id of every sampling row.
 
         Raises:
             AssertionError: if a block does not hold what a row would read from it.
         """
+        if any(row.follows is not None for row in rows):
+            rows = [self._whole(row) for row in rows]
         if self._memory is not None:
             self._memory.run(rows, copies)
         sampled: list[int] = []
@@ -201,7 +205,15 @@ class FakeRunner:
         )
         if duration > 0:
             self._sleep(duration)
-        return sampled
+        self._last = sampled
+        return Done(sampled)
+
+    def _whole(self, row: Row) -> Row:
+        """Return a row with the id that only this runner knows."""
+        if row.follows is None:
+            return row
+        assert len(row.ids) == row.start, "a row that follows lacks one token"
+        return replace(row, ids=[*row.ids, self._last[row.follows]])
 
     def _next_id(self, row: Row, sampling: Sampling, num_output: int) -> int:
         script = self._scripts.get((row.context, row.num_prompt))

@@ -25,6 +25,9 @@ from torch import Tensor
 MOST_KEYS: Final = 64
 """Recordings hold memory: beyond so many, the one that was not used for longest goes."""
 
+_FORBIDDEN: Final = ("operation not permitted when", "during capture", "while capturing")
+"""What torch and CUDA say of a function that cannot be recorded."""
+
 Replay: TypeAlias = Callable[[], Tensor]
 Record: TypeAlias = Callable[[Callable[[], Tensor]], Replay]
 """Records what a function asks the device to do; its replay returns the same tensor always."""
@@ -48,6 +51,8 @@ class Graphs:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._replays: OrderedDict[Hashable, Replay] = OrderedDict()
+        self._eager: set[Hashable] = set()
+        """Keys for whose recording there was no memory."""
         self._can_record = True
 
     def __len__(self) -> int:
@@ -67,7 +72,7 @@ class Graphs:
         replay = self._replays.get(key)
         if replay is not None:
             self._replays.move_to_end(key)
-        elif self._can_record:
+        elif self._can_record and key not in self._eager:
             replay = self._try(key, function)
         return function() if replay is None else replay()
 
@@ -76,11 +81,23 @@ class Graphs:
             self._replays.popitem(last=False)
         try:
             replay = self._replays[key] = self._record(function)
+        except torch.OutOfMemoryError:
+            # This step may still fit without; what was recorded goes on being replayed.
+            _log.warning("no memory for a recording of key=%s: such steps run eagerly", key)
+            self._eager.add(key)
+            return None
         except RuntimeError as error:
+            if not any(part in str(error) for part in _FORBIDDEN):
+                # Not about recording: the step itself is wrong.
+                raise
             # Some models ask the device for numbers on the way.
             self._can_record = False
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            _log.warning("decode steps cannot be recorded and run eagerly: %s", line)
+            _log.warning(
+                "the model asks the device for numbers while it decodes, so decode steps "
+                "cannot be recorded and run eagerly: %s",
+                line,
+            )
             return None
         return replay
 

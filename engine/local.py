@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -44,6 +44,7 @@ from . import (
     builtin,
     capacity,
     checkpoint,
+    invariance,
     lean,
     sampling,
     trial,
@@ -55,9 +56,9 @@ from . import (
 from .choosing import Edits, choose
 from .fused import FusedModel
 from .graphs import Graphs, padded, sizes
-from .runner import Row
+from .runner import Done, Handle, Row, Runner
 from .staging import Staging
-from .step import Attention, Caches, Integers, Kind, pack, warming
+from .step import Attention, Caches, Integers, Kind, Packed, pack, warming
 
 BUILTIN: Final = "builtin"
 TRIAL_TOKENS: Final = 12
@@ -65,6 +66,8 @@ TRIAL_TOKENS: Final = 12
 SAVED_BYTES: Final = 2**21
 """Keys of a layer that sharing must save to be worth another work item. Measured on a CPU: an
 item costs about 0.1 ms on two cores, in which they read a few MiB."""
+NEVER: Final = 2**62
+"""As much reading as no sharing saves."""
 STAGED_BYTES: Final = 2**24
 """Room for what a step needs on an accelerator; what does not fit is copied for itself."""
 
@@ -73,8 +76,8 @@ Lean: TypeAlias = lean.LeanModel | FusedModel
 _log = logging.getLogger(__name__)
 
 
-class LocalRunner:
-    """A model behind paged KV memory; see `runner.Runner`."""
+class LocalRunner(Runner):
+    """A model behind paged KV memory."""
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class LocalRunner:
         threads: int | None = None,
         min_saved: int | None = None,
         is_lean: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         """Load a model and allocate its caches.
 
@@ -110,6 +114,8 @@ class LocalRunner:
             min_saved: Tokens of reading that a shared stretch must save; None follows
                 `SAVED_BYTES`.
             is_lean: Run plain decoders by `lean` or `fused` instead of by their modules.
+            batch_invariant: Give each context the same bits whatever else is in its steps;
+                slower, and refused where a trial shows that it does not hold.
 
         Raises:
             EngineError: `model.not_found`, `model.invalid` or `model.unsupported` for the
@@ -127,7 +133,9 @@ class LocalRunner:
         else:
             found = checkpoint.read(builtin.cached() if is_builtin else checkpoint.locate(model))
             self._model, config = weights.load(found, dtype, str(where))
-        self._backend = backend.of(where) if isinstance(device, str) else device
+        if isinstance(device, str):
+            device = backend.of(where, batch_invariant=batch_invariant)
+        self._backend = device
         self._operations = self._backend.operations
         self.layers = layers = trial.probe(self._model, str(found.folder))
         owners = [layer for index, layer in enumerate(layers) if layer.source == index]
@@ -142,6 +150,7 @@ class LocalRunner:
             free_bytes=devices.free_bytes(where),
             kind=where.type,
         )
+        self._is_invariant = batch_invariant
         own = {layer.source: self._new_caches(layer) for layer in owners}
         # Layers that share keys and values stand here with one pair of caches.
         self._caches = [own[layer.source] for layer in layers]
@@ -150,6 +159,8 @@ class LocalRunner:
             min_saved = ITEM_TOKENS
             if where.type == "cpu":
                 min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2)
+        if batch_invariant:
+            min_saved = NEVER
         self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
         self._kinds: dict[Kind, tuple[Tensor, Caches]] = {}
         record = self._backend.record
@@ -171,26 +182,35 @@ class LocalRunner:
         else:
             self.description = _describe(self._model, is_dummy=dummy)
         self._lean: Lean | None = None
+        # What the last step chose, on a device that is ahead of the host.
+        self._sampled = torch.zeros(0, dtype=torch.int64)
         self._scratch = self.limits.num_blocks
         self._settle(is_lean=is_lean)
+        if batch_invariant:
+            invariance.check(self._logits, self.limits, self._model.config.vocab_size)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
-        """Copy blocks, run the rows, return one id per sampling row; see `runner.Runner`."""
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+        """Copy blocks and run the rows; see `runner.Runner`."""
         pairs = [*np.array(copies, np.int64).T] if copies else []
         if not rows:
             if pairs:
                 self._operations.copy_blocks(self._own_caches, *self._staging.put(pairs))
-            return []
+            return Done([])
         asking = [row for row in rows if row.sampling is not None]
         wishes = sampling.plan(asking, self.eos_ids, self._width) if asking else None
         logits, edits = self._run_rows(rows, pairs, () if wishes is None else wishes.edits)
         if not asking:
-            return []
+            return Done([])
         if wishes is None:
-            return sampling.read(choose(logits, None).tolist(), asking, None)
-        chosen = choose(logits, Edits(*edits), wishes.num_top)
-        return sampling.read(chosen.tolist(), asking, wishes)
+            chosen = choose(logits, None)
+        else:
+            chosen = choose(logits, Edits(*edits), wishes.num_top)
+        bring = self._backend.bring
+        if bring is None:
+            return Done(sampling.read(chosen.tolist(), asking, wishes))
+        self._sampled = chosen[: len(asking)].long()
+        return _Coming(bring(chosen), asking, wishes)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -225,16 +245,37 @@ class LocalRunner:
         size = None
         if self._graphs is not None and packed.plan.num_queries == len(rows):
             size = padded(len(rows), self.limits.max_sequences)
-        fixed = packed.arrays(size, self._scratch)
-        staged = self._staging.put([*fixed, *pairs, *edits])
+        fixed = packed.arrays(self._sizes(packed, size), self._scratch)
+        unread = () if packed.unread is None else packed.unread
+        staged = self._staging.put([*fixed, *pairs, *unread, *edits])
         end = len(fixed) + len(pairs)
         if pairs:
             self._operations.copy_blocks(self._own_caches, *staged[len(fixed) : end])
+        if packed.unread is not None:
+            places, sources = staged[end : end + 2]
+            staged[0].index_copy_(0, places, self._sampled.index_select(0, sources))
+            end += 2
         forward = self._start(packed.plan, staged[: len(fixed)])
         if size is None or self._graphs is None:
-            return forward(), staged[end:]
+            return forward()[: len(packed.last)], staged[end:]
         logits = self._graphs.run((size, *self._prepare(packed.plan)), forward)
         return logits[: len(packed.last)], staged[end:]
+
+    @torch.inference_mode()
+    def _logits(self, rows: Sequence[Row]) -> Tensor:
+        """Run a step; return the logits [T, V] at all of its tokens."""
+        packed = pack(rows, self._planner)
+        packed = packed._replace(last=np.arange(packed.plan.num_queries))
+        arrays = packed.arrays(self._sizes(packed, None), self._scratch)
+        return self._start(packed.plan, self._staging.put(arrays))()[: len(packed.last)]
+
+    def _sizes(self, packed: Packed, size: int | None) -> tuple[int, int] | None:
+        """Return what a step is filled up to, of tokens and wanted ones."""
+        if size is not None:
+            return size, size
+        if not self._is_invariant:
+            return None
+        return invariance.rounded(packed.plan.num_queries), invariance.rounded(len(packed.last))
 
     def _prepare(self, plan: Plan) -> list[Hashable]:
         """Bring the plan to the device; return what a recording depends on besides its size."""
@@ -305,13 +346,33 @@ class LocalRunner:
 
     def _new_caches(self, layer: trial.Layer) -> Caches:
         # One block more than anybody is told of, for what pads a step.
-        num_blocks = self.limits.num_blocks + (self._backend.record is not None)
+        is_padded = self._backend.record is not None or self._is_invariant
+        num_blocks = self.limits.num_blocks + is_padded
         shape = (num_blocks, self.limits.block_size, layer.kv_heads)
         dtype, device = self._model.dtype, self._backend.device
         return (
             self._backend.operations.new_cache(*shape, layer.key_dim, dtype).to(device),
             self._backend.operations.new_cache(*shape, layer.value_dim, dtype).to(device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A step whose results are on their way home; see `runner.Handle`."""
+
+    wait: Callable[[], Tensor]
+    rows: Sequence[Row]
+    """Those that sample."""
+    wishes: sampling.Wishes | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Nobody asked yet."""
+        return False
+
+    def read(self) -> list[int]:
+        """Wait; return the ids."""
+        return sampling.read(self.wait().tolist(), self.rows, self.wishes)
 
 
 def _name(model: str, folder: Path) -> str:

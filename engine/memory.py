@@ -58,19 +58,27 @@ class KVMemory:
         self._victims: list[Context] | None = None
         self._step = _BETWEEN
 
-    # A step: begin_step, attach and reserve per context, settle per context, end_step.
+    # A step: begin_step, attach and reserve per context, launch; settle per context, end_step.
 
     def begin_step(self, number: int) -> None:
         """Start to hand out blocks; contexts whose `step` is `number` will not be moved."""
         self._step = number
 
-    def end_step(self) -> None:
-        """Let go of what was held for the length of the step."""
+    def launch(self) -> set[int]:
+        """Let go of what was held until the step is started; return the blocks that it makes.
+
+        Steps take effect in the order in which they are started. So to the next one these
+        blocks hold what they should, and what this one reads may be written over.
+        """
         self._step = _BETWEEN
         self.copies.clear()
-        self._unmade.clear()
         self._victims = None
         self._cache.unpin()
+        unmade, self._unmade = self._unmade, set()
+        return unmade
+
+    def end_step(self) -> None:
+        """Let go of what was held until the step was over."""
         for context in self._orphans:
             if not context.is_released:
                 self.release(context, context.keep or 0)
@@ -110,8 +118,10 @@ class KVMemory:
                 break
             self._holders.add(context)
             blocks.append(block)
-        if end // self.block_size > context.depth:
-            self._register(context, end, is_computed=False)
+        # A block whose last token is still to be sampled has no name yet.
+        known = min(end, len(context.ids))
+        if known // self.block_size > context.depth:
+            self._register(context, known, is_computed=False)
         return max(begin, end)
 
     def settle(self, context: Context) -> None:
@@ -119,15 +129,16 @@ class KVMemory:
         if context.num_computed // self.block_size > context.depth:
             self._register(context, context.num_computed, is_computed=True)
 
-    def undo_step(self) -> None:
-        """Take back every block whose content the failed step should have made.
+    def undo(self, unmade: set[int]) -> None:
+        """Take back every block whose content a failed step should have made.
 
-        Contexts with such a block lose all KV. Their ids stay: they are computed again.
+        Contexts with such a block lose all KV. Their ids stay: they are computed again. The
+        cache goes too, for some of it may have been freed while the step ran.
         """
-        unmade = self._unmade
         for context in list(self._holders):
             if not unmade.isdisjoint(context.blocks):
                 self.evict(context)
+        self._cache.clear()
 
     # Between steps.
 
@@ -135,8 +146,12 @@ class KVMemory:
         """Let a new context share what its parent has computed, and wait for the rest."""
         if context.salt != parent.salt:
             return
-        depth = min(parent.depth, parent_len // self.block_size)
         num_shared = min(parent.num_computed, parent_len)
+        depth = num_shared // self.block_size
+        if depth > parent.depth:
+            # A step on its way runs the parent's last token again, in a block of its own.
+            depth = parent.depth
+            num_shared = depth * self.block_size
         if num_shared:
             self._holders.add(context)
             for block in parent.blocks[: -(-num_shared // self.block_size)]:
@@ -188,20 +203,41 @@ class KVMemory:
         if depth < context.depth:
             context.node = _ancestor(context.node, context.depth - depth)
             context.depth = depth
-        num_blocks = -(-length // self.block_size)
+        self.trim(context)
+
+    def trim(self, context: Context) -> None:
+        """Give up the blocks behind the last computed token; safe without any."""
+        num_blocks = -(-context.num_computed // self.block_size)
         for block in reversed(context.blocks[num_blocks:]):
             self._cache.drop(block)
         del context.blocks[num_blocks:]
         if not context.blocks:
             self._holders.discard(context)
 
-    def check(self, contexts: Iterable[Context]) -> None:
-        """Assert what holds between steps; `contexts` are all that are not released."""
+    @property
+    def num_spare(self) -> int:
+        """Blocks that can be taken from no context."""
+        return self.pool.num_free + self.pool.num_cached
+
+    def check(self, contexts: Iterable[Context], flying: Iterable[Context] = ()) -> None:
+        """Assert what holds between steps.
+
+        Args:
+            contexts: All that are not released.
+            flying: Those of a step on its way, for which blocks are reserved.
+        """
+        early = set(flying)
         self._cache.check()
         refs = [0] * self.pool.num_blocks
         for context in contexts:
-            assert len(context.blocks) == -(-context.num_computed // self.block_size)
-            assert context.depth == context.num_computed // self.block_size
+            num_blocks = -(-context.num_computed // self.block_size)
+            num_full = context.num_computed // self.block_size
+            if context in early:
+                assert len(context.blocks) >= num_blocks
+                assert num_full - 1 <= context.depth <= len(context.blocks)
+            else:
+                assert len(context.blocks) == num_blocks
+                assert context.depth == num_full
             assert (context in self._holders) == bool(context.blocks)
             assert context.num_computed <= len(context.ids)
             for block in context.blocks:

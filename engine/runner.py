@@ -5,8 +5,14 @@ and in which blocks their KV lies; a runner turns that into sampled ids. Knows n
 that the scripted runner of `fake` and the transformers runner of `local` stand behind one
 seam. Refuses to know ranks, forks, stop strings and text.
 
+A step is *started*, and its ids are *read* when they are there. On a device that computes by
+itself the next step may be started in between: its rows continue what this one is about to
+sample, which the host does not know yet.
+
 Kept true: a runner keeps no state about contexts between steps except what it wrote into
-blocks, so a context may be evicted and computed again in other blocks at any time.
+blocks, so a context may be evicted and computed again in other blocks at any time. Steps take
+effect in the order in which they were started: a block may be given to somebody else as soon
+as the last step that uses it was started.
 """
 
 from __future__ import annotations
@@ -44,6 +50,47 @@ class Row:
     the last bit may not. EOS and stop ids are in it as they should be. None: all may."""
     chance: Chance | None = None
     """Set by the runner where `sampling.logprobs` asks for it."""
+    follows: int | None = None
+    """Set where `ids` lack their last token, the only one to be run: it is the id that the
+    step before gives at this place, and nobody has read it yet."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context when the step is over, but for what it samples."""
+        return self.start + self.num_new
+
+
+class Handle(Protocol):
+    """A step that was started."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Its ids are there: reading them waits for nothing."""
+        ...
+
+    def read(self) -> list[int]:
+        """Wait for the step; return one id per sampling row, in order. Called once.
+
+        Raises:
+            Exception: whatever went wrong since the step was started.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was over when its start returned."""
+
+    ids: list[int]
+
+    @property
+    def is_ready(self) -> bool:
+        """Always."""
+        return True
+
+    def read(self) -> list[int]:
+        """Return the ids."""
+        return self.ids
 
 
 class Runner(Protocol):
@@ -59,13 +106,18 @@ class Runner(Protocol):
     capabilities: tuple[str, ...]
     description: str
 
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
-        """Copy blocks (source, destination), run the rows, return one id per sampling row.
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+        """Copy blocks (source, destination) and run the rows; the handle gives their ids.
 
         Copies happen before any row writes. Rows come in the core's order; a row may attend
-        to what an earlier row of the same call writes. EOS is the core's business: a runner
-        samples it like any id, except that it masks EOS and stop ids while fewer than
-        `min_tokens` were generated, and EOS under `ignore_eos`. A row with a `mask` gets no
-        id outside of it, whatever the rest of its sampling says.
+        to what an earlier row of the same call writes. Rows are read before this returns,
+        and steps before are not waited for. EOS is the core's business: a runner samples it
+        like any id, except that it masks EOS and stop ids while fewer than `min_tokens` were
+        generated, and EOS under `ignore_eos`. A row with a `mask` gets no id outside of it,
+        whatever the rest of its sampling says.
         """
         ...
+
+    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
+        """Start a step and read it."""
+        return self.start(rows, copies).read()

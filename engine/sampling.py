@@ -96,10 +96,7 @@ def plan(rows: Sequence[Row], eos_ids: Sequence[int], width: int) -> Wishes | No
         drawn=_integers(drawn),
         temperatures=np.array([one.temperature for one in random], np.float64),
         keys=np.array(
-            [
-                _key(one.seed, len(rows[index].ids))
-                for index, one in zip(drawn, random, strict=True)
-            ],
+            [_key(one.seed, rows[index].length) for index, one in zip(drawn, random, strict=True)],
             np.uint64,
         ).view(np.int64),
         cut=_integers(cut),
@@ -183,7 +180,7 @@ def _is_plain(sampling: Sampling, row: Row) -> bool:
         and not sampling.logit_bias
         and sampling.logprobs is None
         and row.mask is None
-        and len(row.ids) - row.num_prompt >= sampling.min_tokens
+        and row.length - row.num_prompt >= sampling.min_tokens
     )
 
 
@@ -196,7 +193,7 @@ def _additions(sampling: Sampling, row: Row, eos_ids: Sequence[int]) -> Iterator
     yield from sampling.logit_bias
     if row.mask is not None:
         return
-    is_early = len(row.ids) - row.num_prompt < sampling.min_tokens
+    is_early = row.length - row.num_prompt < sampling.min_tokens
     if is_early or sampling.ignore_eos:
         yield from ((token, _BANNED) for token in eos_ids)
     if is_early:

@@ -45,19 +45,23 @@ class Packed(NamedTuple):
     """[T] tokens."""
     last: Integers
     """[S] packed tokens whose logits are wanted."""
+    unread: Integers | None = None
+    """[2, U] packed tokens that the host does not know (their `ids` are 0), and which of the
+    ids of the step before they are; None where it knows all."""
 
-    def arrays(self, size: int | None, scratch: int) -> list[Integers]:
+    def arrays(self, sizes: tuple[int, int] | None, scratch: int) -> list[Integers]:
         """Return ids, positions, slots and `last` as the device gets them.
 
         Args:
-            size: Tokens to fill up to, and wanted ones; None leaves them as they are.
+            sizes: Tokens to fill up to, and wanted ones; None leaves them as they are.
             scratch: The block of tokens that fill up.
         """
-        arrays = [self.ids, self.plan.positions, self.plan.slots, self.last]
-        if size is None:
-            return arrays
-        rests = (0, 0, scratch * self.plan.block_size, 0)
-        return [_filled(array, size, rest) for array, rest in zip(arrays, rests, strict=True)]
+        arrays = [self.ids, self.plan.positions, self.plan.slots]
+        if sizes is None:
+            return [*arrays, self.last]
+        rests = (0, 0, scratch * self.plan.block_size)
+        filled = [_filled(array, sizes[0], rest) for array, rest in zip(arrays, rests, strict=True)]
+        return [*filled, _filled(self.last, sizes[1], 0)]
 
 
 def pack(rows: Sequence[Row], planner: Planner) -> Packed:
@@ -67,10 +71,20 @@ def pack(rows: Sequence[Row], planner: Planner) -> Packed:
         [row.start + row.num_new for row in rows],
         [row.blocks for row in rows],
     )
-    ids = chain.from_iterable([row.ids[row.start : row.start + row.num_new] for row in rows])
     wanted = [index for index, row in enumerate(rows) if row.sampling is not None]
     last = plan.query_start[1:][wanted] - 1
-    return Packed(plan, np.fromiter(ids, np.int64, plan.num_queries), last)
+    follows = [row.follows for row in rows]
+    known = [
+        row.ids[row.start : row.start + row.num_new] if place is None else (0,)
+        for row, place in zip(rows, follows, strict=True)
+    ]
+    ids = np.fromiter(chain.from_iterable(known), np.int64, plan.num_queries)
+    pairs = [
+        (at, place)
+        for at, place in zip(plan.query_start, follows, strict=False)
+        if place is not None
+    ]
+    return Packed(plan, ids, last, np.array(pairs, np.int64).T if pairs else None)
 
 
 def warming(num_rows: int, limits: Limits, scratch: int) -> list[list[Row]]:

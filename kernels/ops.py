@@ -6,6 +6,7 @@ and obey the same plan. Here arguments are checked, once for all of them.
 
     reference    plain torch, float64-able, slow
     cpu          fast torch: each shared stretch once, packed heads, one softmax
+    invariant    as cpu, but the same bits for a query whatever else is in the step
     triton       kernels for a GPU: all stretches of a step in one launch
 
 Knows no model and no context: a plan says which queries read which blocks. A key/value
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from . import arguments, cpu, reference
+from .invariant import Invariant
 from .plan import Plan
 
-NAMES: Final = ("reference", "cpu", "triton")
+NAMES: Final = ("reference", "cpu", "invariant", "triton")
 
 
 class Kernels(Protocol):
@@ -98,6 +100,8 @@ def implementation(name: str) -> Operations:
         return Operations(name, reference)
     if name == "cpu":
         return Operations(name, cpu.Cpu())
+    if name == "invariant":
+        return Operations(name, Invariant())
     if name == "triton":
         # Loaded where it is asked for: a machine without a GPU needs no triton.
         try:

@@ -39,6 +39,7 @@ _SETTINGS = (
     "step_tokens",
     "max_sequences",
     "threads",
+    "batch_invariant",
     "policy",
     "latency_tokens",
     "script",
@@ -154,6 +155,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--step-tokens", type=int, metavar="TOKENS", help="per step, at most")
     engine.add_argument("--max-sequences", type=int, metavar="N", help="per step, at most")
     engine.add_argument("--threads", type=int, metavar="N")
+    engine.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="give each output the same tokens whatever else runs, in bfloat16 too; CPU, slower",
+    )
     fake = parser.add_argument_group("fake engine")
     fake.add_argument("--script", type=Path, metavar="FILE", help="what it answers")
     fake.add_argument("--time-per-call", type=float, default=0.0, metavar="S")

@@ -74,6 +74,8 @@ class Config:
     max_sequences: int | None = None
     threads: int | None = None
     """Threads of the engine's tensor library."""
+    batch_invariant: bool = False
+    """Of a local engine: an output is the same whatever else is in its steps, in bfloat16 too."""
 
     script: Path | None = None
     """Answers of the fake engine; None: a published function of the prompt."""
@@ -112,6 +114,8 @@ class Config:
             seconds = getattr(self, name)
             if not 0 <= seconds <= 3600:
                 raise ConfigError(f"{name} is {seconds}; it must be within 0 and 3600 seconds")
+        if self.engine == "fake" and self.batch_invariant:
+            raise ConfigError("batch_invariant is for a local engine; the fake one always is")
         if self.engine == "fake" and self.model is not None:
             raise ConfigError("the fake engine takes no model; give it a script instead")
         if self.dummy_weights is not None and (self.engine == "fake" or self.model is not None):

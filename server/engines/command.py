@@ -60,4 +60,6 @@ def command_of(config: Config) -> Command:
         if value is not None
         for text in (f"--{name}", str(value))
     ]
+    if config.batch_invariant:
+        options.append("--batch-invariant")
     return Command(config.engine, tuple(options))

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from conure.engine import api
 from conure.engine.engine import Engine
 from conure.engine.local import LocalRunner
-from conure.engine.runner import Row, Runner
+from conure.engine.runner import Handle, Row, Runner
 
 from . import shrunk
 
@@ -54,16 +54,16 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
         self._last.clear()
-        sampled = self._runner.run(rows, copies)
+        handle = self._runner.start(rows, copies)
         sampling = [row for row in rows if row.sampling is not None]
         if sampling:
             (logits,) = self._last
             assert len(logits) == len(sampling)
             for row, scores in zip(sampling, logits, strict=True):
                 self.logits[tuple(row.ids)].append(scores.float())
-        return sampled
+        return handle
 
 
 @dataclass

@@ -13,29 +13,66 @@ from typing import Any
 from conure.engine import api
 from conure.engine.engine import Engine
 from conure.engine.fake import FakeRunner, default_text
-from conure.engine.runner import Row
+from conure.engine.runner import Handle, Row
 
 LIMITS = api.Limits(context_len=256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=16)
 
 
-class Spy(FakeRunner):
-    """A fake runner that remembers what it ran and fails when told to."""
+class Late:
+    """A step whose ids are kept from the engine until it reads them."""
 
-    def __init__(self, limits: api.Limits, **options: Callable[[str], str | None]) -> None:
+    is_ready = False
+
+    def __init__(self, spy: Spy, ids: list[int], *, fails: bool) -> None:
+        self._spy = spy
+        self._ids = ids
+        self._fails = fails
+
+    def read(self) -> list[int]:
+        assert self._spy.flying.pop(0) is self, "steps are read in the order of their start"
+        if self._fails:
+            raise RuntimeError("told to fail late")
+        return self._ids
+
+
+class Spy(FakeRunner):
+    """A fake runner that remembers what it ran and fails when told to.
+
+    A late one is a device that computes by itself: it takes rows as they are when a step is
+    started, knows what it sampled, and tells the engine only when that reads it.
+    """
+
+    def __init__(
+        self, limits: api.Limits, *, late: bool = False, **options: Callable[[str], str | None]
+    ) -> None:
         super().__init__(limits=limits, **options)  # type: ignore[arg-type]  # answer alone
         self.fails = False
+        self.fails_late = False
+        self.late = late
+        self.flying: list[Late] = []
+        self.num_ahead = 0
+        """Steps that were started before the one before them was read."""
         self.steps: list[list[tuple[int, int, int]]] = []
         """(context, start, num_new) of every row."""
         self.copies: list[tuple[int, int]] = []
 
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
         assert len(rows) <= self.limits.max_sequences
         assert sum(row.num_new for row in rows) <= self.limits.step_tokens
         self.steps.append([(row.context, row.start, row.num_new) for row in rows])
         self.copies.extend(copies)
         if self.fails:
             raise RuntimeError("told to fail")
-        return super().run(rows, copies)
+        follows = [row.follows is not None for row in rows]
+        assert all(follows) if self.flying else not any(follows)
+        assert len(self.flying) <= 1
+        self.num_ahead += len(self.flying)
+        done = super().start(rows, copies)
+        if not self.late:
+            return done
+        handle = Late(self, done.read(), fails=self.fails_late)
+        self.flying.append(handle)
+        return handle
 
 
 def expected_output(
@@ -81,9 +118,15 @@ class Known:
 class ServerDouble:
     """One engine over a spied fake runner, and the model of what it holds."""
 
-    def __init__(self, limits: api.Limits = LIMITS, **options: Callable[[str], str | None]) -> None:
+    def __init__(
+        self,
+        limits: api.Limits = LIMITS,
+        *,
+        late: bool = False,
+        **options: Callable[[str], str | None],
+    ) -> None:
         self.limits = limits
-        self.runner = Spy(limits, **options)
+        self.runner = Spy(limits, late=late, **options)
         self.engine = Engine(self.runner, epoch=1)
         self.known: dict[int, Known] = {}
         self.failed: list[api.Failed] = []

@@ -20,7 +20,7 @@ from conure.engine.constraints import Constraints
 from conure.engine.engine import Engine
 from conure.engine.fake import FakeRunner, default_text
 from conure.engine.grammar import compile_grammar
-from conure.engine.runner import Row
+from conure.engine.runner import Done, Handle, Row
 from conure.engine.vetting import Question, Verdict, Vetter
 
 from .constrained import AMBIGUOUS, Bench, lark, schema
@@ -361,14 +361,16 @@ class Letters(FakeRunner):
         super().__init__(limits=api.Limits(2048, 16, 512, 256, 16))
         self.num_rows: list[int] = []
 
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
-        super().run(rows, copies)
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+        super().start(rows, copies)
         self.num_rows.append(len(rows))
-        return [
-            random.Random(1000 * row.sampling.seed + len(row.ids)).choice(b"ab")
-            for row in rows
-            if row.sampling is not None
-        ]
+        return Done(
+            [
+                random.Random(1000 * row.sampling.seed + len(row.ids)).choice(b"ab")
+                for row in rows
+                if row.sampling is not None
+            ]
+        )
 
 
 def test_a_slow_grammar_goes_on_aside_and_fails_before_it_takes_too_long(

@@ -246,6 +246,30 @@ def test_warming_records_every_size_and_touches_no_block(llama: Path) -> None:
     assert recorder.num_recorded == 4
 
 
+def test_an_error_that_is_not_about_recording_is_not_hidden() -> None:
+    def record(function: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    graphs = Graphs(record)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        graphs.run(1, partial(torch.zeros, 1))
+
+
+def test_without_memory_for_one_recording_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+
+    def record(function: Any) -> Any:
+        if int(function()) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return recorder(function)
+
+    graphs = Graphs(record)
+    for key in (0, 1, 1, 2):
+        assert int(graphs.run(key, partial(torch.full, (1,), float(key)))) == key
+    assert recorder.num_recorded == 2
+    assert caplog.text.count("no memory for a recording of key=1") == 1
+
+
 def test_steps_are_padded_to_few_sizes() -> None:
     assert sizes(1) == (1,)
     assert sizes(6) == (1, 2, 4, 6)

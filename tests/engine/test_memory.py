@@ -25,7 +25,7 @@ CONTEXT_LENS = (24, 48)
 class Load:
     """Random commands from one seed, mostly over one letter so that prefixes meet."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, late: bool) -> None:
         chance = self.chance = random.Random(seed)
         block_size = chance.choice([1, 2, 4, 5])
         self.context_len = chance.choice(CONTEXT_LENS)
@@ -37,7 +37,8 @@ class Load:
                 num_blocks=num_blocks,
                 step_tokens=chance.choice([1, 3, 7, 30, 200]),
                 max_sequences=chance.choice([1, 3, 50]),
-            )
+            ),
+            late=late,
         )
         self.keeps = chance.random() < 0.7
         self.fails = chance.random() < 0.3
@@ -109,9 +110,11 @@ class Load:
             self.server.apply(api.Update(context, self._rank(), next_use))
 
     def step(self) -> None:
-        self.server.runner.fails = self.fails and self.chance.random() < 0.1
+        runner = self.server.runner
+        runner.fails = self.fails and self.chance.random() < 0.1
+        runner.fails_late = self.fails and self.chance.random() < 0.1
         self.server.step()
-        self.server.runner.fails = False
+        runner.fails = runner.fails_late = False
 
     def _free(self, context: int) -> None:
         keep = self.chance.choice([0, 0, 3, 100]) if self.keeps else 0
@@ -138,12 +141,13 @@ class Load:
         }
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_any_commands_give_each_call_its_own_text_and_lose_no_block(
-    first: int, caplog: pytest.LogCaptureFixture
+    first: int, late: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in range(first, first + 20):
-        load = Load(seed)
+        load = Load(seed, late=late)
         try:
             load.run()
         except BaseException as error:

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from conure.engine import api
 from conure.engine.local import LocalRunner
-from conure.engine.runner import Row
+from conure.engine.runner import Done, Row, Runner
 from conure.engine.sampling import sample
 
 from .constrained import Bench, lark, schema
@@ -131,7 +131,7 @@ def walk(bench: Bench, num_walks: int, seed: int) -> dict[str, int]:
     return num_met
 
 
-class NoiseRunner:
+class NoiseRunner(Runner):
     """Logits that are noise, over a vocabulary of its own; no weights, no memory."""
 
     model = "noise"
@@ -148,10 +148,10 @@ class NoiseRunner:
         self.tokenizer_json = train(num_tokens)
         self._width = tokenizers.Tokenizer.from_str(self.tokenizer_json).get_vocab_size() + 5
 
-    def run(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
+    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Done:
         sampling = [row for row in rows if row.sampling is not None]
         logits = torch.randn(len(sampling), self._width, generator=self._generator)
-        return sample(logits * 3, sampling, self.eos_ids) if sampling else []
+        return Done(sample(logits * 3, sampling, self.eos_ids) if sampling else [])
 
 
 def train(num_tokens: int) -> str:

@@ -116,6 +116,11 @@ def test_dummy_weights_reach_the_engine_in_place_of_a_model(tmp_path: Path) -> N
     assert command.options == ("--dummy-weights", str(tmp_path), "--dtype", "bfloat16")
 
 
+def test_batch_invariance_reaches_the_engine() -> None:
+    assert command_of(config_from("--batch-invariant")).options == ("--batch-invariant",)
+    assert command_of(config_from()).options == ()
+
+
 @pytest.mark.parametrize(
     "argv",
     [

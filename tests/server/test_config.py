@@ -39,6 +39,7 @@ def test_hosts_that_others_reach_are_refused(host: str) -> None:
         {"engine": "fake", "model": "x"},
         {"dummy_weights": "x", "model": "y"},
         {"dummy_weights": "x", "engine": "fake"},
+        {"batch_invariant": True, "engine": "fake"},
     ],
 )
 def test_settings_out_of_bounds_are_named(setting: dict[str, Any]) -> None:
