@@ -336,6 +336,7 @@ class Calls:
 
     def writes(self, call: Call, slot: int) -> None:
         """A call begins to write: what is known of its readers' prompts may be filled."""
+        self._tell_soon()
         if (engine := call.engine) is not None:
             self._early.writes(call.targets[slot].variable, engine)
 

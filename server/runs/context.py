@@ -246,6 +246,8 @@ class CallContext:
             held.is_released = True  # another engine keeps it: here it lives for this call only
         elif unneeded is not None:
             release(unneeded, self._engines, self._state, self._block_size)
+        if unneeded is not held:
+            _keep_back(engine, held)
         return held.context
 
     # --- letting go -----------------------------------------------------------------------
@@ -278,6 +280,7 @@ class CallContext:
             if unneeded is not None and unneeded is not held:
                 release(unneeded, self._engines, self._state, self._block_size)
             if unneeded is not held:
+                _keep_back(self.engine, held)
                 return
         self.engine.free(held.context, held.num_keep)
 
@@ -302,6 +305,14 @@ class CallContext:
     def _account(self) -> None:
         blocks = -(-max(self._len - self._num_inherited, 0) // self._block_size)
         self._state.usage.block_seconds += blocks * (time.monotonic() - self._since)
+
+
+def _keep_back(engine: Engine, held: Held) -> None:
+    """Where blocks are short, a prefix that was made for readers is taken to be read at once,
+    until the program says when.
+    """
+    if engine.is_crowded:
+        engine.send(api.Update(held.context, held.rank, time.monotonic()))
 
 
 def release(held: Held, engines: Engines, state: NodeState, block_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ async def test_a_round_finds_what_the_round_before_it_has_filled(tmp_path: Path)
         assert engine.report.num_cached * BLOCK <= lengths[0], "values are no cache"
 
 
-SLOW = {"min_tokens": 60, "ignore_eos": True, "max_tokens": 200}
+SLOW: dict[str, Any] = {"min_tokens": 60, "ignore_eos": True, "max_tokens": 200}
 
 
 async def wait_until_filled(desk: Desk, num_tokens: int) -> None:
@@ -73,7 +74,9 @@ async def test_a_prompt_is_filled_up_to_the_text_that_is_still_being_written(
         assert (await program.status()).nodes["second"].status == "waiting"
         status = await program.end()
         assert status.status == "done", status.error
-        [trace] = status.nodes["second"].trace or ()
+        traces = status.nodes["second"].trace
+        assert traces
+        [trace] = traces
         text = bytes(trace.output_ids).decode()
         assert text == answer(
             "Refine this: " + LONG + await program.value("first") + " and this: " + LONG
