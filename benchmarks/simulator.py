@@ -49,10 +49,10 @@ def main() -> None:
         while num_calls < arguments.calls:
             at_s = draw.random() * during_s
             program = map_reduce(NUM_CHUNKS, 1_024, 50, draw.randrange(1_000))
-            batches.append(simulation.submit(program, at_s))
+            batches.append(simulation.submit(program.blueprint, at_s))
             for _ in range(2):
                 chat = single(f"app {draw.randrange(50)}", 800, 200, 150, 0)
-                chats.append(simulation.submit(chat, draw.random() * during_s))
+                chats.append(simulation.submit(chat.blueprint, draw.random() * during_s))
             num_calls += NUM_CHUNKS + 3
         gc.freeze()
         simulation.run()

@@ -64,6 +64,9 @@ class Context:
     parent: Context | None = None
     """Set while this context waits for tokens that the parent is about to compute."""
     parent_len: int = 0
+    origin: Context | None = None
+    """What it was forked from, until it ends: gets back what had to be computed again."""
+    origin_len: int = 0
     num_waiting: int = 0
     """Contexts whose `parent` this is."""
     keep: int | None = None

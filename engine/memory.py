@@ -10,9 +10,11 @@ Three ways to come by KV without computing it, tried in this order:
 3. *Waiting.* A fork whose parent is about to compute what it lacks sits the step out,
    unless it is served before its parent: then it computes, and the parent shares.
 
-When blocks run out: cached blocks go first, least recently used leaf first; then idle
-contexts, farthest next use first; then contexts with work, worst first, and only for a
-better one. Whoever leaves keeps its ids and is computed again when its turn comes.
+When blocks run out: cached blocks go first, least recently used leaf first; then the ends of
+idle contexts, farthest next use first and no more than is needed; then contexts with work,
+whole, worst first, and only for a better one. Whoever leaves keeps its ids and is computed
+again when its turn comes. An idle context is never computed again for itself: what a fork of
+it had to make anew is handed back to it when the fork ends.
 
 Writing. A row writes only into blocks that no other context refers to and that the tree
 does not name for others: such a block is copied first. The one write into a block that the
@@ -56,6 +58,8 @@ class KVMemory:
         self._unmade: set[int] = set()
         self._orphans: list[Context] = []
         self._victims: list[Context] | None = None
+        self._spared: list[Context] = []
+        """Idle victims whose blocks others read: taking these gives no room yet."""
         self._step = _BETWEEN
 
     # A step: begin_step, attach and reserve per context, launch; settle per context, end_step.
@@ -73,6 +77,7 @@ class KVMemory:
         self._step = _BETWEEN
         self.copies.clear()
         self._victims = None
+        self._spared.clear()
         self._cache.unpin()
         unmade, self._unmade = self._unmade, set()
         return unmade
@@ -146,6 +151,7 @@ class KVMemory:
         """Let a new context share what its parent has computed, and wait for the rest."""
         if context.salt != parent.salt:
             return
+        context.origin, context.origin_len = parent, parent_len
         num_shared = min(parent.num_computed, parent_len)
         depth = num_shared // self.block_size
         if depth > parent.depth:
@@ -375,26 +381,58 @@ class KVMemory:
             victim = self._next_victim(context)
             if victim is None:
                 return None
-            self.evict(victim)
+            if victim.has_work:
+                self.evict(victim)
+            else:
+                self._shorten(victim)
         self._unmade.add(block)
         return block
 
+    def _shorten(self, victim: Context) -> None:
+        """Take blocks from the end of an idle context until one is nobody's any more."""
+        refs, is_shared = self.pool.refs, True
+        while victim.blocks and is_shared:
+            is_shared = refs[victim.blocks[-1]] > 1
+            self.truncate(victim, (len(victim.blocks) - 1) * self.block_size)
+
     def _next_victim(self, context: Context) -> Context | None:
-        """Return the context that loses its KV next so that `context` can go on."""
+        """Return the context that loses KV next so that `context` can go on."""
         if self._victims is None:
             self._victims = sorted(self._holders, key=_worth)
         while self._victims:
             victim = self._victims[-1]
             is_movable = victim.step != self._step and victim.blocks and victim is not context
             if is_movable and victim.has_work and victim.is_before(context):
-                return None
+                break
+            if is_movable and not victim.has_work and self.pool.refs[victim.blocks[-1]] == 1:
+                return victim  # and again, as long as there is more to take
             self._victims.pop()
-            if is_movable:
+            if is_movable and victim.has_work:
                 return victim
+            if is_movable:
+                self._spared.append(victim)
+        return self._next_spared(context)
+
+    def _next_spared(self, context: Context) -> Context | None:
+        """Whose readers have lost their blocks meanwhile, perhaps."""
+        while self._spared:
+            victim = self._spared[-1]
+            if victim.blocks and victim is not context and victim.step != self._step:
+                return victim
+            self._spared.pop()
         return None
+
+    def _hand_back(self, context: Context) -> None:
+        """Give an idle context what a fork of it had to compute again: others will read it."""
+        origin, context.origin = context.origin, None
+        if origin is None or origin.is_released or origin.has_work:
+            return
+        if origin.num_computed < min(context.origin_len, context.num_computed):
+            self._match(origin)
 
     def _end(self, context: Context, keep: int) -> None:
         """Mark what stays as cache, let go of everything."""
+        self._hand_back(context)
         num_kept = min(context.depth, keep // self.block_size)
         node = _ancestor(context.node, context.depth - num_kept)
         while node is not None and not node.is_kept:

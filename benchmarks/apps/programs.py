@@ -1,9 +1,16 @@
-"""Programs of the six applications, from lengths in tokens. Their text is a name for a length."""
+"""Programs of the six applications, from lengths in tokens. Their text is a name for a length.
+
+A `Plan` is one of them: as a blueprint for the simulator, or written out in random printable
+characters for a model whose tokens are bytes.
+"""
 
 from __future__ import annotations
 
+import random
+import string
 from collections.abc import Iterable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
@@ -24,40 +31,72 @@ def _call(name: str, parts: Iterable[str], num_output: int, **fields: Any) -> di
     return {"id": name, "op": "generate", "prompt": prompt, **fields}
 
 
-def _blueprint(
-    nodes: list[dict[str, Any]], outputs: list[str], lengths: dict[str, int]
-) -> Blueprint:
-    return Blueprint.of(msgspec.convert({"nodes": nodes, "outputs": outputs}, Program), lengths)
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One application."""
+
+    nodes: list[dict[str, Any]]
+    outputs: list[str]
+    lengths: dict[str, int]
+    """Tokens of every text."""
+
+    @cached_property
+    def blueprint(self) -> Blueprint:
+        """What it costs, for the simulator."""
+        return Blueprint.of(
+            msgspec.convert({"nodes": self.nodes, "outputs": self.outputs}, Program), self.lengths
+        )
+
+    def written(self, seed: str) -> dict[str, Any]:
+        """The program with texts of these lengths, each drawn from the seed and its name; calls
+        are greedy and write as many tokens as they may.
+        """
+        return {
+            "nodes": [
+                node | {"prompt": [self._written(each, seed) for each in node["prompt"]]}
+                for node in self.nodes
+            ],
+            "outputs": self.outputs,
+        }
+
+    def _written(self, segment: dict[str, Any], seed: str) -> dict[str, Any]:
+        if "text" in segment:
+            draw = random.Random(f"{seed} {segment['text']}")
+            length = self.lengths[segment["text"]]
+            return {"text": "".join(draw.choices(string.ascii_letters + " ", k=length))}
+        if "output" in segment:
+            return segment | {"temperature": 0, "ignore_eos": True}
+        return segment
 
 
 @cache
-def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Blueprint:
+def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Plan:
     """A summary that is refined chunk by chunk."""
     nodes = []
     for i in range(num_chunks):
         before = [f"$s{i - 1}"] if i else []
         nodes.append(_call(f"s{i}", ["refine", *before, f"{article}/{i}"], num_output))
     lengths = {f"{article}/{i}": chunk for i in range(num_chunks)} | {"refine": INSTRUCTIONS}
-    return _blueprint(nodes, [f"s{num_chunks - 1}"], lengths)
+    return Plan(nodes, [f"s{num_chunks - 1}"], lengths)
 
 
 @cache
-def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Blueprint:
+def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Plan:
     """Summaries of all chunks, and one of these."""
     names = [f"m{i}" for i in range(num_chunks)]
     nodes = [_call(name, ["map", f"{article}/{name}"], num_output) for name in names]
     nodes.append(_call("out", ["reduce", *(f"${name}" for name in names)], num_output))
     lengths = {f"{article}/{name}": chunk for name in names}
-    return _blueprint(nodes, ["out"], lengths | {"map": INSTRUCTIONS, "reduce": INSTRUCTIONS})
+    return Plan(nodes, ["out"], lengths | {"map": INSTRUCTIONS, "reduce": INSTRUCTIONS})
 
 
 @cache
-def single(system: str, num_system: int, num_user: int, num_output: int, user: int) -> Blueprint:
+def single(system: str, num_system: int, num_user: int, num_output: int, user: int) -> Plan:
     """One call: a system prompt that others have too, if any, and a question of its own."""
     own = f"{system}/{user}"
     parts = [system, own] if num_system else [own]
     node = _call("out", parts, num_output)
-    return _blueprint([node], ["out"], {system: num_system, own: num_user})
+    return Plan([node], ["out"], {system: num_system, own: num_user})
 
 
 DESIGN, WRITE, REVIEW, REVISE = 820, 600, 450, 620
@@ -69,14 +108,14 @@ what the blocks of figure 18 say is shared."""
 
 
 @cache
-def coding(num_files: int, num_cycles: int = 4) -> Blueprint:
+def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
     """A design; then for every file code, and reviews and revisions round by round.
 
     Prompts come to 182, 2,991, 3,717 and 4,175 tokens, as recorded, however many files; after
-    the first cycle 20 more, as what is read was revised.
+    the first cycle 20 more, as what is read was revised. With a scale, all lengths are divided.
     """
-    nodes = [_call("design", ["task"], DESIGN)]
-    lengths = {"task": 182, "shared": _SHARED}
+    nodes = [_call("design", ["task"], DESIGN // scale)]
+    lengths = {"task": 182 // scale, "shared": _SHARED // scale}
     before = ["design"]
     rounds = [("code", 291, WRITE)]
     for _ in range(num_cycles):
@@ -86,10 +125,11 @@ def coding(num_files: int, num_cycles: int = 4) -> Blueprint:
         for i, name in enumerate(names):
             read = {"code": 0, "review": 1, "revise": 2}[kind]
             parts = ["shared", "$design", *(f"${past}_{i}" for past in _past(rounds, number, read))]
-            nodes.append(_call(name, [*parts, f"own {name}"], num_output, after=before))
-            lengths[f"own {name}"] = num_own
+            own = f"own {name}"
+            nodes.append(_call(name, [*parts, own], num_output // scale, after=before))
+            lengths[own] = num_own // scale
         before = names
-    return _blueprint(nodes, before, lengths)
+    return Plan(nodes, before, lengths)
 
 
 def _past(rounds: list[tuple[str, int, int]], number: int, num_read: int) -> list[str]:

@@ -13,10 +13,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from conure.server.simulation.blueprint import Blueprint
 from conure.server.simulation.simulation import Outcome, Setting, Simulation
 
-from .programs import chain, coding, map_reduce, single
+from .programs import Plan, chain, coding, map_reduce, single
 from .setting import A100_7B, A100_13B, A6000_7B, baseline, ours, strict_tokens
 
 
@@ -36,7 +35,7 @@ class Point(NamedTuple):
         return self.after / self.before if self.is_rate else self.before / self.after
 
 
-Sent = Sequence[tuple[Blueprint, float]]
+Sent = Sequence[tuple[Plan, float]]
 
 ARTICLE_TOKENS = (40_000, 85_000)
 """Of an article, such that a chain in chunks of 1,024 has 61 calls on average, which is what
@@ -46,7 +45,7 @@ figure 11's difference between the systems comes to at 244 ms a round trip."""
 def outcomes(setting: Setting, sent: Sent) -> list[Outcome]:
     """What becomes of programs that are sent at times."""
     simulation = Simulation(setting)
-    found = [simulation.submit(program, at_s) for program, at_s in sent]
+    found = [simulation.submit(plan.blueprint, at_s) for plan, at_s in sent]
     simulation.run()
     return found
 
@@ -249,7 +248,7 @@ def multi_agent_coding(seed: int) -> Iterator[Point]:
 def mixed(seed: int) -> Iterator[Point]:
     """Figure 19: chats at one a second beside bursts of map-reduce, on four A6000."""
     draw = random.Random(f"mixed {seed}")
-    chats: list[tuple[Blueprint, float]] = []
+    chats: list[tuple[Plan, float]] = []
     while len(chats) < 40:
         prompt = round(draw.lognormvariate(4.5, 1.3))
         output = round(draw.lognormvariate(5.2, 0.9))

@@ -138,6 +138,16 @@ class Engine(asyncio.Protocol):
         """Whether commands still reach it."""
         return self._alive
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that nobody holds, as the engine last said."""
+        return self.num_free + self.num_cached
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more than half of its blocks are held, so that it may have to evict soon."""
+        return 2 * self.num_available < self.hello.limits.num_blocks
+
     def new_context(self, listener: Listener, owner: str) -> int:
         """Allocate a context id whose reports go to `listener`; `owner` names its program."""
         context = next(self._context_ids)
@@ -261,6 +271,7 @@ class Engine(asyncio.Protocol):
                 )
                 return
             self._hello.set_result(hello)
+            self.num_free = hello.limits.num_blocks
             return
         step = self._step_decoder.decode(frame)
         if step.epoch != self.epoch:

@@ -67,6 +67,27 @@ def get_latest_starts(
     return found
 
 
+def get_earliest_starts(
+    graph: Graph, seconds: Seconds, *, nodes: Iterable[str]
+) -> dict[str, float]:
+    """In how many seconds each node starts at the soonest, if there is room for all.
+
+    Args:
+        graph: the program.
+        seconds: how long slots still take, also those that run.
+        nodes: those that have not ended.
+    """
+    shape = _shape(graph, nodes)
+    starts = [0.0] * len(shape.slots)
+    for place in reversed(shape.backwards):
+        ends = starts[place] + seconds(shape.slots[place])
+        for later in shape.behind[place]:
+            starts[later] = max(starts[later], ends)
+    return {
+        slot.node: start for slot, start in zip(shape.slots, starts, strict=True) if slot.index == 0
+    }
+
+
 def get_remaining(
     graph: Graph, seconds: Seconds, *, nodes: Iterable[str] | None = None
 ) -> dict[str, float]:

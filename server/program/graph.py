@@ -222,10 +222,10 @@ class Graph:
         for node in growth.new.nodes.values():
             for earlier in dict.fromkeys(node.after):
                 self._followers.setdefault(earlier, []).append(node.id)
-            self._define(node)
+            self.define(node)
 
-    def _define(self, node: Placed) -> None:
-        """What a node computes is known before it has run."""
+    def define(self, node: Placed) -> None:
+        """Note what a node computes: that is known before it has run, or is in the graph at all."""
         match node:
             case Expr():
                 self.definitions.add(node.output, node.expr)

@@ -20,6 +20,9 @@ symbolic content before it, not how that content was cut into segments:
     messages  boundary i stands after content segment i of the flattened list, and one more
               stands after the output as an assistant's turn: the prefix of a call that
               repeats these messages and splices the output, or has it in a turn
+
+With `closed`, a splice has one boundary, at its end, whatever is known of what it consists of:
+these are the boundaries that a rendered prompt has.
 """
 
 from __future__ import annotations
@@ -126,24 +129,28 @@ def chat_segments(
     return tuple(segments)
 
 
-def prefix_hash(node: Generate, definitions: Definitions | None = None) -> tuple[bytes, ...]:
+def prefix_hash(
+    node: Generate, definitions: Definitions | None = None, *, closed: bool = False
+) -> tuple[bytes, ...]:
     """16 bytes for every boundary of a call; equal bytes mean equal symbolic prefixes."""
-    return tuple(mark.digest for mark in _walk(node, definitions))
+    return tuple(mark.digest for mark in _boundaries(node, definitions, closed))
 
 
-def prefix_constant(node: Generate, definitions: Definitions | None = None) -> tuple[bool, ...]:
+def prefix_constant(
+    node: Generate, definitions: Definitions | None = None, *, closed: bool = False
+) -> tuple[bool, ...]:
     """For every boundary, whether all before it is text of the program."""
-    marks = (mark.is_text for mark in _walk(node, definitions))
+    marks = (mark.is_text for mark in _boundaries(node, definitions, closed))
     return tuple(accumulate(marks, lambda before, here: before and here))
 
 
 def prefix_reads(
-    node: Generate, definitions: Definitions | None = None
+    node: Generate, definitions: Definitions | None = None, *, closed: bool = False
 ) -> tuple[frozenset[str], ...]:
     """For every boundary, the variables that the prefix before it contains."""
     reads: frozenset[str] = frozenset()
     found: list[frozenset[str]] = []
-    for mark in _walk(node, definitions):
+    for mark in _boundaries(node, definitions, closed):
         if not mark.reads <= reads:
             reads |= mark.reads
         found.append(reads)
@@ -158,6 +165,12 @@ class _Mark(NamedTuple):
     reads: frozenset[str]
 
 
+def _boundaries(node: Generate, definitions: Definitions | None, closed: bool) -> Iterator[_Mark]:
+    if node.prompt is not UNSET or not closed:
+        return _walk(node, definitions)
+    return _walk_closed(node, definitions)
+
+
 def _walk(node: Generate, definitions: Definitions | None) -> Iterator[_Mark]:
     stream = _Stream(node)
     if node.prompt is not UNSET:
@@ -169,14 +182,43 @@ def _walk(node: Generate, definitions: Definitions | None) -> Iterator[_Mark]:
             yield stream.mark()
         return
     for message in chat_messages(node, definitions):
-        if isinstance(message, Splice):
-            stream.put_splice(message.expression)
-            yield stream.mark()
+        yield from _walk_message(stream, message, definitions)
+    yield _walk_answer(stream, node)
+
+
+def _walk_closed(node: Generate, definitions: Definitions | None) -> Iterator[_Mark]:
+    stream = _Stream(node)
+    assert node.messages is not UNSET, "a prompt has no splices"
+    for message in node.messages:
+        if message.splice is UNSET:
+            yield from _walk_message(stream, message, definitions)
             continue
-        stream.open_message(message)
-        for pieces in _contents(message, definitions):
-            stream.put_pieces(pieces)
-            yield stream.mark()
+        alone = msgspec.structs.replace(node, messages=[message])
+        inner = [
+            mark
+            for each in chat_messages(alone, definitions)
+            for mark in _walk_message(stream, each, definitions)
+        ]
+        reads = frozenset[str]().union(*(mark.reads for mark in inner))
+        # What is spliced counts as a value even where its text is known.
+        yield _Mark(stream.mark().digest, False, reads)
+    yield _walk_answer(stream, node)
+
+
+def _walk_message(
+    stream: _Stream, message: Message | Splice, definitions: Definitions | None
+) -> Iterator[_Mark]:
+    if isinstance(message, Splice):
+        stream.put_splice(message.expression)
+        yield stream.mark()
+        return
+    stream.open_message(message)
+    for pieces in _contents(message, definitions):
+        stream.put_pieces(pieces)
+        yield stream.mark()
+
+
+def _walk_answer(stream: _Stream, node: Generate) -> _Mark:
     assert node.output is not UNSET, "messages have an output"
     form = output_form(node.output)
     if form == "message":
@@ -184,7 +226,7 @@ def _walk(node: Generate, definitions: Definitions | None) -> Iterator[_Mark]:
     else:
         stream.open_message(Message(role="assistant"))
         stream.put_output(node.output.variable, form)
-    yield stream.mark()
+    return stream.mark()
 
 
 class _Stream:

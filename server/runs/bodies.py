@@ -17,7 +17,14 @@ import msgspec
 
 from ..program.control import ENTER, GIVE, Place, caught, decision, handler_part, source
 from ..program.expression import input_expression
-from ..program.instances import Template, end_of_round, item_expression, read_by
+from ..program.instances import (
+    Instance,
+    Renaming,
+    Template,
+    end_of_round,
+    item_expression,
+    read_by,
+)
 from ..program.ir import Expression, If, Json, Loop, Map, Round, Try
 from ..store.journal import EventRecord
 from .execution import Execution, Ready
@@ -91,20 +98,35 @@ class Bodies:
         Raises:
             ProgramError: `program.too_large`.
         """
-        template = self._template(node)
-        bound = bound_in(node, index)
-        bound |= {name: {"var": f"{name}.{index}"} for name in node.carry}
-        suffix = f".{index}"
-        renaming = template.rename(suffix, bound)
-        width = self.width(node)
+        renaming = self._renaming(node, index)
         end = end_of_round(
             node,
             index,
             renaming,
-            [renaming.name(node_id) for node_id in template.node_ids],
-            is_last=width is not None and index + 1 >= width,
+            [renaming.name(node_id) for node_id in self._template(node).node_ids],
+            is_last=self._is_last(node, index),
         )
-        return Grown(*self._execution.grow([*template.instantiate(str(index), suffix, bound), end]))
+        return Grown(*self._execution.grow([*self._round(node, index), end]))
+
+    def next_round(self, node: Loop, index: int) -> list[Instance]:
+        """What round `index` will consist of, if the round before it is not the last."""
+        is_over = self._is_last(node, index - 1) or index >= node.max_iter
+        return [] if is_over else self._round(node, index)
+
+    def _round(self, node: Loop, index: int) -> list[Instance]:
+        return self._template(node).instantiate(str(index), f".{index}", self._carried(node, index))
+
+    def _renaming(self, node: Loop, index: int) -> Renaming:
+        return self._template(node).rename(f".{index}", self._carried(node, index))
+
+    def _carried(self, node: Loop, index: int) -> dict[str, Expression]:
+        """What the names of item, index and carried variables are in a round."""
+        carried = {name: {"var": f"{name}.{index}"} for name in node.carry}
+        return bound_in(node, index) | carried
+
+    def _is_last(self, node: Loop, index: int) -> bool:
+        width = self.width(node)
+        return width is not None and index + 1 >= width
 
     def num_rounds(self, node: Loop) -> int:
         """Rounds that have begun."""

@@ -40,6 +40,8 @@ from .sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
+EARLY_S = 1e6
+"""How far behind everybody a prompt stands that is filled before its time."""
 NUM_TAIL = 4
 """Tokens before an output that decide how its first one is spelled."""
 
@@ -82,6 +84,7 @@ class Call:
         host: Host,
         *,
         hashes: tuple[bytes, ...],
+        reads: tuple[bytes, ...],
         constants: tuple[bool, ...],
         came_s: float,
         rank: Rank,
@@ -115,6 +118,7 @@ class Call:
             sharing,
             host,
             hashes=hashes,
+            reads=reads,
             block_size=model.limits.block_size,
             rank=rank.at_s,
             salt=salt,
@@ -132,7 +136,28 @@ class Call:
         """Tokens that the engine was told to fill and has not said what they cost."""
         self._clock = 0.0
 
+    @property
+    def engine(self) -> Engine | None:
+        """Where its context is."""
+        return self._context.engine
+
     # --- before the engine ----------------------------------------------------------------
+
+    def come(self, came_s: float, rank: Rank) -> None:
+        """It was made before its time, and is ready only now."""
+        self.came_s = came_s
+        self._rank = rank
+        self._context.set_rank(rank.at_s)
+
+    def fill_early(self, engine: Engine, ids: list[int], boundary: int) -> None:
+        """Let the beginning of its prompt be filled while it still waits for the rest.
+
+        Args:
+            engine: where.
+            ids: what the prompt will start with, most likely.
+            boundary: the first one that they do not go beyond.
+        """
+        self._context.fill_early(engine, ids, boundary, self._constants, self._rank.at_s + EARLY_S)
 
     def render(self, slot: int, values: dict[str, Json]) -> Rendered:
         """The text that slot `slot` appends. Pure; may run in a thread.

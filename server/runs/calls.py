@@ -2,8 +2,9 @@
 
 Reads off the graph, before anything runs, which prefixes several calls start with and what
 each call is worth to the outputs that somebody waits for; makes a call when its first slot
-is ready, and encodes its prompts. Refuses to know what follows from a call's end: that is
-the program's business, which is also the calls' host.
+is ready, or its prompt can begin to be filled, and encodes its prompts. Tells engines that
+run out of room when what they hold will be read next. Refuses to know what follows from a
+call's end: that is the program's business, which is also the calls' host.
 
 Kept true: a call exists from its first ready slot to the end of its node; whatever prefix
 the calls hold is given up with the last of them.
@@ -11,16 +12,24 @@ the calls hold is given up with the last of them.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from ..program.critical_path import get_latest_starts, get_remaining, has_deadline
-from ..program.graph import Graph, Slot
-from ..program.ir import Generate, Map
+from conure.engine import api
+
+from ..program.critical_path import (
+    get_earliest_starts,
+    get_latest_starts,
+    get_remaining,
+    has_deadline,
+)
+from ..program.graph import Slot
+from ..program.instances import Instance
+from ..program.ir import Client, Generate, Map
 from ..program.objective import Performance, get_perf_objective
 from ..program.rope import prefix_constant, prefix_hash
-from ..program.symbols import Definitions
 from ..prompts.model import DEFAULT_MAX_TOKENS
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
@@ -29,8 +38,9 @@ from ..scheduling.policy import Rank
 from ..store.journal import ValueRecord
 from .call import Call, Host
 from .context import release
+from .early import EarlyFills
 from .encoder import Work
-from .execution import Execution
+from .execution import Execution, NodeState
 from .output import targets
 from .sharing import Sharing
 from .world import World
@@ -41,6 +51,12 @@ NUM_WEIGHED_AT_ONCE = 128
 
 CHARS_PER_TOKEN = 4
 """Of text that is not encoded yet, roughly."""
+MAX_READS = 64
+"""Prefixes that one call may find held: those that reach furthest, of a long history."""
+CLIENT_S = 10.0
+"""How long a step of the client is taken to last, when it is told what will be read next."""
+TELL_S, TELL_NODE_S = 0.005, 1e-4
+"""How seldom a program tells that: after so long, and longer by so much for each of its nodes."""
 
 
 class CallHost(Host, Protocol):
@@ -70,6 +86,10 @@ class Calls:
         self._total_s: float | None = None
         self._live: dict[str, None] = {}
         self._unweighed: dict[str, None] = {}
+        self._foreseen: dict[str, tuple[str, ...]] = {}
+        """By node: calls that are not in the graph yet and are waited for as if they were."""
+        self._telling: asyncio.TimerHandle | None = None
+        self._early = EarlyFills(execution, world, self._sharing, self._hashes, self._call)
         self.past: Mapping[str, ValueRecord] = {}
         """Outputs that were committed before a restart: a half-done call goes on behind them."""
 
@@ -92,12 +112,38 @@ class Calls:
             for node_id in nodes
             if isinstance(node := graph.nodes[node_id], Generate)
         ]
-        if len(calls) == 1 and not self._execution.is_open and not self._hashes:
+        is_alone = len(calls) == 1 and graph.place(calls[0][0]) is None
+        if is_alone and not self._execution.is_open and not self._hashes:
             return  # nobody to share with
         for node_id, node in calls:
-            hashes = prefix_hash(node, _definitions(node, graph))
-            self._hashes[node_id] = hashes
-            self._sharing.expect(node_id, hashes[: _num_shareable(node, hashes)])
+            if not self._sharing.is_expected(node_id):
+                self._announce(node_id, node)
+
+    def foresee(self, control: str, instances: Iterable[Instance]) -> None:
+        """These come unless the node that they belong to ends before: what they will read of what
+        runs now must outlive its end.
+        """
+        graph = self._execution.graph
+        nodes = [instance.node for instance in instances]
+        for node in nodes:
+            graph.define(node)
+        calls = [node for node in nodes if isinstance(node, Generate)]
+        for call in calls:
+            self._announce(call.id, call)
+        self._foreseen[control] = tuple(call.id for call in calls)
+
+    def _announce(self, node_id: str, node: Generate) -> None:
+        definitions = self._execution.graph.definitions
+        hashes = prefix_hash(node, definitions, closed=True)
+        self._hashes[node_id] = hashes
+        self._sharing.expect(node_id, self._reads(node, hashes))
+
+    def _reads(self, node: Generate, hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """The prefixes that a call may find held when it comes."""
+        if isinstance(node.messages, list) and any(m.splice for m in node.messages):
+            inner = prefix_hash(node, self._execution.graph.definitions)
+            return tuple(dict.fromkeys([*inner[:-1][-MAX_READS:], *hashes[:-1]]))
+        return hashes[: _num_shareable(node, hashes)]
 
     def weigh(self) -> None:
         """Deduce anew what each call is worth, also those that wait or run already."""
@@ -170,9 +216,11 @@ class Calls:
 
     def prepare(self, node_id: str, slot: int) -> None:
         """A slot is ready: render and encode its prompt, then tell the host."""
-        call = self._calls.get(node_id)
-        if call is None:
-            call = self._calls[node_id] = self._make(node_id)
+        is_early = node_id in self._calls
+        call = self._call(node_id)
+        if is_early and slot == 0 and not call.ids:
+            came_s = time.monotonic()
+            call.come(came_s, self._rank(call.node, self._worth(node_id), came_s))
         known = self._execution.values
         reads = self._execution.graph.slots[node_id][slot].reads
         values = {name: known[name] for name in reads if name in known}
@@ -189,6 +237,12 @@ class Calls:
 
         self._world.encoder.submit(Work(call, slot, values, num_chars, done, broken))
 
+    def _call(self, node_id: str) -> Call:
+        call = self._calls.get(node_id)
+        if call is None:
+            call = self._calls[node_id] = self._make(node_id)
+        return call
+
     def _make(self, node_id: str) -> Call:
         execution = self._execution
         state = execution.nodes[node_id]
@@ -197,14 +251,16 @@ class Calls:
         self._weigh_new()
         performance = self._worth(node_id)
         came_s = time.monotonic()
+        hashes = self._hashes.get(node_id, ())
         call = Call(
             execution.id,
             state,
             self._world.model,
             self._sharing,
             self._host,
-            hashes=self._hashes.get(node_id, ()),
-            constants=prefix_constant(node, _definitions(node, execution.graph)),
+            hashes=hashes,
+            reads=self._reads(node, hashes) if hashes else (),
+            constants=prefix_constant(node, execution.graph.definitions, closed=True),
             came_s=came_s,
             rank=self._rank(node, performance, came_s),
             performance=performance,
@@ -227,15 +283,28 @@ class Calls:
 
     def end(self, node_id: str) -> None:
         """The node is over: its call is abandoned and waits for no prefix; safe to repeat."""
-        usage = self._execution.nodes[node_id].usage
+        state = self._execution.nodes[node_id]
+        usage = state.usage
+        if state.started_at is None:
+            # Its prompt was begun, and never came to be.
+            usage.prompt_discarded += usage.computed
+            usage.computed = 0
         if node_id in self._live:
             self._attained_s += usage.prefill_s + usage.decode_s
         self.drop(node_id)
         self._live.pop(node_id, None)
         self._unweighed.pop(node_id, None)
-        for held in self._sharing.arrive(node_id):
-            state = self._execution.nodes[node_id]
-            release(held, self._world, state, self._world.model.limits.block_size)
+        for foreseen in self._foreseen.pop(node_id, ()):
+            if foreseen not in self._execution.nodes:
+                self._give_up(foreseen, self._payer())
+        self._give_up(node_id, state)
+        self._tell_soon()
+
+    def _give_up(self, reader: str, payer: NodeState | None) -> None:
+        """A call will not come any more, or has come: what only it waited for goes."""
+        for held in self._sharing.arrive(reader):
+            assert payer is not None, "what is held was filled by a call that had started"
+            release(held, self._world, payer, self._world.model.limits.block_size)
 
     def drop(self, node_id: str) -> None:
         """Abandon the node's call; a new one may be made for another attempt."""
@@ -244,24 +313,77 @@ class Calls:
 
     def abandon(self) -> None:
         """Abandon all calls and give up every prefix."""
+        if self._telling is not None:
+            self._telling.cancel()
         for node_id in list(self._calls):
             self.drop(node_id)
         if not self._sharing.engines:
             return
-        states = self._execution.nodes.values()
-        payer = next(s for s in states if isinstance(s.node, Generate) and s.started_at is not None)
+        payer = self._payer()
+        assert payer is not None, "only a call that has started uses an engine"
         payer.usage.prompt_discarded += self._sharing.num_filling
         for held in self._sharing.release_all():
             held.is_filled = True  # nobody waits for what it costs any more: free it at once
             release(held, self._world, payer, self._world.model.limits.block_size)
 
+    def _payer(self) -> NodeState | None:
+        """Who answers for what nobody has come for."""
+        states = self._execution.nodes.values()
+        calls = (state for state in states if isinstance(state.node, Generate))
+        return next((state for state in calls if state.started_at is not None), None)
 
-def _definitions(node: Generate, graph: Graph) -> Definitions | None:
-    """What `expr` nodes compute, for hashes; a splice stays closed, so that the boundaries of a
-    hash are those of the rendered prompt.
-    """
-    has_splice = isinstance(node.messages, list) and any(m.splice for m in node.messages)
-    return None if has_splice else graph.definitions
+    # --- texts that grow ------------------------------------------------------------------
+
+    def writes(self, call: Call, slot: int) -> None:
+        """A call begins to write: what is known of its readers' prompts may be filled."""
+        self._tell_soon()
+        if (engine := call.engine) is not None:
+            self._early.writes(call.targets[slot].variable, engine)
+
+    def grew(self, call: Call, slot: int, text: str) -> None:
+        """More of what a call writes."""
+        target = call.targets[slot]
+        if target.form == "text" and target.tools is None and (engine := call.engine) is not None:
+            self._early.grew(target.variable, text, engine)
+
+    def wrote(self, call: Call, slot: int) -> None:
+        """What a call wrote is the value of its variable now."""
+        if (engine := call.engine) is not None:
+            self._early.committed(call.targets[slot].variable, engine)
+
+    # --- what is read next ----------------------------------------------------------------
+
+    def _tell_soon(self) -> None:
+        """What is held will be read at other times than was thought."""
+        if self._telling is None and self._sharing.num_held:
+            delay_s = TELL_S + len(self._live) * TELL_NODE_S
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_later(delay_s, self._tell_uses)
+
+    def _tell_uses(self) -> None:
+        """Tell crowded engines when what they hold will be read next, so that they can evict what
+        is needed last. Of calls that could all start now, those of better rank come first.
+        """
+        self._telling = None
+        starts: dict[str, float] | None = None
+        now = time.monotonic()
+        for held, readers in self._sharing.uses():
+            engine = self._world.engine(held.engine)
+            if engine is None or not engine.is_crowded:
+                continue
+            if starts is None:
+                starts = get_earliest_starts(self._execution.graph, self._left_s, nodes=self._live)
+            last_s = max(starts.values(), default=0.0)
+            held.next_use = now + min((starts.get(each, last_s) for each in readers), default=0.0)
+            engine.send(api.Update(held.context, held.rank, held.next_use))
+
+    def _left_s(self, slot: Slot) -> float:
+        """How long a slot still takes, roughly."""
+        state = self._execution.nodes[slot.node]
+        whole_s = CLIENT_S if isinstance(state.node, Client) else self._estimate_s(slot)
+        if state.phase != "running" or state.started_at is None:
+            return whole_s
+        return max(whole_s - (time.time() - state.started_at), 0.0)
 
 
 def _num_shareable(node: Generate, hashes: tuple[bytes, ...]) -> int:

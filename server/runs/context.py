@@ -41,6 +41,7 @@ class CallContext:
         engines: Engines,
         *,
         hashes: tuple[bytes, ...],
+        reads: tuple[bytes, ...],
         block_size: int,
         rank: float,
         salt: str,
@@ -61,6 +62,9 @@ class CallContext:
         self._sharing = sharing
         self._engines = engines
         self._hashes = hashes
+        """One for every boundary that a rendered prompt has, then those of its outputs."""
+        self._reads = reads
+        """Every prefix that it may find held, also such that end inside of what is spliced."""
         self._block_size = block_size
         self._rank = rank
         self._salt = salt
@@ -74,7 +78,7 @@ class CallContext:
         """The engine that keeps most of what a prompt starts with, and how many of its tokens."""
         if self.id is not None and self.engine is not None:
             return self.engine.name, self._len
-        return self._sharing.find_longest(self._hashes[: len(self._cuts)], ids)
+        return self._sharing.find_longest(self._reads, ids)
 
     def cuts(self, keeps_all: bool) -> list[tuple[int, bool]]:
         """The boundaries of the first slot: tokens before each, and whether these stay cached."""
@@ -128,7 +132,7 @@ class CallContext:
         parent, parent_len = None, 0
         # A prefix whose last reader is this call comes back released: fork first, free after.
         released = self._sharing.arrive(self._state.node.id)
-        for held in [*released, *self._sharing.find(engine.name, self._hashes[: len(self._cuts)])]:
+        for held in [*released, *self._sharing.find(engine.name, self._reads)]:
             shared = common_prefix_len(held.ids, wanted)
             if held.engine == engine.name and shared > parent_len:
                 parent, parent_len = held.context, shared
@@ -140,7 +144,10 @@ class CallContext:
                 cut = end - end % self._block_size
                 if cut - parent_len >= MIN_SHARED_TOKENS and self._is_worth_holding(boundary):
                     prefix = wanted[:cut]
-                    parent = self._hold_prefix(engine, prefix, boundary, parent, parent_len)
+                    num_keep = min(cut, self.num_constant)
+                    parent = self._hold_prefix(
+                        engine, prefix, boundary, parent, parent_len, num_keep, self._rank
+                    )
                     parent_len = cut
         context = engine.new_context(listener, self._program)
         self._since = time.monotonic()
@@ -154,6 +161,40 @@ class CallContext:
             release(held, self._engines, self._state, self._block_size)
         return context
 
+    def fill_early(
+        self,
+        engine: Engine,
+        ids: list[int],
+        boundary: int,
+        constants: tuple[bool, ...],
+        rank: float,
+    ) -> None:
+        """Hold the beginning of the prompt for this call and whoever starts with it as well.
+
+        Nothing happens where another engine holds it, or too little is new.
+
+        Args:
+            engine: where.
+            ids: leading tokens of the prompt, as far as they can be known.
+            boundary: the first one that they do not go beyond.
+            constants: for every boundary, whether all before it is program text.
+            rank: behind whom it is filled.
+        """
+        ids = ids[: len(ids) - len(ids) % self._block_size]
+        home, _ = self._sharing.find_longest(self._reads, ids)
+        if home not in (None, engine.name):
+            return
+        parent, parent_len = None, 0
+        for held in self._sharing.find(engine.name, self._reads):
+            shared = common_prefix_len(held.ids, ids)
+            if shared > parent_len:
+                parent, parent_len = held.context, shared
+        if len(ids) - parent_len < MIN_SHARED_TOKENS:
+            return
+        num_keep = len(ids) if constants[boundary] else 0
+        self._sharing.engines.add(engine.name)
+        self._hold_prefix(engine, ids, boundary, parent, parent_len, num_keep, rank)
+
     def _is_worth_holding(self, boundary: int) -> bool:
         coming = self._sharing.is_coming(self._hashes[boundary])
         if not coming:
@@ -162,17 +203,25 @@ class CallContext:
         return deeper >= len(self._cuts) or self._sharing.is_coming(self._hashes[deeper]) < coming
 
     def _hold_prefix(
-        self, engine: Engine, ids: list[int], boundary: int, parent: int | None, parent_len: int
+        self,
+        engine: Engine,
+        ids: list[int],
+        boundary: int,
+        parent: int | None,
+        parent_len: int,
+        num_keep: int,
+        rank: float,
     ) -> int:
         held = Held(
             engine=engine.name,
             context=0,
             ids=ids,
-            num_keep=min(len(ids), self.num_constant),
+            num_keep=num_keep,
             num_prompt=len(ids),
             since=time.monotonic(),
             num_own=len(ids) - parent_len,
             is_filled=False,
+            rank=rank,
         )
         usage = self._state.usage
 
@@ -191,11 +240,14 @@ class CallContext:
 
         held.context = engine.new_context(on_report, self._program)
         self._sharing.fill(held)
-        engine.send(
-            api.Fill(held.context, ids[parent_len:], parent, parent_len, self._salt, self._rank)
-        )
-        if not self._sharing.hold(self._hashes[boundary], held):
+        engine.send(api.Fill(held.context, ids[parent_len:], parent, parent_len, self._salt, rank))
+        unneeded = self._sharing.hold(self._hashes[boundary], held)
+        if unneeded is held:
             held.is_released = True  # another engine keeps it: here it lives for this call only
+        elif unneeded is not None:
+            release(unneeded, self._engines, self._state, self._block_size)
+        if unneeded is not held:
+            _keep_back(engine, held)
         return held.context
 
     # --- letting go -----------------------------------------------------------------------
@@ -220,10 +272,15 @@ class CallContext:
             num_prompt=num_prompt,
             since=time.monotonic(),
             num_own=len(ids) - self._num_inherited,
+            rank=self._rank,
         )
         self.id = None
         for boundary in range(len(self._hashes) - 1, len(self._cuts) - 1, -1):
-            if self._sharing.hold(self._hashes[boundary], held):
+            unneeded = self._sharing.hold(self._hashes[boundary], held)
+            if unneeded is not None and unneeded is not held:
+                release(unneeded, self._engines, self._state, self._block_size)
+            if unneeded is not held:
+                _keep_back(self.engine, held)
                 return
         self.engine.free(held.context, held.num_keep)
 
@@ -248,6 +305,14 @@ class CallContext:
     def _account(self) -> None:
         blocks = -(-max(self._len - self._num_inherited, 0) // self._block_size)
         self._state.usage.block_seconds += blocks * (time.monotonic() - self._since)
+
+
+def _keep_back(engine: Engine, held: Held) -> None:
+    """Where blocks are short, a prefix that was made for readers is taken to be read at once,
+    until the program says when.
+    """
+    if engine.is_crowded:
+        engine.send(api.Update(held.context, held.rank, time.monotonic()))
 
 
 def release(held: Held, engines: Engines, state: NodeState, block_size: int) -> None:

@@ -210,6 +210,17 @@ class Execution:
         self.graph.read(node_id, slot, more)
         self._missing[node_id, slot] += sum(not self.is_resolved(name) for name in more)
 
+    def is_entered(self, node_id: str) -> bool:
+        """Whether a node stands behind no closed gate, and under `start: demand` is asked for."""
+        if self.wanted is not None and node_id not in self.wanted:
+            return False
+        place = self.graph.place(node_id)
+        while place is not None:
+            if place not in self._open:
+                return False
+            place = self.graph.place(place.control)
+        return True
+
     def begun(self, node_id: str, slot: int) -> None:
         """A slot has begun in an earlier life of the server, and goes on by what it began."""
         self._reported.add((node_id, slot))

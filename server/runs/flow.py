@@ -27,7 +27,7 @@ from msgspec import UNSET
 from ..program.control import ENTER, GIVE, Place, caught, decision, handler_part
 from ..program.errors import ConureError, ExpressionError, RunError
 from ..program.expression import evaluate, input_expression, variables
-from ..program.instances import read_by
+from ..program.instances import Instance, read_by
 from ..program.ir import (
     Control,
     Expression,
@@ -104,6 +104,10 @@ class FlowHost(Protocol):
 
     def grown(self, node_id: str, nodes: tuple[str, ...]) -> None:
         """Instances came into the graph for this node."""
+        ...
+
+    def foresee(self, node_id: str, instances: list[Instance]) -> None:
+        """What comes into the graph for this node unless it ends before."""
         ...
 
     def advance(self, ready: list[Ready]) -> None:
@@ -387,6 +391,7 @@ class Flow:
         except ConureError as error:
             self._host.fail(node.id, error)
             return
+        self._host.foresee(node.id, self._bodies.next_round(node, index + 1))
         self._take_in(node.id, grown)
 
     def _end_round(self, node: Round) -> None:

@@ -27,17 +27,15 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
             something leaked.
     """
     assert execution.finished_at is not None
-    calls = [
-        state
-        for state in execution.nodes.values()
-        if isinstance(state.node, Generate) and state.started_at is not None
-    ]
-    usages = [state.usage for state in calls]
+    # Also of calls that never started: their prompts may have been begun.
+    states = [state for state in execution.nodes.values() if isinstance(state.node, Generate)]
+    usages = [state.usage for state in states]
+    num_calls = sum(state.started_at is not None for state in states)
     prompts = [explain(usage) for usage in usages]
     path = critical_path(execution)
     logical = sum(prompt.logical for prompt in prompts)
     return Receipt(
-        calls=len(calls),
+        calls=num_calls,
         prompt_tokens=ReceiptPromptTokens(
             logical=logical,
             computed=sum(prompt.computed for prompt in prompts),
@@ -56,7 +54,7 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
             discarded=sum(usage.discarded for usage in usages),
         ),
         retokenized=sum(usage.retokenized for usage in usages),
-        round_trips_saved=max(0, len(calls) - 1),
+        round_trips_saved=max(0, num_calls - 1),
         wall_s=execution.finished_at - execution.created_at,
         critical_path=[state.node.id for state in path],
         critical_path_s=_covered_s(path),

@@ -29,6 +29,7 @@ from msgspec import UNSET
 from ..engines.engine import Engine
 from ..program.errors import ConureError, ExpressionError, RunError
 from ..program.expression import evaluate, input_expression
+from ..program.instances import Instance
 from ..program.ir import Append, Expr, Generate, Json, Objective, Placed, Round
 from ..program.ir import Call as CallNode
 from ..program.ir import Client as ClientNode
@@ -316,6 +317,7 @@ class Run:
         """A call runs on an engine now."""
         state = call.state
         target = call.targets[slot]
+        self._calls.writes(call, slot)
         self.feed.begin_text(target.variable, state.node.id, state.node.job, state.attempt)
         self.emit(
             "node.started", state.node.id, engine=state.engine, why=state.why, attempt=state.attempt
@@ -326,6 +328,7 @@ class Run:
         variable = call.targets[slot].variable
         self.feed.grow(variable, text)
         self._yields.grew(variable)
+        self._calls.grew(call, slot, text)
 
     def slot_done(self, call: Call, slot: int, outcome: Outcome) -> None:
         """An output is whole."""
@@ -337,6 +340,8 @@ class Run:
             self.call_failed(call, error)
             return
         self.slot_over(node_id, slot, ready)
+        if not self.is_over:
+            self._calls.wrote(call, slot)
 
     def call_failed(self, call: Call, error: ConureError) -> None:
         """A call ended without its output: try again if its author allows, else fail."""
@@ -519,6 +524,10 @@ class Run:
     def end_node(self, node_id: str, phase: Phase, problem: Problem) -> list[Ready]:
         """End a node and all that is in its bodies; returns what is ready by it."""
         return self._end_node(node_id, phase, problem, time.time())
+
+    def foresee(self, node_id: str, instances: list[Instance]) -> None:
+        """What comes into the graph for this node unless it ends before."""
+        self._calls.foresee(node_id, instances)
 
     def grown(self, node_id: str, nodes: tuple[str, ...]) -> None:
         """Instances came into the graph for this node."""

@@ -5,7 +5,10 @@ The graph says before anything runs how many calls start with each symbolic pref
 calls share gets a context of its own, filled once, from which each of them forks; it is
 freed in the frame after the last reader has forked. Nobody guesses a lifetime.
 
-Knows hashes, how many calls still have to come for each, and context ids per engine.
+A context may also hold the beginning of a prompt whose rest is not known yet: it stands under
+the first boundary that it does not reach, until one that reaches further takes its place.
+
+Knows hashes, which calls still have to come for each, and context ids per engine.
 Refuses to know text and values; token ids only to find how far two prompts are equal,
 because the tokens next to a boundary depend on what follows it.
 
@@ -15,8 +18,7 @@ Kept true: a context is held only while a call that has not started yet may fork
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -38,6 +40,10 @@ class Held:
     """False until the engine has said what filling it cost."""
     is_released: bool = False
     """Nobody waits for it any more, but it is still being filled."""
+    rank: float = 0.0
+    """Of the call that made it."""
+    next_use: float | None = None
+    """When it will be read next, as the engine was told."""
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
@@ -59,28 +65,35 @@ class Sharing:
     """The shared prefixes of one program."""
 
     def __init__(self) -> None:
-        self._coming: Counter[bytes] = Counter()
-        self._hashes: dict[str, tuple[bytes, ...]] = {}
+        self._readers: dict[bytes, dict[str, None]] = {}
+        self._hashes: dict[str, frozenset[bytes]] = {}
         self._held: dict[tuple[str, bytes], Held] = {}
         self._filling: list[Held] = []
         self.engines: set[str] = set()
         """Where the program ever had a context."""
 
-    def expect(self, node: str, hashes: tuple[bytes, ...]) -> None:
-        """A call will come and read these prefixes, one per boundary of its first slot."""
-        self._hashes[node] = hashes
-        self._coming.update(set(hashes))
+    def expect(self, node: str, hashes: Iterable[bytes]) -> None:
+        """A call will come and read these prefixes, one per boundary before its first output."""
+        assert node not in self._hashes, node
+        self._hashes[node] = frozenset(hashes)
+        for prefix in self._hashes[node]:
+            self._readers.setdefault(prefix, {})[node] = None
+
+    def is_expected(self, node: str) -> bool:
+        """Whether a call was announced and has not come yet."""
+        return node in self._hashes
 
     def arrive(self, node: str) -> list[Held]:
         """The call forks now, or never will; returns the contexts that nobody waits for now."""
-        hashes = self._hashes.pop(node, ())
-        return [held for prefix in set(hashes) if (held := self._leave(prefix)) is not None]
+        hashes = self._hashes.pop(node, frozenset())
+        return [held for prefix in hashes if (held := self._leave(prefix, node)) is not None]
 
-    def _leave(self, prefix: bytes) -> Held | None:
-        self._coming[prefix] -= 1
-        if self._coming[prefix] > 0:
+    def _leave(self, prefix: bytes, node: str) -> Held | None:
+        readers = self._readers[prefix]
+        del readers[node]
+        if readers:
             return None
-        del self._coming[prefix]
+        del self._readers[prefix]
         released = [key for key in self._held if key[1] == prefix]
         held = [self._held.pop(key) for key in released]
         assert len(held) <= 1, "a program's prefix is held by one engine at a time"
@@ -88,7 +101,12 @@ class Sharing:
 
     def is_coming(self, prefix: bytes) -> int:
         """How many calls that have not arrived yet start with this prefix."""
-        return self._coming[prefix]
+        return len(self._readers.get(prefix, ()))
+
+    def uses(self) -> Iterator[tuple[Held, Iterable[str]]]:
+        """What is held, and by which calls it will be read."""
+        for (_, prefix), held in self._held.items():
+            yield held, self._readers[prefix]
 
     def find(self, engine: str, hashes: Sequence[bytes]) -> list[Held]:
         """The contexts on this engine that keep any of these prefixes."""
@@ -104,12 +122,21 @@ class Sharing:
         num_tokens, engine = max(found, default=(0, ""))
         return (engine, num_tokens) if num_tokens else (None, 0)
 
-    def hold(self, prefix: bytes, held: Held) -> bool:
-        """Keep a context for the calls still to come; False: nobody will, or it is kept already."""
-        if not self._coming[prefix] or any(key[1] == prefix for key in self._held):
-            return False
+    def hold(self, prefix: bytes, held: Held) -> Held | None:
+        """Keep a context for the calls still to come.
+
+        Returns: the context that nobody needs then: this one if nobody will come or another one
+            is kept already, or that other one if it reaches less far on the same engine.
+        """
+        if not self.is_coming(prefix):
+            return held
+        before = next((other for key, other in self._held.items() if key[1] == prefix), None)
+        if before is not None:
+            is_longer = before.engine == held.engine and len(before.ids) < len(held.ids)
+            if not is_longer or held.ids[: len(before.ids)] != before.ids:
+                return held
         self._held[held.engine, prefix] = held
-        return True
+        return before
 
     def fill(self, held: Held) -> None:
         """A context is made to hold a prefix; until `filled` it may be held or released."""
@@ -140,7 +167,7 @@ class Sharing:
             held.is_filled = True  # nobody waits any more for what it costs
         self._held.clear()
         self._filling.clear()
-        self._coming.clear()
+        self._readers.clear()
         self._hashes.clear()
         return released
 

@@ -450,7 +450,25 @@ def test_idle_contexts_are_evicted_by_next_use_and_filled_again() -> None:
     assert server.engine.status().num_recomputed_tokens == 1
     server.generate(later, max_tokens=1)
     server.run()
-    assert server.engine.status().num_recomputed_tokens == 1 + 8
+    # Two blocks were missing, one after the other: the end of `later`, never all of it.
+    assert server.engine.status().num_recomputed_tokens == 1 + 4
+
+
+def test_what_a_fork_computed_again_goes_back_to_the_context_that_lost_it() -> None:
+    server = ServerDouble(limits(num_blocks=4))
+    kept = server.fill(A[:8])
+    server.run()
+    other = server.fill(A[8:24])
+    server.run()
+    server.free(other)
+    for num_computed in (8, 1):  # the last token goes through the model in any case
+        before = server.engine.status()
+        fork = server.fork_generate(kept, 8, max_tokens=1)
+        server.run()
+        server.free(fork)
+        after = server.engine.status()
+        assert after.num_computed_tokens - before.num_computed_tokens == num_computed
+    assert server.engine.status().num_held == 2
 
 
 def test_the_better_rank_is_served_first() -> None:

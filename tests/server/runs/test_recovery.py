@@ -287,6 +287,7 @@ def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> Call:
         Sharing(),
         host,
         hashes=(),
+        reads=(),
         constants=(),
         came_s=0.0,
         rank=Rank(0.0, ""),

@@ -25,7 +25,7 @@ def test_a_prefix_is_held_until_its_last_reader_has_come() -> None:
         sharing.expect(node, (b"p", node.encode()))
     assert sharing.arrive("a") == []
     prefix = held(1, [1, 2, 3])
-    assert sharing.hold(b"p", prefix)
+    assert sharing.hold(b"p", prefix) is None
     assert sharing.find("e", (b"p", b"b")) == [prefix]
     assert sharing.arrive("b") == []
     assert sharing.arrive("c") == [prefix]
@@ -36,7 +36,31 @@ def test_nothing_is_held_for_readers_who_will_not_come() -> None:
     sharing = Sharing()
     sharing.expect("a", (b"p",))
     assert sharing.arrive("a") == []
-    assert not sharing.hold(b"p", held(1, [1]))
+    late = held(1, [1])
+    assert sharing.hold(b"p", late) is late
+
+
+def test_what_reaches_further_takes_the_place_of_what_was_held_before() -> None:
+    sharing = Sharing()
+    sharing.expect("a", (b"p",))
+    begun, whole = held(1, [1, 2]), held(2, [1, 2, 3])
+    assert sharing.hold(b"p", begun) is None
+    for other in (held(3, [1]), held(4, [1, 9, 9]), held(5, [1, 2, 3], "elsewhere")):
+        assert sharing.hold(b"p", other) is other
+    assert sharing.hold(b"p", whole) is begun
+    assert sharing.arrive("a") == [whole]
+
+
+def test_it_is_known_who_will_read_what_is_held() -> None:
+    sharing = Sharing()
+    for node in ("a", "b"):
+        sharing.expect(node, (b"p", node.encode()))
+    prefix = held(1, [1])
+    sharing.hold(b"p", prefix)
+    assert [(each, list(readers)) for each, readers in sharing.uses()] == [(prefix, ["a", "b"])]
+    sharing.arrive("a")
+    assert not sharing.is_expected("a")
+    assert [list(readers) for _, readers in sharing.uses()] == [["b"]]
 
 
 def test_a_prompt_shares_the_longest_prefix_that_is_held_for_it() -> None:
@@ -66,7 +90,7 @@ def test_a_lost_engine_takes_its_contexts_along() -> None:
     sharing.hold(b"p", held(1, [1], "dead"))
     sharing.lose_engine("dead")
     assert sharing.find("dead", (b"p",)) == []
-    assert sharing.hold(b"p", held(2, [1], "alive"))
+    assert sharing.hold(b"p", held(2, [1], "alive")) is None
 
 
 def test_the_end_of_the_program_releases_everything() -> None:
@@ -102,4 +126,4 @@ def test_a_context_that_failed_is_forked_from_no_more() -> None:
     sharing.discard(bad)
     sharing.discard(held(1, [1]))
     assert sharing.find("e", (b"p", b"q")) == [good]
-    assert sharing.hold(b"p", held(3, [1]))
+    assert sharing.hold(b"p", held(3, [1])) is None

@@ -1,0 +1,154 @@
+"""Prompts that begin to be filled before they are whole, while the calls before them decode.
+
+What stands in front of a call's first missing input is known: text of the program, values that
+are there, and as much as a running call has written of the next one. It is filled into a
+prefix that is held for the call (`sharing`), so that the call has the rest to fill when its last
+input arrives. This is a guess about tokens, never about text: the call compares its own ids
+with those that are held and forks as far as they are equal.
+
+Knows the graph, the values that stand and texts that grow. Refuses to know queues and what
+becomes of a prompt that is whole.
+
+Kept true: only a call all of whose missing inputs are being written is begun, at a rank behind
+everybody's, where blocks are free in plenty and nobody waits for an engine; one prefix is
+begun once for all calls that start with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import UNSET
+
+from ..engines.engine import Engine
+from ..program.graph import Slot
+from ..program.ir import Generate
+from ..program.rope import prefix_reads
+from ..prompts.prompt import Rendered
+from ..prompts.tokenizer import Encoded
+from .call import NUM_TAIL, Call
+from .encoder import Work
+from .execution import Execution
+from .sharing import Sharing
+from .world import World
+
+MIN_CHARS: Final = 256
+"""A text that grows is looked at again when it has so much more, or a quarter more."""
+FREE_BLOCKS: Final = 4
+"""Blocks that have to be free, or cache, for every one that is filled early."""
+
+
+class EarlyFills:
+    """The prompts of one program that are filled before their time."""
+
+    def __init__(
+        self,
+        execution: Execution,
+        world: World,
+        sharing: Sharing,
+        hashes: dict[str, tuple[bytes, ...]],
+        call_of: Callable[[str], Call],
+    ) -> None:
+        self._execution = execution
+        self._world = world
+        self._sharing = sharing
+        self._hashes = hashes
+        self._call_of = call_of
+        self._texts: dict[str, list[str]] = {}
+        self._lens: dict[str, tuple[int, int]] = {}
+        """Of a text that grows: characters, and how many there were when it was looked at."""
+        self._begun: set[tuple[bytes, int]] = set()
+
+    def writes(self, variable: str, engine: Engine) -> None:
+        """A call begins to write a variable on an engine: what can be known of its readers?"""
+        if not any(self._may_begin(slot) for slot in self._execution.graph.get_consumers(variable)):
+            return
+        self._texts[variable] = []
+        self._lens[variable] = (0, 0)
+        self._look(variable, engine, None)
+
+    def grew(self, variable: str, text: str, engine: Engine) -> None:
+        """More of a text that is the variable's value to be."""
+        known = self._lens.get(variable)
+        if known is None:
+            return
+        num_chars, num_seen = known[0] + len(text), known[1]
+        self._texts[variable].append(text)
+        if num_chars - num_seen >= max(MIN_CHARS, num_seen // 4):
+            num_seen = num_chars
+            self._look(variable, engine, "".join(self._texts[variable]))
+        self._lens[variable] = (num_chars, num_seen)
+
+    def committed(self, variable: str, engine: Engine) -> None:
+        """A variable has its value: its readers may wait for others still."""
+        self.forget(variable)
+        self._look(variable, engine, None)
+
+    def forget(self, variable: str) -> None:
+        """Nothing more of this text will come, or all of it again."""
+        self._texts.pop(variable, None)
+        self._lens.pop(variable, None)
+
+    # --- one reader -----------------------------------------------------------------------
+
+    def _look(self, variable: str, engine: Engine, text: str | None) -> None:
+        if self._world.scheduler.num_waiting:
+            return  # somebody needs the engines now
+        for slot in self._execution.graph.get_consumers(variable):
+            if self._may_begin(slot):
+                self._begin(slot, variable, engine, text)
+
+    def _may_begin(self, slot: Slot) -> bool:
+        execution = self._execution
+        state = execution.nodes[slot.node]
+        node = state.node
+        if slot.index or not isinstance(node, Generate) or state.started_at is not None:
+            return False
+        if state.has_ended or node.when is not UNSET or slot.node not in self._hashes:
+            return False
+        if not execution.is_entered(slot.node):
+            return False
+        missing = (name for name in slot.reads if not execution.is_resolved(name))
+        before = [execution.graph.get_producer(name) for name in missing]
+        writers = [None if slot is None else slot.node for slot in before]
+        writers += [other for other in node.after if not execution.nodes[other].has_ended]
+        return all(writer is not None and self._is_running(writer) for writer in writers)
+
+    def _is_running(self, node_id: str) -> bool:
+        state = self._execution.nodes[node_id]
+        return isinstance(state.node, Generate) and state.phase == "running"
+
+    def _begin(self, slot: Slot, variable: str, engine: Engine, text: str | None) -> None:
+        execution = self._execution
+        call = self._call_of(slot.node)
+        values = {name: execution.values.get(name, "") for name in slot.reads}
+        known = {name for name in slot.reads if name in execution.values}
+        if text is not None and variable not in known:
+            values[variable] = text
+            known.add(variable)
+        boundary = -1
+        for index, reads in enumerate(prefix_reads(call.node, closed=True)):
+            if not reads <= known:
+                break
+            boundary = index
+        hashes = self._hashes[slot.node]
+        key = (hashes[boundary], len(text or ""))
+        if boundary < 0 or key in self._begun:
+            return
+        self._begun.add(key)
+        # What is still growing may come to be spelled otherwise at its end.
+        num_unsure = 0 if text is None else NUM_TAIL
+
+        def done(rendered: Rendered, encoded: Encoded) -> None:
+            if call.is_over or call.state.started_at is not None or not engine.is_alive:
+                return
+            cut = encoded.tokens_before(rendered.ends[boundary]) - num_unsure
+            if engine.num_available >= FREE_BLOCKS * (cut // engine.hello.limits.block_size):
+                call.fill_early(engine, encoded.ids[: max(cut, 0)], boundary)
+
+        def broken(error: Exception) -> None:
+            """The prompt cannot be made without its other values."""
+
+        num_chars = sum(len(value) for value in values.values() if isinstance(value, str))
+        self._world.encoder.submit(Work(call, 0, values, num_chars, done, broken))

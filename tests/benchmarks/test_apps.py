@@ -1,0 +1,96 @@
+"""The six workloads, sent whole and request by request: the same prompts and the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.server.inprocess import Desk, desk_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from apps.programs import Plan, chain, coding, map_reduce, single
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WORKLOADS: dict[str, list[Plan]] = {
+    "chain summary": [chain(4, 96, 12)],
+    "map-reduce summary": [map_reduce(5, 96, 12)],
+    "shared system prompt": [single("copilot", 200, 20, 12, user) for user in range(5)],
+    "four GPTs applications": [
+        single(name, 60 + 40 * number, 8, 8, user)
+        for user in range(2)
+        for number, name in enumerate(("productivity", "image", "code", "data"))
+    ],
+    "multi-agent coding": [coding(3, 1, scale=40)],
+    "mixed chat and map-reduce": [
+        *(single("", 0, 40 + user, 16, user) for user in range(3)),
+        map_reduce(4, 64, 12),
+    ],
+}
+
+Ids = dict[str, tuple[list[int], list[int]]]
+"""Of every call: prompt and output."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Desk]:
+    data = tmp_path_factory.mktemp("apps")
+    async with desk_of(data, engine="local", dtype="float32", threads=1) as desk:
+        yield desk
+
+
+async def send_whole(desk: Desk, program: dict[str, Any]) -> Ids:
+    running = await desk.submit(program["nodes"], outputs=program["outputs"], trace=True)
+    status = await running.end()
+    assert status.status == "done", status.error
+    traces = [trace for node in status.nodes.values() for trace in node.trace or ()]
+    return {trace.variable: (trace.prompt_ids, trace.output_ids) for trace in traces}
+
+
+async def send_calls(desk: Desk, program: dict[str, Any]) -> Ids:
+    """As a client does it that sends texts: each call is a program of its own."""
+    found: Ids = {}
+    texts: dict[str, asyncio.Task[str]] = {}
+
+    async def send(node: dict[str, Any]) -> str:
+        for other in node.get("after", ()):
+            await texts[other]
+        *segments, output = node["prompt"]
+        parts = [
+            each["text"] if "text" in each else await texts[each["input"]] for each in segments
+        ]
+        alone = {"id": node["id"], "op": "generate", "prompt": [{"text": "".join(parts)}, output]}
+        running = await desk.submit([alone], outputs=[node["id"]], trace=True)
+        text: str = await running.value(node["id"])
+        status = await running.end()
+        for trace in status.nodes[node["id"]].trace or ():
+            found[trace.variable] = (trace.prompt_ids, trace.output_ids)
+        return text
+
+    for node in program["nodes"]:
+        texts[node["id"]] = asyncio.create_task(send(node))
+    await asyncio.gather(*texts.values())
+    return found
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+async def test_programs_and_single_requests_give_the_same_tokens(desk: Desk, name: str) -> None:
+    programs = [plan.written(name) for plan in WORKLOADS[name]]
+    # Tenants share nothing: neither side finds what the other one has computed.
+    whole = await asyncio.gather(
+        *(send_whole(Desk(desk.executor, f"{name} whole"), program) for program in programs)
+    )
+    calls = await asyncio.gather(
+        *(send_calls(Desk(desk.executor, f"{name} calls"), program) for program in programs)
+    )
+    for program, one, other in zip(programs, whole, calls, strict=True):
+        assert len(one) == len(program["nodes"])
+        for variable, (prompt, output) in one.items():
+            assert (prompt, output) == other[variable], variable
+            assert output
