@@ -11,12 +11,12 @@ after the server was out of reach for all retries.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import httpx
 
-from conure.server.program.status import Event
+from conure.server.program.status import Event, EventType
 
 from .asgi import Application, LocalApp
 from .exchange import Reply, Request, Retry, ServerUnreachableError, error_of, program_path
@@ -81,11 +81,14 @@ class Settings:
 class Follower:
     """One reader of a program's events, over any number of connections."""
 
-    def __init__(self, settings: Settings, program: str, after: int) -> None:
+    def __init__(
+        self, settings: Settings, program: str, after: int, types: Collection[EventType] | None
+    ) -> None:
         self.is_over = False
         """The program's last event was given out."""
         self._settings = settings
         self._path = f"{program_path(program)}/events"
+        self._types = types
         self._cursor = Cursor(after)
         self._num_misses = 0
         self._pause_s = 0.0
@@ -99,7 +102,8 @@ class Follower:
         return {
             "method": "GET",
             "url": self._path,
-            "params": {"after": str(self._cursor.after)},
+            "params": {"after": str(self._cursor.after)}
+            | ({} if self._types is None else {"types": sorted(self._types)}),
             "headers": {"accept": "text/event-stream", "accept-encoding": "identity"},
             "timeout": httpx.Timeout(
                 self._settings.timeout_s, connect=CONNECT_S, read=STREAM_SILENCE_S
