@@ -131,10 +131,8 @@ def compared(
     plain, fast = make(llm), accelerate(make(llm), model=llm)
     if plain.invoke(given) != fast.invoke(given):
         raise SystemExit("the accelerated chain gives something else")
-    taken = (
-        clocked(lambda: plain.invoke(given), max(repeats // 3, 3)),
-        clocked(lambda: fast.invoke(given), repeats),
-    )
+    plain_s = clocked(lambda: plain.invoke(given), max(repeats // 3, 3))
+    fast_s = clocked(lambda: fast.invoke(given), repeats)
     for run in fast.explain().runs:
         if run.misses or run.refusals or run.num_served != run.num_planned:
             raise SystemExit(f"not all of it was planned:\n{fast.explain()}")

@@ -157,6 +157,7 @@ class Board:
 
     def _miss(self, node: dict[str, Json]) -> Answer:
         self.tally.misses.append(self._reason())
+        self._is_whole = False  # where one call was not foreseen, others follow
         self._names += 1
         answer = Answer(f"miss{self._names}", f"miss{self._names}_call")
         output = {**node["output"], "variable": answer.variable}

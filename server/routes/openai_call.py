@@ -175,5 +175,8 @@ async def _each(
 ) -> AsyncGenerator[Event | None, None]:
     """Events one by one."""
     async for some in events:
-        for event in some or [None]:
+        if some is None:
+            yield None
+            continue
+        for event in some:
             yield event
