@@ -231,6 +231,7 @@ class Client:
             try:
                 response = self._http.request(**self._settings.arguments(what))
                 answer = Reply(response.status_code, response.headers, response.content)
+                self._settings.is_known = True
             except httpx.TransportError as problem:
                 failure = self._settings.unreachable(problem)
 

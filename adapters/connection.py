@@ -19,7 +19,15 @@ import httpx
 from conure.server.program.status import Event, EventType
 
 from .asgi import Application, LocalApp
-from .exchange import Reply, Request, Retry, ServerUnreachableError, error_of, program_path
+from .exchange import (
+    Outage,
+    Reply,
+    Request,
+    Retry,
+    ServerUnreachableError,
+    error_of,
+    program_path,
+)
 from .sse import Cursor
 from .steps import Desk
 
@@ -49,6 +57,8 @@ class Settings:
         self.retry = retry or Retry()
         self.headers = {"content-type": "application/json", **(headers or {})}
         self.desk = Desk()
+        self.is_known = False
+        """The server has answered."""
 
     @property
     def server(self) -> object:
@@ -75,6 +85,7 @@ class Settings:
         return ServerUnreachableError(
             f"no answer from {self.base_url}: {what}; is the server running (`conure serve`)?",
             was_sent=was_sent,
+            is_known=self.is_known,
         )
 
 
@@ -91,6 +102,7 @@ class Follower:
         self._types = types
         self._cursor = Cursor(after)
         self._num_misses = 0
+        self._outage = Outage(settings.retry)
         self._pause_s = 0.0
         self._is_quiet = True
 
@@ -117,6 +129,7 @@ class Follower:
             if event.type == "server.draining":
                 continue
             self._num_misses = 0
+            self._outage.over()
             self._is_quiet = False
             self.is_over = self.is_over or event.type == "program.finished"
         return events
@@ -140,13 +153,10 @@ class Follower:
         """The connection broke.
 
         Raises:
-            ServerUnreachableError: if it did so too often without an event in between.
+            ServerUnreachableError: if it did so for too long without an event in between.
         """
-        if self.is_over:
-            return
-        if self._num_misses >= self._settings.retry.max_retries:
-            raise self._settings.unreachable(problem) from problem
-        self._miss(None)
+        if not self.is_over:
+            self._pause_s = self._outage.pause_s(self._settings.unreachable(problem))
 
     def may_have_ended(self) -> bool:
         """Whether the stream ended by itself with nothing new, as after a program's end."""

@@ -199,6 +199,7 @@ class AsyncClient:
             try:
                 response = await http.request(**self._settings.arguments(what))
                 answer = Reply(response.status_code, response.headers, response.content)
+                self._settings.is_known = True
             except httpx.TransportError as problem:
                 failure = self._settings.unreachable(problem)
 
