@@ -39,7 +39,9 @@ def build_chain(llm: ChatConure, max_tokens: int) -> Runnable[Any, str]:
     )
     join = ChatPromptTemplate.from_template("Make one short guide of these parts:\n\n{parts}")
     # Room for the quotes and brackets of four headings; a cut outline is no outline.
-    outline = plan | llm.bind(max_tokens=20 * max_tokens).with_structured_output(Outline)
+    outline: Runnable[Any, Any] = plan | llm.bind(
+        max_tokens=20 * max_tokens
+    ).with_structured_output(Outline)
     part = write | llm.bind(max_tokens=max_tokens) | StrOutputParser()
     return (
         outline

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableConfig
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
@@ -60,7 +60,7 @@ def run(client: Client, max_tokens: int) -> None:
     """Asks the questions in one thread and prints what every call cost."""
     llm = ChatConure(client=client, temperature=0, max_tokens=max_tokens)
     agent = build_agent(llm)
-    thread = {"configurable": {"thread_id": "reader"}}
+    thread: RunnableConfig = {"configurable": {"thread_id": "reader"}}
     seen = 0
     for question in QUESTIONS:
         state = agent.invoke({"messages": [HumanMessage(question)]}, thread)
@@ -80,6 +80,8 @@ def _cost(client: Client, message: AIMessage) -> str:
     status = client.attach(message.response_metadata["program"]).status()
     (node,) = status.nodes.values()
     tokens = node.prompt_tokens
+    if not tokens:
+        return "not known yet"
     return f"prompt {tokens.logical} tokens, {tokens.shared} of them known; engine {node.engine}"
 
 

@@ -12,7 +12,7 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
-from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
@@ -134,6 +134,10 @@ def llm(client: Client) -> ChatConure:
     return ChatConure(client=client, temperature=0, max_tokens=300)
 
 
+def thread(name: str) -> RunnableConfig:
+    return {"configurable": {"thread_id": name}}
+
+
 def told(state: dict[str, Any]) -> list[tuple[str, Any, list[Any]]]:
     """The messages, without ids; those of parallel parts in any order."""
     messages = [
@@ -152,7 +156,7 @@ def programs(client: Client, state: dict[str, Any]) -> list[ProgramStatus]:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_gives_what_it_gave_with_the_model_before(llm: ChatConure, name: str) -> None:
     make, num_calls = GRAPHS[name]
-    config = {"configurable": {"thread_id": name}}
+    config = thread(name)
     before = make(Plain()).invoke(SAID, config)
     after = make(llm).invoke(SAID, config)
     assert told(after) == told(before)
@@ -162,7 +166,7 @@ def test_a_graph_gives_what_it_gave_with_the_model_before(llm: ChatConure, name:
 @pytest.mark.parametrize("name", GRAPHS)
 async def test_so_it_does_with_await(llm: ChatConure, name: str) -> None:
     make, _ = GRAPHS[name]
-    config = {"configurable": {"thread_id": f"{name} with await"}}
+    config = thread(f"{name} with await")
     after = await make(llm).ainvoke(SAID, config)
     assert told(after) == told(make(Plain()).invoke(SAID, config))
     await llm._aclient().close()
@@ -172,7 +176,7 @@ async def test_so_it_does_with_await(llm: ChatConure, name: str) -> None:
 def test_an_accelerated_graph_is_one_program(llm: ChatConure, client: Client, name: str) -> None:
     make, num_calls = GRAPHS[name]
     fast = accelerate(make(llm), model=llm)
-    config = {"configurable": {"thread_id": f"{name}, fast"}}
+    config = thread(f"{name}, fast")
     assert told(fast.invoke(SAID, config)) == told(make(Plain()).invoke(SAID, config))
     (run,) = fast.explain().runs
     assert len(run.misses) == num_calls, "nothing of a graph is known before it runs"
@@ -193,7 +197,8 @@ def test_a_step_of_a_graph_may_be_an_accelerated_chain(llm: ChatConure) -> None:
     graph = StateGraph(MessagesState)
     graph.add_node("both", RunnableLambda(lambda state: {"messages": [fast.invoke(state)]}))
     graph.add_edge(START, "both")
-    state = graph.compile().invoke(SAID)
+    compiled: Graph = graph.compile()
+    state = compiled.invoke(SAID)
     assert state["messages"][-1].content == "Tea is fresh."
     (run,) = fast.explain().runs
     assert (run.num_served, run.misses) == (2, [])
@@ -203,11 +208,11 @@ def test_the_calls_of_a_thread_are_one_session_on_one_engine(
     llm: ChatConure, client: Client
 ) -> None:
     agent = tool_agent(llm)
-    config = {"configurable": {"thread_id": "customer 7"}}
+    config = thread("customer 7")
     for _ in range(3):
         state = agent.invoke({"messages": [HumanMessage("Oslo, please. " * 20)]}, config)
     made = programs(client, state)
-    nodes = [program.nodes["chat"] for program in made]
+    nodes: list[Any] = [program.nodes["chat"] for program in made]
     assert len(made) == 4  # the script knows no more after the first tool
     assert {node.meta["thread_id"] for node in nodes} == {"customer 7"}
     assert {node.meta["langgraph_node"] for node in nodes} == {"think"}
@@ -226,7 +231,7 @@ def test_the_calls_of_a_thread_keep_its_place_in_line(llm: ChatConure, client: C
             return seen[-1]
 
     watching = Watching(client=client, temperature=0, max_tokens=300)
-    tool_agent(watching).invoke(SAID, {"configurable": {"thread_id": "customer 8"}})
+    tool_agent(watching).invoke(SAID, thread("customer 8"))
     watching.invoke("Without a thread.")
     sessions = [body.get("options", {}).get("session") for body in seen]
     assert sessions == ["thread customer 8", "thread customer 8", None]
