@@ -19,6 +19,10 @@ OLD_CORE := llama-index-core==0.12.52.post1
 KERNELS := .venv-triton36
 KERNELS_TRITON := triton==3.6.0
 
+# The LangChain adapter runs on every core 1.4 to 1.x: the newest is the one in .venv.
+LOWEST := .venv-langchain14
+LOWEST_CORE := langchain-core==1.4.0
+
 # Exactly one torch fits: a looser request would bring another build than the tested one.
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
@@ -29,8 +33,8 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 PYTEST := $(BIN)/pytest --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check demo test test-all test-llamaindex012 test-triton36 bench bench-kernels \
-    clean
+.PHONY: help setup check demo test test-all test-llamaindex012 test-langchain14 test-triton36 \
+    bench bench-kernels clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -61,16 +65,24 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
+$(LOWEST)/.installed: pyproject.toml constraints.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	grep -v '^langchain-core' constraints.txt > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --quiet --no-compile -c $(LOWEST)/constraints.txt \
+	    -e '.[server,langchain]' '$(LOWEST_CORE)' llguidance jsonschema \
+	    hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $@
+
 check: setup ## lint, formatting, types and architecture
 	@.ci/check
 
 demo: setup ## start a server on the built-in model and run a LangChain map-reduce on it
 	@.ci/demo
 
-test: check test-llamaindex012 ## the checks, then every test that fits the time budget above
+test: check test-llamaindex012 test-langchain14 ## the checks, then every test that fits the time budget above
 	$(PYTEST) -m 'not slow'
 
-test-all: check test-llamaindex012 test-triton36 ## the checks, then every test
+test-all: check test-llamaindex012 test-langchain14 test-triton36 ## the checks, then every test
 	$(PYTEST)
 
 # What core 0.12 says on import to a pydantic that is newer than it is not ours to mend.
@@ -80,6 +92,10 @@ test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12
 
 test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by Triton 3.6.0
 	$(KERNELS)/bin/python -m pytest -q tests/kernels -m 'not slow'
+
+test-langchain14: $(LOWEST)/.installed ## the LangChain adapter on core 1.4, without await
+	$(LOWEST)/bin/python -m pytest -q tests/adapters/test_chat.py tests/adapters/test_messages.py \
+	    tests/adapters/test_accelerate.py -k 'not await'
 
 bench: setup ## latency of chains and of wide programs over HTTP
 	$(BIN)/python benchmarks/latency.py

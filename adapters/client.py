@@ -19,7 +19,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Collection, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from conure.server.program.status import (
     ENDED,
     Accepted,
     Event,
+    EventType,
     ProgramStatus,
     PutValue,
     Receipt,
@@ -230,11 +231,14 @@ class Client:
             try:
                 response = self._http.request(**self._settings.arguments(what))
                 answer = Reply(response.status_code, response.headers, response.content)
+                self._settings.is_known = True
             except httpx.TransportError as problem:
                 failure = self._settings.unreachable(problem)
 
-    def _events(self, program: str, after: int) -> Generator[Event, None, None]:
-        follower = Follower(self._settings, program, after)
+    def _events(
+        self, program: str, after: int, types: Collection[EventType] | None
+    ) -> Generator[Event, None, None]:
+        follower = Follower(self._settings, program, after, types)
         while not follower.is_over:
             try:
                 with self._http.stream(**follower.arguments()) as response:
@@ -281,13 +285,19 @@ class Run:
         """What is known about the program now."""
         return self._client._do(exchange.status(self.id, self._retry))
 
-    def events(self, after: int = 0) -> Generator[Event, None, None]:
+    def events(
+        self, after: int = 0, *, types: Collection[EventType] | None = None
+    ) -> Generator[Event, None, None]:
         """Events with a sequence number above `after`, then what comes, to the program's end.
 
         A broken connection is opened anew and goes on where it broke; a text in the making
         then begins again with one delta at offset 0.
+
+        Args:
+            after: what was seen already.
+            types: only these, and the last one. None: all.
         """
-        return self._client._events(self.id, after)
+        return self._client._events(self.id, after, types)
 
     def put(self, variable: str, value: Json, *, request_id: str | None = None) -> VariableStatus:
         """Give a variable its value; the same value again is safe.

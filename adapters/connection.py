@@ -11,15 +11,23 @@ after the server was out of reach for all retries.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import httpx
 
-from conure.server.program.status import Event
+from conure.server.program.status import Event, EventType
 
 from .asgi import Application, LocalApp
-from .exchange import Reply, Request, Retry, ServerUnreachableError, error_of, program_path
+from .exchange import (
+    Outage,
+    Reply,
+    Request,
+    Retry,
+    ServerUnreachableError,
+    error_of,
+    program_path,
+)
 from .sse import Cursor
 from .steps import Desk
 
@@ -49,6 +57,8 @@ class Settings:
         self.retry = retry or Retry()
         self.headers = {"content-type": "application/json", **(headers or {})}
         self.desk = Desk()
+        self.is_known = False
+        """The server has answered."""
 
     @property
     def server(self) -> object:
@@ -75,19 +85,24 @@ class Settings:
         return ServerUnreachableError(
             f"no answer from {self.base_url}: {what}; is the server running (`conure serve`)?",
             was_sent=was_sent,
+            is_known=self.is_known,
         )
 
 
 class Follower:
     """One reader of a program's events, over any number of connections."""
 
-    def __init__(self, settings: Settings, program: str, after: int) -> None:
+    def __init__(
+        self, settings: Settings, program: str, after: int, types: Collection[EventType] | None
+    ) -> None:
         self.is_over = False
         """The program's last event was given out."""
         self._settings = settings
         self._path = f"{program_path(program)}/events"
+        self._types = types
         self._cursor = Cursor(after)
         self._num_misses = 0
+        self._outage = Outage(settings.retry)
         self._pause_s = 0.0
         self._is_quiet = True
 
@@ -99,7 +114,8 @@ class Follower:
         return {
             "method": "GET",
             "url": self._path,
-            "params": {"after": str(self._cursor.after)},
+            "params": {"after": str(self._cursor.after)}
+            | ({} if self._types is None else {"types": sorted(self._types)}),
             "headers": {"accept": "text/event-stream", "accept-encoding": "identity"},
             "timeout": httpx.Timeout(
                 self._settings.timeout_s, connect=CONNECT_S, read=STREAM_SILENCE_S
@@ -113,6 +129,7 @@ class Follower:
             if event.type == "server.draining":
                 continue
             self._num_misses = 0
+            self._outage.over()
             self._is_quiet = False
             self.is_over = self.is_over or event.type == "program.finished"
         return events
@@ -136,13 +153,10 @@ class Follower:
         """The connection broke.
 
         Raises:
-            ServerUnreachableError: if it did so too often without an event in between.
+            ServerUnreachableError: if it did so for too long without an event in between.
         """
-        if self.is_over:
-            return
-        if self._num_misses >= self._settings.retry.max_retries:
-            raise self._settings.unreachable(problem) from problem
-        self._miss(None)
+        if not self.is_over:
+            self._pause_s = self._outage.pause_s(self._settings.unreachable(problem))
 
     def may_have_ended(self) -> bool:
         """Whether the stream ended by itself with nothing new, as after a program's end."""

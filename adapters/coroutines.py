@@ -16,7 +16,7 @@ import inspect
 import logging
 import time
 import weakref
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import TypeVar
@@ -29,6 +29,7 @@ from conure.server.program.status import (
     ENDED,
     Accepted,
     Event,
+    EventType,
     ProgramStatus,
     PutValue,
     Receipt,
@@ -198,12 +199,15 @@ class AsyncClient:
             try:
                 response = await http.request(**self._settings.arguments(what))
                 answer = Reply(response.status_code, response.headers, response.content)
+                self._settings.is_known = True
             except httpx.TransportError as problem:
                 failure = self._settings.unreachable(problem)
 
-    async def _events(self, program: str, after: int) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, program: str, after: int, types: Collection[EventType] | None
+    ) -> AsyncGenerator[Event, None]:
         http = await self._http()
-        follower = Follower(self._settings, program, after)
+        follower = Follower(self._settings, program, after, types)
         while not follower.is_over:
             try:
                 async with http.stream(**follower.arguments()) as response:
@@ -246,9 +250,11 @@ class AsyncRun:
         """What is known about the program now."""
         return await self._client._do(exchange.status(self.id, self._retry))
 
-    def events(self, after: int = 0) -> AsyncGenerator[Event, None]:
+    def events(
+        self, after: int = 0, *, types: Collection[EventType] | None = None
+    ) -> AsyncGenerator[Event, None]:
         """Events to the program's end; see `Run.events`."""
-        return self._client._events(self.id, after)
+        return self._client._events(self.id, after, types)
 
     async def put(
         self, variable: str, value: Json, *, request_id: str | None = None

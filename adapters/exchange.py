@@ -15,6 +15,7 @@ work (429, 503) or never reached the server.
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -50,11 +51,14 @@ POLL_S = 20.0
 
 
 class ServerUnreachableError(UnavailableError):
-    """No answer came from the server; `was_sent` tells whether the request may have arrived."""
+    """No answer came from the server; `was_sent` tells whether the request may have arrived,
+    and `is_known` whether the server has answered this client before.
+    """
 
-    def __init__(self, message: str, *, was_sent: bool = False) -> None:
+    def __init__(self, message: str, *, was_sent: bool = False, is_known: bool = True) -> None:
         super().__init__("client.unreachable", message)
         self.was_sent = was_sent
+        self.is_known = is_known
 
 
 class NotReadyError(ConureError, TimeoutError):
@@ -95,44 +99,89 @@ Flow: TypeAlias = Generator[Request | Pause, Reply | None, T]
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often and how soon a request is repeated."""
+    """How often, how soon and for how long a request is repeated.
+
+    A server that refuses is asked `max_retries` times again. One that does not answer is asked
+    until it was out of reach for `patience_s`, as while it is started again; who never had an
+    answer from it is told sooner, after `first_patience_s`: most likely there is none.
+    """
 
     max_retries: int = 4
+    """0: nothing is ever repeated."""
     first_s: float = 0.1
-    most_s: float = 5.0
+    most_s: float = 2.0
+    """Between two tries, at most; the pauses before it double."""
     most_asked_s: float = 60.0
     """A Retry-After beyond this is not waited for: the refusal is raised."""
+    patience_s: float = 15.0
+    first_patience_s: float = 2.0
     noise: random.Random = field(default_factory=random.Random)
+    clock: Callable[[], float] = time.monotonic
 
     def delay_s(self, attempt: int, asked_s: float | None = None) -> float:
         """Seconds before repeat number `attempt` (from 0): jittered, never less than asked."""
-        jitter = self.noise.uniform(0, min(self.most_s, self.first_s * 2.0**attempt))
-        return jitter if asked_s is None else asked_s + jitter / 4
+        most_s = min(self.most_s, self.first_s * 2.0 ** min(attempt, 60))
+        if asked_s is None:
+            # Half of it is certain, or an unlucky client knocks many times in no time.
+            return self.noise.uniform(most_s / 2, most_s)
+        return asked_s + self.noise.uniform(0, most_s) / 4
+
+
+class Outage:
+    """How long a server has been out of reach for one request or stream."""
+
+    def __init__(self, retry: Retry) -> None:
+        self._retry = retry
+        self._num_tries = 0
+        self._began_s = 0.0
+
+    def over(self) -> None:
+        """The server has answered."""
+        self._num_tries = 0
+
+    def pause_s(self, failure: ServerUnreachableError) -> float:
+        """Seconds to wait before the next try.
+
+        Raises:
+            ServerUnreachableError: the failure, if it went on for long enough.
+        """
+        retry, now_s = self._retry, self._retry.clock()
+        if self._num_tries == 0:
+            self._began_s = now_s
+        patience_s = retry.patience_s if failure.is_known else retry.first_patience_s
+        left_s = patience_s - (now_s - self._began_s)
+        if left_s <= 0 or retry.max_retries == 0:
+            raise failure
+        delay_s = min(left_s, retry.delay_s(self._num_tries))
+        self._num_tries += 1
+        return delay_s
 
 
 def repeat(request: Request, retry: Retry) -> Flow[Reply]:
-    """Send a request until it is answered, refused for good, or out of retries."""
-    attempt = 0
+    """Send a request until it is answered, refused for good, or out of patience."""
+    num_refusals = 0
+    outage = Outage(retry)
     while True:
-        asked_s = None
         try:
             reply = yield request
             assert reply is not None
         except ServerUnreachableError as failure:
-            if attempt >= retry.max_retries or (failure.was_sent and not request.repeatable):
+            if failure.was_sent and not request.repeatable:
                 raise
-        else:
-            if reply.status not in (429, 502, 503, 504) or attempt >= retry.max_retries:
-                return reply
-            if reply.status in (502, 504) and not request.repeatable:
-                return reply
-            if _is_verdict(reply):
-                return reply
-            asked_s = retry_after_s(reply.headers)
-            if asked_s is not None and asked_s > retry.most_asked_s:
-                return reply
-        yield Pause(retry.delay_s(attempt, asked_s))
-        attempt += 1
+            yield Pause(outage.pause_s(failure))
+            continue
+        outage.over()
+        if reply.status not in (429, 502, 503, 504) or num_refusals >= retry.max_retries:
+            return reply
+        if reply.status in (502, 504) and not request.repeatable:
+            return reply
+        if _is_verdict(reply):
+            return reply
+        asked_s = retry_after_s(reply.headers)
+        if asked_s is not None and asked_s > retry.most_asked_s:
+            return reply
+        yield Pause(retry.delay_s(num_refusals, asked_s))
+        num_refusals += 1
 
 
 def ask(request: Request, retry: Retry, shape: type[T]) -> Flow[T]:

@@ -40,7 +40,8 @@ class Parser:
         self._id: str | None = None
         self._event = ""
         self._data: list[bytes] = []
-        self._data_bytes = 0
+        self._is_within = False
+        """Lines of the message whose blank line has not come were taken already."""
 
     def feed(self, chunk: bytes) -> list[Message]:
         """Take the next bytes; return the messages they complete (often none).
@@ -55,6 +56,20 @@ class Parser:
                 return []
             self._started = True
             buffer = buffer.removeprefix(_BOM)
+        if b"\r" in buffer or self._is_within:
+            return self._by_line(buffer)
+        # As our server writes: whole messages, taken apart at once.
+        *blocks, self._tail = buffer.split(b"\n\n")
+        messages = []
+        for block in blocks:
+            for line in block.split(b"\n"):
+                self._line(line)
+            if (message := self._dispatch()) is not None:
+                messages.append(message)
+        self._check_length(len(self._tail))
+        return messages
+
+    def _by_line(self, buffer: bytes) -> list[Message]:
         # A final "\r" may be the first half of "\r\n", so it waits for the next chunk.
         held = b""
         if buffer.endswith(b"\r"):
@@ -65,28 +80,31 @@ class Parser:
         self._tail = held
         messages = []
         for line in lines:
-            message = self._line(line.rstrip(b"\r\n"))
-            if message is not None:
+            content = line.rstrip(b"\r\n")
+            self._is_within = bool(content)
+            if content:
+                self._line(content)
+            elif (message := self._dispatch()) is not None:
                 messages.append(message)
-        if len(held) + self._data_bytes > MAX_EVENT_BYTES:
+        self._check_length(len(held) + sum(map(len, self._data)))
+        return messages
+
+    def _check_length(self, num_bytes: int) -> None:
+        if num_bytes > MAX_EVENT_BYTES:
             raise ConureError(
                 "client.stream", f"an event is longer than {MAX_EVENT_BYTES} bytes: stream dropped"
             )
-        return messages
 
-    def _line(self, line: bytes) -> Message | None:
-        if not line:
-            return self._dispatch()
+    def _line(self, line: bytes) -> None:
         name, _, value = line.partition(b":")
-        value = value.removeprefix(b" ")
+        if value[:1] == b" ":
+            value = value[1:]
         if name == b"data":
             self._data.append(value)
-            self._data_bytes += len(value)
         elif name == b"event":
             self._event = value.decode(errors="replace")
         elif name == b"id" and b"\0" not in value:
             self._id = value.decode(errors="replace")
-        return None
 
     def _dispatch(self) -> Message | None:
         message = None
@@ -95,7 +113,7 @@ class Parser:
             message = Message(self._id, self._event or "message", data)
         # The standard keeps the last id for later messages; ours is per event, because
         # a delta has none and must not inherit the one before it.
-        self._id, self._event, self._data, self._data_bytes = None, "", [], 0
+        self._id, self._event, self._data = None, "", []
         return message
 
 

@@ -6,7 +6,6 @@ A fenced block after a line `<!-- tested: NAME -->` runs against a server on the
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -18,9 +17,9 @@ import pytest
 from conure.adapters.langchain import ChatConure, accelerate
 
 from .adapters.shapes import shapes
+from .served import environment, served
 
-ROOT = Path(__file__).parents[1]
-PATH = ROOT / "docs" / "langchain.md"
+PATH = Path(__file__).parents[1] / "docs" / "langchain.md"
 PAGE = PATH.read_text("utf-8")
 BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE))
@@ -28,38 +27,28 @@ TABLE = re.compile(r"(?<=<!-- shapes -->\n).*(?=<!-- end of shapes -->)", re.DOT
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    command = [sys.executable, "-m", "conure.server.cli", "serve", "--engine", "fake"]
-    server = subprocess.Popen(
-        [*command, "--port", "0", "--data", str(tmp_path_factory.mktemp("served"))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / ".src")},
-    )
-    assert server.stdout is not None
-    try:
-        said = server.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", said)
-        assert found, said + server.stdout.read()
-        yield found.group()
-    finally:
-        server.terminate()
-        server.communicate(timeout=30)
+def url() -> Iterator[str]:
+    with served("--engine", "fake") as url:
+        yield url
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_an_example_runs(name: str, url: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKS[name]],
-        env={**os.environ, "CONURE_URL": url, "PYTHONPATH": str(ROOT / ".src")},
+        env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    promised = {"tools": "weather {'city'", "values": "boxes=", "accelerate": "3 served, 0 missed"}
+    promised = {
+        "tools": "weather {'city'",
+        "values": "boxes=",
+        "agent": "4 messages\np_",
+        "accelerate": "3 served, 0 missed",
+    }
     assert promised.get(name, "") in done.stdout
     assert done.stdout.strip()
 

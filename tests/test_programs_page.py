@@ -7,7 +7,6 @@ fake engine, whose functions are the page's own; the table of operators is compu
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,8 +19,9 @@ import pytest
 from conure.server.program.expression import _SPECIAL, evaluate
 from conure.server.program.operators import OPERATORS
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "programs.md").read_text("utf-8")
+from .served import environment, served
+
+PAGE = (Path(__file__).parents[1] / "docs" / "programs.md").read_text("utf-8")
 BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE))
 ROWS = re.findall(r"^\| `(\w+)` \| `(\{.+?\})` \| `(.+?)`", PAGE, re.MULTILINE)
@@ -32,24 +32,10 @@ SHOP = {"goods": ["tea", "jam"], "open": True}
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("served")
     (folder / "shop.py").write_text(BLOCKS["functions"], "utf-8")
-    command = [sys.executable, "-m", "conure.server.cli", "serve", "--engine", "fake"]
-    server = subprocess.Popen(
-        [*command, "--port", "0", "--data", str(folder / "data"), "--functions", "shop"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / ".src")},
-    )
-    assert server.stdout is not None
-    try:
-        said = server.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", said)
-        assert found, said + server.stdout.read()
-        yield found.group()
-    finally:
-        server.terminate()
-        server.communicate(timeout=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        with served("--engine", "fake", "--functions", "shop") as url:
+            yield url
 
 
 def run_block(name: str, url: str, folder: Path) -> str:
@@ -64,7 +50,7 @@ def run_block(name: str, url: str, folder: Path) -> str:
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         done = subprocess.run(
             commands[BLOCKS[name][0]],
-            env={**os.environ, "CONURE_URL": url, "PYTHONPATH": str(ROOT / ".src")},
+            env={**environment(), "CONURE_URL": url},
             stdout=out,
             stderr=err,
             timeout=50,

@@ -24,7 +24,7 @@ import msgspec
 from conure.server.program.errors import ConureError
 from conure.server.program.expression import evaluate, input_expression
 from conure.server.program.ir import Json
-from conure.server.program.status import Event
+from conure.server.program.status import Event, EventType
 from conure.server.program.value import text_of
 
 from .plan import Awaited, Plan, PlannedCall
@@ -32,6 +32,9 @@ from .stream import ENDS
 
 Listener: TypeAlias = Callable[["Event | ConureError"], None]
 """Hears what happens to one call; an error if nothing more will be heard."""
+
+HEARD: frozenset[EventType] = ENDS | {"node.started", "node.delta", "variable.committed"}
+"""Events that a board makes something of, besides the last one."""
 
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
 
@@ -154,6 +157,7 @@ class Board:
 
     def _miss(self, node: dict[str, Json]) -> Answer:
         self.tally.misses.append(self._reason())
+        self._is_whole = False  # where one call was not foreseen, others follow
         self._names += 1
         answer = Answer(f"miss{self._names}", f"miss{self._names}_call")
         output = {**node["output"], "variable": answer.variable}

@@ -45,7 +45,14 @@ from ..leaving import acancelled_unless_done, cancelled_unless_done
 from .current import CURRENT
 from .messages import to_wire
 from .replay import AsyncReplay, Replay
-from .settings import choice_of, constraint_of, hints_of, sampling_of, tools_of
+from .settings import (
+    choice_of,
+    constraint_of,
+    hints_of,
+    sampling_of,
+    session_of,
+    tools_of,
+)
 from .stream import AnswerStream, result_of
 from .structured import structured
 
@@ -361,9 +368,12 @@ class ChatConure(BaseChatModel):
         body: dict[str, Json] = {
             "program": {"name": "ChatConure", "nodes": [node], "outputs": [ANSWER]}
         }
+        options: dict[str, Json] = {}
         if self.timeout is not None:
-            body["options"] = {"deadline_s": self.timeout}
-        return body
+            options["deadline_s"] = self.timeout
+        if (session := session_of(node.get("meta"))) is not None:
+            options["session"] = session
+        return {**body, "options": options} if options else body
 
     def _client(self) -> Client:
         if self.client is not None:

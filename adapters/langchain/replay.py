@@ -26,7 +26,7 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event
 
 from ..client import AsyncClient, AsyncRun, Client, NotReadyError, Run
-from .board import Answer, Board, Tally
+from .board import HEARD, Answer, Board, Tally
 from .plan import Awaited, Plan
 from .stream import AnswerStream, result_of
 
@@ -152,7 +152,7 @@ class Replay:
 
     def _read(self, run: Run) -> None:
         try:
-            for event in run.events():
+            for event in run.events(types=HEARD):
                 self.board.hear(event)
         except ConureError as problem:
             self.board.fail(problem)
@@ -281,7 +281,7 @@ class AsyncReplay:
 
     async def _read(self, run: AsyncRun) -> None:
         try:
-            async for event in run.events():
+            async for event in run.events(types=HEARD):
                 self.board.hear(event)
         except ConureError as problem:
             self.board.fail(problem)

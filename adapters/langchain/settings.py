@@ -139,4 +139,16 @@ def hints_of(metadata: Mapping[str, Any], **ids: Any) -> dict[str, Json]:
     return {k: v if isinstance(v, str | int) else str(v) for k, v in told.items()}
 
 
+def session_of(hints: Mapping[str, Json] | None) -> str | None:
+    """The session that a call says it belongs to: its thread, as agents call it.
+
+    Args:
+        hints: `hints_of` the call.
+    """
+    thread = str((hints or {}).get("thread_id", ""))
+    return f"thread {thread}"[:MAX_SESSION_CHARS] if thread else None
+
+
+MAX_SESSION_CHARS = 256
+
 _HINTS = ("thread_id", "langgraph_node", "langgraph_step", "langgraph_checkpoint_ns")

@@ -17,7 +17,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 
 from conure.server.program.errors import RunError
 from conure.server.program.ir import Json
-from conure.server.program.status import Event, Problem
+from conure.server.program.status import Event, EventType, Problem
 
 from ..exchange import failure_of
 from .messages import call_chunks_of, from_wire, metadata_of, usage_of
@@ -72,7 +72,7 @@ class AnswerStream:
         yield ChatGenerationChunk(message=last, generation_info=_generation_info(value))
 
 
-ENDS = frozenset({"node.failed", "node.killed", "node.skipped"})
+ENDS: frozenset[EventType] = frozenset({"node.failed", "node.killed", "node.skipped"})
 """Events that say that a call will have no answer."""
 
 

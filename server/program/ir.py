@@ -407,6 +407,8 @@ class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     """Keep prompt and output token ids of every call in the status."""
     policy: str | None = None
     start: Literal["eager", "demand"] = "eager"
+    session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Programs of one session that follow each other keep the first one's place in line."""
 
 
 class Submission(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):

@@ -19,7 +19,7 @@ from litestar import Request, get
 from litestar.openapi import ResponseSpec
 from litestar.params import FromPath, HeaderParameter, QueryParameter
 
-from ..program.status import Event
+from ..program.status import Event, EventType
 from .connection import (
     EVENT_STREAM,
     EventStream,
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PING_S = 15.0
 PING = b": ping\n\n"
+MOST_AT_ONCE = 64
+"""Events that go out in one piece."""
 DRAINING: Final = "server.draining"
 _MAX_SEQ = 2**63 - 1
 
@@ -48,6 +50,16 @@ LastEventId = Annotated[
         le=_MAX_SEQ,
         description="As `after`; it wins.",
         schema_extra={"minimum": 0},  # the page leaves a lower end of 0 out where null may stand
+    ),
+]
+
+Types = Annotated[
+    list[EventType] | None,
+    QueryParameter(
+        name="types",
+        max_items=32,
+        description="Only these types, the parameter once for each; all if left out. "
+        "`program.finished` and `server.draining` come in any case.",
     ),
 ]
 
@@ -70,6 +82,7 @@ async def read_events(
     program: FromPath[str],
     after: After = 0,
     last_event_id: LastEventId = None,
+    types: Types = None,
 ) -> EventStream:
     """Events of a program: those after a sequence number, then what comes."""
     service, tenant = service_of(request), tenant_of(request)
@@ -77,47 +90,84 @@ async def read_events(
     await service.status(program, tenant=tenant)
     start = after if last_event_id is None else last_event_id
     source = service.events(program, tenant=tenant, after=start)
-    return EventStream(_lines(follow(source, draining_of(request), ping_s=PING_S)))
+    wanted = None if types is None else frozenset([*types, "program.finished", DRAINING])
+    return EventStream(_lines(follow(source, draining_of(request), ping_s=PING_S), wanted))
 
 
 async def follow(
     source: AsyncGenerator[Event, None], draining: asyncio.Event, *, ping_s: float
-) -> AsyncGenerator[Event | None, None]:
-    """Yields what `source` yields, and None whenever nothing came for `ping_s` seconds.
+) -> AsyncGenerator[list[Event] | None, None]:
+    """Yields what `source` yields, in lists of what came at once, and None whenever nothing
+    came for `ping_s` seconds.
 
-    Ends with `source`, or with a `server.draining` event once the server drains. Each item
-    is awaited in a task of its own, which a ping does not disturb; waiting for that task
-    also lets other requests run, however fast the source is.
+    Ends with `source`, or with a `server.draining` event once the server drains. A task of
+    its own reads the source, which a ping does not disturb; a program's calls end by the
+    dozen, and a task or a write for each of their events would cost more than the calls.
     """
+    inbox = _Inbox(source)
     drained = asyncio.ensure_future(draining.wait())
-    item: asyncio.Future[Event | None] | None = None
     try:
         while True:
-            item = item or asyncio.ensure_future(_next(source))
-            await asyncio.wait((item, drained), timeout=ping_s, return_when=asyncio.FIRST_COMPLETED)
-            if item.done():
-                event = item.result()
-                item = None
-                if event is None:
+            await inbox.wait(drained, ping_s)
+            if events := inbox.take():
+                yield events
+                if events[-1].type == DRAINING:
                     return
-                yield event
-                if event.type == DRAINING:
-                    return
+            elif inbox.reading.done():
+                inbox.reading.result()
+                return
             elif drained.done():
-                yield Event(None, DRAINING, {})
+                yield [Event(None, DRAINING, {})]
                 return
             else:
                 yield None
     finally:
-        waiting: list[asyncio.Future[Any]] = [task for task in (item, drained) if task is not None]
-        for future in waiting:
-            future.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        tasks = (inbox.reading, drained)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await source.aclose()
 
 
-async def _next(source: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(source, None)
+class _Inbox:
+    """Events that were read and not taken yet: `MOST_AT_ONCE`, then the source has to wait, so
+    that what a slow reader misses of a text comes in one piece.
+    """
+
+    def __init__(self, source: AsyncGenerator[Event, None]) -> None:
+        self._source = source
+        self._events: list[Event] = []
+        self._came = asyncio.Event()
+        self._taken = asyncio.Event()
+        self.reading = asyncio.ensure_future(self._read())
+        """Ends with the source, by its error if it has one."""
+
+    async def _read(self) -> None:
+        try:
+            async for event in self._source:
+                self._events.append(event)
+                self._came.set()
+                if len(self._events) >= MOST_AT_ONCE:
+                    self._taken.clear()
+                    await self._taken.wait()
+        finally:
+            self._came.set()
+
+    async def wait(self, other: asyncio.Future[Any], wait_s: float) -> None:
+        """Returns when there are events, no more are to come, `other` is done, or it is time."""
+        coming = asyncio.ensure_future(self._came.wait())
+        try:
+            await asyncio.wait((coming, other), timeout=wait_s, return_when="FIRST_COMPLETED")
+        finally:
+            coming.cancel()
+
+    def take(self) -> list[Event]:
+        """What there is."""
+        events, self._events = self._events, []
+        self._taken.set()
+        if not self.reading.done():
+            self._came.clear()
+        return events
 
 
 def event_bytes(event: Event) -> bytes:
@@ -127,11 +177,15 @@ def event_bytes(event: Event) -> bytes:
     return b"%sevent: %s\ndata: %s\n\n" % (head, event.type.encode("ascii"), data)
 
 
-async def _lines(events: AsyncGenerator[Event | None, None]) -> AsyncGenerator[bytes, None]:
+async def _lines(
+    events: AsyncGenerator[list[Event] | None, None], wanted: frozenset[str] | None
+) -> AsyncGenerator[bytes, None]:
     async with aclosing(events):
         try:
-            async for event in events:
-                yield PING if event is None else event_bytes(event)
+            async for some in events:
+                if some is not None and wanted is not None:
+                    some = [event for event in some if event.type in wanted]
+                yield PING if some is None else b"".join(map(event_bytes, some))
         except Exception:
             # The status line is out: all that is left is to end the stream. The reader
             # takes it up again after the last id, and gets a proper error there.

@@ -18,6 +18,7 @@ from msgspec import UNSET, Struct
 
 from ..program.errors import ConureError
 from ..program.ir import Json
+from ..program.status import Event
 from ..service import Service
 from .connection import draining_error
 from .events import DRAINING, PING_S, follow
@@ -101,7 +102,7 @@ class Call:
         num_sent = dict.fromkeys(self._variables, 0)
         answers: dict[str, Json] = {}
         async with aclosing(follow(source, draining, ping_s=PING_S)) as events:
-            async for event in events:
+            async for event in _each(events):
                 if event is None:
                     yield Piece(0, "")
                 elif event.type == DRAINING:
@@ -167,3 +168,15 @@ class Call:
             for value in values
         ]
         return Final(answers, usage)
+
+
+async def _each(
+    events: AsyncGenerator[list[Event] | None, None],
+) -> AsyncGenerator[Event | None, None]:
+    """Events one by one."""
+    async for some in events:
+        if some is None:
+            yield None
+            continue
+        for event in some:
+            yield event

@@ -77,7 +77,9 @@ class Calls:
         self._world = world
         self._host = host
         self._began_s = time.monotonic() - (time.time() - execution.created_at)
-        self._attained_s = 0.0
+        self._service = world.scheduler.sessions.join(
+            execution.tenant, execution.options.session, self._began_s
+        )
         self._sharing = Sharing()
         self._calls: dict[str, Call] = {}
         self._hashes: dict[str, tuple[bytes, ...]] = {}
@@ -203,14 +205,14 @@ class Calls:
         latest = self._latest.get(node.id)
         standing = Standing(
             came_s=came_s,
-            # A session is as old, and as long, as what is asked of it now.
-            began_s=came_s if self._execution.is_open else self._began_s,
+            # An open program is as old, and as long, as what is asked of it now.
+            began_s=came_s if self._execution.is_open else self._service.began_s,
             total_s=self._length_s([node.id] if self._execution.is_open else self._live),
             kind=performance.kind,
             depth=performance.depth,
             priority=node.priority,
             latest_s=None if latest is None else self._began_s + latest,
-            attained_s=self._attained_s,
+            attained_s=self._service.attained_s,
         )
         return self._world.scheduler.policy.rank(standing)
 
@@ -290,7 +292,7 @@ class Calls:
             usage.prompt_discarded += usage.computed
             usage.computed = 0
         if node_id in self._live:
-            self._attained_s += usage.prefill_s + usage.decode_s
+            self._service.add(usage.prefill_s + usage.decode_s, time.monotonic())
         self.drop(node_id)
         self._live.pop(node_id, None)
         self._unweighed.pop(node_id, None)

@@ -33,6 +33,7 @@ from .load import Load
 from .pace import Pace
 from .policy import DEFAULT_POLICY, Offer, Policy, policy_named
 from .roster import Gang, Roster
+from .sessions import Sessions
 
 LOOK_AHEAD = 8
 """Calls beyond what decodes at once that an engine may hold, so that it never idles."""
@@ -133,6 +134,7 @@ class Scheduler:
         """
         self.policy = policy_named(DEFAULT_POLICY) if policy is None else policy
         self.pace = Pace()
+        self.sessions = Sessions()
         self.num_decisions = 0
         """Times that an engine was looked for."""
         self._strict_tokens = strict_tokens

@@ -207,7 +207,7 @@ class Caller:
         return await self(self.client.submit, Kit.program, **kwargs)
 
 
-FAST = Retry(max_retries=3, first_s=0.0001, most_s=0.001)
+FAST = Retry(max_retries=3, first_s=0.0001, most_s=0.001, patience_s=0.5, first_patience_s=0.1)
 
 
 @pytest.fixture(params=["threads", "coroutines"])

@@ -355,7 +355,7 @@ def test_one_async_client_serves_one_loop_after_the_other(double: Any, kit: Any)
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONURE_URL", "http://127.0.0.1:9")
     with (
-        Client(retry=Retry(max_retries=1, first_s=0.001)) as client,
+        Client(retry=Retry(first_patience_s=0.01)) as client,
         pytest.raises(ServerUnreachableError, match=r"http://127\.0\.0\.1:9.*conure serve"),
     ):
         client.submit({"nodes": []})

@@ -83,6 +83,68 @@ def test_pauses_grow_are_jittered_and_bounded() -> None:
         assert max(delays) <= most
 
 
+class Away:
+    """A server that is out of reach until some time, and a clock that only waiting moves."""
+
+    def __init__(self, until_s: float, *, is_known: bool, seed: int = 0) -> None:
+        self.now_s = 0.0
+        self.num_tries = 0
+        self._until_s = until_s
+        self._is_known = is_known
+        self._retry = Retry(clock=lambda: self.now_s, noise=random.Random(seed))
+
+    def ask(self) -> Reply:
+        flow = repeat(Request("GET", "/x"), self._retry)
+        what = next(flow)
+        while True:
+            try:
+                if isinstance(what, Pause):
+                    self.now_s += what.delay_s
+                    what = flow.send(None)
+                    continue
+                self.num_tries += 1
+                if self.now_s >= self._until_s:
+                    what = flow.send(DONE)
+                else:
+                    gone = ServerUnreachableError("gone", is_known=self._is_known)
+                    what = flow.throw(gone)
+            except StopIteration as end:
+                reply: Reply = end.value
+                return reply
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_server_that_is_started_again_is_waited_for(seed: int) -> None:
+    server = Away(until_s=12.0, is_known=True, seed=seed)
+    assert server.ask() == DONE
+    assert 12 <= server.now_s <= 14, "it is found soon after it is back"
+    assert server.num_tries <= 20, "and is not besieged before"
+
+
+@pytest.mark.parametrize(("is_known", "after_s"), [(True, 15.0), (False, 2.0)])
+def test_a_server_that_stays_away_is_given_up_in_time(is_known: bool, after_s: float) -> None:
+    server = Away(until_s=1e9, is_known=is_known)
+    with pytest.raises(ServerUnreachableError):
+        server.ask()
+    assert server.now_s == pytest.approx(after_s), "the last try is made when time is up"
+
+
+def test_many_clients_do_not_come_back_at_once() -> None:
+    found = []
+    for seed in range(50):
+        server = Away(until_s=5.0, is_known=True, seed=seed)
+        server.ask()
+        found.append(server.now_s)
+    assert max(found) - min(found) > 1
+
+
+def test_without_retries_nobody_waits() -> None:
+    flow = repeat(Request("GET", "/x"), Retry(max_retries=0))
+    next(flow)
+    with pytest.raises(ServerUnreachableError):
+        flow.throw(lost())
+
+
 def test_what_may_have_arrived_is_repeated_only_if_that_does_no_harm() -> None:
     with pytest.raises(ServerUnreachableError):
         drive(repeat(Request("POST", "/x", repeatable=False), RETRY), lost())

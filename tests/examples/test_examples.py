@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,42 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from ..served import environment, served
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url() -> Iterator[str]:
     """A server on the scripted engine, at a port of the system's choice."""
-    data = tmp_path_factory.mktemp("data")
-    command = [sys.executable, "-m", "conure.server.cli", "serve", "--engine", "fake"]
-    server = subprocess.Popen(
-        [*command, "--port", "0", "--data", str(data)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    assert server.stdout is not None
-    said = []
-    try:
-        for line in server.stdout:
-            said.append(line)
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            if found:
-                break
-        else:
-            pytest.fail("the server did not start:\n" + "".join(said))
-        yield found.group()
-    finally:
-        server.terminate()
-        server.communicate(timeout=30)
+    with served("--engine", "fake") as url:
+        yield url
 
 
 def run(url: str, *command: str) -> str:
     """Run an example and return what it prints."""
     made = subprocess.run(
         command,
-        env={**os.environ, "CONURE_URL": url},
+        env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
         timeout=50,
@@ -84,7 +64,7 @@ def test_the_map_reduce_prints_every_answer_and_the_receipt(url: str) -> None:
 def test_an_example_without_a_server_says_what_to_do() -> None:
     made = subprocess.run(
         [sys.executable, str(EXAMPLES / "hello.py")],
-        env={**os.environ, "CONURE_URL": "http://127.0.0.1:9"},
+        env={**environment(), "CONURE_URL": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
         timeout=50,
@@ -113,7 +93,7 @@ def test_the_shell_example_shows_every_dialect(url: str) -> None:
 def test_the_shell_example_stops_at_the_first_error() -> None:
     made = subprocess.run(
         ["bash", str(EXAMPLES / "rest.sh")],
-        env={**os.environ, "CONURE_URL": "http://127.0.0.1:9"},
+        env={**environment(), "CONURE_URL": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
         timeout=50,

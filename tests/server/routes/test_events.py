@@ -12,7 +12,7 @@ import pytest
 
 from conure.server.app import drain
 from conure.server.program.status import Event
-from conure.server.routes.events import event_bytes, follow
+from conure.server.routes.events import MOST_AT_ONCE, event_bytes, follow
 
 from ..service_double import Scripted, ScriptedService, app_of, in_process, over_socket, until
 from ..test_app import PROGRAM, check_problem
@@ -127,6 +127,21 @@ async def test_a_stream_that_fails_ends_and_is_logged(caplog: pytest.LogCaptureF
     assert "canary" in caplog.text
 
 
+async def test_a_reader_gets_the_types_it_names_and_the_end() -> None:
+    service = ScriptedService()
+    service.on_submit = tell_a_story
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        answer = await client.get(EVENTS, params={"types": ["node.started", "node.delta"]})
+        assert [event["event"] for event in parse(answer.text)] == [
+            "node.started",
+            "node.delta",
+            "program.finished",
+        ]
+        refused = await client.get(EVENTS, params={"types": "node.unheard_of"})
+        check_problem(refused, 400, "request.invalid")
+
+
 async def test_silence_is_broken_by_pings_that_lose_no_event() -> None:
     release = asyncio.Event()
 
@@ -136,8 +151,8 @@ async def test_silence_is_broken_by_pings_that_lose_no_event() -> None:
         yield Event(2, "node.started", {})
 
     seen: list[int | None] = []
-    async for event in follow(source(), asyncio.Event(), ping_s=0.001):
-        seen.append(None if event is None else event.seq)
+    async for events in follow(source(), asyncio.Event(), ping_s=0.001):
+        seen += [None] if events is None else [event.seq for event in events]
         if seen.count(None) == 3:
             release.set()
     assert [seq for seq in seen if seq is not None] == [1, 2]
@@ -158,12 +173,27 @@ async def test_a_source_that_never_waits_lets_other_tasks_run() -> None:
             yield Event(seq, "node.queued", {})
 
     ticking = asyncio.ensure_future(tick())
-    count = 0
-    async for _ in follow(source(), asyncio.Event(), ping_s=15):
-        count += 1
+    lengths = [len(some or []) async for some in follow(source(), asyncio.Event(), ping_s=15)]
     ticking.cancel()
-    assert count == 1000
+    assert sum(lengths) == 1000
+    assert max(lengths) == MOST_AT_ONCE
     assert ticks >= 10
+
+
+async def test_what_comes_at_once_goes_out_at_once() -> None:
+    release = asyncio.Event()
+
+    async def source() -> AsyncGenerator[Event, None]:
+        for seq in range(3):
+            yield Event(seq, "node.queued", {})
+        await release.wait()
+        yield Event(3, "node.started", {})
+
+    reading = follow(source(), asyncio.Event(), ping_s=15)
+    assert [event.seq for event in await anext(reading) or []] == [0, 1, 2]
+    release.set()
+    assert [event.seq for event in await anext(reading) or []] == [3]
+    assert await anext(reading, "over") == "over"
 
 
 def test_an_event_is_one_block_whatever_is_in_it() -> None:

@@ -1,0 +1,267 @@
+"""What `accelerate` is worth to a LangChain app, and what it costs: the app's own clock.
+
+    wide     RunnableParallel of 20 calls, and one that reads them
+    chain    8 calls, each reading the one before
+    map      `.map()` over 4 inputs whose slow call is the first or the second of two
+    call     processor time of the app for one call more, against the same chain on a model
+             that answers at once in the same process
+    token    likewise for one token more of a streamed answer
+
+    python benchmarks/accelerated.py [--repeats N] [--round-trip S] [--only NAME]
+
+Every server is `conure serve --engine fake` behind a relay (`relay.py`) that adds the round
+trip. A call takes 20 ms, in `map` as long as its answer. The ideal is the time of the calls
+that must follow one another, plus one round trip. Nothing is subtracted from times; a run
+before the first is not counted. Processor times of the app and of the same chain on a model
+in its own process are both taken without a relay, and told apart by subtraction.
+
+Kept true: whatever runs accelerated gives the plain chain's output, all of it planned, or
+there is no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from langchain_core.language_models import BaseChatModel, GenericFakeChatModel
+from langchain_core.messages import AIMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import PromptTemplate
+from langchain_core.runnables import Runnable, RunnableParallel, RunnablePassthrough
+
+from conure.adapters.client import Client
+from conure.adapters.langchain import ChatConure, accelerate
+from own_server import served
+from relay import distant
+
+CALL_S = 0.020
+WIDTH = 20
+LENGTH = 8
+TOKEN_S = 0.005
+SLOW, QUICK = 32, 8
+"""Tokens of the answers in `map`, the one that ends them included."""
+NUM_TOKENS = 400
+
+
+class Result(NamedTuple):
+    """Figures of one measurement; `bound` is what we promise of `value`."""
+
+    name: str
+    value: float
+    unit: str
+    bound: str
+    is_met: bool
+    detail: str
+
+    def line(self) -> str:
+        """One line of the table."""
+        verdict = "met" if self.is_met else "MISSED"
+        figure = f"{self.name:6} {self.value:7.2f} {self.unit:14} {self.bound:8} {verdict:7}"
+        return f"{figure} {self.detail}"
+
+
+def ask(template: str, llm: BaseChatModel) -> Runnable[Any, str]:
+    """A prompt, the model, its text."""
+    return PromptTemplate.from_template(template) | llm | StrOutputParser()
+
+
+def wide(llm: BaseChatModel) -> Runnable[Any, str]:
+    """Many at once, and one that reads them."""
+    sides = {f"p{i}": ask(f"Side {i} of {{topic}}", llm) for i in range(WIDTH)}
+    return RunnableParallel(sides) | ask(" ".join(f"{{p{i}}}" for i in range(WIDTH)), llm)
+
+
+def chain(llm: BaseChatModel, length: int = LENGTH) -> Runnable[Any, str]:
+    """One after the other."""
+    whole = ask("Begin with {topic}", llm)
+    for _ in range(length - 1):
+        whole = {"text": whole} | ask("Go on: {text}", llm)
+    return whole
+
+
+def mapped(llm: BaseChatModel) -> Runnable[Any, list[str]]:
+    """Two calls for each input."""
+    first = RunnablePassthrough.assign(draft=ask("First {first}", llm))
+    return (first | ask("Second {second} {draft}", llm)).map()
+
+
+UNEVEN = [
+    {"first": speeds[0], "second": speeds[1], "item": i}
+    for i, speeds in enumerate([("slow", "quick"), ("quick", "slow")] * 2)
+]
+SCRIPT = [
+    {"match": "(First|Second) slow", "text": "s" * (SLOW - 1)},
+    {"text": "q" * (QUICK - 1)},
+]
+
+
+@contextmanager
+def model(round_trip_s: float, *options: str) -> Iterator[ChatConure]:
+    """A model on a server of its own, so far away."""
+    with (
+        served("--engine", "fake", *options) as url,
+        distant(url, round_trip_s) as far,
+        Client(far if round_trip_s else url) as client,
+    ):
+        yield ChatConure(client=client, temperature=0, max_tokens=2 * NUM_TOKENS)
+
+
+def clocked(run: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds of every run but the first."""
+    took = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        took.append(time.perf_counter() - start)
+    return took[1:]
+
+
+def compared(
+    make: Callable[[ChatConure], Runnable[Any, Any]], llm: ChatConure, given: Any, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of the plain chain and of the accelerated one."""
+    plain, fast = make(llm), accelerate(make(llm), model=llm)
+    if plain.invoke(given) != fast.invoke(given):
+        raise SystemExit("the accelerated chain gives something else")
+    plain_s = clocked(lambda: plain.invoke(given), max(repeats // 3, 3))
+    fast_s = clocked(lambda: fast.invoke(given), repeats)
+    for run in fast.explain().runs:
+        if run.misses or run.refusals or run.num_served != run.num_planned:
+            raise SystemExit(f"not all of it was planned:\n{fast.explain()}")
+    return plain_s, fast_s
+
+
+def against_ideal(
+    name: str, ideal_s: float, most: float, times: tuple[list[float], list[float]]
+) -> Result:
+    """How much longer than it must it takes."""
+    plain, fast = times
+    ratio = statistics.median(fast) / ideal_s
+    detail = f"{_ms(fast)}; ideal {1000 * ideal_s:.0f}; plain {_ms(plain)}"
+    return Result(name, ratio, "x the ideal", f"<= {most:g}", ratio <= most, detail)
+
+
+def _ms(taken: Sequence[float]) -> str:
+    middle = statistics.median(taken)
+    return f"{1000 * middle:.1f} ms ({1000 * min(taken):.1f} to {1000 * max(taken):.1f})"
+
+
+def measure_wide(repeats: int, round_trip_s: float) -> Result:
+    """A wide step and one behind it."""
+    with model(round_trip_s, "--time-per-call", str(CALL_S)) as llm:
+        times = compared(wide, llm, {"topic": "tea"}, repeats)
+    return against_ideal("wide", 2 * CALL_S + round_trip_s, 1.3, times)
+
+
+def measure_chain(repeats: int, round_trip_s: float) -> Result:
+    """Calls in a row; here the promise is what is gained."""
+    with model(round_trip_s, "--time-per-call", str(CALL_S)) as llm:
+        plain, fast = compared(chain, llm, {"topic": "tea"}, repeats)
+    gain = statistics.median(plain) / statistics.median(fast)
+    detail = f"{_ms(fast)}; plain {_ms(plain)}"
+    return Result("chain", gain, "x as fast", ">= 1.7", gain >= 1.7, detail)
+
+
+def measure_map(repeats: int, round_trip_s: float) -> Result:
+    """Uneven items: nobody waits for another item's slow step."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
+        json.dump(SCRIPT, script)
+        script.flush()
+        options = ("--time-per-output-token", str(TOKEN_S), "--script", script.name)
+        with model(round_trip_s, *options) as llm:
+            times = compared(mapped, llm, UNEVEN, repeats)
+    return against_ideal("map", (SLOW + QUICK) * TOKEN_S + round_trip_s, 1.2, times)
+
+
+def measure_call(repeats: int, round_trip_s: float) -> Result:
+    """What one call more costs the app itself."""
+    del round_trip_s
+    with model(0.0) as llm:
+        fast = accelerate(wide(llm), model=llm)
+        answer = fast.invoke({"topic": "tea"})
+        ours = _processor_s(lambda: fast.invoke({"topic": "tea"}), repeats)
+    here = wide(GenericFakeChatModel(messages=_forever(AIMessage(answer))))
+    theirs = _processor_s(lambda: here.invoke({"topic": "tea"}), repeats)
+    added_ms = 1000 * (ours - theirs) / (WIDTH + 1)
+    detail = f"{1e3 * ours:.1f} ms for {WIDTH + 1} calls; {1e3 * theirs:.1f} ms without a server"
+    return Result("call", added_ms, "ms added", "<= 1", added_ms <= 1, detail)
+
+
+def measure_token(repeats: int, round_trip_s: float) -> Result:
+    """What one token more of a stream costs the app itself, as fast as the server gives them.
+
+    Tokens that come one by one cost more, a wake-up each: that is told beside it.
+    """
+    del round_trip_s
+    paced_ms, num_pieces = _streamed_ms("0.002", repeats)
+    ours_ms, _ = _streamed_ms("0", repeats)
+    here = GenericFakeChatModel(messages=_forever(AIMessage(" ".join(["a"] * (num_pieces // 2)))))
+    num_here = sum(1 for _ in here.stream("tea"))
+    theirs_ms = 1000 * _processor_s(lambda: list(here.stream("tea")), repeats) / num_here
+    added_ms = ours_ms - theirs_ms
+    detail = f"{theirs_ms:.3f} ms each without a server; {paced_ms:.3f} ms at one in 2 ms"
+    return Result("token", added_ms, "ms added", "<= 0.1", added_ms <= 0.1, detail)
+
+
+def _streamed_ms(time_per_token: str, repeats: int) -> tuple[float, int]:
+    """Processor time of the app for a token of a stream, and how many pieces there were."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
+        json.dump([{"text": "abc " * (NUM_TOKENS // 4)}], script)
+        script.flush()
+        options = ("--script", script.name, "--time-per-output-token", time_per_token)
+        with model(0.0, *options) as llm:
+            num_pieces = sum(1 for _ in llm.stream("tea"))
+            taken_s = _processor_s(lambda: list(llm.stream("tea")), min(repeats, 5))
+    return 1000 * taken_s / NUM_TOKENS, num_pieces
+
+
+def _forever(message: AIMessage) -> Iterator[AIMessage]:
+    while True:
+        yield message
+
+
+def _processor_s(run: Callable[[], Any], repeats: int) -> float:
+    """Median processor time of this process, all threads, after one run."""
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.process_time()
+        run()
+        taken.append(time.process_time() - start)
+    return statistics.median(taken[1:])
+
+
+MEASUREMENTS: dict[str, Callable[[int, float], Result]] = {
+    "wide": measure_wide,
+    "chain": measure_chain,
+    "map": measure_map,
+    "call": measure_call,
+    "token": measure_token,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures, prints, and returns 0 if every promise is kept."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=15, help="counted runs (15)")
+    parser.add_argument("--round-trip", type=float, default=0.025, help="seconds (0.025)")
+    parser.add_argument("--only", choices=tuple(MEASUREMENTS), action="append")
+    options = parser.parse_args(arguments)
+    if options.repeats < 3:
+        parser.error("--repeats must be at least 3")
+    results = []
+    for name in options.only or MEASUREMENTS:
+        results.append(MEASUREMENTS[name](options.repeats, options.round_trip))
+        print(results[-1].line(), flush=True)
+    return int(not all(result.is_met for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""Agents and graphs of LangGraph whose model is swapped: the same answers, and one session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+from conure.adapters.client import Client
+from conure.adapters.langchain import ChatConure, accelerate
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.status import ProgramStatus
+
+Graph = Runnable[Any, Any]
+CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+SCRIPT = [
+    {"match": r"<\|im_start\|>tool\nrain", "text": "Take a coat."},
+    {"match": "<tools>", "text": f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"},
+    {"match": "You plan", "text": "writer"},
+    {"match": "You write", "text": "Tea is fresh."},
+    {"match": "You judge", "text": "good"},
+]
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"rain in {city}"
+
+
+def tool_agent(llm: BaseChatModel) -> Graph:
+    """Calls tools until it knows enough."""
+    bound = llm.bind_tools([weather])
+
+    def think(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [bound.invoke(state["messages"])]}
+
+    async def athink(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await bound.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("think", _both(think, athink))
+    graph.add_node("tools", ToolNode([weather]))
+    graph.add_edge(START, "think")
+    graph.add_conditional_edges("think", tools_condition)
+    graph.add_edge("tools", "think")
+    return graph.compile(checkpointer=InMemorySaver())
+
+
+def team(llm: BaseChatModel) -> Graph:
+    """One plans who goes on, one writes, two judge at once."""
+
+    def part(role: str) -> Any:
+        def asked(state: MessagesState) -> list[BaseMessage]:
+            return [SystemMessage(f"You {role}."), *state["messages"]]
+
+        def act(state: MessagesState) -> dict[str, Any]:
+            return {"messages": [llm.invoke(asked(state))]}
+
+        async def aact(state: MessagesState) -> dict[str, Any]:
+            return {"messages": [await llm.ainvoke(asked(state))]}
+
+        return _both(act, aact)
+
+    graph = StateGraph(MessagesState)
+    for name, role in [("planner", "plan"), ("writer", "write")]:
+        graph.add_node(name, part(role))
+    for name in ("strict", "kind"):
+        graph.add_node(name, part(f"judge as a {name} one"))
+        graph.add_edge("writer", name)
+        graph.add_edge(name, END)
+    graph.add_edge(START, "planner")
+    graph.add_conditional_edges(
+        "planner", lambda state: str(state["messages"][-1].content), {"writer": "writer"}
+    )
+    return graph.compile(checkpointer=InMemorySaver())
+
+
+def _both(sync: Any, asynchronous: Any) -> Any:
+    return RunnableLambda(sync, asynchronous)
+
+
+class Plain(BaseChatModel):
+    """The model that was there before: no server, the same answers."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "plain"
+
+    def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
+        return self.bind(tools=tools)
+
+    def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
+        said = AIMessage("")
+        if messages[-1].type == "tool":
+            said = AIMessage("Take a coat.")
+        elif "tools" in kwargs:
+            call = {"name": CALL["name"], "args": CALL["arguments"], "id": "1"}
+            said = AIMessage("", tool_calls=[call])
+        else:
+            words = {"plan": "writer", "writ": "Tea is fresh.", "judg": "good"}
+            said = AIMessage(words[str(messages[0].content)[4:8]])
+        return ChatResult(generations=[ChatGeneration(message=said)])
+
+
+GRAPHS = {"a tool-calling agent": (tool_agent, 2), "a team": (team, 4)}
+SAID = {"messages": [HumanMessage("Tea in Oslo?")]}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder: Path = tmp_path_factory.mktemp("graphs")
+    (folder / "script.json").write_text(json.dumps(SCRIPT), "utf-8")
+    config = Config(
+        engine="fake", data=folder / "data", script=folder / "script.json", num_engines=2
+    )
+    with Client(app=create_app(config)) as client:
+        yield client
+
+
+@pytest.fixture
+def llm(client: Client) -> ChatConure:
+    return ChatConure(client=client, temperature=0, max_tokens=300)
+
+
+def thread(name: str) -> RunnableConfig:
+    return {"configurable": {"thread_id": name}}
+
+
+def told(state: dict[str, Any]) -> list[tuple[str, Any, list[Any]]]:
+    """The messages, without ids; those of parallel parts in any order."""
+    messages = [
+        (m.type, m.content, [(c["name"], c["args"]) for c in getattr(m, "tool_calls", [])])
+        for m in state["messages"]
+    ]
+    return messages[:-2] + sorted(messages[-2:])
+
+
+def programs(client: Client, state: dict[str, Any]) -> list[ProgramStatus]:
+    """The programs that made a state's answers, in order."""
+    made = [m.response_metadata["program"] for m in state["messages"] if isinstance(m, AIMessage)]
+    return [client.attach(program).status() for program in made]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_gives_what_it_gave_with_the_model_before(llm: ChatConure, name: str) -> None:
+    make, num_calls = GRAPHS[name]
+    config = thread(name)
+    before = make(Plain()).invoke(SAID, config)
+    after = make(llm).invoke(SAID, config)
+    assert told(after) == told(before)
+    assert sum(message.type == "ai" for message in after["messages"]) == num_calls
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+async def test_so_it_does_with_await(llm: ChatConure, name: str) -> None:
+    make, _ = GRAPHS[name]
+    config = thread(f"{name} with await")
+    after = await make(llm).ainvoke(SAID, config)
+    assert told(after) == told(make(Plain()).invoke(SAID, config))
+    await llm._aclient().close()
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_an_accelerated_graph_is_one_program(llm: ChatConure, client: Client, name: str) -> None:
+    make, num_calls = GRAPHS[name]
+    fast = accelerate(make(llm), model=llm)
+    config = thread(f"{name}, fast")
+    assert told(fast.invoke(SAID, config)) == told(make(Plain()).invoke(SAID, config))
+    (run,) = fast.explain().runs
+    assert len(run.misses) == num_calls, "nothing of a graph is known before it runs"
+    assert client.attach(run.program).receipt().calls == num_calls
+
+
+def test_a_step_of_a_graph_may_be_an_accelerated_chain(llm: ChatConure) -> None:
+    def twice(model: BaseChatModel) -> Graph:
+        return RunnableLambda(_first) | model | RunnableLambda(_second) | model
+
+    def _first(state: MessagesState) -> list[BaseMessage]:
+        return [SystemMessage("You plan."), *state["messages"]]
+
+    def _second(message: AIMessage) -> list[BaseMessage]:
+        return [SystemMessage("You write."), message]
+
+    fast = accelerate(twice(llm), model=llm)
+    graph = StateGraph(MessagesState)
+    graph.add_node("both", RunnableLambda(lambda state: {"messages": [fast.invoke(state)]}))
+    graph.add_edge(START, "both")
+    compiled: Graph = graph.compile()
+    state = compiled.invoke(SAID)
+    assert state["messages"][-1].content == "Tea is fresh."
+    (run,) = fast.explain().runs
+    assert (run.num_served, run.misses) == (2, [])
+
+
+def test_the_calls_of_a_thread_are_one_session_on_one_engine(
+    llm: ChatConure, client: Client
+) -> None:
+    agent = tool_agent(llm)
+    config = thread("customer 7")
+    for _ in range(3):
+        state = agent.invoke({"messages": [HumanMessage("Oslo, please. " * 20)]}, config)
+    made = programs(client, state)
+    nodes: list[Any] = [program.nodes["chat"] for program in made]
+    assert len(made) == 4  # the script knows no more after the first tool
+    assert {node.meta["thread_id"] for node in nodes} == {"customer 7"}
+    assert {node.meta["langgraph_node"] for node in nodes} == {"think"}
+    assert len({node.engine for node in nodes}) == 1, "all turns go where the ones before lie"
+    for before, after in pairwise(nodes):
+        reused = after.prompt_tokens.shared / before.prompt_tokens.logical
+        assert reused > 0.9, "every turn finds the KV of the one before"
+
+
+def test_the_calls_of_a_thread_keep_its_place_in_line(llm: ChatConure, client: Client) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watching(ChatConure):
+        def _program(self, node: dict[str, Any]) -> dict[str, Any]:
+            seen.append(super()._program(node))
+            return seen[-1]
+
+    watching = Watching(client=client, temperature=0, max_tokens=300)
+    tool_agent(watching).invoke(SAID, thread("customer 8"))
+    watching.invoke("Without a thread.")
+    sessions = [body.get("options", {}).get("session") for body in seen]
+    assert sessions == ["thread customer 8", "thread customer 8", None]

@@ -1,0 +1,24 @@
+"""The benchmark of accelerated chains runs; figures of so short a run mean nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_chain_is_measured_over_a_longer_wire() -> None:
+    command = ["--only", "chain", "--repeats", "3", "--round-trip", "0.02"]
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "accelerated.py"), *command],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    found = re.search(r"chain +[\d.]+ x as fast +>= 1.7 +\w+ +([\d.]+) ms", made.stdout)
+    assert found, made.stdout + made.stderr
+    assert float(found[1]) > 8 * 20 + 20, "eight calls and one round trip, at the least"
