@@ -104,8 +104,8 @@ def _attend(
     scores = scores.view(kv_heads, num_rows, num, size, num_tiles * TILE_TOKENS)
     scores += group.bias[None, :, :, None]
     most = scores.amax(dim=-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.to(wide).view(kv_heads, 1, 1, size, 1)
+    sink = None if sinks is None else sinks.to(wide).view(kv_heads, 1, 1, size, 1)
+    if sink is not None:
         most = torch.maximum(most, sink)
     weights = scores.sub_(most).exp_().view(*scores.shape[:-1], num_tiles, TILE_TOKENS)
     # One tile after the other, never in a tree whose shape would tell how many there are.
@@ -113,7 +113,7 @@ def _attend(
     total = parts[..., 0].clone()
     for tile in range(1, num_tiles):
         total += parts[..., tile]
-    if sinks is not None:
+    if sink is not None:
         total += torch.exp(sink - most)[..., 0]
     value = values.index_select(1, group.slots)
     products = torch.bmm(

@@ -17,7 +17,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -33,7 +33,9 @@ from .stream import ENDS
 Listener: TypeAlias = Callable[["Event | ConureError"], None]
 """Hears what happens to one call; an error if nothing more will be heard."""
 
-HEARD: frozenset[EventType] = ENDS | {"node.started", "node.delta", "variable.committed"}
+HEARD: Final[frozenset[EventType]] = frozenset(
+    {*ENDS, "node.started", "node.delta", "variable.committed"}
+)
 """Events that a board makes something of, besides the last one."""
 
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")

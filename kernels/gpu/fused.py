@@ -188,9 +188,14 @@ def rotate_store_kernel(
     high = high_in.to(tl.float32)
     if HAS_NORM:
         weight = head_norm + head * DIM + column
-        low, high = _normed(low, high, weight, (head < TURNED) & is_column, eps, HALF)
+        # Triton says of a device function that calling it from Python never returns.
+        low, high = _normed(  # pyright: ignore[reportGeneralTypeIssues]
+            low, high, weight, (head < TURNED) & is_column, eps, HALF
+        )
     angle = tl.load(positions + token) * DIM + column
-    low, high = _turned(low, high, cos + angle, sin + angle, is_column, HALF)
+    low, high = _turned(  # pyright: ignore[reportGeneralTypeIssues]
+        low, high, cos + angle, sin + angle, is_column, HALF
+    )
     turned_low = low.to(low_in.dtype)
     turned_high = high.to(low_in.dtype)
 
