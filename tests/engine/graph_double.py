@@ -145,7 +145,8 @@ class Dense:
         if self._plans.get(window) is plan:
             return self.num_grown
         rows = np.repeat(np.arange(plan.num_rows), plan.num_new)
-        blocks = plan.tables[rows].clip(0)
+        width = -(-int(plan.kv_len.max()) // plan.block_size)
+        blocks = plan.tables[rows, :width].clip(0)
         found = self._tables.get(window, torch.zeros(*self._size, dtype=torch.int64))
         wanted = (len(blocks), 1 + blocks.shape[1])
         if wanted[0] > found.shape[0] or wanted[1] > found.shape[1]:
