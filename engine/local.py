@@ -46,6 +46,7 @@ from . import (
     checkpoint,
     lean,
     sampling,
+    seeded,
     trial,
     weights,
 )
@@ -60,6 +61,10 @@ from .staging import Staging
 from .step import Attention, Caches, Integers, Kind, pack, warming
 
 BUILTIN: Final = "builtin"
+"""The name of the model that ships with the engine."""
+SEEDED: Final = "seeded"
+"""The name of the random one, whose text means nothing."""
+_OURS: Final = {BUILTIN: builtin.DESCRIPTION, SEEDED: seeded.DESCRIPTION}
 TRIAL_TOKENS: Final = 12
 """Tokens by which the lean forward pass is compared with the model."""
 SAVED_BYTES: Final = 2**21
@@ -95,7 +100,7 @@ class LocalRunner:
         """Load a model and allocate its caches.
 
         Args:
-            model: A model folder, `owner/name` on the hub, or `builtin`.
+            model: A model folder, `owner/name` on the hub, `builtin` or `seeded`.
             dummy: Make random weights for the config at `model`, a folder or a file, instead
                 of reading any.
             dtype: `float32`, `bfloat16`, on an accelerator `float16`, or `auto`: bfloat16
@@ -120,12 +125,11 @@ class LocalRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         devices.keep_freed_memory()
-        is_builtin = model == BUILTIN and not dummy
         if dummy:
             found = checkpoint.read_dummy(model)
             self._model, config = weights.make(found, dtype, str(where))
         else:
-            found = checkpoint.read(builtin.cached() if is_builtin else checkpoint.locate(model))
+            found = checkpoint.read(_locate(model))
             self._model, config = weights.load(found, dtype, str(where))
         self._backend = backend.of(where) if isinstance(device, str) else device
         self._operations = self._backend.operations
@@ -159,15 +163,16 @@ class LocalRunner:
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
 
-        self.model = BUILTIN if is_builtin else _name(model, found.folder)
+        is_ours = model in _OURS and not dummy
+        self.model = model if is_ours else _name(model, found.folder)
         self.tokenizer_json = found.tokenizer_json
         self.chat_template = found.chat_template
         self.special_tokens = found.special_tokens
         self.bos_id = found.bos_id
         self.eos_ids = found.eos_ids
         self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
-        if is_builtin:
-            self.description = builtin.DESCRIPTION
+        if is_ours:
+            self.description = _OURS[model]
         else:
             self.description = _describe(self._model, is_dummy=dummy)
         self._lean: Lean | None = None
@@ -312,6 +317,13 @@ class LocalRunner:
             self._backend.operations.new_cache(*shape, layer.key_dim, dtype).to(device),
             self._backend.operations.new_cache(*shape, layer.value_dim, dtype).to(device),
         )
+
+
+def _locate(model: str) -> Path:
+    """Return the folder of a model that is read."""
+    if model == BUILTIN:
+        return builtin.intact()
+    return seeded.cached() if model == SEEDED else checkpoint.locate(model)
 
 
 def _name(model: str, folder: Path) -> str:

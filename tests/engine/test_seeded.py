@@ -1,4 +1,4 @@
-"""The built-in model: a complete folder, the same everywhere, made once."""
+"""The seeded random model: a complete folder, the same everywhere, made once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conure.engine import builtin, bytelevel
+from conure.engine import bytelevel, seeded
 
 from . import shrunk
 
@@ -23,18 +23,18 @@ def digest(folder: Path) -> str:
 
 
 def test_the_weights_are_the_same_on_every_machine(tmp_path: Path) -> None:
-    folder = builtin.create(tmp_path / "model")
-    assert digest(folder) == WEIGHTS, "other weights need another builtin.VERSION"
+    folder = seeded.create(tmp_path / "model")
+    assert digest(folder) == WEIGHTS, "other weights need another seeded.VERSION"
 
 
 def test_another_seed_gives_another_model(tmp_path: Path) -> None:
-    assert digest(builtin.create(tmp_path / "a")) != digest(builtin.create(tmp_path / "b", seed=1))
+    assert digest(seeded.create(tmp_path / "a")) != digest(seeded.create(tmp_path / "b", seed=1))
 
 
 def test_a_folder_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
-    folder = builtin.create(tmp_path / "deep" / "model")
+    folder = seeded.create(tmp_path / "deep" / "model")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert builtin.create(folder, seed=5) == folder
+    assert seeded.create(folder, seed=5) == folder
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert [path.name for path in folder.parent.iterdir()] == ["model"], "nothing left beside it"
 
@@ -47,27 +47,27 @@ def test_of_two_creators_one_wins_and_the_other_takes_its_folder(
 
     def late(source: Path, target: Path) -> None:
         monkeypatch.setattr(os, "rename", rename)
-        builtin.create(folder, seed=1)
+        seeded.create(folder, seed=1)
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", late)
-    builtin.create(folder)
-    assert digest(folder) == digest(builtin.create(tmp_path / "other", seed=1))
+    seeded.create(folder)
+    assert digest(folder) == digest(seeded.create(tmp_path / "other", seed=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
 
 
 def test_transformers_loads_the_folder_whole(tmp_path: Path) -> None:
-    model = shrunk.load(builtin.create(tmp_path / "model"))
+    model = shrunk.load(seeded.create(tmp_path / "model"))
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.config.vocab_size == bytelevel.VOCAB_SIZE
     assert model.generation_config is not None
     assert model.generation_config.eos_token_id == list(bytelevel.EOS_IDS)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["max_position_embeddings"] == builtin.CONTEXT_LEN
+    assert config["max_position_embeddings"] == seeded.CONTEXT_LEN
 
 
 def test_greedy_text_is_varied_valid_and_far_from_ties(tmp_path: Path) -> None:
-    model = shrunk.load(builtin.create(tmp_path / "model"))
+    model = shrunk.load(seeded.create(tmp_path / "model"))
     for text in ("Hello, world. ", "Summarise: ", "a"):
         ids = list(text.encode())
         num_prompt = len(ids)
@@ -94,6 +94,6 @@ def test_without_a_writable_cache_a_temporary_folder_serves(
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = builtin.cached()
+    folder = seeded.cached()
     assert (folder / "model.safetensors").is_file()
     assert tmp_path in folder.parents
