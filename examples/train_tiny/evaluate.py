@@ -51,7 +51,8 @@ def accuracy(
     folder: Path, num_cases: int, seed: int = 1
 ) -> tuple[dict[Task, float], list[tuple[Case, str]]]:
     """The share of right answers by task, and the wrong ones with what the model preferred."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     right: Counter[Task] = Counter()
     total: Counter[Task] = Counter()

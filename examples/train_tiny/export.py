@@ -2,8 +2,9 @@
 
     python examples/train_tiny/export.py CHECKPOINT_FOLDER MODEL_FOLDER
 
-The files are a config, generation config, tokenizer, chat template and weights. These are stored in
-bfloat16, in which training computed; the config asks for float32, in which a CPU is exact.
+The files are a config, generation config, tokenizer with chat template, weights, and the
+digests of them all. Weights are stored in bfloat16, in which training computed; the config asks
+for float32, in which a CPU is exact.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def export(source: Path, folder: Path) -> None:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     shutil.copy(source / "tokenizer.json", folder / "tokenizer.json")
+    (folder / "model.safetensors").chmod(0o644)
     digests = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted((folder / "model.safetensors", *(folder / name for name in files)))

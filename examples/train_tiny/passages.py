@@ -10,7 +10,7 @@ answer the same question.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -166,19 +166,23 @@ def _role(words: Words) -> list[Fact]:
 def _simple(words: Words) -> list[Fact]:
     """A place, a date, a cause, a cost or a number."""
     kind = words.rng.choice(("place", "place", "date", "cause", "damage", "number"))
-    if kind == "place":
-        values, forms = (words.place(), words.place()), (PLACE_SENTENCES, PLACE_QUESTIONS)
-    elif kind == "date":
-        values, forms = (words.date(), words.date()), (DATE_SENTENCES, DATE_QUESTIONS)
-    elif kind == "cause":
-        values, forms = (words.cause(), words.cause()), (CAUSE_SENTENCES, CAUSE_QUESTIONS)
-    elif kind == "damage":
-        crowns = (f"{words.number()} crowns", f"{words.number()} crowns")
-        values, forms = crowns, (COST_SENTENCES, COST_QUESTIONS)
-    else:
+    draw, sentences, questions = _simple_kinds(words)[kind]
+    if kind == "number":
         kind = words.rng.choice(COUNTED)
-        values, forms = (words.number(), words.number()), (COUNT_SENTENCES, COUNT_QUESTIONS)
-    return [_single(words, kind, values[0], *forms, values[1])]
+    return [_single(words, kind, draw(), sentences, questions, draw())]
+
+
+def _simple_kinds(
+    words: Words,
+) -> dict[str, tuple[Callable[[], str], tuple[str, ...], tuple[str, ...]]]:
+    """How to draw a value of each kind, and how it is told and asked for."""
+    return {
+        "place": (words.place, PLACE_SENTENCES, PLACE_QUESTIONS),
+        "date": (words.date, DATE_SENTENCES, DATE_QUESTIONS),
+        "cause": (words.cause, CAUSE_SENTENCES, CAUSE_QUESTIONS),
+        "damage": (lambda: f"{words.number()} crowns", COST_SENTENCES, COST_QUESTIONS),
+        "number": (words.number, COUNT_SENTENCES, COUNT_QUESTIONS),
+    }
 
 
 def _hurt(words: Words) -> list[Fact]:

@@ -24,9 +24,9 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -51,7 +51,7 @@ ADAM_RATE: Final = 0.004
 ATTENTION: Final = "written-out"
 WARMUP: Final = 60
 MOST_FACTS: Final = 7
-GROWTH: Final = ((0, 3, 268), (150, 4, 336), (400, 6, 448))
+GROWTH: Final = ((0, 3, 336), (150, 5, 448), (400, 6, 448))
 """From which step on passages may have how many facts, and how long rows are."""
 
 
@@ -78,7 +78,6 @@ def config() -> LlamaConfig:
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
-        attn_implementation=ATTENTION,
     )
 
 
@@ -175,6 +174,7 @@ class Training:
         AttentionInterface.register(ATTENTION, attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
         self.model: Any = LlamaForCausalLM(config())
+        self.model.set_attn_implementation(ATTENTION)
         initialise(self.model)
         self.masters = [p.detach().clone().float() for p in self.model.parameters()]
         self.model = self.model.bfloat16()
@@ -213,7 +213,7 @@ class Training:
         ).last_hidden_state
         logits = self.model.lm_head(hidden.flatten(0, 1)[read.sources]).float()
         loss = torch.nn.functional.cross_entropy(logits, read.targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # theirs
         right = (logits.argmax(-1) == read.targets).float().mean()
         grads = [parameter.grad.float().flatten() for parameter in self.model.parameters()]
         for parameter in self.model.parameters():
@@ -322,7 +322,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer_at(options.folder, options.seed)
     (options.folder / ".meeting").unlink(missing_ok=True)
-    torch.multiprocessing.spawn(run, (options,), nprocs=options.workers)
+    spawn(run, (options,), nprocs=options.workers)  # type: ignore[no-untyped-call]  # theirs
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def trees(words: Words, tokenizer: Tokenizer, most_facts: int) -> Iterator[Tree]
     rng = words.rng
     while True:
         if rng.random() < WITHOUT_PASSAGE:
-            cases = about_texts(words, 5)
+            cases = about_texts(words, 3)
         else:
             cases = about_passage(words, rng.randint(1, most_facts), 10)
         yield tree_of(cases, tokenizer, rng)
@@ -129,6 +129,8 @@ def batch(made: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype)
         if tree is None:
             break
         size = len(tree.ids)
+        if size > row_len:
+            continue
         row = next((row for row in range(num_rows) if used[row] + size <= row_len), None)
         if row is None:
             num_left_out += 1
