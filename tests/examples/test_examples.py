@@ -78,7 +78,6 @@ def answers(printed: str) -> dict[str, list[str]]:
     return found
 
 
-@UNTRAINED
 def test_hello_prints_what_each_call_wrote(url: str) -> None:
     printed = example(url, "hello.py")
     assert re.search(r"^model builtin: \S+", printed, re.MULTILINE)
@@ -87,7 +86,6 @@ def test_hello_prints_what_each_call_wrote(url: str) -> None:
     assert "2 calls in" in printed
 
 
-@UNTRAINED
 def test_the_chain_hands_each_answer_to_the_next_call(url: str) -> None:
     assert answers(example(url, "chain.py")) == {
         "place": ["Tarnby"],
@@ -96,7 +94,6 @@ def test_the_chain_hands_each_answer_to_the_next_call(url: str) -> None:
     }
 
 
-@UNTRAINED
 def test_the_router_asks_what_the_yes_or_no_decides(url: str) -> None:
     assert answers(example(url, "router.py")) == {
         "is_hurt": ["yes", "no"],
@@ -104,7 +101,6 @@ def test_the_router_asks_what_the_yes_or_no_decides(url: str) -> None:
     }
 
 
-@UNTRAINED
 def test_the_critic_and_the_follow_ups_agree_with_the_report(url: str) -> None:
     assert answers(example(url, "critic.py")) == {
         "guard": ["Tessa Brook"],
@@ -122,7 +118,6 @@ def test_the_extraction_is_a_value_under_its_schema(url: str) -> None:
     }
 
 
-@UNTRAINED
 def test_the_map_reduce_is_right_about_every_report(url: str) -> None:
     printed = example(url, "map_reduce.py", "--url", url)
     assert re.findall(r"^   Who was hurt\? (.*)$", printed, re.MULTILINE) == FINDINGS
