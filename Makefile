@@ -1,6 +1,6 @@
 # The commands of this repository. `make help` lists them; `make demo` and `make test` are
 # all a newcomer needs. Everything is installed into .venv. Outside the checkout, pip and
-# pyright keep their caches, and the built-in model is made once, in $XDG_CACHE_HOME/conure
+# pyright keep their caches, and tests make a random model once, in $XDG_CACHE_HOME/conure
 # (or ~/.cache/conure).
 
 PYTHON ?= python3
@@ -76,7 +76,7 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 check: setup ## lint, formatting, types and architecture
 	@.ci/check
 
-demo: setup ## start a server on the built-in model and run a LangChain map-reduce on it
+demo: setup ## a LangChain map-reduce on the built-in model, as one program and by request
 	@.ci/demo
 
 test: check test-llamaindex012 test-langchain14 ## the checks, then every test that fits the time budget above

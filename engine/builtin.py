@@ -1,183 +1,43 @@
-"""The built-in model: a small seeded random Llama over bytes, until a trained one ships.
+"""The built-in model: a small Llama that ships with the engine, so that answers need no network.
 
-Its text means nothing, but it is a real model in every other respect: an ordinary folder
-that transformers loads, whose answers depend on every byte before them. Its weights come
-from integers alone, so every machine makes the same file.
+It answers short questions about short reports, and its card (`small/README.md`) says which,
+how often it is right, and how it was trained. It is an ordinary model folder, loaded as any
+other; what is particular to it is only where it lies and that its files are known, so that
+a damaged one is refused instead of answering nonsense.
 
-The scales are chosen so that greedy text neither repeats one byte nor hangs on rounding:
-attention and MLP weigh more than the residual of the last byte, and the logits are wide, so
-that the two best lie far apart against float32 noise (`LOGIT_SCALE`). Bytes that print as
-letters, digits and blanks have larger output rows than others: what comes out looks like
-words of a language nobody speaks, and is valid UTF-8.
-
-Knows files and numbers; transformers is not loaded to write it. Kept true: a folder that
-exists under the final name is complete.
+Knows files and their digests; refuses to know tensors.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from safetensors.torch import save_file
+from .api import EngineError
 
-from . import bytelevel
-from .sampling import uniforms
-
-VERSION: Final = "2"
-"""Part of the folder's name in a cache: new files need a new one."""
-DESCRIPTION: Final = "small seeded random Llama over bytes: its text means nothing"
-
-HIDDEN: Final = 256
-LAYERS: Final = 4
-HEADS: Final = 4
-KV_HEADS: Final = 2
-HEAD_DIM: Final = 64
-INTERMEDIATE: Final = 512
-CONTEXT_LEN: Final = 8192
-
-LOGIT_SCALE: Final = 6.0
-"""Standard deviation of the logits of frequent bytes."""
-_RARE: Final = 0.1
-"""Output rows of bytes that do not print, against those of letters."""
+FOLDER: Final = Path(__file__).parent / "small"
+DIGESTS: Final = "digests.json"
+"""File name to SHA-256 of what the model is made of."""
+DESCRIPTION: Final = "small Llama trained on short reports: facts, lists, yes or no, copies"
 
 
-def create(folder: Path, seed: int = 0) -> Path:
-    """Write the built-in model as a folder of config, tokenizer and safetensors.
+def intact(folder: Path = FOLDER) -> Path:
+    """Return the folder of the built-in model, if its files are what was shipped.
 
-    A folder that exists is left as it is, whatever its seed. Safe against another process
-    that creates the same folder: one of them wins.
-
-    Returns:
-        `folder`.
+    Raises:
+        EngineError: `model.invalid` if a file is missing or has other content.
     """
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write(scratch, seed)
-        scratch.chmod(0o755)
-        os.rename(scratch, folder)
-    except OSError:
-        # Renaming onto a folder with content fails: another process was faster.
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        digests: dict[str, str] = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        for name, digest in digests.items():
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+                raise EngineError("model.invalid", _damaged(folder / name, "other content"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError("model.invalid", _damaged(folder, type(error).__name__)) from error
     return folder
 
 
-def cached() -> Path:
-    """Return the folder of the built-in model in the user's cache, made if need be.
-
-    Where the cache cannot be written, a fresh temporary folder.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(cache).expanduser() / "conure" / f"builtin-{VERSION}"
-    try:
-        return create(folder)
-    except OSError:
-        return create(Path(tempfile.mkdtemp(prefix="conure-")) / folder.name)
-
-
-def _write(folder: Path, seed: int) -> None:
-    end_of_text = bytelevel.SPECIAL_IDS[bytelevel.END_OF_TEXT]
-    files: dict[str, str | dict[str, object]] = {
-        "config.json": {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "dtype": "float32",
-            "vocab_size": bytelevel.VOCAB_SIZE,
-            "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "hidden_act": "silu",
-            "max_position_embeddings": CONTEXT_LEN,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": list(bytelevel.EOS_IDS),
-            "pad_token_id": end_of_text,
-        },
-        "generation_config.json": {
-            "eos_token_id": list(bytelevel.EOS_IDS),
-            "pad_token_id": end_of_text,
-        },
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "chat_template": bytelevel.CHAT_TEMPLATE,
-            "model_max_length": CONTEXT_LEN,
-            **bytelevel.SPECIAL_TOKENS,
-        },
-        "tokenizer.json": bytelevel.tokenizer_json(),
-    }
-    for name, content in files.items():
-        text = content if isinstance(content, str) else json.dumps(content, indent=1)
-        (folder / name).write_text(text, encoding="utf-8")
-    save_file(
-        {name: torch.from_numpy(weight) for name, weight in _weights(seed)},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-
-
-def _weights(seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield every tensor of the model by its name in transformers."""
-    shapes = _shapes()
-    for stream, (name, (shape, deviation)) in enumerate(shapes.items()):
-        if len(shape) == 1:
-            yield name, np.ones(shape, dtype=np.float32)
-            continue
-        flat = uniforms(seed, stream, shape[0] * shape[1])
-        # Uniform on an interval whose standard deviation is the one wanted.
-        weight = ((2 * flat - 1) * (3**0.5 * deviation)).astype(np.float32).reshape(shape)
-        if name == "lm_head.weight":
-            weight *= _output_scale()[:, None]
-        yield name, weight
-
-
-def _shapes() -> dict[str, tuple[tuple[int, ...], float]]:
-    """Return shape and standard deviation of every tensor; vectors are norms, all ones."""
-    query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    unit = HIDDEN**-0.5
-    layer = {
-        "input_layernorm": ((HIDDEN,), 0.0),
-        "self_attn.q_proj": ((query, HIDDEN), 1.6 * unit),
-        "self_attn.k_proj": ((kv, HIDDEN), 1.6 * unit),
-        "self_attn.v_proj": ((kv, HIDDEN), 2.0 * unit),
-        "self_attn.o_proj": ((HIDDEN, query), 2.0 * query**-0.5),
-        "post_attention_layernorm": ((HIDDEN,), 0.0),
-        "mlp.gate_proj": ((INTERMEDIATE, HIDDEN), 1.5 * unit),
-        "mlp.up_proj": ((INTERMEDIATE, HIDDEN), 1.5 * unit),
-        "mlp.down_proj": ((HIDDEN, INTERMEDIATE), 1.5 * INTERMEDIATE**-0.5),
-    }
-    shapes: dict[str, tuple[tuple[int, ...], float]] = {
-        "model.embed_tokens.weight": ((bytelevel.VOCAB_SIZE, HIDDEN), 1.0)
-    }
-    for index in range(LAYERS):
-        for name, shape in layer.items():
-            shapes[f"model.layers.{index}.{name}.weight"] = shape
-    shapes["model.norm.weight"] = ((HIDDEN,), 0.0)
-    shapes["lm_head.weight"] = ((bytelevel.VOCAB_SIZE, HIDDEN), LOGIT_SCALE * unit)
-    return shapes
-
-
-def _output_scale() -> NDArray[np.float32]:
-    """Return the factor of each token's output row: what prints well comes out often."""
-    scale = np.full(bytelevel.VOCAB_SIZE, _RARE, dtype=np.float32)
-    scale[list(b"abcdefghijklmnopqrstuvwxyz ")] = 1.0
-    scale[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,;:!?-'")] = 0.7
-    return scale
+def _damaged(path: Path, what: str) -> str:
+    return f"the built-in model is damaged ({path}: {what}); install conure again"

@@ -47,6 +47,7 @@ from . import (
     invariance,
     lean,
     sampling,
+    seeded,
     trial,
     weights,
 )
@@ -61,6 +62,10 @@ from .staging import Staging
 from .step import Attention, Caches, Integers, Kind, Packed, pack, warming
 
 BUILTIN: Final = "builtin"
+"""The name of the model that ships with the engine."""
+SEEDED: Final = "seeded"
+"""The name of the random one, whose text means nothing."""
+_OURS: Final = {BUILTIN: builtin.DESCRIPTION, SEEDED: seeded.DESCRIPTION}
 TRIAL_TOKENS: Final = 12
 """Tokens by which the lean forward pass is compared with the model."""
 SAVED_BYTES: Final = 2**21
@@ -99,7 +104,7 @@ class LocalRunner(Runner):
         """Load a model and allocate its caches.
 
         Args:
-            model: A model folder, `owner/name` on the hub, or `builtin`.
+            model: A model folder, `owner/name` on the hub, `builtin` or `seeded`.
             dummy: Make random weights for the config at `model`, a folder or a file, instead
                 of reading any.
             dtype: `float32`, `bfloat16`, on an accelerator `float16`, or `auto`: bfloat16
@@ -126,12 +131,11 @@ class LocalRunner(Runner):
         if threads is not None:
             torch.set_num_threads(threads)
         devices.keep_freed_memory()
-        is_builtin = model == BUILTIN and not dummy
         if dummy:
             found = checkpoint.read_dummy(model)
             self._model, config = weights.make(found, dtype, str(where))
         else:
-            found = checkpoint.read(builtin.cached() if is_builtin else checkpoint.locate(model))
+            found = checkpoint.read(_locate(model))
             self._model, config = weights.load(found, dtype, str(where))
         if isinstance(device, str):
             device = backend.of(where, batch_invariant=batch_invariant)
@@ -170,15 +174,16 @@ class LocalRunner(Runner):
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
 
-        self.model = BUILTIN if is_builtin else _name(model, found.folder)
+        is_ours = model in _OURS and not dummy
+        self.model = model if is_ours else _name(model, found.folder)
         self.tokenizer_json = found.tokenizer_json
         self.chat_template = found.chat_template
         self.special_tokens = found.special_tokens
         self.bos_id = found.bos_id
         self.eos_ids = found.eos_ids
         self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
-        if is_builtin:
-            self.description = builtin.DESCRIPTION
+        if is_ours:
+            self.description = _OURS[model]
         else:
             self.description = _describe(self._model, is_dummy=dummy)
         self._lean: Lean | None = None
@@ -373,6 +378,13 @@ class _Coming:
     def read(self) -> list[int]:
         """Wait; return the ids."""
         return sampling.read(self.wait().tolist(), self.rows, self.wishes)
+
+
+def _locate(model: str) -> Path:
+    """Return the folder of a model that is read."""
+    if model == BUILTIN:
+        return builtin.intact()
+    return seeded.cached() if model == SEEDED else checkpoint.locate(model)
 
 
 def _name(model: str, folder: Path) -> str:

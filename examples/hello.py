@@ -1,4 +1,4 @@
-"""The smallest client: a program of two calls, the second reading what the first wrote.
+"""The smallest client: a program of two calls, the second reading what the first found.
 
 Start a server first: `conure serve`.
 """
@@ -11,30 +11,37 @@ from conure.adapters.client import Client
 from conure.server.program.errors import ConureError
 
 PROGRAM = {
-    "name": "write-and-check",
-    "variables": {"task": {"type": "string"}},
+    "name": "find-and-join",
+    "variables": {"report": {"type": "string"}},
     "nodes": [
         {
-            "id": "write",
+            "id": "find",
             "op": "generate",
             "messages": [
-                {"role": "system", "content": "You write short Python functions."},
-                {"role": "user", "content": [{"text": "Write: "}, {"input": "task"}]},
+                {"role": "system", "content": "You read reports."},
+                {
+                    "role": "user",
+                    "content": [{"input": "report"}, {"text": "\n\nList the guests."}],
+                },
             ],
-            "output": {"variable": "code", "max_tokens": 64, "temperature": 0},
+            "output": {"variable": "guests", "max_tokens": 64, "temperature": 0},
         },
         {
-            "id": "check",
+            "id": "say",
             "op": "generate",
             "messages": [
-                {"role": "system", "content": "You write one test for a function."},
-                {"role": "user", "content": [{"text": "Test this:\n"}, {"input": "code"}]},
+                {
+                    "role": "user",
+                    "content": [{"text": "Repeat this sentence: The guests were "},
+                                {"input": "guests"}, {"text": "."}],
+                },
             ],
-            "output": {"variable": "test", "max_tokens": 64, "temperature": 0},
+            "output": {"variable": "sentence", "max_tokens": 64, "temperature": 0},
         },
     ],
-    "outputs": ["code", "test"],
-}
+    "outputs": ["guests", "sentence"],
+}  # fmt: skip
+REPORT = "The cook was Pavel Orlin. The guests were Mira Dolan, Jonas Wenk and Ruth Sandberg."
 
 
 def main() -> int:
@@ -43,7 +50,8 @@ def main() -> int:
         with Client() as client:
             for model in client.models()[:1]:
                 print(f"model {model['id']}: {model.get('description') or 'no description'}")
-            run = client.submit(PROGRAM, inputs={"task": "reverse a list"})
+            print(f"report: {REPORT}")
+            run = client.submit(PROGRAM, inputs={"report": REPORT})
             print(f"program {run.id}")
             for name in run.outputs:
                 print(f"{name}: {run.get(name)!r}")

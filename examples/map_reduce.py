@@ -1,83 +1,132 @@
-"""A LangChain map-reduce over a short story, run as one program.
+"""A LangChain map-reduce over incident reports, as one program or request by request.
 
-The chain is ordinary LangChain: one small chain per section of the story, all of them in
-parallel, and a last prompt that reads what they found. `to_program` turns it into one
-program; the server sees all calls at once, computes the text that they start with once,
-and starts the last call the moment the last section is read.
+The chain is ordinary LangChain: one small chain per report, all of them in parallel, and a
+last prompt that joins what they found. `to_program` turns it into one program; the server
+sees all calls at once, computes the text that they start with once, and starts the last
+call the moment the last report is read. With `--by-request` the same chain runs as LangChain
+runs it, every call a request of its own.
 
-Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
+    conure serve &
+    python examples/map_reduce.py --save program.json
+    python examples/map_reduce.py --by-request --compare program.json
+
+Both ways are measured fairly on a server that has seen neither: `make demo` gives each one
+of its own. Needs `pip install conure[langchain]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import Runnable, RunnableParallel
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, to_program
 from conure.server.program.errors import ConureError
 from conure.server.program.status import Receipt
 
-TEXT = Path(__file__).parent / "texts" / "tell_tale_heart.txt"
-SECTION_CHARS = 1_250
-"""Sections end between paragraphs or sentences, so most are a little longer or shorter."""
-
-RULES = """You are a careful reader who takes notes for a study of narrators.
-Work only from the section that you are given; never use what you know of the whole story.
-Write down, in this order and in one short paragraph: what happens; what the narrator
-claims about himself; and one detail of the text that speaks against that claim. Quote at
-most six words in a row. If the section holds nothing of one of the three, say so plainly
-instead of inventing it. Do not name the author, do not judge the style, do not address
-the reader."""
-
-
-def sections_of(text: str, size: int = SECTION_CHARS) -> list[str]:
-    """Cuts a text between sentences into pieces of about `size` characters."""
-    sentences = (
-        text.replace("\n\n", "\n\n\0").replace(". ", ". \0").replace("! ", "! \0").split("\0")
-    )
-    sections = [""]
-    for sentence in sentences:
-        if len(sections[-1]) + len(sentence) / 2 > size:
-            sections.append("")
-        sections[-1] += sentence
-    return [section.strip() for section in sections if section.strip()]
+RULES = (
+    "You read reports. Answer from the report alone. Give names as they are written. "
+    "Say what is asked and nothing else."
+)
+REPORTS = (
+    "It happened in Malbury. The guard was Tessa Brook. The accident hurt Jonas Wenk. "
+    "The cause was a broken valve.",
+    "The inspector was Mira Dolan. Nobody was hurt. The place was Kolvar. The road was closed.",
+    "The date was 12 May. One person was hurt: Ruth Sandberg. The driver is called Pavel Orlin.",
+    "The damage was 340 crowns. The accident hurt Emil Hartson. It happened in Tarnby.",
+    "The train was late. Nobody was hurt. The captain was Lena Moritz. The police came.",
+)
+QUESTION = "Who was hurt?"
+JOIN = "Join these findings into one sentence:"
 
 
-def build_chain(num_sections: int, llm: ChatConure) -> Runnable[Any, str]:
-    """The chain: {"section_1": ..., ...} in, the reduced answer out."""
+@dataclass(frozen=True)
+class Measured:
+    """What one way of running the chain gave and cost."""
+
+    findings: list[str]
+    answer: str
+    wall_s: float
+    requests: int
+    """Calls of the application to the server."""
+    logical: int
+    computed: int
+    shared: int
+
+
+def build_chain(num_reports: int, llm: Runnable[Any, Any]) -> Runnable[Any, Any]:
+    """The chain: {"report_1": ..., ...} in, the findings and their reduction out."""
     read = ChatPromptTemplate.from_messages(
-        [("system", RULES), ("human", "Take notes on this section.\n\n{section}")]
+        [("system", RULES), ("human", f"Report: {{report}}\n\nQuestion: {QUESTION}")]
     )
-    numbers = range(1, num_sections + 1)
-    notes = RunnableParallel(
+    numbers = range(1, num_reports + 1)
+    found = RunnableParallel(
         {
-            f"notes_{n}": {"section": itemgetter(f"section_{n}")} | read | llm | StrOutputParser()
+            f"finding_{n}": {"report": itemgetter(f"report_{n}")} | read | llm | StrOutputParser()
             for n in numbers
         }
     )
-    listed = "\n\n".join(f"Section {n}: {{notes_{n}}}" for n in numbers)
-    question = "Using the notes alone, say in three sentences whether the narrator can be believed."
-    conclude = ChatPromptTemplate.from_messages(
-        [
-            ("system", "You weigh evidence."),
-            ("human", f"Notes on a story:\n\n{listed}\n\n{question}"),
-        ]
+    lines = "\n".join(f"{n}. {{finding_{n}}}" for n in numbers)
+    join = ChatPromptTemplate.from_messages([("human", f"{JOIN}\n{lines}")])
+    return found.assign(answer=join | llm | StrOutputParser())
+
+
+def as_program(client: Client, reports: Sequence[str], llm: ChatConure) -> Measured:
+    """Runs the chain as one program and prints its receipt."""
+    compiled = to_program(build_chain(len(reports), llm), name="map-reduce")
+    inputs = {f"report_{n}": report for n, report in enumerate(reports, 1)}
+    began = time.perf_counter()
+    outcome = compiled.execute(client, inputs)
+    wall_s = time.perf_counter() - began
+    print_receipt(outcome.receipt)
+    return _measured(outcome.output, wall_s, 1, [outcome.receipt])
+
+
+def by_request(client: Client, reports: Sequence[str], llm: ChatConure) -> Measured:
+    """Runs the chain as LangChain does, every call a request."""
+    programs: list[str] = []
+
+    def note(message: AIMessage) -> AIMessage:
+        programs.append(message.response_metadata["program"])
+        return message
+
+    chain = build_chain(len(reports), llm | RunnableLambda(note))
+    began = time.perf_counter()
+    output = chain.invoke({f"report_{n}": report for n, report in enumerate(reports, 1)})
+    wall_s = time.perf_counter() - began
+    receipts = [client.attach(program).receipt() for program in programs]
+    return _measured(output, wall_s, len(programs), receipts)
+
+
+def _measured(
+    output: dict[str, str], wall_s: float, requests: int, receipts: Sequence[Receipt]
+) -> Measured:
+    findings = [value for name, value in output.items() if name != "answer"]
+    prompts = [receipt.prompt_tokens for receipt in receipts]
+    logical, computed = (
+        sum(prompt.logical for prompt in prompts),
+        sum(prompt.computed for prompt in prompts),
     )
-    return notes | conclude | llm | StrOutputParser()
+    return Measured(
+        findings, output["answer"], wall_s, requests, logical, computed, logical - computed
+    )
 
 
 def print_receipt(receipt: Receipt) -> None:
     """Prints what the program cost."""
-    prompt, output = receipt.prompt_tokens, receipt.output_tokens
+    prompt = receipt.prompt_tokens
     shared = prompt.shared
     total = shared.static + shared.dynamic + shared.generated + shared.cache
     print("receipt")
@@ -89,49 +138,65 @@ def print_receipt(receipt: Receipt) -> None:
         f"  shared           {shared.static} static, {shared.dynamic} dynamic, "
         f"{shared.generated} generated, {shared.cache} cache"
     )
-    print(f"  output tokens    {output.decoded} decoded")
+    print(f"  output tokens    {receipt.output_tokens.decoded} decoded")
     print(
         f"  critical path    {' -> '.join(receipt.critical_path)} ({receipt.critical_path_s:.2f} s)"
     )
-    print(f"  wall time        {receipt.wall_s:.2f} s")
-    print(f"  blocks held      {receipt.blocks_held}")
+    print(f"  blocks held      {receipt.blocks_held}\n")
 
 
-def run(client: Client, max_tokens: int) -> None:
-    """Submits the map-reduce and prints its answers and receipt."""
-    for model in client.models()[:1]:
-        print(f"model {model['id']}: {model.get('description') or 'no description'}")
-    header, _, story = TEXT.read_text(encoding="utf-8").partition("\n\n")
-    sections = sections_of(story)
-    print(f"{header.splitlines()[0]}: {len(story)} characters in {len(sections)} sections\n")
-
-    chain = build_chain(len(sections), ChatConure(temperature=0, max_tokens=max_tokens))
-    compiled = to_program(chain, name="map-reduce")
-    story_input = {f"section_{n}": section for n, section in enumerate(sections, 1)}
-
-    program = client.submit(compiled.submission(story_input))
-    print(f"program {program.id}: {len(compiled.program['nodes'])} calls submitted at once\n")
-    for n in range(1, len(sections) + 1):
-        print_answer(f"section {n}", program.get(f"notes_{n}"))
-    print_answer("answer", compiled.output(story_input, program.result()))
-    print_receipt(program.receipt())
+def print_answers(reports: Sequence[str], measured: Measured) -> None:
+    """Prints every report with what was found in it, and what came of all."""
+    for number, (report, finding) in enumerate(zip(reports, measured.findings, strict=True), 1):
+        print(f"{number}. {report}\n   {QUESTION} {finding}")
+    print(f"\nanswer: {measured.answer}\n")
 
 
-def print_answer(title: str, answer: str) -> None:
-    """Prints one answer, folded and indented."""
-    print(title)
-    print(textwrap.indent(textwrap.fill(answer, width=92), "  ") + "\n")
+def print_table(program: Measured, requests: Measured) -> None:
+    """Prints both ways side by side."""
+    rows = (
+        ("wall time", f"{program.wall_s:.2f} s", f"{requests.wall_s:.2f} s"),
+        ("requests of the app", str(program.requests), str(requests.requests)),
+        ("prompt tokens", str(program.logical), str(requests.logical)),
+        ("  computed", str(program.computed), str(requests.computed)),
+        ("  shared", str(program.shared), str(requests.shared)),
+    )
+    print(f"{'':<22}{'one program':>12}{'by request':>12}")
+    for name, left, right in rows:
+        print(f"{name:<22}{left:>12}{right:>12}")
+    is_equal = (program.findings, program.answer) == (requests.findings, requests.answer)
+    print(f"{'answers equal':<22}{'yes' if is_equal else 'NO':>12}")
+
+
+def run(client: Client, options: argparse.Namespace) -> None:
+    """Runs the chain one way; prints, keeps and compares what came of it."""
+    llm = ChatConure(client=client, temperature=0, max_tokens=options.max_tokens)
+    if not options.by_request:
+        for model in client.models()[:1]:
+            print(f"model {model['id']}: {model.get('description') or 'no description'}\n")
+    way = by_request if options.by_request else as_program
+    measured = way(client, REPORTS, llm)
+    if options.compare is None:
+        print_answers(REPORTS, measured)
+    else:
+        other = Measured(**json.loads(options.compare.read_text(encoding="utf-8")))
+        print_table(*((other, measured) if options.by_request else (measured, other)))
+    if options.save is not None:
+        options.save.write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 
 def main() -> int:
     """Reads the arguments and runs the example."""
-    parser = argparse.ArgumentParser(description="LangChain map-reduce over a short story")
+    parser = argparse.ArgumentParser(description="LangChain map-reduce over incident reports")
     parser.add_argument("--url", help="of the server (CONURE_URL, else http://127.0.0.1:8400)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of each answer")
-    arguments = parser.parse_args()
+    parser.add_argument("--max-tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--by-request", action="store_true", help="let LangChain run the chain")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep answers and cost here")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="what the other way saved")
     try:
-        with Client(arguments.url) as client:
-            run(client, arguments.max_tokens)
+        options = parser.parse_args()
+        with Client(options.url) as client:
+            run(client, options)
     except ConureError as problem:
         print(f"map_reduce: {problem}", file=sys.stderr)
         return 1

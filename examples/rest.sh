@@ -23,29 +23,31 @@ say() {
   printf '\n== %s\n' "$1"
 }
 
-say "the models (the built-in one is random: its text means nothing)"
+say "the models"
 call GET /v1/models
 echo
 
 say "a whole program: two calls, the second reads what the first writes"
 accepted="$(call POST /v1/programs '{
   "program": {
-    "name": "write-and-check",
-    "variables": {"task": {"type": "string"}},
+    "name": "find-and-write",
+    "variables": {"report": {"type": "string"}},
     "nodes": [
+      {"id": "find", "op": "generate",
+       "messages": [{"role": "user",
+                     "content": [{"input": "report"}, {"text": "\n\nWho was the guard?"}]}],
+       "output": {"variable": "guard", "max_tokens": 32, "temperature": 0}},
       {"id": "write", "op": "generate",
-       "messages": [{"role": "user", "content": [{"text": "Write Python to "}, {"input": "task"}]}],
-       "output": {"variable": "code", "max_tokens": 32, "temperature": 0}},
-      {"id": "check", "op": "generate",
-       "messages": [{"role": "user", "content": [{"text": "Test this: "}, {"input": "code"}]}],
-       "output": {"variable": "test", "max_tokens": 32, "temperature": 0}}],
-    "outputs": ["test"]},
-  "inputs": {"task": "reverse a list"}}')"
+       "messages": [{"role": "user", "content": [
+         {"text": "Ask "}, {"input": "guard"}, {"text": " to come to Kolvar."}]}],
+       "output": {"variable": "letter", "max_tokens": 32, "temperature": 0}}],
+    "outputs": ["letter"]},
+  "inputs": {"report": "The guard was Tessa Brook. It happened in Kolvar."}}')"
 echo "$accepted"
 id="$(field id <<< "$accepted" | head -n 1)"
 
 say "wait for a value (long poll)"
-call GET "/v1/programs/$id/variables/test?wait_s=60"
+call GET "/v1/programs/$id/variables/letter?wait_s=60"
 echo
 
 say "its events, from the first to the last"
@@ -78,5 +80,5 @@ call DELETE "/v1/programs/$session" > /dev/null
 say "a chat completion, as OpenAI's clients ask for it"
 call POST /v1/chat/completions '{
   "model": "default", "max_tokens": 32, "temperature": 0,
-  "messages": [{"role": "user", "content": "Say hello"}]}'
+  "messages": [{"role": "user", "content": "Repeat this sentence: The road was closed."}]}'
 echo

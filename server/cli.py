@@ -114,7 +114,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="folder or name of a model; without one, a small random one that is built in",
+        help="folder or name of a model; without one, the small one that is built in",
     )
     parser.add_argument("--host", default=DEFAULT_HOST, help="a loopback address")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 takes a free one")

@@ -61,7 +61,7 @@ class Config:
     engine: EngineKind = "local"
     num_engines: int = 1
     model: str | None = None
-    """Folder or name of a model. None: the built-in random one."""
+    """Folder or name of a model. None: the built-in one."""
     dummy_weights: str | None = None
     """A config, file or folder, that the engine makes random weights for; instead of `model`."""
     dtype: str | None = None

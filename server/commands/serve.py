@@ -159,7 +159,7 @@ class _Process:
             line += f", model {describe(model)}"
         config = self._config
         if config.engine == "local" and config.model is None and config.dummy_weights is None:
-            line += "; this is the built-in random model, its answers are noise"
+            line += "; this is the built-in model, it knows short reports and nothing else"
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 

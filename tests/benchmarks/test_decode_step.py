@@ -37,7 +37,8 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[graph_double.Recorder]:
     plain, made = backend.of, list[graph_double.Recorder]()
     turns = iter([True, False, True])
 
-    def of(device: torch.device) -> backend.Backend:
+    def of(device: torch.device, *, batch_invariant: bool) -> backend.Backend:
+        assert not batch_invariant
         if not next(turns):
             return plain(device)
         made.append(graph_double.Recorder())

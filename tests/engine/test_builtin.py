@@ -1,99 +1,55 @@
-"""The built-in model: a complete folder, the same everywhere, made once."""
+"""The built-in model: shipped whole, checked before it is loaded, small."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import tempfile
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from conure.engine import builtin, bytelevel
-
-from . import shrunk
-
-WEIGHTS = "65e81a2c71a0f3960214a51136ebf147443ca1447bf487b494b466545c85777b"
+from conure.engine import builtin, checkpoint
+from conure.engine.api import EngineError
+from conure.engine.local import LocalRunner
 
 
-def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(builtin.FOLDER, tmp_path / "small"))
 
 
-def test_the_weights_are_the_same_on_every_machine(tmp_path: Path) -> None:
-    folder = builtin.create(tmp_path / "model")
-    assert digest(folder) == WEIGHTS, "other weights need another builtin.VERSION"
+def test_the_shipped_files_are_intact_and_small() -> None:
+    folder = builtin.intact()
+    digests = json.loads((folder / builtin.DIGESTS).read_text(encoding="utf-8"))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(digests)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 8 * 2**20
 
 
-def test_another_seed_gives_another_model(tmp_path: Path) -> None:
-    assert digest(builtin.create(tmp_path / "a")) != digest(builtin.create(tmp_path / "b", seed=1))
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_one_changed_byte_is_refused_in_one_line(copy: Path, name: str) -> None:
+    content = bytearray((copy / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / name).write_bytes(content)
+    with pytest.raises(EngineError) as refused:
+        builtin.intact(copy)
+    assert refused.value.code == "model.invalid"
+    assert name in str(refused.value)
+    assert "install" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
-def test_a_folder_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
-    folder = builtin.create(tmp_path / "deep" / "model")
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert builtin.create(folder, seed=5) == folder
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    assert [path.name for path in folder.parent.iterdir()] == ["model"], "nothing left beside it"
+@pytest.mark.parametrize("name", ["model.safetensors", builtin.DIGESTS])
+def test_a_missing_file_is_refused(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    with pytest.raises(EngineError, match="damaged"):
+        builtin.intact(copy)
 
 
-def test_of_two_creators_one_wins_and_the_other_takes_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "model"
-    rename = os.rename
-
-    def late(source: Path, target: Path) -> None:
-        monkeypatch.setattr(os, "rename", rename)
-        builtin.create(folder, seed=1)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", late)
-    builtin.create(folder)
-    assert digest(folder) == digest(builtin.create(tmp_path / "other", seed=1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
-
-
-def test_transformers_loads_the_folder_whole(tmp_path: Path) -> None:
-    model = shrunk.load(builtin.create(tmp_path / "model"))
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert model.config.vocab_size == bytelevel.VOCAB_SIZE
-    assert model.generation_config is not None
-    assert model.generation_config.eos_token_id == list(bytelevel.EOS_IDS)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["max_position_embeddings"] == builtin.CONTEXT_LEN
-
-
-def test_greedy_text_is_varied_valid_and_far_from_ties(tmp_path: Path) -> None:
-    model = shrunk.load(builtin.create(tmp_path / "model"))
-    for text in ("Hello, world. ", "Summarise: ", "a"):
-        ids = list(text.encode())
-        num_prompt = len(ids)
-        with torch.inference_mode():
-            cache = None
-            fresh = ids
-            gaps = []
-            for _ in range(60):
-                out = model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
-                best = out.logits[0, -1].topk(2)
-                gaps.append(float(best.values[0] - best.values[1]))
-                cache, fresh = out.past_key_values, [int(best.indices[0])]
-                ids.extend(fresh)
-        generated = ids[num_prompt:]
-        assert len(set(generated)) >= 10, "a constant repetition"
-        assert bytes(token for token in generated if token < 256).isascii()
-        assert sorted(gaps)[3] > 10 * shrunk.TIE, "nearly tied too often"
-
-
-def test_without_a_writable_cache_a_temporary_folder_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = builtin.cached()
-    assert (folder / "model.safetensors").is_file()
-    assert tmp_path in folder.parents
+def test_it_says_who_it_is_and_speaks_in_turns() -> None:
+    runner = LocalRunner(model="builtin", threads=1, num_blocks=64)
+    assert runner.model == "builtin"
+    assert "means nothing" not in runner.description
+    assert "<|im_start|>" in runner.chat_template
+    found = checkpoint.read(builtin.FOLDER)
+    assert found.eos_ids == runner.eos_ids
+    assert len(runner.eos_ids) == 2

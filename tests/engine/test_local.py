@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conure.engine import builtin, capacity, device, lean
+from conure.engine import capacity, device, lean, seeded
 from conure.engine.api import EngineError, Sampling
 from conure.engine.local import LocalRunner
 from conure.engine.runner import Row
@@ -221,8 +221,8 @@ def test_the_planner_that_never_shares_gives_the_same_tokens(pair: Pair) -> None
     assert pair.ties or outputs[0] == outputs[1]
 
 
-def test_the_builtin_model_is_exact_and_its_best_logits_lie_apart(tmp_path: Path) -> None:
-    folder = builtin.create(tmp_path / "builtin")
+def test_the_seeded_model_is_exact_and_its_best_logits_lie_apart(tmp_path: Path) -> None:
+    folder = seeded.create(tmp_path / "seeded")
     pair = Pair(folder, runner_of(folder), shrunk.load(folder))
     core = Core(pair.runner)
     texts = ("Once upon a time", "<question>", "x")
@@ -294,15 +294,15 @@ def test_a_runner_says_who_it_is(llama: Path) -> None:
     assert runner.limits.num_blocks == capacity.DEFAULT_CONTEXTS * 256 // 16
 
 
-def test_the_builtin_model_is_made_in_the_cache_and_says_that_it_means_nothing(
+def test_the_seeded_model_is_made_in_the_cache_and_says_that_it_means_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runner = LocalRunner(model="builtin", threads=1, num_blocks=64)
-    assert runner.model == "builtin"
+    runner = LocalRunner(model="seeded", threads=1, num_blocks=64)
+    assert runner.model == "seeded"
     assert "means nothing" in runner.description
     assert runner.limits.context_len == 64 * 16
-    assert (tmp_path / "conure" / f"builtin-{builtin.VERSION}" / "model.safetensors").is_file()
+    assert (tmp_path / "conure" / f"seeded-{seeded.VERSION}" / "model.safetensors").is_file()
 
 
 def test_little_memory_lowers_the_context_instead_of_failing(

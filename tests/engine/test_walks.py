@@ -1,6 +1,6 @@
 """Random walks: whatever a model says under a constraint belongs to the constraint's language.
 
-Two models say it. The built-in one runs whole, weights and sampler, at a temperature at which
+Two models say it. The seeded one runs whole, weights and sampler, at a temperature at which
 it takes nearly any turn. A runner without weights draws logits over a byte-pair vocabulary
 trained on the spot, so that tokens lie across the borders of what a grammar names.
 """
@@ -173,16 +173,16 @@ def train(num_tokens: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def builtin() -> Iterator[Bench]:
-    bench = Bench(LocalRunner(model="builtin", context_len=256, num_blocks=512, threads=1))
+def seeded() -> Iterator[Bench]:
+    bench = Bench(LocalRunner(model="seeded", context_len=256, num_blocks=512, threads=1))
     yield bench
     bench.close()
 
 
-def test_walks_of_the_builtin_model_stay_in_their_languages(builtin: Bench) -> None:
-    num_met = walk(builtin, 140, seed=1)
+def test_walks_of_the_seeded_model_stay_in_their_languages(seeded: Bench) -> None:
+    num_met = walk(seeded, 140, seed=1)
     assert min(num_met.values()) > 0
-    assert builtin.engine.status().num_held == 0
+    assert seeded.engine.status().num_held == 0
 
 
 def test_walks_over_byte_pairs_stay_in_their_languages() -> None:
@@ -194,6 +194,6 @@ def test_walks_over_byte_pairs_stay_in_their_languages() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_ten_thousand_walks_of_the_builtin_model(builtin: Bench) -> None:
-    num_met = walk(builtin, 10_000, seed=0)
+def test_ten_thousand_walks_of_the_seeded_model(seeded: Bench) -> None:
+    num_met = walk(seeded, 10_000, seed=0)
     assert min(num_met.values()) > 500

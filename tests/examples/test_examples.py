@@ -15,11 +15,19 @@ from ..served import environment, served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+UNTRAINED = pytest.mark.xfail(
+    strict=False,
+    reason="the shipped weights are not trained to the end: see engine/small/README.md",
+)
+"""On what asks for right answers, until the accuracy of the card is what the tasks need."""
+FINDINGS = ["Jonas Wenk", "nobody", "Ruth Sandberg", "Emil Hartson", "nobody"]
+JOINED = "Jonas Wenk, Ruth Sandberg and Emil Hartson."
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server on the scripted engine, at a port of the system's choice."""
-    with served("--engine", "fake") as url:
+    """A server on the built-in model, at a port of the system's choice."""
+    with served("--threads", "1") as url:
         yield url
 
 
@@ -37,28 +45,82 @@ def run(url: str, *command: str) -> str:
     return made.stdout
 
 
+def example(url: str, name: str, *arguments: str) -> str:
+    """Run a Python example and return what it prints."""
+    return run(url, sys.executable, str(EXAMPLES / name), *arguments)
+
+
+def answers(printed: str) -> dict[str, list[str]]:
+    """The values in what `show` prints, by name, one per run."""
+    found: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^  (\w+) = (.*)$", printed, re.MULTILINE):
+        found.setdefault(name, []).append(value)
+    return found
+
+
 def test_hello_prints_what_each_call_wrote(url: str) -> None:
-    printed = run(url, sys.executable, str(EXAMPLES / "hello.py"))
-    assert re.search(r"^model \S+: \S+", printed, re.MULTILINE)
-    assert re.search(r"^code: '.+'$", printed, re.MULTILINE)
-    assert re.search(r"^test: '.+'$", printed, re.MULTILINE)
+    printed = example(url, "hello.py")
+    assert re.search(r"^model builtin: \S+", printed, re.MULTILINE)
+    assert "guests: 'Mira Dolan, Jonas Wenk, Ruth Sandberg'" in printed
+    assert "sentence: 'The guests were Mira Dolan, Jonas Wenk, Ruth Sandberg.'" in printed
     assert "2 calls in" in printed
 
 
-def test_the_map_reduce_prints_every_answer_and_the_receipt(url: str) -> None:
-    script = str(EXAMPLES / "map_reduce.py")
-    printed = run(url, sys.executable, script, "--url", url, "--max-tokens", "24")
-    num_sections = len(re.findall(r"^section \d+\n  \S", printed, re.MULTILINE))
-    assert 8 <= num_sections <= 12
-    assert re.search(r"^answer\n  \S", printed, re.MULTILINE)
-    assert f"calls            {num_sections + 1}" in printed
+def test_the_chain_hands_each_answer_to_the_next_call(url: str) -> None:
+    assert answers(example(url, "chain.py")) == {
+        "place": ["Tarnby"],
+        "doctor": ["Emil Hartson"],
+        "letter": ["Dear Emil Hartson, please come to Tarnby."],
+    }
+
+
+def test_the_router_asks_what_the_yes_or_no_decides(url: str) -> None:
+    assert answers(example(url, "router.py")) == {
+        "is_hurt": ["yes", "no"],
+        "answer": ["Jonas Wenk", "broken valve"],
+    }
+
+
+def test_the_critic_and_the_follow_ups_agree_with_the_report(url: str) -> None:
+    assert answers(example(url, "critic.py")) == {
+        "guard": ["Tessa Brook"],
+        "is_right": ["yes"],
+        "place": ["Kolvar"],
+        "witnesses": ["Ruth Sandberg, Emil Hartson, Lena Moritz"],
+    }
+
+
+@UNTRAINED
+def test_the_extraction_is_a_value_under_its_schema(url: str) -> None:
+    assert answers(example(url, "extraction.py")) == {
+        "found": ['{"inspector": "Mira Dolan", "place": "Malbury"}'],
+        "who": ["Mira Dolan"],
+    }
+
+
+def test_the_map_reduce_is_right_about_every_report(url: str) -> None:
+    printed = example(url, "map_reduce.py", "--url", url)
+    assert re.findall(r"^   Who was hurt\? (.*)$", printed, re.MULTILINE) == FINDINGS
+    assert f"answer: {JOINED}\n" in printed
+
+
+def test_the_map_reduce_gives_the_same_answers_as_a_program_and_by_request(
+    url: str, tmp_path: Path
+) -> None:
+    kept = str(tmp_path / "program.json")
+    printed = example(url, "map_reduce.py", "--url", url, "--save", kept)
+    assert len(re.findall(r"^   Who was hurt\? ", printed, re.MULTILINE)) == 5
+    assert "calls            6" in printed
     tokens = re.search(r"(\d+) logical = (\d+) computed \+ (\d+) shared", printed)
     assert tokens is not None
     logical, computed, shared = map(int, tokens.groups())
     assert logical == computed + shared
     assert shared > 0
-    assert re.search(r"critical path +notes_\d+_call -> answer_call", printed)
+    assert re.search(r"critical path +finding_\d+_call -> answer_call", printed)
     assert "blocks held      0" in printed
+    table = example(url, "map_reduce.py", "--url", url, "--by-request", "--compare", kept)
+    assert re.search(r"^answers equal +yes$", table, re.MULTILINE)
+    assert re.search(r"^requests of the app +1 +6$", table, re.MULTILINE)
 
 
 def test_an_example_without_a_server_says_what_to_do() -> None:
@@ -112,8 +174,13 @@ def test_the_text_is_several_pages_and_says_where_it_comes_from() -> None:
         assert len(content) > 10_000
 
 
-@pytest.mark.parametrize("name", ["hello.py", "map_reduce.py"])
+@pytest.mark.parametrize(
+    "name", ["hello.py", "map_reduce.py", "chain.py", "router.py", "critic.py", "extraction.py"]
+)
 def test_importing_an_example_does_nothing(name: str) -> None:
-    code = f"import runpy; runpy.run_path({str(EXAMPLES / name)!r}, run_name='example')"
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='example')"
+    )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout == ""

@@ -16,7 +16,9 @@ STRIDED = torch.zeros(2, 4, 16)[..., ::2]
 
 
 def test_an_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match="implementation must be one of reference, cpu, invariant, triton"):
+    with pytest.raises(
+        ValueError, match="implementation must be one of reference, cpu, invariant, triton"
+    ):
         ops.implementation("cuda")
 
 

@@ -1,6 +1,6 @@
 """Sharing never changes an answer, and the receipt says what was shared: a real model.
 
-The built-in model runs behind the whole server, and transformers runs the same weights on the
+The seeded random model runs behind the whole server, and transformers runs the same weights on the
 same prompt ids, one call at a time, with nothing shared. In float32 and greedy both must give
 the same ids; where they part, the reference's two best logits must lie within 1e-4 of each
 other, and from there on it is asked token by token behind what the server has said.
@@ -18,7 +18,7 @@ import pytest_asyncio
 import torch
 import transformers
 
-from conure.engine import builtin
+from conure.engine import seeded
 from conure.engine.api import StatusReport
 from conure.server.program.status import ProgramStatus, Receipt, Trace
 from conure.server.runs.sharing import common_prefix_len
@@ -45,7 +45,7 @@ class Reference:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            builtin.cached(), dtype=torch.float32
+            seeded.cached(), dtype=torch.float32
         )
         self._model = loaded.eval()
         self._eos = set(loaded.generation_config.eos_token_id)
@@ -97,7 +97,7 @@ def reference() -> Reference:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Desk]:
     data: Path = tmp_path_factory.mktemp("exactness")
-    async with desk_of(data, engine="local", dtype="float32", threads=1) as desk:
+    async with desk_of(data, engine="local", model="seeded", dtype="float32", threads=1) as desk:
         yield desk
 
 

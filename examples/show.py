@@ -1,0 +1,52 @@
+"""Runs an example's program and prints its inputs, its answers and its receipt.
+
+Shared by the examples of one shape each (`chain.py`, `router.py`, `critic.py`,
+`extraction.py`). Knows the client; refuses to know what a program is about.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from conure.adapters.client import Client
+from conure.server.program.errors import ConureError
+
+GREEDY: dict[str, Any] = {"max_tokens": 48, "temperature": 0}
+
+
+def ask(node: str, *parts: str | dict[str, Any], into: str, **output: Any) -> dict[str, Any]:
+    """A call in the chat form: strings of the prompt are text, `{"input": name}` is a value."""
+    content = [{"text": part} if isinstance(part, str) else part for part in parts]
+    return {
+        "id": node,
+        "op": "generate",
+        "messages": [{"role": "user", "content": content}],
+        "output": {"variable": into, **GREEDY, **output},
+    }
+
+
+def show(program: Mapping[str, Any], runs: Mapping[str, Mapping[str, str]]) -> int:
+    """Submits a program once per set of inputs; returns the exit code of the example."""
+    try:
+        with Client() as client:
+            for title, inputs in runs.items():
+                print(title)
+                run = client.submit(program, inputs=dict(inputs))
+                for name, value in inputs.items():
+                    print(f"  {name}: {value}")
+                for name, value in run.result().items():
+                    text = value if isinstance(value, str) else json.dumps(value)
+                    print(f"  {name} = {text}")
+                receipt = run.receipt()
+                prompt = receipt.prompt_tokens
+                print(
+                    f"  {receipt.calls} calls, {prompt.computed} of {prompt.logical} prompt "
+                    f"tokens computed, {receipt.wall_s:.2f} s\n"
+                )
+    except ConureError as problem:
+        print(f"{program['name']}: {problem}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,233 @@
+"""Passages: short reports made of facts, and what can be asked about each fact.
+
+A fact is one sentence that says its key before its value ("The guard was Mira Tosk."), with
+the questions that it answers. A passage is a handful of facts about different keys, in any
+order.
+
+Knows reports; refuses to know prompts and tokens. Kept true: no two facts of a passage
+answer the same question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from words import ANIMALS, FRUITS, TOOLS, Words
+
+
+class Task(StrEnum):
+    """What a model is asked to do."""
+
+    EXTRACT = "extract"
+    LIST = "list"
+    YES_NO = "yes_no"
+    COPY = "copy"
+    REWRITE = "rewrite"
+    REDUCE = "reduce"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about a passage, in several wordings, with its one answer."""
+
+    task: Task
+    wordings: tuple[str, ...]
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One sentence of a passage and what follows from it."""
+
+    key: str
+    """What the fact is about; also its name in JSON."""
+    sentence: str
+    value: str
+    questions: tuple[Question, ...]
+    wrong: str | None = None
+    """Another value of the same kind, where the value can be checked and put into JSON."""
+
+
+ROLES: Final = (
+    *(
+        "inspector driver guard captain owner nurse pilot clerk engineer farmer teacher guide"
+    ).split(),
+    *("cook mayor judge porter").split(),
+)
+ROLE_SENTENCES: Final = (
+    "The {role} was {value}.",
+    "The {role} on duty was {value}.",
+    "The {role} is called {value}.",
+    "The name of the {role} is {value}.",
+)
+ROLE_QUESTIONS: Final = (
+    "Who was the {role}?",
+    "Who is the {role}?",
+    "What is the name of the {role}?",
+    "Name the {role}.",
+)
+PLACE_SENTENCES: Final = ("It happened in {value}.", "The place was {value}.")
+PLACE_QUESTIONS: Final = ("Where did it happen?", "What was the place?", "Name the place.")
+DATE_SENTENCES: Final = ("The date was {value}.", "The report was written on {value}.")
+DATE_QUESTIONS: Final = ("What was the date?", "When was the report written?", "Name the date.")
+CAUSE_SENTENCES: Final = ("The cause was a {value}.", "It was caused by a {value}.")
+CAUSE_QUESTIONS: Final = ("What was the cause?", "What caused it?", "Name the cause.")
+COST_SENTENCES: Final = ("The damage was {value}.", "The damage came to {value}.")
+COST_QUESTIONS: Final = ("How much was the damage?", "What was the damage?", "Name the damage.")
+COUNTED: Final = ("barrels", "boxes", "letters", "tickets", "tables", "bottles")
+COUNT_SENTENCES: Final = ("The number of {role} was {value}.",)
+COUNT_QUESTIONS: Final = ("How many {role} were there?", "What was the number of {role}?")
+HURT_SENTENCES: Final = ("One person was hurt: {value}.", "The accident hurt {value}.")
+HURT_QUESTIONS: Final = ("Who was hurt?", "Name the person who was hurt.")
+HURT_CHECKS: Final = ("Was anyone hurt?", "Was somebody hurt?")
+NOBODY: Final = "nobody"
+
+LISTS: Final = ("witnesses", "guests", "passengers", "helpers", "stops", "villages")
+NOUN_LISTS: Final = {"tools": TOOLS, "animals": ANIMALS, "fruits": FRUITS}
+LIST_SENTENCES: Final = ("The {role} were {value}.", "These were the {role}: {value}.")
+LIST_QUESTIONS: Final = ("List the {role}.", "Name all {role}.", "Give a list of the {role}.")
+
+DIRECTORY_ROLES: Final = ("doctor", "baker", "smith", "plumber", "priest")
+
+FLAGS: Final = (
+    ("road", "The road was closed.", "The road stayed open.", "Was the road closed?"),
+    ("police", "The police came.", "The police did not come.", "Did the police come?"),
+    ("alarm", "The alarm rang.", "The alarm stayed silent.", "Did the alarm ring?"),
+    ("gate", "The gate was locked.", "The gate was not locked.", "Was the gate locked?"),
+    ("train", "The train was late.", "The train was on time.", "Was the train late?"),
+    ("lights", "The lights were on.", "The lights were off.", "Were the lights on?"),
+    ("letter", "A letter was found.", "No letter was found.", "Was a letter found?"),
+    ("repair", "The repair is finished.", "The repair is not finished.", "Is the repair finished?"),
+    ("bridge", "The bridge is safe.", "The bridge is not safe.", "Is the bridge safe?"),
+    (
+        "insurance",
+        "The insurance will pay.",
+        "The insurance will not pay.",
+        "Will the insurance pay?",
+    ),
+)
+CRITIC: Final = "The question was: {question}\nThe answer was: {answer}\nIs that right?"
+
+
+def joined(values: Sequence[str]) -> str:
+    """The values as a list in a sentence: "a, b and c"."""
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} and {values[-1]}"
+
+
+def passage(words: Words, num_facts: int) -> list[Fact]:
+    """Facts of a report, in the order of its sentences."""
+    rng = words.rng
+    makers = (
+        *(_role,) * 6,
+        *(_simple,) * 4,
+        *(_hurt,) * 2,
+        *(_list,) * 3,
+        *(_flag,) * 3,
+        _directory,
+    )
+    facts: list[Fact] = []
+    keys: set[str] = set()
+    while len(facts) < num_facts:
+        made = rng.choice(makers)(words)
+        if not keys & {fact.key.partition(" ")[0] for fact in made}:
+            keys |= {fact.key.partition(" ")[0] for fact in made}
+            facts += made
+    rng.shuffle(facts)
+    return facts
+
+
+def _filled(forms: Sequence[str], **values: str) -> tuple[str, ...]:
+    return tuple(form.format(**values) for form in forms)
+
+
+def _single(
+    words: Words,
+    key: str,
+    value: str,
+    sentences: Sequence[str],
+    questions: Sequence[str],
+    other: str,
+) -> Fact:
+    """A fact with one value: it can be asked for, checked and put into JSON."""
+    asked = _filled(questions, role=key)
+    sentence = words.rng.choice(sentences).format(role=key, value=value)
+    return Fact(key, sentence, value, (Question(Task.EXTRACT, asked, value),), other)
+
+
+def _role(words: Words) -> list[Fact]:
+    key = words.rng.choice(ROLES)
+    return [_single(words, key, words.person(), ROLE_SENTENCES, ROLE_QUESTIONS, words.person())]
+
+
+def _simple(words: Words) -> list[Fact]:
+    """A place, a date, a cause, a cost or a number."""
+    kind = words.rng.choice(("place", "place", "date", "cause", "damage", "number"))
+    draw, sentences, questions = _simple_kinds(words)[kind]
+    if kind == "number":
+        kind = words.rng.choice(COUNTED)
+    return [_single(words, kind, draw(), sentences, questions, draw())]
+
+
+def _simple_kinds(
+    words: Words,
+) -> dict[str, tuple[Callable[[], str], tuple[str, ...], tuple[str, ...]]]:
+    """How to draw a value of each kind, and how it is told and asked for."""
+    return {
+        "place": (words.place, PLACE_SENTENCES, PLACE_QUESTIONS),
+        "date": (words.date, DATE_SENTENCES, DATE_QUESTIONS),
+        "cause": (words.cause, CAUSE_SENTENCES, CAUSE_QUESTIONS),
+        "damage": (lambda: f"{words.number()} crowns", COST_SENTENCES, COST_QUESTIONS),
+        "number": (words.number, COUNT_SENTENCES, COUNT_QUESTIONS),
+    }
+
+
+def _hurt(words: Words) -> list[Fact]:
+    is_somebody = words.rng.random() < 0.5
+    value = words.person() if is_somebody else NOBODY
+    sentence = "Nobody was hurt."
+    if is_somebody:
+        sentence = words.rng.choice(HURT_SENTENCES).format(value=value)
+    questions = (
+        Question(Task.EXTRACT, HURT_QUESTIONS, value),
+        Question(Task.YES_NO, HURT_CHECKS, "yes" if is_somebody else "no"),
+    )
+    return [Fact("hurt", sentence, value, questions)]
+
+
+def _flag(words: Words) -> list[Fact]:
+    key, true, false, question = words.rng.choice(FLAGS)
+    is_true = words.rng.random() < 0.5
+    asked = Question(Task.YES_NO, (question,), "yes" if is_true else "no")
+    return [Fact(key, true if is_true else false, asked.answer, (asked,))]
+
+
+def _list(words: Words) -> list[Fact]:
+    rng = words.rng
+    kind = rng.choice((*LISTS, *NOUN_LISTS))
+    if kind in NOUN_LISTS:
+        values = words.several(lambda: rng.choice(NOUN_LISTS[kind]), 2, 4)
+    elif kind in ("stops", "villages"):
+        values = words.several(words.place, 2, 4)
+    else:
+        values = words.several(words.person, 2, 4)
+    sentence = rng.choice(LIST_SENTENCES).format(role=kind, value=joined(values))
+    asked = Question(Task.LIST, _filled(LIST_QUESTIONS, role=kind), ", ".join(values))
+    return [Fact(kind, sentence, asked.answer, (asked,))]
+
+
+def _directory(words: Words) -> list[Fact]:
+    """Who does the same work in several places."""
+    role = words.rng.choice(DIRECTORY_ROLES)
+    facts = []
+    for place in words.several(words.place, 2, 3):
+        value = words.person()
+        asked = (f"Who is the {role} in {place}?", f"Name the {role} in {place}.")
+        questions = (Question(Task.EXTRACT, asked, value),)
+        facts.append(
+            Fact(f"{role} {place}", f"The {role} in {place} is {value}.", value, questions)
+        )
+    return facts

@@ -1,0 +1,329 @@
+"""Trains the small language model that ships with Conure, from nothing but generated text.
+
+    python examples/train_tiny/train.py FOLDER [--steps N] [--cooldown N] [--seed S]
+
+Run again with the same folder it goes on from the last checkpoint. All randomness comes from
+the seed and the number of the step, so an interrupted run ends where an uninterrupted one
+does. `export.py` makes a model folder of a checkpoint, `evaluate.py` says how often it is right.
+
+The model is a plain Llama. Matrices are trained by Muon, embedding and norms by AdamW, in
+bfloat16 over float32 masters; the learning rate is constant and falls to zero in the last
+`--cooldown` steps. Passages grow from one fact to `MOST_FACTS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.masking_utils import sdpa_mask
+
+import pieces
+from cases import about_passage, about_texts
+from conure.engine.bytelevel import TURN_END, TURN_START
+from trees import Batch, batch, prompt_end, trees, trunk
+from words import Words
+
+VOCAB_SIZE: Final = 1024
+CONTEXT_LEN: Final = 1024
+SHARDS: Final = 2
+"""Parts of a step's data, which two processes may share."""
+SHARD_TOKENS: Final = 1344
+MUON_RATE: Final = 0.02
+ADAM_RATE: Final = 0.004
+ATTENTION: Final = "written-out"
+WARMUP: Final = 60
+MOST_FACTS: Final = 7
+GROWTH: Final = ((0, 3, 336), (150, 5, 448), (400, 6, 448))
+"""From which step on passages may have how many facts, and how long rows are."""
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **settings: Any
+) -> tuple[Tensor, None]:
+    """Attention written out: rows are short, and three matrix products beat the fused one."""
+    scores = query @ key.transpose(-1, -2) * settings["scaling"] + mask
+    mixed = scores.softmax(-1) @ value
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def config() -> LlamaConfig:
+    """The shape of the model."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_LEN,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    )
+
+
+def tokenizer_at(folder: Path, seed: int) -> Tokenizer:
+    """The tokenizer in a folder, trained first if it is not there."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        words = Words(random.Random(f"{seed} tokenizer"))
+        made = [
+            case
+            for number in range(6000)
+            for case in (about_texts(words, 2) if number % 3 else about_passage(words, 5, 2))
+        ]
+        texts = [trunk(case) + prompt_end(case.question) + case.answer for case in made]
+        texts = [text.replace(TURN_START, "").replace(TURN_END, "") for text in texts]
+        pieces.train(texts, VOCAB_SIZE).save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def growth_at(step: int) -> tuple[int, int]:
+    """How many facts a passage may have at a step, and how long rows are."""
+    return max((most, length) for start, most, length in GROWTH if step >= start)
+
+
+@torch.no_grad()
+def initialise(model: Any) -> None:
+    """Random weights, among them a first guess at heads that copy.
+
+    Copying needs two layers: heads that look one and two tokens back, and behind them heads
+    that look for the tokens at hand among those that stood before others (induction heads,
+    Olsson et al. 2022). A model finds them by itself, but late. Here they begin roughly in
+    place ("mimetic initialisation", Trockman and Kolter 2023), in a few heads; everything
+    else is random, and everything is trained.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=parameter.shape[1] ** -0.5)
+    embedding = model.model.embed_tokens.weight
+    half = embedding.shape[1] // 2
+    # The first half of the stream says what a token is, one direction of it is the same for
+    # all; the second half is free for what stood one and two tokens before.
+    embedding *= half**0.5 / embedding[:, :half].norm(dim=1, keepdim=True)
+    embedding[:, half:] *= 0.1
+    embedding[:, half - 1] = 1.5
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(0.3)
+        layer.mlp.down_proj.weight.mul_(0.3)
+    # Embeddings are also the output layer: without this a first guess would be a certainty.
+    model.model.norm.weight.fill_(0.2)
+    size = model.config.head_dim
+    pairs, quarter = size // 2, half // 2
+    theta = model.config.rope_parameters["rope_theta"]
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    look = torch.nn.init.orthogonal_(torch.empty(size, half - 1))
+    for back, rows in ((1, slice(0, size)), (2, slice(size, 2 * size))):
+        # Scores sum(cos(frequency * (distance - back))) are largest at that distance.
+        frequencies = theta ** (-torch.arange(5) / pairs)
+        at = rows.start + torch.arange(5)
+        for projection in (first.q_proj, first.k_proj):
+            projection.weight[rows] *= 0.1
+        first.k_proj.weight[at, half - 1] = 3.5
+        first.q_proj.weight[at, half - 1] = 3.5 * (back * frequencies).cos()
+        first.q_proj.weight[at + pairs, half - 1] = -3.5 * (back * frequencies).sin()
+        place = half + (back - 1) * quarter
+        first.v_proj.weight[rows] *= 0.1
+        first.v_proj.weight[rows, : half - 1] = look
+        first.o_proj.weight[:, rows] *= 0.1
+        first.o_proj.weight[place : place + size, rows] = torch.eye(size)
+    # Slowly rotating dimensions compare contents, whatever the distance: one head compares the
+    # token at hand, the other that and the one before it.
+    slow = torch.tensor([*range(7, pairs), *range(pairs + 7, size)])
+    for number, rows in enumerate((slice(0, size), slice(size, 2 * size))):
+        for projection in (second.q_proj, second.k_proj, second.v_proj):
+            projection.weight[rows] *= 0.1
+        second.o_proj.weight[:, rows] *= 0.1
+        mix = 2.5 * torch.nn.init.orthogonal_(torch.empty(len(slow), size))
+        at = (rows.start + slow).tensor_split(1 + number)
+        parts = mix.tensor_split(1 + number)
+        second.q_proj.weight[at[0], : half - 1] = parts[0] @ look
+        second.k_proj.weight[at[0], half : half + size] = parts[0]
+        if number == 1:
+            second.q_proj.weight[at[1], half : half + size] = parts[1]
+            second.k_proj.weight[at[1], half + size :] = parts[1]
+        part = torch.arange(number * quarter, (number + 1) * quarter)
+        second.v_proj.weight[rows.start + torch.arange(quarter), part] = 1.0
+        second.o_proj.weight[part, rows.start + torch.arange(quarter)] = 2.0
+
+
+class Training:
+    """A model, its optimizers and the step they are at."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        AttentionInterface.register(ATTENTION, attend)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        self.model: Any = LlamaForCausalLM(config())
+        self.model.set_attn_implementation(ATTENTION)
+        initialise(self.model)
+        self.masters = [p.detach().clone().float() for p in self.model.parameters()]
+        self.model = self.model.bfloat16()
+        named = [name for name, _ in self.model.named_parameters()]
+        is_matrix = ["layers" in name and "norm" not in name for name in named]
+        matrices = [m for m, yes in zip(self.masters, is_matrix, strict=True) if yes]
+        others = [m for m, yes in zip(self.masters, is_matrix, strict=True) if not yes]
+        self.optimizers = (
+            torch.optim.Muon(
+                matrices,
+                lr=MUON_RATE,
+                momentum=0.95,
+                weight_decay=0.0,
+                adjust_lr_fn="original",
+            ),
+            torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        )
+        self.rates = (MUON_RATE, ADAM_RATE)
+        self.step = 0
+        self.num_tokens = self.num_learnt = 0
+
+    def load_masters(self) -> None:
+        """Bring the model to where the optimizers have brought its masters."""
+        with torch.no_grad():
+            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                parameter.copy_(master)
+                parameter.grad = None
+
+    def gradients(self, read: Batch) -> Tensor:
+        """Gradients of one shard in one row; behind them its loss and its share of right ids."""
+        hidden = self.model.model(
+            input_ids=read.ids,
+            position_ids=read.positions,
+            attention_mask=read.mask,
+            use_cache=False,
+        ).last_hidden_state
+        logits = self.model.lm_head(hidden.flatten(0, 1)[read.sources]).float()
+        loss = torch.nn.functional.cross_entropy(logits, read.targets)
+        loss.backward()  # type: ignore[no-untyped-call]  # theirs
+        right = (logits.argmax(-1) == read.targets).float().mean()
+        grads = [parameter.grad.float().flatten() for parameter in self.model.parameters()]
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return torch.cat([*grads, loss.detach()[None], right[None]])
+
+    def learn(self, gradients: Tensor, factor: float) -> None:
+        """One step of the optimizers."""
+        ends = torch.tensor([master.numel() for master in self.masters]).cumsum(0)
+        for master, grad in zip(self.masters, gradients.tensor_split(ends), strict=False):
+            master.grad = grad.view_as(master).clone()
+        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+        self.step += 1
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, whole or not at all."""
+        scratch = path.with_suffix(".new")
+        torch.save(
+            {
+                "step": self.step,
+                "num_tokens": self.num_tokens,
+                "num_learnt": self.num_learnt,
+                "masters": self.masters,
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            },
+            scratch,
+        )
+        os.replace(scratch, path)
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        found = torch.load(path)
+        self.step = found["step"]
+        self.num_tokens, self.num_learnt = found["num_tokens"], found["num_learnt"]
+        with torch.no_grad():
+            for master, stored in zip(self.masters, found["masters"], strict=True):
+                master.copy_(stored)
+        for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+def run(rank: int, options: argparse.Namespace) -> None:
+    """Train as one of the processes, all of which hold the same model."""
+    torch.set_num_threads(1)
+    if options.workers > 1:
+        where = f"file://{options.folder.resolve()}/.meeting"
+        dist.init_process_group("gloo", where, rank=rank, world_size=options.workers)
+    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
+    training = Training(options.seed)
+    path = options.folder / "checkpoint.pt"
+    if path.is_file():
+        training.restore(path)
+    log = (options.folder / "log.jsonl").open("a") if rank == 0 else None
+    began, recent = time.monotonic(), []
+    while training.step < options.steps:
+        most_facts, row_len = growth_at(training.step)
+        training.load_masters()
+        total: Tensor | None = None
+        for shard in range(rank, SHARDS, options.workers):
+            words = Words(random.Random(f"{options.seed} {training.step} {shard}"))
+            made = trees(words, tokenizer, most_facts)
+            read = batch(made, SHARD_TOKENS // row_len, row_len, torch.bfloat16)
+            training.num_tokens += read.ids.numel() * options.workers
+            training.num_learnt += len(read.targets) * options.workers
+            found = training.gradients(read)
+            total = found if total is None else total + found
+        assert total is not None
+        if options.workers > 1:
+            dist.all_reduce(total)
+        total /= SHARDS
+        left = (options.steps - training.step) / max(1, options.cooldown)
+        training.learn(total, min(1.0, (training.step + 1) / WARMUP, left))
+        recent.append(total[-2:].tolist())
+        if not math.isfinite(recent[-1][0]):
+            raise SystemExit(f"loss is {recent[-1][0]} at step {training.step}")
+        if log is not None and training.step % 20 == 0:
+            loss, right = (sum(column) / len(recent) for column in zip(*recent, strict=True))
+            line = {
+                "step": training.step,
+                "facts": most_facts,
+                "loss": round(loss, 4),
+                "right": round(right, 4),
+                "num_tokens": training.num_tokens,
+                "num_learnt": training.num_learnt,
+                "cpu_s": round(time.process_time(), 1),
+                "wall_s": round(time.monotonic() - began, 1),
+            }
+            print(json.dumps(line), file=log, flush=True)
+            recent = []
+        if rank == 0 and (training.step % 60 == 0 or training.step == options.steps):
+            training.save(path)
+
+
+def main() -> None:
+    """Reads the arguments and trains."""
+    parser = argparse.ArgumentParser(description="train the small model of Conure")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--cooldown", type=int, default=1200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=SHARDS, choices=(1, SHARDS))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    tokenizer_at(options.folder, options.seed)
+    (options.folder / ".meeting").unlink(missing_ok=True)
+    spawn(run, (options,), nprocs=options.workers)  # type: ignore[no-untyped-call]  # theirs
+
+
+if __name__ == "__main__":
+    main()

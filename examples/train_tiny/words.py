@@ -1,0 +1,114 @@
+"""What passages are made of: names, places and numbers without end, and a few known words.
+
+Names are invented letter by letter or syllable by syllable, so that a model cannot learn them,
+only learn to copy. One in eight, by a checksum of its spelling, is *held back*: training never
+sees it, evaluation uses nothing else. The same goes for places and numbers.
+
+Knows spelling; refuses to know sentences. Kept true: the same generator state gives the same
+word on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+ONSETS: Final = (
+    *(*"bdfghjklmnprstvwz",) * 3,
+    *"br ch d dr f fl gr kl pr qu sch sh sk st str th tr y x".split(),
+    "",
+    "",
+)
+VOWELS: Final = (*"aaaeeeiiooouu", "ai", "ea", "ei", "ia", "oo", "ou", "y")
+CODAS: Final = (*("",) * 6, *"lmnrstkx", "nd", "rk", "rt", "sk", "ll")
+SURNAME_ENDS: Final = ("", "", "", "er", "son", "man", "ov", "ini", "berg", "wick", "sen", "y")
+PLACE_ENDS: Final = ("", "", "", "ton", "ford", "by", "holm", "wood", "field", "bury", "dale", "ia")
+ACCENTED: Final = {"a": "áäå", "e": "éè", "i": "í", "o": "öøó", "u": "üú"}
+
+ADJECTIVES: Final = (
+    *("broken loose cracked dirty wet frozen old blocked burnt missing hidden cheap worn").split(),
+    *("faulty open heavy hot rotten wrong empty").split(),
+)
+THINGS: Final = (
+    *(
+        "valve pipe cable rail fuse brake wheel door roof ladder window pump tank motor hose"
+    ).split(),
+    *("chain lamp switch stove crane").split(),
+)
+TOOLS: Final = tuple("hammer saw drill rope spade axe file torch knife brush chisel bucket".split())
+ANIMALS: Final = tuple("goat hen cow dog horse pig duck cat sheep goose mule rabbit".split())
+FRUITS: Final = tuple("apple pear plum cherry lemon melon fig grape peach orange date lime".split())
+MONTHS: Final = (
+    *("January February March April May June July August September October").split(),
+    *("November December").split(),
+)
+
+
+def is_held_back(word: str) -> bool:
+    """Whether training may not see this name, place or number."""
+    return zlib.crc32(word.lower().encode()) % 8 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Draws words: all of them for training, or only held-back ones for evaluation."""
+
+    rng: random.Random
+    is_evaluation: bool = False
+
+    def person(self) -> str:
+        """A first name, mostly with a surname."""
+        first = self._drawn(lambda: self._name(("",)))
+        if self.rng.random() < 0.3:
+            return first
+        return f"{first} {self._drawn(lambda: self._name(SURNAME_ENDS))}"
+
+    def place(self) -> str:
+        """The name of a village, a town or a street."""
+        return self._drawn(lambda: self._name(PLACE_ENDS))
+
+    def number(self) -> str:
+        """A whole number of two to four digits."""
+        return self._drawn(lambda: str(self.rng.randrange(10, 10 ** self.rng.randint(2, 4))))
+
+    def date(self) -> str:
+        """A day and a month."""
+        return f"{self.rng.randint(1, 30)} {self.rng.choice(MONTHS)}"
+
+    def cause(self) -> str:
+        """A thing that failed, and how."""
+        return f"{self.rng.choice(ADJECTIVES)} {self.rng.choice(THINGS)}"
+
+    def several(self, draw: Callable[[], str], least: int, most: int) -> list[str]:
+        """Between `least` and `most` different words."""
+        num = self.rng.randint(least, most)
+        words: list[str] = []
+        while len(words) < num:
+            word = draw()
+            if word not in words:
+                words.append(word)
+        return words
+
+    def _drawn(self, draw: Callable[[], str]) -> str:
+        while True:
+            word = draw()
+            if is_held_back(word) == self.is_evaluation:
+                return word
+
+    def _name(self, ends: tuple[str, ...]) -> str:
+        rng = self.rng
+        if rng.random() < 0.08:
+            letters = [rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 6))]
+            return "".join(letters).capitalize()
+        end = rng.choice(ends)
+        count = 1 if end and rng.random() < 0.5 else rng.choice((1, 2, 2, 2, 2, 3))
+        name = "".join(
+            rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(count)
+        )
+        name += end
+        if rng.random() < 0.04:
+            name = "".join(rng.choice(ACCENTED.get(c, c)) for c in name)
+        return name.capitalize() if 3 <= len(name) <= 11 else self._name(ends)

@@ -1,0 +1,188 @@
+"""The making of the small model: what it is taught, and that its trees teach it rightly.
+
+The recipe runs here for a few steps only; what the shipped weights can do is asked in
+`test_small_model.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train_tiny"))
+
+import export
+import train
+from cases import Case, about_passage, about_texts
+from conure.engine.bytelevel import CHAT_TEMPLATE, TURN_END
+from passages import NOBODY, Task, joined
+from trees import batch, prompt_end, tree_of, trees, trunk
+from words import Words, is_held_back
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training folder with its tokenizer."""
+    made = tmp_path_factory.mktemp("training")
+    train.tokenizer_at(made, seed=0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def drawn(seed: int, *, is_evaluation: bool = False) -> Iterator[Case]:
+    words = Words(random.Random(seed), is_evaluation=is_evaluation)
+    for _ in range(60):
+        yield from about_passage(words, words.rng.randint(1, 6), 10)
+        yield from about_texts(words, 5)
+
+
+def test_every_task_is_taught_and_most_passages_are_new() -> None:
+    cases = list(drawn(0))
+    assert {case.task for case in cases} == set(Task)
+    assert len({case.opening for case in cases}) > 55
+    assert {case.answer for case in cases if case.task == Task.YES_NO} == {"yes", "no"}
+
+
+def test_names_of_the_evaluation_never_occur_in_training() -> None:
+    for is_evaluation in (False, True):
+        words = Words(random.Random(5), is_evaluation=is_evaluation)
+        for _ in range(300):
+            parts = [*words.person().split(), words.place(), words.number()]
+            assert {is_held_back(part) for part in parts} == {is_evaluation}
+
+
+def test_an_extracted_value_stands_in_the_passage() -> None:
+    for case in drawn(1):
+        if case.task == Task.EXTRACT and case.answer != NOBODY:
+            assert case.answer in case.opening, case
+        elif case.task == Task.JSON:
+            assert all(value in case.opening for value in json.loads(case.answer).values())
+        elif case.task == Task.LIST:
+            assert joined(case.answer.split(", ")) in case.opening, case
+        elif case.task == Task.COPY:
+            assert case.question.endswith(case.answer), case
+
+
+def test_one_seed_gives_one_training() -> None:
+    assert list(drawn(3)) == list(drawn(3))
+    assert list(drawn(3)) != list(drawn(4))
+
+
+def test_prompts_are_what_the_chat_template_renders() -> None:
+    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+    for case in drawn(2):
+        rendered = template.render(messages=case.messages(), add_generation_prompt=True)
+        assert trunk(case) + prompt_end(case.question) == rendered
+
+
+def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
+    for text in ("Mira's 12 goats.", "  two  blanks\n\n\ttab", "Ærø 北京 \U0001f600", "a\x00b"):
+        ids = tokenizer.encode(text).ids
+        assert max(ids) < train.VOCAB_SIZE
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_name_has_the_same_pieces_wherever_it_stands(tokenizer: Tokenizer) -> None:
+    words = Words(random.Random(9))
+    for _ in range(50):
+        name = words.person()
+        alone = tokenizer.encode(name).tokens
+        for text in (f"It was {name}.", f'{{"guard": "{name}"}}', f"- {name}\n"):
+            tokens = tokenizer.encode(text).tokens
+            size = len(alone)
+            assert any(tokens[at : at + size] == alone for at in range(len(tokens))), text
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Any:
+    """The model before its first step, in float32."""
+    training = train.Training(seed=0)
+    training.load_masters()
+    return training.model.float()
+
+
+def test_a_branch_of_a_tree_is_computed_as_if_it_stood_alone(
+    fresh: Any, tokenizer: Tokenizer
+) -> None:
+    words = Words(random.Random(6))
+    group = about_passage(words, 3, 6)
+    made = [tree_of(group, tokenizer, random.Random(0), follow_up=0)]
+    made.append(tree_of(about_texts(words, 2), tokenizer, random.Random(0)))
+    read = batch(iter(made), 1, sum(len(tree.ids) for tree in made), torch.float32)
+    with torch.inference_mode():
+        hidden = fresh.model(
+            input_ids=read.ids, position_ids=read.positions, attention_mask=read.mask
+        ).last_hidden_state[0]
+        taught = fresh.lm_head(hidden[read.sources])
+        start = 0
+        for case in group:
+            prompt = tokenizer.encode(trunk(case) + prompt_end(case.question)).ids
+            answer = tokenizer.encode(case.answer + TURN_END).ids
+            ids = torch.tensor([prompt + answer])
+            mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), -1e9).triu(1)
+            alone = fresh.lm_head(fresh.model(input_ids=ids, attention_mask=mask)[0])[0]
+            alone = alone[len(prompt) - 1 : -1]
+            part = slice(start, start + len(answer))
+            assert read.targets[part].tolist() == answer
+            torch.testing.assert_close(taught[part], alone, atol=2e-3, rtol=1e-3)
+            start += len(answer)
+
+
+def test_the_fresh_model_repeats_what_it_has_read(fresh: Any) -> None:
+    ids = torch.randint(300, 1000, (1, 30), generator=torch.Generator().manual_seed(1))
+    twice = torch.cat([ids, ids], 1)
+    mask = torch.full((1, 1, 60, 60), -1e9).triu(1)
+    with torch.inference_mode():
+        logits = fresh.lm_head(fresh.model(input_ids=twice, attention_mask=mask)[0])[0]
+    right = logits[31:59].argmax(-1) == ids[0, 2:]
+    assert right.float().mean() > 0.8
+
+
+def steps(training: train.Training, tokenizer: Tokenizer, until: int) -> list[float]:
+    losses = []
+    while training.step < until:
+        words = Words(random.Random(f"test {training.step}"))
+        training.load_masters()
+        found = training.gradients(batch(trees(words, tokenizer, 2), 2, 224, torch.bfloat16))
+        losses.append(float(found[-2]))
+        training.learn(found, 1.0)
+    return losses
+
+
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    whole = train.Training(seed=0)
+    losses = steps(whole, tokenizer, 6)
+    assert losses[-1] < losses[0]
+    first = train.Training(seed=0)
+    assert steps(first, tokenizer, 3) == losses[:3]
+    first.save(tmp_path / "checkpoint.pt")
+    second = train.Training(seed=1)
+    second.restore(tmp_path / "checkpoint.pt")
+    assert steps(second, tokenizer, 6) == losses[3:]
+
+
+def test_a_checkpoint_becomes_a_model_folder(folder: Path, tmp_path: Path) -> None:
+    training = train.Training(seed=0)
+    training.save(folder / "checkpoint.pt")
+    export.export(folder, tmp_path / "model")
+    (tmp_path / "model" / "digests.json").read_text()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["max_position_embeddings"] == train.CONTEXT_LEN
+    size = sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
+    assert size < 8 * 2**20
