@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 
 from .. import work
-from .tile import add_tile
 
 NUM_ITEMS = tl.constexpr(work.Header.NUM_ITEMS.value)
 ITEMS = tl.constexpr(work.Header.ITEMS.value)
@@ -126,45 +125,37 @@ def attend(
         HAS_SINKS: Heads have sinks.
         PRECISION: Of products of float32.
     """
-    memory = (out, partials, lse, query, keys, values, table, sinks, scale, cap)
-    outer = (out_stride, out_head_stride, query_stride, query_head_stride)
-    inner = (key_stride, key_head_stride, value_stride, value_head_stride)
     num_units = tl.load(table + NUM_ITEMS) * KV_HEADS
     items = table + tl.load(table + ITEMS)
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         # The heads of an item are neighbours: together they read whole pages.
         item = items + unit // KV_HEADS * ITEM_SIZE
         head = unit % KV_HEADS
-        if LARGE == 0:
-            _run_item(
-                *memory,
-                *outer,
-                *inner,
-                item,
-                head,
-                *(KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                *(SMALL, SMALL_TILE, SMALL_STAGES),
-                *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
-            )
-        elif tl.load(item + IS_LARGE) != 0:
-            _run_item(
-                *memory,
-                *outer,
-                *inner,
-                item,
-                head,
-                *(KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                *(LARGE, LARGE_TILE, LARGE_STAGES),
-                *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
-            )
+        if LARGE > 0:
+            if tl.load(item + IS_LARGE) != 0:
+                _run_item(
+                    *(out, partials, lse, query, keys, values, table, sinks, scale, cap),
+                    *(out_stride, out_head_stride, query_stride, query_head_stride),
+                    *(key_stride, key_head_stride, value_stride, value_head_stride),
+                    *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
+                    *(LARGE, LARGE_TILE, LARGE_STAGES),
+                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
+                )
+            else:
+                _run_item(
+                    *(out, partials, lse, query, keys, values, table, sinks, scale, cap),
+                    *(out_stride, out_head_stride, query_stride, query_head_stride),
+                    *(key_stride, key_head_stride, value_stride, value_head_stride),
+                    *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
+                    *(SMALL, SMALL_TILE, SMALL_STAGES),
+                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
+                )
         else:
             _run_item(
-                *memory,
-                *outer,
-                *inner,
-                item,
-                head,
-                *(KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
+                *(out, partials, lse, query, keys, values, table, sinks, scale, cap),
+                *(out_stride, out_head_stride, query_stride, query_head_stride),
+                *(key_stride, key_head_stride, value_stride, value_head_stride),
+                *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
                 *(SMALL, SMALL_TILE, SMALL_STAGES),
                 *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
             )
@@ -210,145 +201,156 @@ def _run_item(
     """Attend the queries of one item, for one KV head, and write what they found."""
     entry = tl.load(item + ENTRY)
     num_queries = tl.load(item + NUM_QUERIES)
+    pages = table + tl.load(table + PAGES) + tl.load(item + PAGE_INDEX)
+    offset = tl.load(item + OFFSET)
+    num_kv = tl.load(item + NUM_KV)
     part = tl.load(item + PART)
+    limit = tl.load(item + LIMIT)
+    floor = tl.load(item + FLOOR)
+
     rows = tl.arange(0, ROWS)
     mine = rows // GROUP  # the row's query, counted in the item
     heads = head * GROUP + rows % GROUP
     is_row = mine < num_queries
     number = tl.load(table + tl.load(table + ENTRY_QUERIES) + entry + mine, mask=is_row, other=0)
-    at = number.to(tl.int64) * query_stride + heads * query_head_stride
-    q = _load_queries(query, at, is_row, DIM, DIM_PAD)
-    peak, total, found = _read_stretch(
-        *(q, mine, table, item, scale, cap),
-        *(keys + head.to(tl.int64) * key_head_stride, key_stride),
-        *(values + head.to(tl.int64) * value_head_stride, value_stride),
-        *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, ROWS, TILE, STAGES),
-        *(HAS_WINDOW, HAS_CAP, PRECISION),
-    )
-    if part < 0:
-        at = number.to(tl.int64) * out_stride + heads * out_head_stride
-        _store_result(
-            *(out, at, is_row, peak, total, found, sinks, heads, VALUE_DIM, VALUE_PAD, HAS_SINKS)
-        )
-    else:
-        slots = table + tl.load(table + ENTRY_SLOTS) + entry + mine
-        slot = tl.load(slots, mask=is_row, other=0) + part
-        at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
-        _store_part(partials, lse, at, is_row, peak, total, found, VALUE_DIM, VALUE_PAD)
-
-
-@triton.jit
-def _load_queries(
-    query: tl.tensor, at: tl.tensor, is_row: tl.tensor, DIM: tl.constexpr, DIM_PAD: tl.constexpr
-) -> tl.tensor:
-    """Return the queries that begin `at`, [M, DIM_PAD]; 0 behind the last row and dimension."""
     dims = tl.arange(0, DIM_PAD)
+    at = number.to(tl.int64) * query_stride + heads * query_head_stride
     if DIM == DIM_PAD:
         q = tl.load(query + at[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
     else:
         is_dim = is_row[:, None] & (dims < DIM)[None, :]
         q = tl.load(query + at[:, None] + dims[None, :], mask=is_dim, other=0.0)
-    return q
 
-
-@triton.jit
-def _read_stretch(
-    q: tl.tensor,
-    mine: tl.tensor,
-    table: tl.tensor,
-    item: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    keys: tl.tensor,
-    key_stride: tl.tensor,
-    values: tl.tensor,
-    value_stride: tl.tensor,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Read an item's keys and values of one head; return peak, total and weighted values."""
-    pages = table + tl.load(table + PAGES) + tl.load(item + PAGE_INDEX)
-    offset = tl.load(item + OFFSET)
-    num_kv = tl.load(item + NUM_KV)
-    limit = tl.load(item + LIMIT)
-    floor = tl.load(item + FLOOR)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+    keys += head.to(tl.int64) * key_head_stride
+    values += head.to(tl.int64) * value_head_stride
     # Up to here every row sees every key, so nothing is masked.
     plain = 0
     if not HAS_WINDOW:
         plain = tl.maximum(tl.minimum(num_kv, limit), 0) // TILE * TILE
         for start in tl.range(0, plain, TILE, num_stages=STAGES):
-            peak, total, found = add_tile(
+            peak, total, found = _add_tile(
                 *(peak, total, found, q, keys, values, pages, offset, start, num_kv),
                 *(limit + mine, floor + mine, scale, cap, key_stride, value_stride),
                 *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
                 *(False, False, HAS_CAP, PRECISION),
             )
     for start in tl.range(plain, num_kv, TILE, num_stages=STAGES):
-        peak, total, found = add_tile(
+        peak, total, found = _add_tile(
             *(peak, total, found, q, keys, values, pages, offset, start, num_kv),
             *(limit + mine, floor + mine, scale, cap, key_stride, value_stride),
             *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
             *(True, HAS_WINDOW, HAS_CAP, PRECISION),
         )
-    return peak, total, found
+
+    dims = tl.arange(0, VALUE_PAD)
+    is_value = is_row[:, None] & (dims < VALUE_DIM)[None, :]
+    if part < 0:
+        if HAS_SINKS:
+            sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            top = tl.maximum(peak, sink)
+            found *= tl.exp2(peak - top)[:, None]
+            total = total * tl.exp2(peak - top) + tl.exp2(sink - top)
+        at = number.to(tl.int64) * out_stride + heads * out_head_stride
+        # A row behind the last query may see nothing: it is not stored, only not divided by 0.
+        found /= tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + at[:, None] + dims[None, :], found.to(out.dtype.element_ty), mask=is_value)
+    else:
+        slots = table + tl.load(table + ENTRY_SLOTS) + entry + mine
+        slot = tl.load(slots, mask=is_row, other=0) + part
+        at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
+        # A part may be empty for some of its queries: its peak is -inf, and so is its LSE.
+        total = tl.where(total == 0.0, 1.0, total)
+        found /= total[:, None]
+        tl.store(partials + at[:, None] * VALUE_DIM + dims[None, :], found, mask=is_value)
+        tl.store(lse + at, (peak + tl.log2(total)) * LN_2, mask=is_row)
 
 
 @triton.jit
-def _store_result(
-    out: tl.tensor,
-    at: tl.tensor,
-    is_row: tl.tensor,
+def _add_tile(
     peak: tl.tensor,
     total: tl.tensor,
     found: tl.tensor,
-    sinks: tl.tensor,
-    heads: tl.tensor,
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    start: tl.tensor,
+    num_kv: tl.tensor,
+    limit: tl.tensor,
+    floor: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-) -> None:
-    """Normalise all that the queries see, sinks included, and write it to `out`."""
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        top = tl.maximum(peak, sink)
-        found *= tl.exp2(peak - top)[:, None]
-        total = total * tl.exp2(peak - top) + tl.exp2(sink - top)
-    # A row behind the last query may see nothing: it is not stored, only not divided by 0.
-    found /= tl.where(total == 0.0, 1.0, total)[:, None]
-    dims = tl.arange(0, VALUE_PAD)
-    is_value = is_row[:, None] & (dims < VALUE_DIM)[None, :]
-    tl.store(out + at[:, None] + dims[None, :], found.to(out.dtype.element_ty), mask=is_value)
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add the keys from `start` on to the running softmax of all rows (FlashAttention)."""
+    columns = start + tl.arange(0, TILE)
+    is_key = columns < num_kv
+    inside = offset + columns
+    if PAGE % TILE == 0:
+        # Items begin at a multiple of the tile: all keys lie in one page.
+        page = tl.load(pages + (offset + start) // PAGE)
+        slot = page.to(tl.int64) * PAGE + inside % PAGE
+    elif TILE % PAGE == 0:
+        # Nor do they begin inside of a page: one look-up serves all its keys.
+        several = tl.arange(0, TILE // PAGE)
+        is_page = start + several * PAGE < num_kv
+        page = tl.load(pages + (offset + start) // PAGE + several, mask=is_page, other=0)
+        slot = page[:, None].to(tl.int64) * PAGE + tl.arange(0, PAGE)[None, :]
+        slot = tl.reshape(slot, [TILE])
+    elif IS_MASKED:
+        page = tl.load(pages + inside // PAGE, mask=is_key, other=0)
+        slot = page.to(tl.int64) * PAGE + inside % PAGE
+    else:
+        slot = tl.load(pages + inside // PAGE).to(tl.int64) * PAGE + inside % PAGE
 
+    dims = tl.arange(0, DIM_PAD)
+    at = keys + (slot * key_stride)[None, :] + dims[:, None]
+    if DIM != DIM_PAD:
+        k = tl.load(at, mask=is_key[None, :] & (dims < DIM)[:, None], other=0.0)
+    elif IS_MASKED:
+        k = tl.load(at, mask=is_key[None, :], other=0.0)
+    else:
+        k = tl.load(at)
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if HAS_CAP:
+        # cap * tanh(x) by one exponential, which came with the scale.
+        scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
+    if IS_MASKED:
+        sees = is_key[None, :] & (columns[None, :] < limit[:, None])
+        if HAS_WINDOW:
+            sees &= columns[None, :] >= floor[:, None]
+        scores = tl.where(sees, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = new_peak
+    if IS_MASKED:
+        # Rows that have seen nothing yet: exp2(-inf - -inf) would be NaN.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(peak - base)
 
-@triton.jit
-def _store_part(
-    partials: tl.tensor,
-    lse: tl.tensor,
-    at: tl.tensor,
-    is_row: tl.tensor,
-    peak: tl.tensor,
-    total: tl.tensor,
-    found: tl.tensor,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-) -> None:
-    """Normalise one part of several and write it with its LSE."""
-    # A part may be empty for some of its queries: its peak is -inf, and so is its LSE.
-    total = tl.where(total == 0.0, 1.0, total)
-    found /= total[:, None]
     dims = tl.arange(0, VALUE_PAD)
-    is_value = is_row[:, None] & (dims < VALUE_DIM)[None, :]
-    tl.store(partials + at[:, None] * VALUE_DIM + dims[None, :], found, mask=is_value)
-    tl.store(lse + at, (peak + tl.log2(total)) * LN_2, mask=is_row)
+    at = values + (slot * value_stride)[:, None] + dims[None, :]
+    if VALUE_DIM != VALUE_PAD:
+        v = tl.load(at, mask=is_key[:, None] & (dims < VALUE_DIM)[None, :], other=0.0)
+    elif IS_MASKED:
+        v = tl.load(at, mask=is_key[:, None], other=0.0)
+    else:
+        v = tl.load(at)
+    total = total * decay + tl.sum(weights, 1)
+    found = tl.dot(weights.to(v.dtype), v, found * decay[:, None], input_precision=PRECISION)
+    return new_peak, total, found

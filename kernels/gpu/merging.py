@@ -95,9 +95,19 @@ def merge(
                 slots = first + parts
             at = slots.to(tl.int64)[:, None] * HEADS + heads[None, :]
             is_used = is_part[:, None] & is_head[None, :]
-            peak, total, found = _add_parts(
-                *(peak, total, found, partials, lse, at, is_used, VALUE_DIM, VALUE_PAD)
-            )
+            weight = tl.load(lse + at, mask=is_used, other=float("-inf")).to(tl.float32)
+            new_peak = tl.maximum(peak, tl.max(weight, 0))
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            decay = tl.exp2((peak - base) * LOG2_E)
+            weight = tl.exp2((weight - base[None, :]) * LOG2_E)
+            value = tl.load(
+                partials + at[:, :, None] * VALUE_DIM + dims[None, None, :],
+                mask=is_used[:, :, None] & (dims < VALUE_DIM)[None, None, :],
+                other=0.0,
+            ).to(tl.float32)
+            found = found * decay[:, None] + tl.sum(weight[:, :, None] * value, 0)
+            total = total * decay + tl.sum(weight, 0)
+            peak = new_peak
         # Heads behind the last have found nothing.
         total = tl.where(is_head, total, 1.0)
         at = number.to(tl.int64) * out_stride + heads * out_head_stride
@@ -106,31 +116,3 @@ def merge(
             (found / total[:, None]).to(out.dtype.element_ty),
             mask=is_head[:, None] & (dims < VALUE_DIM)[None, :],
         )
-
-
-@triton.jit
-def _add_parts(
-    peak: tl.tensor,
-    total: tl.tensor,
-    found: tl.tensor,
-    partials: tl.tensor,
-    lse: tl.tensor,
-    at: tl.tensor,
-    is_used: tl.tensor,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the parts `at` some slots, [parts, heads], to what the heads have found so far."""
-    weight = tl.load(lse + at, mask=is_used, other=float("-inf")).to(tl.float32)
-    new_peak = tl.maximum(peak, tl.max(weight, 0))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay = tl.exp2((peak - base) * LOG2_E)
-    weight = tl.exp2((weight - base[None, :]) * LOG2_E)
-    dims = tl.arange(0, VALUE_PAD)
-    value = tl.load(
-        partials + at[:, :, None] * VALUE_DIM + dims[None, None, :],
-        mask=is_used[:, :, None] & (dims < VALUE_DIM)[None, None, :],
-        other=0.0,
-    ).to(tl.float32)
-    found = found * decay[:, None] + tl.sum(weight[:, :, None] * value, 0)
-    return new_peak, total * decay + tl.sum(weight, 0), found
