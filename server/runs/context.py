@@ -227,7 +227,10 @@ class CallContext:
 
         def on_report(report: api.Report) -> None:
             if isinstance(report, api.Filled):
-                usage.computed += report.computed
+                if self._state.has_ended and self._state.started_at is None:
+                    usage.prompt_discarded += report.computed  # its call never came to be
+                else:
+                    usage.computed += report.computed
                 usage.cached += report.cached
                 usage.recomputed += report.recomputed
                 self._sharing.filled(held)

@@ -124,14 +124,20 @@ class EarlyFills:
         call = self._call_of(slot.node)
         values = {name: execution.values.get(name, "") for name in slot.reads}
         known = {name for name in slot.reads if name in execution.values}
-        if text is not None and variable not in known:
+        if text is not None:
             values[variable] = text
             known.add(variable)
         boundary = -1
+        reads_growing = False
         for index, reads in enumerate(prefix_reads(call.node, closed=True)):
             if not reads <= known:
                 break
             boundary = index
+            reads_growing = text is not None and variable in reads
+            if reads_growing:
+                break  # where it ends nobody knows, so nothing behind it has its place yet
+        if text is not None and not reads_growing:
+            return  # something else is missing before it
         hashes = self._hashes[slot.node]
         key = (hashes[boundary], len(text or ""))
         if boundary < 0 or key in self._begun:
@@ -143,7 +149,10 @@ class EarlyFills:
         def done(rendered: Rendered, encoded: Encoded) -> None:
             if call.is_over or call.state.started_at is not None or not engine.is_alive:
                 return
-            cut = encoded.tokens_before(rendered.ends[boundary]) - num_unsure
+            end = rendered.ends[boundary]
+            if text is not None and not _text_before(rendered, end).endswith(text):
+                return  # an expression makes more of it, or something else
+            cut = encoded.tokens_before(end) - num_unsure
             if engine.num_available >= FREE_BLOCKS * (cut // engine.hello.limits.block_size):
                 call.fill_early(engine, encoded.ids[: max(cut, 0)], boundary)
 
@@ -152,3 +161,7 @@ class EarlyFills:
 
         num_chars = sum(len(value) for value in values.values() if isinstance(value, str))
         self._world.encoder.submit(Work(call, 0, values, num_chars, done, broken))
+
+
+def _text_before(rendered: Rendered, end: int) -> str:
+    return "".join(piece.text for piece in rendered.pieces)[:end]

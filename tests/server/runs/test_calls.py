@@ -112,3 +112,51 @@ async def test_what_is_filled_early_goes_with_a_call_that_never_comes(
         assert status.receipt
         tokens = status.receipt.prompt_tokens
         assert tokens.computed + tokens.discarded == engine.report.num_computed_tokens
+
+
+async def test_what_is_filled_early_for_a_call_that_is_gone_by_then_counts_as_discarded(
+    tmp_path: Path,
+) -> None:
+    nodes = [
+        say("first", "Tell me. ", **SLOW),
+        say("second", LONG * 4, read("first"), on_error="isolate"),
+        {"id": "stop", "op": "kill", "targets": ["second"], "after": ["go"]},
+        client("go", "gone"),
+    ]
+    slow = {"time_per_output_token": 0.005, "time_per_prompt_token": 0.0002}
+    async with desk_of(tmp_path, **slow) as desk:
+        program = await desk.submit(nodes, outputs=["first"])
+        [info] = await desk.executor.engines()
+        engine = desk.executor.engine(info.id)
+        assert engine
+        async with asyncio.timeout(WAIT_S):
+            while engine.num_contexts(program.id) < 2:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.001)
+        await program.put("gone", True)
+        status = await program.end()
+        assert status.nodes["second"].status == "killed"
+        assert status.receipt
+        tokens = status.receipt.prompt_tokens
+        assert tokens.recomputed == 0
+        assert tokens.discarded > len(LONG)
+        [info] = await desk.executor.engines()
+        assert tokens.computed + tokens.discarded == info.report.num_computed_tokens
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_nothing_is_filled_behind_a_text_that_still_grows(
+    tmp_path: Path, is_plain: bool
+) -> None:
+    inserted: list[Any] = [read("first"), LONG]
+    if not is_plain:
+        inserted = [{"input": {"concat": [var("first"), {"lit": LONG}]}}]
+    nodes = [
+        say("first", "Tell me. ", min_tokens=1000, ignore_eos=True, max_tokens=1000),
+        *(say(f"reader{i}", LONG, *inserted, f" Reader {i}. ") for i in range(3)),
+    ]
+    async with desk_of(tmp_path, time_per_output_token=0.001) as desk:
+        program = await desk.submit(nodes, outputs=["reader0", "reader1", "reader2"])
+        status = await program.end()
+        assert status.status == "done", status.error
+        assert status.receipt
+        assert status.receipt.prompt_tokens.recomputed < BLOCK
