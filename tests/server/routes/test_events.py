@@ -142,6 +142,53 @@ async def test_a_reader_gets_the_types_it_names_and_the_end() -> None:
         check_problem(refused, 400, "request.invalid")
 
 
+async def test_a_reader_of_some_types_hears_a_ping_while_others_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("conure.server.routes.events.PING_S", 0.001)
+
+    class Talking(ScriptedService):
+        async def events(
+            self, program: str, *, tenant: str, after: int
+        ) -> AsyncGenerator[Event, None]:
+            for _ in range(100):
+                yield Event(None, "node.delta", {})
+                await asyncio.sleep(0.0002)
+            yield Event(1, "program.finished", {})
+
+    async with in_process(app_of(Talking())) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        answer = await client.get(EVENTS, params={"types": "program.finished"})
+        assert answer.text.count(": ping") >= 3
+        assert answer.text.count("event:") == 1
+
+
+async def test_what_a_reader_does_not_want_lets_other_tasks_run() -> None:
+    class Loud(ScriptedService):
+        num_ticks = 0
+
+        async def events(
+            self, program: str, *, tenant: str, after: int
+        ) -> AsyncGenerator[Event, None]:
+            async def tick() -> None:
+                while True:
+                    self.num_ticks += 1
+                    await asyncio.sleep(0)
+
+            ticking = asyncio.ensure_future(tick())
+            for seq in range(1000):
+                yield Event(seq, "node.queued", {})
+            ticking.cancel()
+            yield Event(1000, "program.finished", {})
+
+    service = Loud()
+    async with in_process(app_of(service)) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        answer = await client.get(EVENTS, params={"types": "program.finished"})
+        assert answer.text.count("event:") == 1
+    assert service.num_ticks >= 10
+
+
 async def test_silence_is_broken_by_pings_that_lose_no_event() -> None:
     release = asyncio.Event()
 
