@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
@@ -35,6 +35,9 @@ DEFAULT_URL = "http://127.0.0.1:8400"
 CONNECT_S = 5.0
 STREAM_SILENCE_S = 45.0
 """An event stream that says nothing for so long is opened anew; a dead server shows then."""
+
+LAST: Final = "program.finished"
+"""The event that ends every stream."""
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
 
@@ -115,7 +118,8 @@ class Follower:
             "method": "GET",
             "url": self._path,
             "params": {"after": str(self._cursor.after)}
-            | ({} if self._types is None else {"types": sorted(self._types)}),
+            # The last event comes in any case; to name none would be to ask for all.
+            | ({} if self._types is None else {"types": sorted({*self._types, LAST})}),
             "headers": {"accept": "text/event-stream", "accept-encoding": "identity"},
             "timeout": httpx.Timeout(
                 self._settings.timeout_s, connect=CONNECT_S, read=STREAM_SILENCE_S
@@ -124,14 +128,15 @@ class Follower:
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Events that a chunk completes."""
+        self._settings.is_known = True
+        self._outage.over()  # a ping is an answer too
         events = self._cursor.feed(chunk)
         for event in events:
             if event.type == "server.draining":
                 continue
             self._num_misses = 0
-            self._outage.over()
             self._is_quiet = False
-            self.is_over = self.is_over or event.type == "program.finished"
+            self.is_over = self.is_over or event.type == LAST
         return events
 
     def refused(self, reply: Reply) -> None:
@@ -153,7 +158,7 @@ class Follower:
         """The connection broke.
 
         Raises:
-            ServerUnreachableError: if it did so for too long without an event in between.
+            ServerUnreachableError: if it did so for too long without a byte in between.
         """
         if not self.is_over:
             self._pause_s = self._outage.pause_s(self._settings.unreachable(problem))

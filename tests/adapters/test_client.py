@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any
 
+import httpx
 import pytest
 
 from conure.adapters.client import (
@@ -18,6 +19,7 @@ from conure.adapters.client import (
     Run,
     ServerUnreachableError,
 )
+from conure.adapters.connection import Follower, Settings
 from conure.server.program.errors import (
     ConflictError,
     NotFoundError,
@@ -134,6 +136,32 @@ async def test_events_go_on_where_the_connection_broke(caller: Any, double: Any,
     assert [event.seq for event in events if event.type != "server.draining"] == [1, None, 2, 9]
     asked = [seen.query for seen in double.of("GET", f"{PROGRAM}/events")]
     assert asked == ["after=0", "after=1", "after=1", "after=2", "after=2"]
+
+
+def test_a_stream_that_was_heard_since_has_its_whole_patience_again() -> None:
+    now = [0.0]
+    retry = Retry(patience_s=15, clock=lambda: now[0])
+    settings = Settings(None, app=None, timeout_s=5, retry=retry, headers=None)
+    settings.is_known = True
+    follower = Follower(settings, "p", 0, None)
+    follower.broken(httpx.ReadError("cut"))
+    follower.arguments()
+    follower.feed(b": ping\n\n")
+    now[0] = 3600
+    follower.broken(httpx.ReadError("cut again, after an hour"))
+    assert follower.pause_s() > 0
+    now[0] += 15
+    with pytest.raises(ServerUnreachableError):
+        follower.broken(httpx.ReadError("cut, and nothing was heard in between"))
+
+
+def test_who_names_no_types_is_not_sent_all_of_them() -> None:
+    settings = Settings(None, app=None, timeout_s=5, retry=None, headers=None)
+    asked = [
+        Follower(settings, "p", 0, types).arguments()["params"].get("types")
+        for types in (None, (), ["node.delta"])
+    ]
+    assert asked == [None, ["program.finished"], ["node.delta", "program.finished"]]
 
 
 async def test_events_of_a_program_that_has_ended_come_to_an_end(
