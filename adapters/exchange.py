@@ -18,7 +18,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
@@ -117,6 +117,11 @@ class Retry:
     first_patience_s: float = 2.0
     noise: random.Random = field(default_factory=random.Random)
     clock: Callable[[], float] = time.monotonic
+
+    def within(self, wait_s: float) -> Retry:
+        """The same for somebody who waits no longer: a break of a moment is still got over."""
+        patience_s = min(self.patience_s, max(wait_s, self.first_patience_s))
+        return replace(self, patience_s=patience_s)
 
     def delay_s(self, attempt: int, asked_s: float | None = None) -> float:
         """Seconds before repeat number `attempt` (from 0): jittered, never less than asked."""
@@ -248,7 +253,8 @@ def get(
         poll_s = POLL_S if end is None else max(0.0, min(POLL_S, end - clock()))
         query = {"wait_s": f"{poll_s:.3f}"}
         request = Request("GET", path, query=query, wait_s=poll_s)
-        found = yield from ask(request, retry, VariableStatus)
+        patience = retry if end is None else retry.within(end - clock())
+        found = yield from ask(request, patience, VariableStatus)
         if found.value is not msgspec.UNSET:
             return found.value
         if found.status in ENDED:

@@ -138,6 +138,21 @@ def test_many_clients_do_not_come_back_at_once() -> None:
     assert max(found) - min(found) > 1
 
 
+def test_who_waits_for_a_value_waits_no_longer_for_the_server() -> None:
+    now = [0.0]
+    retry = Retry(clock=lambda: now[0])
+    flow = exchange.get("p", "x", retry, wait_s=3.0, clock=lambda: now[0])
+    what = next(flow)
+    with pytest.raises(ServerUnreachableError):
+        while True:
+            if isinstance(what, Pause):
+                now[0] += what.delay_s
+                what = next(flow)
+            else:
+                what = flow.throw(ServerUnreachableError("gone"))
+    assert now[0] == pytest.approx(3.0)
+
+
 def test_without_retries_nobody_waits() -> None:
     flow = repeat(Request("GET", "/x"), Retry(max_retries=0))
     next(flow)
