@@ -27,7 +27,7 @@ from conure.server.program.errors import (
     RunError,
     UnavailableError,
 )
-from conure.server.program.status import Receipt
+from conure.server.program.status import EventType, Receipt
 
 PROGRAM = "/v1/programs/p_1"
 
@@ -157,9 +157,9 @@ def test_a_stream_that_was_heard_since_has_its_whole_patience_again() -> None:
 
 def test_who_names_no_types_is_not_sent_all_of_them() -> None:
     settings = Settings(None, app=None, timeout_s=5, retry=None, headers=None)
+    wanted: list[list[EventType] | None] = [None, [], ["node.delta"]]
     asked = [
-        Follower(settings, "p", 0, types).arguments()["params"].get("types")
-        for types in (None, (), ["node.delta"])
+        Follower(settings, "p", 0, types).arguments()["params"].get("types") for types in wanted
     ]
     assert asked == [None, ["program.finished"], ["node.delta", "program.finished"]]
 

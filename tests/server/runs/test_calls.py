@@ -123,8 +123,7 @@ async def test_what_is_filled_early_for_a_call_that_is_gone_by_then_counts_as_di
         {"id": "stop", "op": "kill", "targets": ["second"], "after": ["go"]},
         client("go", "gone"),
     ]
-    slow = {"time_per_output_token": 0.005, "time_per_prompt_token": 0.0002}
-    async with desk_of(tmp_path, **slow) as desk:
+    async with desk_of(tmp_path, time_per_output_token=0.005, time_per_prompt_token=0.0002) as desk:
         program = await desk.submit(nodes, outputs=["first"])
         [info] = await desk.executor.engines()
         engine = desk.executor.engine(info.id)
@@ -160,3 +159,20 @@ async def test_nothing_is_filled_behind_a_text_that_still_grows(
         assert status.status == "done", status.error
         assert status.receipt
         assert status.receipt.prompt_tokens.recomputed < BLOCK
+
+
+async def test_prompts_that_begin_at_once_leave_most_of_the_engine_free(tmp_path: Path) -> None:
+    nodes = [
+        say("first", "Tell me. ", **SLOW),
+        *(say(f"reader{i}", f"{i} ", LONG * 2, read("first")) for i in range(20)),
+    ]
+    num_blocks = 400
+    async with desk_of(tmp_path, num_blocks=num_blocks, time_per_output_token=0.005) as desk:
+        program = await desk.submit(nodes, outputs=[f"reader{i}" for i in range(20)])
+        await wait_until_filled(desk, 2 * len(LONG))
+        [engine] = await desk.executor.engines()
+        assert engine.report.num_held < num_blocks / 2
+        status = await program.end()
+        assert status.status == "done", status.error
+        assert status.receipt
+        assert status.receipt.prompt_tokens.recomputed < len(LONG), "filled, evicted, filled again"
