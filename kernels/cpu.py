@@ -74,6 +74,9 @@ class Cpu:
     ) -> Tensor:
         """Run the plan's tiles; see `ops.Operations.attention`."""
         keys, values = self._stored(key_cache, plan), self._stored(value_cache, plan)
+        if key_cache.data_ptr() == value_cache.data_ptr():
+            # Values that are a part of the keys were written with them.
+            values = values._replace(is_stored=keys.is_stored, is_same=keys.is_same)
         if keys.rows is None or values.rows is None:
             keys, values = keys._replace(rows=None), values._replace(rows=None)
         for sheet in self._sheets(plan, window, query, keys, values, with_sinks=sinks is not None):
@@ -157,20 +160,19 @@ class Cpu:
         binding = plan.binding(window)
         shape = (kv_heads, num_slots, dim, value_dim, keys.rows is None)
         key = ("cpu", binding, query.dtype, heads, shape, with_sinks)
-        sheets: list[Sheet] | None = plan.derived.get(key)
-        if sheets is not None:
-            return sheets
         if plan is not self._plan:
             self._forget(self._plan)
             self._plan = plan
-        former, sheets = self._former.pop(key, (None, []))
+        former, sheets = self._former.get(key, (None, []))
+        if former is plan:
+            return sheets
         can_grow = former is not None and binding is None and all(s.tile.can_grow() for s in sheets)
         if former is not None and can_grow and _goes_on(former, plan):
             # They are this step's from now on.
-            former.derived.pop(key, None)
             for sheet in sheets:
                 sheet.tile.grow(plan.slots)
         else:
+            self._former.pop(key, None)
             for sheet in sheets:
                 sheet.tile.forget()
             sizes = Sizes(query.dtype, heads * element, kv_heads * dim * element)
@@ -182,7 +184,6 @@ class Cpu:
                 Sheet(tile, shape, memory, dim, value_dim, with_sinks=with_sinks)
                 for tile, shape in zip(tiles, shapes, strict=True)
             ]
-        plan.derived[key] = sheets
         self._former[key] = (plan, sheets)
         return sheets
 

@@ -135,7 +135,9 @@ class Operations:
         """Attend every query to the positions of its context up to its own.
 
         The new tokens' keys and values must be stored before. Slots that the plan does not
-        name are never read into a result, whatever they hold.
+        name are never read into a result, whatever they hold. An implementation may keep
+        copies of what it has read: from then on a cache is written by `store_kv` and
+        `copy_blocks` of these operations alone.
 
         Args:
             query: [T, H, D], rows in the plan's order; strides are free but for the last.

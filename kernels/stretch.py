@@ -84,7 +84,7 @@ class Stretch:
         self._run: Final = run_of(slots) if slots.ndim == 1 else None
         self._room: Final = room
         self._step = 0
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[tuple[int, int], _Kept] = {}
         self._index: Tensor | None = None
 
     def go_on(self) -> None:
@@ -93,10 +93,11 @@ class Stretch:
 
     def read(self, cache: Stored) -> Tensor:
         """Return what a cache holds there, [K, L, D]; of a `Tail` [K, n, W, D]. It is lent."""
-        address = cache.heads.data_ptr()
+        kv_heads, _, dim = cache.heads.shape
+        # Values may be the first part of the keys: then they begin where these do.
+        address = cache.heads.data_ptr(), dim
         kept = self._kept.get(address)
         if kept is None:
-            kv_heads, _, dim = cache.heads.shape
             num_bytes = self._slots.size * kv_heads * dim * cache.heads.itemsize
             if num_bytes <= self._room.num_bytes:
                 self._room.num_bytes -= num_bytes
@@ -117,7 +118,12 @@ class Stretch:
         self._kept.clear()
 
     def _renew(self, tokens: Tensor, cache: Stored) -> None:
-        """Bring tokens up to date that lack what this step alone has written: nothing."""
+        """Bring tokens up to date that lack what this step alone has written.
+
+        The new tokens of a later step are others; those of the first may be among these.
+        """
+        if self._step == 0:
+            tokens.copy_(self._gather(cache))
 
     def _gather(self, cache: Stored) -> Tensor:
         if self._run is not None:

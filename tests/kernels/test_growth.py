@@ -144,6 +144,47 @@ def test_an_earlier_plan_can_be_run_again() -> None:
         contexts.compare(plan)
 
 
+def test_a_plan_that_is_run_again_reads_what_its_own_tokens_are_now() -> None:
+    # The row's slots are one stretch, that of its new token among them.
+    contexts = Contexts(7)
+    contexts.tables, contexts.lengths = [[*range(40)]], [159]
+    plan = contexts.step([1])
+    key, value = torch.randn(2, 1, KV_HEADS, DIM)
+    slots = torch.from_numpy(plan.slots)
+    contexts.operations.store_kv(key, value, contexts.keys, contexts.values, slots)
+    contexts.compare(plan)
+
+
+def test_a_plan_that_is_run_again_reads_what_other_plans_wrote() -> None:
+    contexts = Contexts(8)
+    cpu = contexts.operations._kernels
+    assert isinstance(cpu, Cpu)
+    plan = contexts.step([1] * 3)
+    kept = cpu._room.num_bytes
+    block = contexts.tables[0][-1]
+    other = build([BLOCK], [BLOCK], [[block]], block_size=BLOCK)
+    for _ in range(3):
+        contexts.store(block)
+        contexts.compare(other)
+        contexts.compare(plan)
+    assert cpu._room.num_bytes == kept
+
+
+def test_values_may_be_the_first_part_of_the_keys() -> None:
+    contexts = Contexts(9)
+    contexts.values = contexts.keys[..., : DIM // 2]
+    for _ in range(3):
+        for row in range(3):
+            contexts.lengths[row] += 1
+            contexts.cover(row)
+        plan = build([1] * 3, contexts.lengths, contexts.tables, block_size=BLOCK, min_saved=0)
+        for _ in range(2):
+            key = torch.randn(3, KV_HEADS, DIM)
+            value, slots = key[..., : DIM // 2], torch.from_numpy(plan.slots)
+            contexts.operations.store_kv(key, value, contexts.keys, contexts.values, slots)
+            contexts.compare(plan)
+
+
 def test_what_is_written_from_outside_is_read() -> None:
     contexts = Contexts(3)
     contexts.step([1] * 3)
