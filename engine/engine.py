@@ -355,7 +355,8 @@ class Engine:
         context.ids.extend(command.tokens)
         context.tallies[-1].end = length
         context.tallies.append(Tally())
-        if length == context.num_computed:
+        # One that has work is computed by others in a step on its way: it is answered then.
+        if length == context.num_computed and not context.is_queued:
             self._answer_fills(context)
 
     def _update(self, command: api.Update) -> None:

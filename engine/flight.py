@@ -35,7 +35,7 @@ class Flight:
     """Contexts that need no row: others compute what they lack."""
     handle: Handle
     unmade: set[int] = field(default_factory=set)
-    """Blocks that it fills or begins."""
+    """Blocks that it fills, begins, or writes to again."""
 
 
 class Follower(NamedTuple):

@@ -56,6 +56,8 @@ class KVMemory:
         self._totals = totals
         self._holders: set[Context] = set()
         self._unmade: set[int] = set()
+        self._rewritten: set[int] = set()
+        """Blocks whose last token is run once more in this step."""
         self._orphans: list[Context] = []
         self._victims: list[Context] | None = None
         self._spared: list[Context] = []
@@ -79,7 +81,8 @@ class KVMemory:
         self._victims = None
         self._spared.clear()
         self._cache.unpin()
-        unmade, self._unmade = self._unmade, set()
+        unmade = self._unmade | self._rewritten
+        self._unmade, self._rewritten = set(), set()
         return unmade
 
     def end_step(self) -> None:
@@ -116,6 +119,8 @@ class KVMemory:
         first = begin // self.block_size
         if first < len(blocks) and not self._make_writable(context, first):
             return begin
+        if begin < context.num_computed:
+            self._rewritten.add(context.blocks[first])
         while (missing := -(-end // self.block_size) - len(blocks)) > 0:
             block = self._take(context, blocks[-1] if blocks else -1, missing)
             if block is None:

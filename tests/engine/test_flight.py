@@ -95,6 +95,20 @@ def test_a_prompt_that_comes_is_not_kept_waiting() -> None:
     assert server.runner.num_ahead > ahead
 
 
+def test_a_fill_is_not_answered_before_the_step_that_computes_it_is_read() -> None:
+    server = ServerDouble(late=True)
+    server.fill(A[:8])
+    twin = server.fill(A[:8])
+    server.step()
+    assert server.runner.flying
+    assert server.runner.steps == [[(1, 0, 8)]]
+    server.extend(twin, b"")
+    server.step()
+    assert len(server.known[twin].filled) == 2
+    server.run()
+    assert server.engine.is_idle
+
+
 def test_contexts_that_find_no_place_do_not_stop_those_that_run() -> None:
     limits = api.Limits(256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=2)
     server = ServerDouble(limits, late=True)
@@ -130,6 +144,21 @@ def test_a_step_that_fails_late_fails_its_contexts_and_its_follower() -> None:
     server.run()
     assert server.generate_text(A[3:9]) == ServerDouble().generate_text(A[3:9])
     assert server.engine.status().num_held == 0
+
+
+def test_what_a_step_that_failed_late_wrote_again_is_computed_again() -> None:
+    server = ServerDouble(late=True)
+    context = server.fill(A[:8])
+    server.run()
+    server.runner.fails_late = True
+    server.generate(context)
+    server.step()
+    assert server.runner.steps[-1] == [(context, 7, 1)]
+    fork = server.fork_generate(context, 8)
+    server.runner.fails_late = False
+    server.run()
+    assert [failed.context for failed in server.failed] == [context]
+    assert (fork, 0, 8) in server.runner.steps[2]
 
 
 def test_what_was_kept_of_a_step_that_failed_late_is_not_found_again() -> None:
