@@ -15,11 +15,6 @@ from ..served import environment, served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-UNTRAINED = pytest.mark.xfail(
-    strict=False,
-    reason="the shipped weights are not trained to the end: see engine/small/README.md",
-)
-"""On what asks for right answers, until the accuracy of the card is what the tasks need."""
 FINDINGS = ["Jonas Wenk", "nobody", "Ruth Sandberg", "Emil Hartson", "nobody"]
 JOINED = "Jonas Wenk, Ruth Sandberg and Emil Hartson."
 
@@ -90,7 +85,10 @@ def test_the_critic_and_the_follow_ups_agree_with_the_report(url: str) -> None:
     }
 
 
-@UNTRAINED
+@pytest.mark.xfail(
+    strict=False,
+    reason="a schema forces tokens that are cut otherwise than those the small model has learnt",
+)
 def test_the_extraction_is_a_value_under_its_schema(url: str) -> None:
     assert answers(example(url, "extraction.py")) == {
         "found": ['{"inspector": "Mira Dolan", "place": "Malbury"}'],

@@ -42,6 +42,6 @@ def test_the_card_tells_how_often_the_model_is_right() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.xfail(strict=True, reason="not trained to the end: see engine/small/README.md")
+@pytest.mark.xfail(strict=True, reason="yes_no and reduce are not: see engine/small/README.md")
 def test_the_model_is_right_in_95_of_100_unseen_cases_of_every_task() -> None:
     assert min(asked(500).values()) >= NEEDED
