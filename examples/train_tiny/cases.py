@@ -133,7 +133,9 @@ def _check(words: Words, fact: Fact, facts: Sequence[Fact]) -> Question:
 def _as_json(words: Words, fields: Sequence[Fact]) -> Question:
     chosen = words.rng.sample(fields, min(len(fields), words.rng.randint(1, 3)))
     keys = joined([f'"{fact.key}"' for fact in chosen])
-    answer = json.dumps({fact.key: fact.value for fact in chosen}, ensure_ascii=False)
+    # Compact, as the server writes what a schema asks for.
+    values = {fact.key: fact.value for fact in chosen}
+    answer = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
     wordings = (f"Give JSON with the keys {keys}.", f"Write JSON with the keys {keys}.")
     return Question(Task.JSON, wordings, answer)
 

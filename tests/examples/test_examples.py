@@ -85,10 +85,6 @@ def test_the_critic_and_the_follow_ups_agree_with_the_report(url: str) -> None:
     }
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a schema forces tokens that are cut otherwise than those the small model has learnt",
-)
 def test_the_extraction_is_a_value_under_its_schema(url: str) -> None:
     assert answers(example(url, "extraction.py")) == {
         "found": ['{"inspector": "Mira Dolan", "place": "Malbury"}'],
