@@ -420,7 +420,9 @@ class Executor:
             await run.outbox.wait_for(variable, wait_s)
         return _variable(run, variable)
 
-    async def events(self, program: str, *, tenant: str, after: int) -> AsyncGenerator[Event, None]:
+    async def events(
+        self, program: str, *, tenant: str, after: int, is_durable: bool = False
+    ) -> AsyncGenerator[Event, None]:
         """Events of a program; see `Service.events`."""
         run = self._live(program, tenant) or self._recently(program, tenant)
         if run is None:
@@ -437,7 +439,7 @@ class Executor:
                 last = record.seq
                 yield Event(record.seq, record.type, msgspec.json.decode(record.data))  # type: ignore[arg-type]  # written from an EventType
         if run is not None:
-            reading = run.feed.read(last)
+            reading = run.feed.read(last, is_durable=is_durable)
             try:
                 async for event in reading:
                     yield event

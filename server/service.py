@@ -175,11 +175,19 @@ class Service(Protocol):
         """
         ...
 
-    def events(self, program: str, *, tenant: str, after: int) -> AsyncGenerator[Event, None]:
+    def events(
+        self, program: str, *, tenant: str, after: int, is_durable: bool = False
+    ) -> AsyncGenerator[Event, None]:
         """Yields the journaled events after sequence number `after`, then what comes.
 
         Deltas carry no sequence number. Ends after `program.finished` or `server.draining`.
         The caller closes the generator.
+
+        Args:
+            program: id of the program.
+            tenant: whose it is.
+            after: the last sequence number that was seen.
+            is_durable: leave out what has no sequence number, and be woken by none of it.
 
         Raises:
             NotFoundError: if there is no such program (at the first iteration).

@@ -144,17 +144,11 @@ def prefix_constant(
     return tuple(accumulate(marks, lambda before, here: before and here))
 
 
-def prefix_reads(
+def boundary_reads(
     node: Generate, definitions: Definitions | None = None, *, closed: bool = False
 ) -> tuple[frozenset[str], ...]:
-    """For every boundary, the variables that the prefix before it contains."""
-    reads: frozenset[str] = frozenset()
-    found: list[frozenset[str]] = []
-    for mark in _boundaries(node, definitions, closed):
-        if not mark.reads <= reads:
-            reads |= mark.reads
-        found.append(reads)
-    return tuple(found)
+    """For every boundary, the variables that stand between it and the one before."""
+    return tuple(mark.reads for mark in _boundaries(node, definitions, closed))
 
 
 class _Mark(NamedTuple):

@@ -36,6 +36,8 @@ PING = b": ping\n\n"
 MOST_AT_ONCE = 64
 """Events that go out in one piece."""
 DRAINING: Final = "server.draining"
+TRANSIENT: Final[frozenset[EventType]] = frozenset({"node.delta", "yield"})
+"""Types of events that may come without a sequence number, by the dozen for every step."""
 _MAX_SEQ = 2**63 - 1
 
 After = Annotated[
@@ -89,10 +91,10 @@ async def read_events(
     # An unknown program must be a 404, and after the first byte it is too late for one.
     await service.status(program, tenant=tenant)
     start = after if last_event_id is None else last_event_id
-    source = service.events(program, tenant=tenant, after=start)
-    wanted = None if types is None else frozenset([*types, "program.finished", DRAINING])
-    if wanted is not None:
-        source = _only(source, wanted)
+    is_durable = types is not None and TRANSIENT.isdisjoint(types)
+    source = service.events(program, tenant=tenant, after=start, is_durable=is_durable)
+    if types is not None:
+        source = _only(source, frozenset([*types, "program.finished", DRAINING]))
     return EventStream(_lines(follow(source, draining_of(request), ping_s=PING_S)))
 
 

@@ -18,6 +18,8 @@ from .outbox import Outbox
 
 LEASE_S = 10.0
 """How long an attached program lives without a reader."""
+NUM_LOOKS = 5
+"""How often it is looked for one in that time."""
 DEADLINE, LEASE = "the deadline", "the lease"
 """Timers of a whole program, by names that no node can have."""
 
@@ -47,7 +49,9 @@ class Clocks:
         self._feed = feed
         self._outbox = outbox
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._read_at = time.monotonic()
+        self._num_unread = 0
+        """Looks since somebody read the program. Looks are counted and not seconds: while this
+        process is suspended nobody can read, and nobody is gone for that."""
 
     def start(self) -> None:
         """The program starts: arm what concerns all of it."""
@@ -67,7 +71,7 @@ class Clocks:
 
     def touch(self) -> None:
         """Somebody asked about the program; it need not be for long."""
-        self._read_at = time.monotonic()
+        self._num_unread = 0
 
     def watch(self, node: Placed) -> None:
         """A node starts. A client step counts the time of each question by itself."""
@@ -106,12 +110,12 @@ class Clocks:
 
     def _check_lease(self) -> None:
         """An attached program lives as long as somebody reads it."""
-        now = time.monotonic()
         if self._feed.num_readers or self._outbox.has_waiters:
-            self._read_at = now
-        if now - self._read_at >= LEASE_S:
+            self._num_unread = 0
+        if self._num_unread >= NUM_LOOKS:
             message = f"nobody read the attached program for {LEASE_S:g} s"
             self._host.stop("cancelled", Problem(code="program.lease_lost", message=message))
             return
+        self._num_unread += 1
         loop = asyncio.get_running_loop()
-        self._timers[LEASE] = loop.call_later(LEASE_S / 5, self._check_lease)
+        self._timers[LEASE] = loop.call_later(LEASE_S / NUM_LOOKS, self._check_lease)

@@ -11,11 +11,13 @@ becomes of a prompt that is whole.
 
 Kept true: only a call all of whose missing inputs are being written is begun, at a rank behind
 everybody's, where blocks are free in plenty and nobody waits for an engine; one prefix is
-begun once for all calls that start with it.
+begun once for all calls that start with it; calls that begin or end in one turn of the loop are one
+look at a reader of theirs, however wide a stage is.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Final
 
@@ -24,7 +26,7 @@ from msgspec import UNSET
 from ..engines.engine import Engine
 from ..program.graph import Slot
 from ..program.ir import Generate
-from ..program.rope import prefix_reads
+from ..program.rope import boundary_reads
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
 from .call import NUM_TAIL, Call
@@ -59,14 +61,17 @@ class EarlyFills:
         self._lens: dict[str, tuple[int, int]] = {}
         """Of a text that grows: characters, and how many there were when it was looked at."""
         self._begun: set[tuple[bytes, int]] = set()
+        self._new_reads: dict[str, tuple[frozenset[str], ...]] = {}
+        """Of a node whose prompt was looked at: `boundary_reads`."""
+        self._soon: dict[str, Engine] = {}
+        """Variables to be looked at before the loop's next turn, and where they are written."""
 
     def writes(self, variable: str, engine: Engine) -> None:
         """A call begins to write a variable on an engine: what can be known of its readers?"""
-        if not any(self._may_begin(slot) for slot in self._execution.graph.get_consumers(variable)):
-            return
-        self._texts[variable] = []
-        self._lens[variable] = (0, 0)
-        self._look(variable, engine, None)
+        if self._execution.graph.get_consumers(variable):
+            self._texts[variable] = []
+            self._lens[variable] = (0, 0)
+            self._look_soon(variable, engine)
 
     def grew(self, variable: str, text: str, engine: Engine) -> None:
         """More of a text that is the variable's value to be."""
@@ -77,13 +82,16 @@ class EarlyFills:
         self._texts[variable].append(text)
         if num_chars - num_seen >= max(MIN_CHARS, num_seen // 4):
             num_seen = num_chars
-            self._look(variable, engine, "".join(self._texts[variable]))
+            if not self._world.scheduler.num_waiting:
+                text = "".join(self._texts[variable])
+                for slot in self._readers(variable):
+                    self._begin(slot, engine, variable, text)
         self._lens[variable] = (num_chars, num_seen)
 
     def committed(self, variable: str, engine: Engine) -> None:
         """A variable has its value: its readers may wait for others still."""
         self.forget(variable)
-        self._look(variable, engine, None)
+        self._look_soon(variable, engine)
 
     def forget(self, variable: str) -> None:
         """Nothing more of this text will come, or all of it again."""
@@ -92,12 +100,29 @@ class EarlyFills:
 
     # --- one reader -----------------------------------------------------------------------
 
-    def _look(self, variable: str, engine: Engine, text: str | None) -> None:
+    def _look_soon(self, variable: str, engine: Engine) -> None:
+        if not self._soon:
+            asyncio.get_running_loop().call_soon(self._look)
+        self._soon[variable] = engine
+
+    def _look(self) -> None:
+        """Look at all that read what began to be written, or was written, in this turn."""
+        changed, self._soon = self._soon, {}
+        readers: dict[Slot, Engine] = {}
+        for variable, engine in changed.items():
+            found = self._readers(variable)
+            if not found:
+                self.forget(variable)  # its text is of no use to anybody
+            readers.update(dict.fromkeys(found, engine))
         if self._world.scheduler.num_waiting:
             return  # somebody needs the engines now
-        for slot in self._execution.graph.get_consumers(variable):
-            if self._may_begin(slot):
-                self._begin(slot, variable, engine, text)
+        for slot, engine in readers.items():
+            self._begin(slot, engine)
+
+    def _readers(self, variable: str) -> list[Slot]:
+        """Slots that may begin and read a variable."""
+        consumers = self._execution.graph.get_consumers(variable)
+        return [slot for slot in consumers if self._may_begin(slot)]
 
     def _may_begin(self, slot: Slot) -> bool:
         execution = self._execution
@@ -109,17 +134,35 @@ class EarlyFills:
             return False
         if not execution.is_entered(slot.node):
             return False
-        missing = (name for name in slot.reads if not execution.is_resolved(name))
-        before = [execution.graph.get_producer(name) for name in missing]
-        writers = [None if slot is None else slot.node for slot in before]
-        writers += [other for other in node.after if not execution.nodes[other].has_ended]
-        return all(writer is not None and self._is_running(writer) for writer in writers)
+        is_waiting = False
+        for name in slot.reads:
+            if not execution.is_resolved(name):
+                producer = execution.graph.get_producer(name)
+                if producer is None or not self._is_running(producer.node):
+                    return False
+                is_waiting = True
+        for other in node.after:
+            if not execution.nodes[other].has_ended:
+                if not self._is_running(other):
+                    return False
+                is_waiting = True
+        return is_waiting  # else it is about to be encoded itself
 
     def _is_running(self, node_id: str) -> bool:
         state = self._execution.nodes[node_id]
         return isinstance(state.node, Generate) and state.phase == "running"
 
-    def _begin(self, slot: Slot, variable: str, engine: Engine, text: str | None) -> None:
+    def _begin(
+        self, slot: Slot, engine: Engine, variable: str = "", text: str | None = None
+    ) -> None:
+        """Fill what is known of a prompt.
+
+        Args:
+            slot: whose prompt it is.
+            engine: where.
+            variable: one that grows.
+            text: what there is of it; None if there is nothing to go by but values.
+        """
         execution = self._execution
         call = self._call_of(slot.node)
         values = {name: execution.values.get(name, "") for name in slot.reads}
@@ -127,15 +170,7 @@ class EarlyFills:
         if text is not None:
             values[variable] = text
             known.add(variable)
-        boundary = -1
-        reads_growing = False
-        for index, reads in enumerate(prefix_reads(call.node, closed=True)):
-            if not reads <= known:
-                break
-            boundary = index
-            reads_growing = text is not None and variable in reads
-            if reads_growing:
-                break  # where it ends nobody knows, so nothing behind it has its place yet
+        boundary, reads_growing = self._boundary(call, known, None if text is None else variable)
         if text is not None and not reads_growing:
             return  # something else is missing before it
         hashes = self._hashes[slot.node]
@@ -164,6 +199,20 @@ class EarlyFills:
 
         num_chars = sum(len(value) for value in values.values() if isinstance(value, str))
         self._world.encoder.submit(Work(call, 0, values, num_chars, done, broken))
+
+    def _boundary(self, call: Call, known: set[str], growing: str | None) -> tuple[int, bool]:
+        """The last boundary before which all is known (-1: none), and whether it stands behind
+        the variable that grows.
+        """
+        new_reads = self._new_reads.get(call.node.id)
+        if new_reads is None:
+            new_reads = self._new_reads[call.node.id] = boundary_reads(call.node, closed=True)
+        for index, reads in enumerate(new_reads):
+            if not reads <= known:
+                return index - 1, False
+            if growing is not None and growing in reads:
+                return index, True  # where it ends nobody knows, so what is behind has no place yet
+        return len(new_reads) - 1, False
 
 
 def _text_before(rendered: Rendered, end: int) -> str:

@@ -63,6 +63,8 @@ class Feed:
         self._views: dict[str, _View] = {}
         self._version = 0
         self._changed = asyncio.Event()
+        self._published = asyncio.Event()
+        """What changed is more than a text."""
         self._is_closed = False
         self._is_draining = False
 
@@ -74,7 +76,7 @@ class Feed:
             self._seqs.append(event.seq)
             if event.type == "variable.committed" and event.data["variable"] in self._texts:
                 self._texts[event.data["variable"]].is_committed = True
-        self._wake()
+        self._tell()
 
     def begin_text(self, variable: str, node: str, job: str, attempt: int) -> None:
         """An output starts to grow, or starts again after its engine was lost."""
@@ -119,28 +121,32 @@ class Feed:
     def close(self) -> None:
         """The last event was published; readers end after it."""
         self._is_closed = True
-        self._wake()
+        self._tell()
 
     def drain(self) -> None:
         """The server goes away: readers hear so and end."""
         self._is_draining = True
-        self._wake()
+        self._tell()
 
-    async def read(self, after: int) -> AsyncGenerator[Event, None]:
-        """Every event after sequence number `after`, and deltas, until the program ends."""
+    async def read(self, after: int, *, is_durable: bool = False) -> AsyncGenerator[Event, None]:
+        """Every event after sequence number `after`, and deltas, until the program ends.
+
+        With `is_durable` no deltas: such a reader costs nothing while texts grow.
+        """
         self.num_readers += 1
         try:
             position = bisect_right(self._seqs, after)
             offsets: dict[str, tuple[int, int]] = {}
             seen = 0
             while True:
-                changed = self._changed
+                changed = self._published if is_durable else self._changed
                 # What comes while the reader is busy waits for the next round: its text first.
                 end = len(self._events)
-                deltas = [*self._deltas(offsets, seen), *self._shown(offsets, seen)]
-                seen = self._version
-                for delta in deltas:
-                    yield delta
+                if not is_durable:
+                    deltas = [*self._deltas(offsets, seen), *self._shown(offsets, seen)]
+                    seen = self._version
+                    for delta in deltas:
+                        yield delta
                 for event in self._events[position:end]:
                     yield event
                 position = end
@@ -195,6 +201,13 @@ class Feed:
             events.append(Event(None, "yield", data))
         return events
 
+    def _tell(self) -> None:
+        """Wake all readers."""
+        published, self._published = self._published, asyncio.Event()
+        published.set()
+        self._wake()
+
     def _wake(self) -> None:
+        """Wake those who read texts."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -231,7 +231,9 @@ class ScriptedService:
         found.commit(variable, body.value)
         return found.variables[variable]
 
-    async def events(self, program: str, *, tenant: str, after: int) -> AsyncGenerator[Event, None]:
+    async def events(
+        self, program: str, *, tenant: str, after: int, is_durable: bool = False
+    ) -> AsyncGenerator[Event, None]:
         found = self._find(program)
         found.num_readers += 1
         try:
@@ -240,6 +242,8 @@ class ScriptedService:
                 while position < len(found.events):
                     event = found.events[position]
                     position += 1
+                    if event.seq is None and is_durable:
+                        continue
                     if event.seq is None or event.seq > after:
                         yield event
                         if event.type == "program.finished":

@@ -16,11 +16,11 @@ from conure.server.program.rope import (
     Content,
     Part,
     Splice,
+    boundary_reads,
     chat_messages,
     chat_segments,
     prefix_constant,
     prefix_hash,
-    prefix_reads,
     slot_pieces,
 )
 from conure.server.program.symbols import Definitions, Text, Value, expand
@@ -219,7 +219,7 @@ def test_boundaries_say_what_is_constant_and_what_is_read() -> None:
         {"text": "a"}, {"input": {"lit": "b"}}, {"input": "x"}, {"text": "c"}, {"output": "o"}
     )
     assert prefix_constant(node) == (True, True, False, False, False)
-    assert [sorted(reads) for reads in prefix_reads(node)] == [[], [], ["x"], ["x"], ["o", "x"]]
+    assert [sorted(reads) for reads in boundary_reads(node)] == [[], [], ["x"], [], ["o"]]
     assert prefix_constant(prompt({"part": {}}, {"output": "o"})) == (False, False)
 
 

@@ -114,7 +114,7 @@ async def test_a_drain_ends_streams_with_its_event() -> None:
 async def test_a_stream_that_fails_ends_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(ScriptedService):
         async def events(
-            self, program: str, *, tenant: str, after: int
+            self, program: str, *, tenant: str, after: int, is_durable: bool = False
         ) -> AsyncGenerator[Event, None]:
             yield Event(1, "program.accepted", {})
             raise RuntimeError("canary")
@@ -149,7 +149,7 @@ async def test_a_reader_of_some_types_hears_a_ping_while_others_come(
 
     class Talking(ScriptedService):
         async def events(
-            self, program: str, *, tenant: str, after: int
+            self, program: str, *, tenant: str, after: int, is_durable: bool = False
         ) -> AsyncGenerator[Event, None]:
             for _ in range(100):
                 yield Event(None, "node.delta", {})
@@ -168,7 +168,7 @@ async def test_what_a_reader_does_not_want_lets_other_tasks_run() -> None:
         num_ticks = 0
 
         async def events(
-            self, program: str, *, tenant: str, after: int
+            self, program: str, *, tenant: str, after: int, is_durable: bool = False
         ) -> AsyncGenerator[Event, None]:
             async def tick() -> None:
                 while True:

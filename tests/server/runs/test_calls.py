@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from conure.server.program.graph import Slot
+from conure.server.runs.early import EarlyFills
+
 from ..inprocess import WAIT_S, Desk, answer, client, desk_of, read, say, var
 
 LONG = "Once upon a time there was a harbour, and the clocks were striking. " * 8
@@ -176,3 +179,25 @@ async def test_prompts_that_begin_at_once_leave_most_of_the_engine_free(tmp_path
         assert status.status == "done", status.error
         assert status.receipt
         assert status.receipt.prompt_tokens.recomputed < len(LONG), "filled, evicted, filled again"
+
+
+async def test_calls_that_end_together_are_one_look_at_who_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    begin = EarlyFills._begin
+
+    def seen(self: EarlyFills, slot: Slot, *args: Any) -> None:
+        looked.append(slot.node)
+        begin(self, slot, *args)
+
+    monkeypatch.setattr(EarlyFills, "_begin", seen)
+    names = [f"c{i}" for i in range(20)]
+    nodes = [say(name, name, max_tokens=3, ignore_eos=True) for name in names]
+    nodes.append(say("all", "All of: ", *map(read, names)))
+    async with desk_of(tmp_path, time_per_call=0.02) as desk:
+        program = await desk.submit(nodes, outputs=["all"])
+        assert (await program.end()).status == "done"
+    # When they have begun; when they have ended, its own turn has come.
+    assert set(looked) == {"all"}
+    assert len(looked) < 5

@@ -117,3 +117,19 @@ async def test_text_that_comes_while_a_reader_is_busy_is_read_before_its_commit(
     feed.close()
     feed.drain()
     assert [event async for event in reading] == [], "it has ended, so nobody needs to be told"
+
+
+async def test_a_reader_of_events_alone_is_not_woken_by_texts() -> None:
+    feed = Feed("p")
+    feed.begin_text("x", "n", "main", 1)
+    reading = feed.read(0, is_durable=True)
+    waiting = asyncio.ensure_future(anext(reading))
+    await asyncio.sleep(0)
+    for letter in "abc":
+        feed.grow("x", letter)
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    feed.publish([committed(1)])
+    assert (await asyncio.wait_for(waiting, 1)).seq == 1
+    feed.close()
+    assert [event async for event in reading] == []
