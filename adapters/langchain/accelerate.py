@@ -121,14 +121,14 @@ class Accelerated(Seam):
         """Run the chain."""
         if CURRENT.get() is not None:
             return self.bound.invoke(input, config, **kwargs)
-        with self._running(input, config, kwargs) as frame, within(frame):
+        with self._running(input, config, kwargs, is_streamed=False) as frame, within(frame):
             return self._planner.copy.invoke(input, config, **kwargs)
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         """Run the chain."""
         if CURRENT.get() is not None:
             return await self.bound.ainvoke(input, config, **kwargs)
-        async with self._arunning(input, config, kwargs) as frame:
+        async with self._arunning(input, config, kwargs, is_streamed=False) as frame:
             with within(frame):
                 return await self._planner.copy.ainvoke(input, config, **kwargs)
 
@@ -142,7 +142,7 @@ class Accelerated(Seam):
         if CURRENT.get() is not None:
             yield from self.bound.stream(input, config, **kwargs)
             return
-        with self._running(input, config, kwargs) as frame:
+        with self._running(input, config, kwargs, is_streamed=True) as frame:
             yield from inside(frame, self._planner.copy.stream(input, config, **kwargs))
 
     async def astream(
@@ -156,7 +156,7 @@ class Accelerated(Seam):
             async for piece in self.bound.astream(input, config, **kwargs):
                 yield piece
             return
-        async with self._arunning(input, config, kwargs) as frame:
+        async with self._arunning(input, config, kwargs, is_streamed=True) as frame:
             pieces = ainside(frame, self._planner.copy.astream(input, config, **kwargs))
             async with aclosing(pieces):
                 async for piece in pieces:
@@ -198,9 +198,14 @@ class Accelerated(Seam):
 
     @contextlib.contextmanager
     def _running(
-        self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]
+        self,
+        given: Any,
+        config: RunnableConfig | None,
+        kwargs: Mapping[str, Any],
+        *,
+        is_streamed: bool,
     ) -> Iterator[Frame]:
-        replay = Replay(self._model._client(), self.get_name())
+        replay = Replay(self._model._client(), self.get_name(), is_streamed=is_streamed)
         is_failed = True
         try:
             plan = self._planner.plan(replay.board.prefix(), config)
@@ -213,9 +218,14 @@ class Accelerated(Seam):
 
     @contextlib.asynccontextmanager
     async def _arunning(
-        self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]
+        self,
+        given: Any,
+        config: RunnableConfig | None,
+        kwargs: Mapping[str, Any],
+        *,
+        is_streamed: bool,
     ) -> AsyncIterator[Frame]:
-        replay = AsyncReplay(self._model._aclient(), self.get_name())
+        replay = AsyncReplay(self._model._aclient(), self.get_name(), is_streamed=is_streamed)
         is_failed = True
         try:
             plan = self._planner.plan(replay.board.prefix(), config)

@@ -33,10 +33,10 @@ from .stream import ENDS
 Listener: TypeAlias = Callable[["Event | ConureError"], None]
 """Hears what happens to one call; an error if nothing more will be heard."""
 
-HEARD: Final[frozenset[EventType]] = frozenset(
-    {*ENDS, "node.started", "node.delta", "variable.committed"}
-)
+HEARD: Final[frozenset[EventType]] = frozenset({*ENDS, "node.started", "variable.committed"})
 """Events that a board makes something of, besides the last one."""
+TEXTS: Final[frozenset[EventType]] = frozenset({"node.delta"})
+"""Those that matter only where an answer is streamed."""
 
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id")
 
@@ -283,9 +283,10 @@ class Board:
                     track.history = [event]  # it has all the text that came before
                     self._values[variable] = data["value"]
                     self._render()
-                elif event.type in ENDS or event.type == "node.delta":
-                    track.has_ended |= event.type in ENDS
-                    track.history.append(event)
+                elif not track.has_ended:  # else a text that came by another way than its end
+                    track.has_ended = event.type in ENDS
+                    if track.has_ended or event.type in TEXTS:
+                        track.history.append(event)
             elif event.type == "program.finished":
                 ended = [one for one in self._open() if one.program == data["program"]]
                 listeners = [each for one in ended for each in one.listeners]

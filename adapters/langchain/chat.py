@@ -42,24 +42,24 @@ from conure.server.program.ir import Json
 
 from ..client import AsyncClient, Client, Retry
 from ..leaving import acancelled_unless_done, cancelled_unless_done
+from .calls import ANSWER, CALL, ModelCall, repeated
+from .conversations import Conversations
 from .current import CURRENT
-from .messages import to_wire
+from .messages import from_wire, to_wire
 from .replay import AsyncReplay, Replay
 from .settings import (
+    THREAD,
     choice_of,
     constraint_of,
     hints_of,
+    num_answers_of,
+    profile,
     sampling_of,
     session_of,
     tools_of,
 )
 from .stream import AnswerStream, result_of
 from .structured import structured
-
-ANSWER = "answer"
-"""The variable of a one-node program."""
-CALL = "chat"
-"""Its node."""
 
 
 class ChatConure(BaseChatModel):
@@ -90,6 +90,8 @@ class ChatConure(BaseChatModel):
     top_p: float | None = None
     stop: list[str] | None = None
     seed: int | None = None
+    n: int | None = None
+    """Answers to every call, all of them in `ChatResult.generations`. None: 1."""
     timeout: float | None = None
     """Seconds for one call, queueing included. None: as long as it takes."""
     max_retries: int = 4
@@ -100,6 +102,7 @@ class ChatConure(BaseChatModel):
     # Filled by `setdefault`, so that calls in several threads agree on one connection pool.
     _own: dict[str, Client] = PrivateAttr(default_factory=dict)
     _async: dict[str, AsyncClient] = PrivateAttr(default_factory=dict)
+    _said: dict[str, Conversations] = PrivateAttr(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:
@@ -121,18 +124,7 @@ class ChatConure(BaseChatModel):
         return {"api_key": "CONURE_API_KEY"}
 
     def _resolve_model_profile(self) -> ModelProfile:
-        # What every model of a Conure server can do; its context length is the server's to say.
-        return ModelProfile(
-            text_inputs=True,
-            text_outputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            video_inputs=False,
-            pdf_inputs=False,
-            tool_calling=True,
-            tool_choice=True,
-            structured_output=True,
-        )
+        return profile()
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -264,13 +256,13 @@ class ChatConure(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        node = self._node(messages, stop, kwargs, run_manager)
+        call = self._call(messages, stop, kwargs, run_manager)
         if (replay := self._replay()) is not None:
-            return replay.result(node, self.timeout)
-        run = self._client().submit(self._program(node))
+            return replay.result(call.nodes, self.timeout)
+        run = self._client().submit(call.program(self.timeout))
         with cancelled_unless_done(run):
-            value = run.get(ANSWER, wait_s=self.timeout)
-        return result_of(value, run.id)
+            values = [run.get(name, wait_s=self.timeout) for name in call.answers]
+        return self._result(call, values, run.id)
 
     async def _agenerate(
         self,
@@ -279,13 +271,13 @@ class ChatConure(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        node = self._node(messages, stop, kwargs, run_manager)
+        call = self._call(messages, stop, kwargs, run_manager)
         if (replay := self._areplay()) is not None:
-            return await replay.result(node, self.timeout)
-        run = await self._aclient().submit(self._program(node))
+            return await replay.result(call.nodes, self.timeout)
+        run = await self._aclient().submit(call.program(self.timeout))
         async with acancelled_unless_done(run):
-            value = await run.get(ANSWER, wait_s=self.timeout)
-        return result_of(value, run.id)
+            values = [await run.get(name, wait_s=self.timeout) for name in call.answers]
+        return self._result(call, values, run.id)
 
     def _stream(
         self,
@@ -294,9 +286,9 @@ class ChatConure(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        node = self._node(messages, stop, kwargs, run_manager)
-        replay = self._replay()
-        chunks = self._chunks(node) if replay is None else replay.chunks(node, self.timeout)
+        call = self._call(messages, stop, kwargs, run_manager)
+        node, replay = call.only_node(), self._replay()
+        chunks = self._chunks(call) if replay is None else replay.chunks(node, self.timeout)
         with contextlib.closing(chunks):
             for chunk in chunks:
                 if run_manager:
@@ -310,31 +302,35 @@ class ChatConure(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        node = self._node(messages, stop, kwargs, run_manager)
-        replay = self._areplay()
-        chunks = self._achunks(node) if replay is None else replay.chunks(node, self.timeout)
+        call = self._call(messages, stop, kwargs, run_manager)
+        node, replay = call.only_node(), self._areplay()
+        chunks = self._achunks(call) if replay is None else replay.chunks(node, self.timeout)
         async with aclosing(chunks):
             async for chunk in chunks:
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
-    def _chunks(self, node: dict[str, Json]) -> Generator[ChatGenerationChunk, None, None]:
+    def _chunks(self, call: ModelCall) -> Generator[ChatGenerationChunk, None, None]:
         """The answer to a call of its own, in pieces."""
-        run = self._client().submit(self._program(node))
+        run = self._client().submit(call.program(self.timeout))
         stream = AnswerStream(run.id, ANSWER, CALL)
         with cancelled_unless_done(run), contextlib.closing(run.events()) as events:
             for event in events:
                 yield from stream.feed(event)
+        if stream.value is not None:
+            self._remember(call, from_wire(stream.value, program=run.id), run.id)
 
-    async def _achunks(self, node: dict[str, Json]) -> AsyncGenerator[ChatGenerationChunk, None]:
+    async def _achunks(self, call: ModelCall) -> AsyncGenerator[ChatGenerationChunk, None]:
         """The answer to a call of its own, in pieces."""
-        run = await self._aclient().submit(self._program(node))
+        run = await self._aclient().submit(call.program(self.timeout))
         stream = AnswerStream(run.id, ANSWER, CALL)
         async with acancelled_unless_done(run), aclosing(run.events()) as events:
             async for event in events:
                 for chunk in stream.feed(event):
                     yield chunk
+        if stream.value is not None:
+            self._remember(call, from_wire(stream.value, program=run.id), run.id)
 
     def _replay(self) -> Replay | None:
         """The run of an accelerated chain that this call belongs to."""
@@ -349,31 +345,40 @@ class ChatConure(BaseChatModel):
             return None
         return frame.replay if frame.replay.is_of(self._aclient()) else None
 
-    def _node(
+    def _call(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None,
         kwargs: Mapping[str, Any],
         manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
-    ) -> dict[str, Json]:
+    ) -> ModelCall:
         wire = [to_wire(message) for message in messages]
         node = self.node(CALL, ANSWER, wire, kwargs, stop=stop)
         if manager is not None:
             node["meta"] = hints_of(
                 manager.metadata, run_id=manager.run_id, parent_run_id=manager.parent_run_id
             )
-        return node
+        session = session_of(node.get("meta"))
+        if session is None and CURRENT.get() is None:
+            session = self._conversations().resumed(wire)
+        return ModelCall(repeated(node, num_answers_of(self.n, kwargs)), session)
 
-    def _program(self, node: dict[str, Json]) -> dict[str, Json]:
-        body: dict[str, Json] = {
-            "program": {"name": "ChatConure", "nodes": [node], "outputs": [ANSWER]}
-        }
-        options: dict[str, Json] = {}
-        if self.timeout is not None:
-            options["deadline_s"] = self.timeout
-        if (session := session_of(node.get("meta"))) is not None:
-            options["session"] = session
-        return {**body, "options": options} if options else body
+    def _result(self, call: ModelCall, values: list[dict[str, Json]], program: str) -> ChatResult:
+        result = result_of([(value, program) for value in values])
+        if len(values) == 1:
+            self._remember(call, result.generations[0].message, program)
+        return result
+
+    def _remember(self, call: ModelCall, answer: BaseMessage, program: str) -> None:
+        """Know an answer again where it is gone on with."""
+        if not (call.session or "").startswith(THREAD):
+            session = call.session or f"conversation {program}"
+            self._conversations().said(call.messages, to_wire(answer), session)
+
+    def _conversations(self) -> Conversations:
+        if not self._said:
+            self._said.setdefault(ANSWER, Conversations())
+        return self._said[ANSWER]
 
     def _client(self) -> Client:
         if self.client is not None:

@@ -23,10 +23,10 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
 from conure.server.program.errors import ConureError, UnavailableError
 from conure.server.program.ir import Json
-from conure.server.program.status import Event
+from conure.server.program.status import Event, EventType
 
 from ..client import AsyncClient, AsyncRun, Client, NotReadyError, Run
-from .board import HEARD, Answer, Board, Tally
+from .board import HEARD, TEXTS, Answer, Board, Tally
 from .plan import Awaited, Plan
 from .stream import AnswerStream, result_of
 
@@ -38,10 +38,19 @@ _CLOSE: dict[str, Json] = {"close": True}
 class Replay:
     """One run of a chain, for threads."""
 
-    def __init__(self, client: Client, name: str) -> None:
+    def __init__(self, client: Client, name: str, *, is_streamed: bool) -> None:
+        """Sends nothing yet.
+
+        Args:
+            client: of the server.
+            name: of the chain.
+            is_streamed: somebody wants answers in pieces. Else the server is not asked for
+                texts that still grow before a call of the chain is.
+        """
         self.board = Board()
         self._client = client
         self._name = name
+        self._is_streamed = is_streamed
         self._session: Run | None = None
         """Takes more nodes."""
         self._runs: list[Run] = []
@@ -62,28 +71,32 @@ class Replay:
         self.board.observe(awaited, made)
         self._send_plan()
 
-    def result(self, node: dict[str, Json], timeout_s: float | None) -> ChatResult:
-        """The answer to a call of the chain.
+    def result(self, nodes: Sequence[dict[str, Json]], timeout_s: float | None) -> ChatResult:
+        """The answers to a call of the chain, one for each node.
 
         Raises:
-            NotReadyError: if it is not there within `timeout_s` seconds.
+            NotReadyError: if one is not there within `timeout_s` seconds.
             ConureError: if there will be none.
         """
-        answer = self._claim(node)
+        answers = self._claim(nodes)
+        return result_of([self._whole(answer, timeout_s) for answer in answers])
+
+    def _whole(self, answer: Answer, timeout_s: float | None) -> tuple[dict[str, Json], str]:
         program = self.board.program_of(answer)
         stream = AnswerStream(program, answer.variable, answer.node)
         for event in self._events(answer, timeout_s):
             for _ in stream.feed(event):
                 pass
-            if stream.is_whole:
-                return result_of(event.data["value"], program)
+            if stream.value is not None:
+                return stream.value, program
         raise AssertionError("events of a call end with its answer or an error")
 
     def chunks(
         self, node: dict[str, Json], timeout_s: float | None
     ) -> Generator[ChatGenerationChunk, None, None]:
         """The answer to a call of the chain, in pieces; raises as `result`."""
-        answer = self._claim(node)
+        (answer,) = self._claim([node])
+        self._stream()
         program = self.board.program_of(answer)
         stream = AnswerStream(program, answer.variable, answer.node)
         for event in self._events(answer, timeout_s):
@@ -104,10 +117,19 @@ class Replay:
             threading.Thread(target=_quietly, args=(close, _CLOSE), daemon=True).start()
         return tally
 
-    def _claim(self, node: dict[str, Json]) -> Answer:
-        answer = self.board.claim(node)
+    def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
+        answers = [self.board.claim(node) for node in nodes]
         self._send()
-        return answer
+        return answers
+
+    def _stream(self) -> None:
+        """Somebody wants an answer in pieces: follow the texts, also of what was sent before."""
+        with self._sending:
+            if self._is_streamed:
+                return
+            self._is_streamed = True
+            for run in self._runs:
+                threading.Thread(target=self._read_texts, args=(run,), daemon=True).start()
 
     def _events(self, answer: Answer, timeout_s: float | None) -> Iterator[Event]:
         inbox: queue.SimpleQueue[Event | ConureError] = queue.SimpleQueue()
@@ -148,11 +170,12 @@ class Replay:
             self._runs.append(run)
             self._session = None if is_whole else run
             self.board.sent(body, run.id)
-            threading.Thread(target=self._read, args=(run,), daemon=True).start()
+            types = HEARD | TEXTS if self._is_streamed else HEARD
+            threading.Thread(target=self._read, args=(run, types), daemon=True).start()
 
-    def _read(self, run: Run) -> None:
+    def _read(self, run: Run, types: frozenset[EventType]) -> None:
         try:
-            for event in run.events(types=HEARD):
+            for event in run.events(types=types):
                 self.board.hear(event)
         except ConureError as problem:
             self.board.fail(problem)
@@ -161,14 +184,23 @@ class Replay:
                 logger.exception("events of %s could not be read", run.id)
             self.board.fail(_lost(problem))
 
+    def _read_texts(self, run: Run) -> None:
+        # What else happens, and what goes wrong, is the other reader's to tell: an answer
+        # is whole when it is committed.
+        with contextlib.suppress(ConureError, RuntimeError):
+            for event in run.events(types=TEXTS):
+                if event.type in TEXTS:
+                    self.board.hear(event)
+
 
 class AsyncReplay:
     """One run of a chain, for coroutines of one loop; see `Replay`."""
 
-    def __init__(self, client: AsyncClient, name: str) -> None:
+    def __init__(self, client: AsyncClient, name: str, *, is_streamed: bool) -> None:
         self.board = Board()
         self._client = client
         self._name = name
+        self._is_streamed = is_streamed
         self._session: AsyncRun | None = None
         self._runs: list[AsyncRun] = []
         self._sending = asyncio.Lock()
@@ -188,23 +220,27 @@ class AsyncReplay:
         self.board.observe(awaited, made)
         await self._send_plan()
 
-    async def result(self, node: dict[str, Json], timeout_s: float | None) -> ChatResult:
-        """The answer to a call of the chain; raises as `Replay.result`."""
-        answer = await self._claim(node)
+    async def result(self, nodes: Sequence[dict[str, Json]], timeout_s: float | None) -> ChatResult:
+        """The answers to a call of the chain; raises as `Replay.result`."""
+        answers = await self._claim(nodes)
+        return result_of([await self._whole(answer, timeout_s) for answer in answers])
+
+    async def _whole(self, answer: Answer, timeout_s: float | None) -> tuple[dict[str, Json], str]:
         program = self.board.program_of(answer)
         stream = AnswerStream(program, answer.variable, answer.node)
         async for event in self._events(answer, timeout_s):
             for _ in stream.feed(event):
                 pass
-            if stream.is_whole:
-                return result_of(event.data["value"], program)
+            if stream.value is not None:
+                return stream.value, program
         raise AssertionError("events of a call end with its answer or an error")
 
     async def chunks(
         self, node: dict[str, Json], timeout_s: float | None
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         """The answer to a call of the chain, in pieces; raises as `Replay.result`."""
-        answer = await self._claim(node)
+        (answer,) = await self._claim([node])
+        await self._stream()
         program = self.board.program_of(answer)
         stream = AnswerStream(program, answer.variable, answer.node)
         async for event in self._events(answer, timeout_s):
@@ -228,10 +264,18 @@ class AsyncReplay:
             await asyncio.wait(self._reading)
         return tally
 
-    async def _claim(self, node: dict[str, Json]) -> Answer:
-        answer = self.board.claim(node)
+    async def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
+        answers = [self.board.claim(node) for node in nodes]
         await self._send()
-        return answer
+        return answers
+
+    async def _stream(self) -> None:
+        """Somebody wants an answer in pieces; see `Replay._stream`."""
+        async with self._sending:
+            if self._is_streamed:
+                return
+            self._is_streamed = True
+            self._reading += [asyncio.create_task(self._read_texts(run)) for run in self._runs]
 
     async def _events(self, answer: Answer, timeout_s: float | None) -> AsyncIterator[Event]:
         loop = asyncio.get_running_loop()
@@ -277,17 +321,24 @@ class AsyncReplay:
             self._runs.append(run)
             self._session = None if is_whole else run
             self.board.sent(body, run.id)
-            self._reading.append(asyncio.create_task(self._read(run)))
+            types = HEARD | TEXTS if self._is_streamed else HEARD
+            self._reading.append(asyncio.create_task(self._read(run, types)))
 
-    async def _read(self, run: AsyncRun) -> None:
+    async def _read(self, run: AsyncRun, types: frozenset[EventType]) -> None:
         try:
-            async for event in run.events(types=HEARD):
+            async for event in run.events(types=types):
                 self.board.hear(event)
         except ConureError as problem:
             self.board.fail(problem)
         except Exception as problem:
             logger.exception("events of %s could not be read", run.id)
             self.board.fail(_lost(problem))
+
+    async def _read_texts(self, run: AsyncRun) -> None:
+        with contextlib.suppress(ConureError, RuntimeError):
+            async for event in run.events(types=TEXTS):
+                if event.type in TEXTS:
+                    self.board.hear(event)
 
 
 def _submission(body: dict[str, Any], name: str) -> dict[str, Json]:

@@ -10,15 +10,19 @@ equal calls give equal nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
+from langchain_core.language_models import ModelProfile
 from langchain_core.utils.function_calling import convert_to_json_schema
 
 from conure.server.program.ir import Constraint, Json, Sampling
 
+MAX_ANSWERS: Final = 128
+"""To one prompt, as OpenAI has it."""
+
 _SAMPLING = frozenset(Sampling.__struct_fields__)
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
-_IDLE = frozenset({"model", "stream", "ls_structured_output_format", "stream_usage"})
+_IDLE = frozenset({"model", "n", "stream", "ls_structured_output_format", "stream_usage"})
 """Arguments that are said elsewhere, or to tracers alone."""
 
 
@@ -53,6 +57,20 @@ def sampling_of(
 
 def _is_form(name: str) -> bool:
     return name in _TOOLS or name in ("response_format", "constraint")
+
+
+def num_answers_of(own: int | None, kwargs: Mapping[str, Any]) -> int:
+    """How many answers a call wants: its own `n`, over that of the model.
+
+    Raises:
+        ValueError: if that is no number of answers.
+    """
+    wanted = own if kwargs.get("n") is None else kwargs["n"]
+    if wanted is None:
+        return 1
+    if not isinstance(wanted, int) or not 1 <= wanted <= MAX_ANSWERS:
+        raise ValueError(f"n is a number of answers from 1 to {MAX_ANSWERS}; not {wanted!r}")
+    return wanted
 
 
 def tools_of(kwargs: Mapping[str, Any]) -> dict[str, Json]:
@@ -127,6 +145,21 @@ def choice_of(choice: Any, names: Sequence[str]) -> Json:
     raise ValueError(f"tool_choice={choice!r} names none of the tools: {', '.join(names)}")
 
 
+def profile() -> ModelProfile:
+    """What every model of a Conure server can do; its context length is the server's to say."""
+    return ModelProfile(
+        text_inputs=True,
+        text_outputs=True,
+        image_inputs=False,
+        audio_inputs=False,
+        video_inputs=False,
+        pdf_inputs=False,
+        tool_calling=True,
+        tool_choice=True,
+        structured_output=True,
+    )
+
+
 def hints_of(metadata: Mapping[str, Any], **ids: Any) -> dict[str, Json]:
     """What LangChain and LangGraph say of a call's place, for the node's `meta`.
 
@@ -146,9 +179,11 @@ def session_of(hints: Mapping[str, Json] | None) -> str | None:
         hints: `hints_of` the call.
     """
     thread = str((hints or {}).get("thread_id", ""))
-    return f"thread {thread}"[:MAX_SESSION_CHARS] if thread else None
+    return f"{THREAD}{thread}"[:MAX_SESSION_CHARS] if thread else None
 
 
+THREAD: Final = "thread "
+"""Sessions that the app itself has named begin so."""
 MAX_SESSION_CHARS = 256
 
 _HINTS = ("thread_id", "langgraph_node", "langgraph_step", "langgraph_checkpoint_ns")

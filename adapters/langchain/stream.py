@@ -9,8 +9,8 @@ anew; the last chunk carries the tool calls, the counts and `chunk_position`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from langchain_core.messages import AIMessageChunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
@@ -31,8 +31,13 @@ class AnswerStream:
         self._variable = variable
         self._node = node
         self._num_sent = 0
-        self.is_whole = False
+        self.value: dict[str, Json] | None = None
+        """The answer, once it is whole."""
+
+    @property
+    def is_whole(self) -> bool:
         """The answer has come to its end."""
+        return self.value is not None
 
     def feed(self, event: Event) -> Iterator[ChatGenerationChunk]:
         """Chunks that an event is worth.
@@ -44,7 +49,7 @@ class AnswerStream:
         if event.type == "node.delta" and data["variable"] == self._variable:
             yield from self._text(data["text"], data["offset"])
         elif event.type == "variable.committed" and data["variable"] == self._variable:
-            self.is_whole = True
+            self.value = data["value"]
             yield from self._last(data["value"])
         elif event.type in ENDS and data.get("node") == self._node:
             raise failure_of(Problem(code=data["code"], message=data.get("message", "")))
@@ -76,16 +81,20 @@ ENDS: frozenset[EventType] = frozenset({"node.failed", "node.killed", "node.skip
 """Events that say that a call will have no answer."""
 
 
-def result_of(value: Json, program: str) -> ChatResult:
-    """An answer, whole.
+def result_of(answers: Sequence[tuple[dict[str, Json], str]]) -> ChatResult:
+    """What a call came to, whole.
 
     Args:
-        value: of the call's variable.
-        program: that made it.
+        answers: at least one: the value of each answer, and the program that made it.
     """
-    message = from_wire(cast(dict[str, Json], value), program=program)
-    generation = ChatGeneration(message=message, generation_info=_generation_info(value))
-    return ChatResult(generations=[generation], llm_output={"model_name": value.get("model")})
+    generations = [
+        ChatGeneration(
+            message=from_wire(value, program=program), generation_info=_generation_info(value)
+        )
+        for value, program in answers
+    ]
+    (value, _), *_ = answers
+    return ChatResult(generations=generations, llm_output={"model_name": value.get("model")})
 
 
 def _generation_info(value: dict[str, Json]) -> dict[str, Json]:

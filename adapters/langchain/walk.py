@@ -41,6 +41,7 @@ from .chat import ChatConure
 from .compiled import Compiled
 from .graph import Graph, Place, unsupported
 from .prompts import render
+from .settings import num_answers_of
 from .values import KINDS, Answer, Local, Record, Rendered, Text, Turn, Value
 
 _LATER = (
@@ -210,8 +211,15 @@ class Walk:
             )
         try:
             model.sampling(kwargs)
+            num_answers = num_answers_of(model.n, kwargs)
         except ValueError as problem:
             raise unsupported(place, str(problem)) from problem
+        if num_answers > 1:
+            raise unsupported(
+                place,
+                f"n={num_answers} answers, of which a chain goes on with the first; leave out n, "
+                "or put several calls side by side",
+            )
 
         def node(node_id: str, variable: str, form: str) -> Any:
             return model.node(node_id, variable, prompt.wire(), kwargs, form=form)

@@ -10,7 +10,6 @@ would change an answer is passed over in silence.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias
 
@@ -31,6 +30,7 @@ from ..program.ir import (
     Segment,
     Submission,
 )
+from ..program.seed import seed_of_answer
 
 MAX_ANSWERS = 16
 DEFAULT_COMPLETION_TOKENS = 16
@@ -281,8 +281,7 @@ def _seed(seed: int | None, index: int) -> dict[str, int]:
     # OpenAI's seeds may be negative; ours are names of noise, any mapping will do.
     if index == 0:
         return {"seed": seed & _UINT63}
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=7).digest()
-    return {"seed": int.from_bytes(digest)}
+    return {"seed": seed_of_answer(seed, index)}
 
 
 def _logprobs(request: ChatRequest) -> dict[str, int]:

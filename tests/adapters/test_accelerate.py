@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,7 +16,7 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 
-from conure.adapters.client import Client, NotReadyError
+from conure.adapters.client import AsyncClient, Client, NotReadyError
 from conure.adapters.langchain import Accelerated, ChatConure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
@@ -175,6 +175,62 @@ def test_text_is_streamed_in_pieces_through_the_plan(tmp_path: Path) -> None:
         plain = "".join(fast.bound.stream("tea"))
     assert len(pieces) > 5
     assert "".join(pieces) == plain
+
+
+class Tokens(BaseCallbackHandler):
+    """The pieces that a handler hears of."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+        self.texts.append(token)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Types of events that the server is asked for, one set for each reader."""
+    types: list[set[str]] = []
+    for kind in (Client, AsyncClient):
+        read = kind._events
+
+        def events(self: Any, program: str, after: int, wanted: Any, read: Any = read) -> Any:
+            types.append(set(wanted or ()))
+            return read(self, program, after, wanted)
+
+        monkeypatch.setattr(kind, "_events", events)
+    return types
+
+
+async def test_texts_are_read_only_where_they_are_streamed(
+    llm: ChatConure, asked: list[set[str]]
+) -> None:
+    say = ask("{x}") | llm | TEXT
+    fast = accelerate(say | ask("{y}") | llm | TEXT)
+    whole = await asyncio.to_thread(fast.invoke, "tea")
+    assert await fast.ainvoke("tea") == whole
+    assert ["node.delta" in types for types in asked] == [False, False]
+    assert "".join(await asyncio.to_thread(lambda: list(fast.stream("tea")))) == whole
+    assert "".join([piece async for piece in fast.astream("tea")]) == whole
+    assert ["node.delta" in types for types in asked[2:]] == [True, True]
+    await llm._aclient().close()
+
+
+async def test_a_call_that_streams_in_a_chain_that_does_not_is_followed_from_then_on(
+    tmp_path: Path, asked: list[set[str]]
+) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_output_token=0.005)
+    with await asyncio.to_thread(lambda: Client(app=create_app(config))) as client:
+        streaming = ChatConure(client=client, streaming=True)
+        fast = accelerate(ask("{x}") | ChatConure(client=client) | TEXT | ask("{y}") | streaming)
+        for run in (fast.invoke, fast.ainvoke):
+            tokens, asked[:] = Tokens(), []
+            made = run("tea", config={"callbacks": [tokens]})
+            answer = await made if isinstance(made, Awaitable) else made
+            assert "".join(tokens.texts) == answer.content
+            assert len(tokens.texts) > 3
+            assert ["node.delta" in types for types in asked] == [False, True]
+        await streaming._aclient().close()
 
 
 @pytest.mark.parametrize("name", ["parallel and join", "map and reduce", "function in the middle"])

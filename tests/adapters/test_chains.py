@@ -12,11 +12,12 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
+from langchain_core.outputs import ChatGeneration
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
 
 from conure.adapters.client import AsyncClient, Client
-from conure.adapters.langchain import ChatConure, to_program
+from conure.adapters.langchain import ChatConure, accelerate, to_program
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import PromptError, RunError
@@ -226,3 +227,37 @@ async def test_one_application_serves_an_async_client_alone(tmp_path: Path) -> N
     program = {"nodes": [{"id": "e", "op": "expr", "expr": [1], "output": "x"}], "outputs": ["x"]}
     async with AsyncClient(app=app) as client:
         assert (await client.run(program)).outputs == {"x": [1]}
+
+
+def test_several_answers_to_one_call_are_generations_of_one_result(llm: ChatConure) -> None:
+    warm = llm.model_copy(update={"temperature": 1.0, "seed": 3, "n": 3})
+    (made,) = warm.generate([[HumanMessage("Tea?")]]).generations
+    alone = warm.bind(n=1).invoke("Tea?")
+    messages = [generation.message for generation in made if isinstance(generation, ChatGeneration)]
+    assert len(messages) == 3
+    assert messages[0].text == alone.text == warm.invoke("Tea?").text
+    assert [message.id for message in messages if message.id] == [
+        f"{str(messages[0].id)[:-1]}{i}" for i in range(3)
+    ]
+    again: Any = warm.generate([[HumanMessage("Tea?")]]).generations[0]
+    assert [each.text for each in again] == [message.text for message in messages]
+    with pytest.raises(ValueError, match="n=3 goes with invoke alone"):
+        list(warm.stream("Tea?"))
+    for wrong in (0, 129, "two"):
+        with pytest.raises(ValueError, match="n is a number of answers"):
+            llm.invoke("Tea?", n=wrong)
+
+
+async def test_several_answers_go_to_the_server_at_once(client: Client, llm: ChatConure) -> None:
+    (made,) = (await llm.agenerate([[HumanMessage("Tea?")]], n=2)).generations
+    assert len(made) == 2
+    program = made[0].message.response_metadata["program"]  # type: ignore[union-attr]  # a chat
+    status = await asyncio.to_thread(lambda: client.attach(program).status())
+    assert list(status.nodes) == ["chat", "chat_1"]
+    fast = accelerate(prompt("Say {x}") | llm.bind(n=2) | TEXT | prompt("{y}") | llm)
+    assert "n=2 answers" in str(fast.explain())
+    plain = await fast.bound.ainvoke({"x": "tea"})
+    assert (await fast.ainvoke({"x": "tea"})).text == plain.text
+    (run,) = fast.explain().runs
+    assert (run.num_served, len(run.misses)) == (1, 2)
+    await llm._aclient().close()

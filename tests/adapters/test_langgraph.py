@@ -16,9 +16,11 @@ from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
+from pydantic import PrivateAttr
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
+from conure.adapters.langchain.calls import ModelCall
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.status import ProgramStatus
@@ -34,12 +36,16 @@ SCRIPT = [
 ]
 
 
+KEPT = object()
+"""Threads are kept."""
+
+
 def weather(city: str) -> str:
     """The weather in a city."""
     return f"rain in {city}"
 
 
-def tool_agent(llm: BaseChatModel) -> Graph:
+def tool_agent(llm: BaseChatModel, saver: Any = KEPT) -> Graph:
     """Calls tools until it knows enough."""
     bound = llm.bind_tools([weather])
 
@@ -55,10 +61,10 @@ def tool_agent(llm: BaseChatModel) -> Graph:
     graph.add_edge(START, "think")
     graph.add_conditional_edges("think", tools_condition)
     graph.add_edge("tools", "think")
-    return graph.compile(checkpointer=InMemorySaver())
+    return graph.compile(checkpointer=InMemorySaver() if saver is KEPT else saver)
 
 
-def team(llm: BaseChatModel) -> Graph:
+def team(llm: BaseChatModel, saver: Any = KEPT) -> Graph:
     """One plans who goes on, one writes, two judge at once."""
 
     def part(role: str) -> Any:
@@ -84,7 +90,7 @@ def team(llm: BaseChatModel) -> Graph:
     graph.add_conditional_edges(
         "planner", lambda state: str(state["messages"][-1].content), {"writer": "writer"}
     )
-    return graph.compile(checkpointer=InMemorySaver())
+    return graph.compile(checkpointer=InMemorySaver() if saver is KEPT else saver)
 
 
 def _both(sync: Any, asynchronous: Any) -> Any:
@@ -224,16 +230,34 @@ def test_the_calls_of_a_thread_are_one_session_on_one_engine(
         assert reused > 0.9, "every turn finds the KV of the one before"
 
 
+class Watching(ChatConure):
+    """A model that keeps the sessions of its calls."""
+
+    _seen: list[str | None] = PrivateAttr(default_factory=list)
+
+    def _call(self, *args: Any, **kwargs: Any) -> ModelCall:
+        call = super()._call(*args, **kwargs)
+        self._seen.append(call.session)
+        return call
+
+
 def test_the_calls_of_a_thread_keep_its_place_in_line(llm: ChatConure, client: Client) -> None:
-    seen: list[dict[str, Any]] = []
-
-    class Watching(ChatConure):
-        def _program(self, node: dict[str, Any]) -> dict[str, Any]:
-            seen.append(super()._program(node))
-            return seen[-1]
-
     watching = Watching(client=client, temperature=0, max_tokens=300)
     tool_agent(watching).invoke(SAID, thread("customer 8"))
     watching.invoke("Without a thread.")
-    sessions = [body.get("options", {}).get("session") for body in seen]
-    assert sessions == ["thread customer 8", "thread customer 8", None]
+    assert watching._seen == ["thread customer 8", "thread customer 8", None]
+
+
+async def test_the_calls_of_an_agent_without_a_thread_are_one_session_too(client: Client) -> None:
+    watching = Watching(client=client, temperature=0, max_tokens=300)
+    for agent in (tool_agent(watching, None), team(watching, None)):
+        agent.invoke(SAID)
+        first, *rest = watching._seen
+        assert first is None, "a call that begins something is nobody's"
+        assert rest[0] is not None
+        assert {each for each in rest if each} == {rest[0]}
+        watching._seen.clear()
+        await agent.ainvoke(SAID)
+        assert watching._seen[1] not in (None, rest[0]), "another run is another session"
+        watching._seen.clear()
+    await watching._aclient().close()

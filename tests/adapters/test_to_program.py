@@ -338,6 +338,7 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
         "chain.steps[3]",
         "use an f-string template",
     ),
+    (lambda: prompt("{x}") | LLM.bind(n=2), "chain.steps[1]", "n=2 answers"),
     (lambda: CALL.map(), "chain", "RunnableEach"),
     (lambda: RunnableBranch((lambda x: True, CALL), CALL), "chain", "RunnableBranch"),
     (lambda: {"y": LLM.with_fallbacks([LLM])}, "chain['y']", "RunnableWithFallbacks"),
