@@ -12,7 +12,9 @@ early reaches the application as a disconnect.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from concurrent.futures import CancelledError, Future
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -28,6 +30,13 @@ CLOSE_GRACE_S = 1.0
 """How long an application may take to notice a disconnect before its task is cancelled."""
 
 
+class ClosedError(RuntimeError):
+    """The application was closed, before or while somebody waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__("the in-process application was closed")
+
+
 class LocalApp:
     """The thread, the loop and the lifespan of one application."""
 
@@ -37,22 +46,27 @@ class LocalApp:
         self._thread: threading.Thread
         self._lock = threading.Lock()
         self._state = "new"
+        self._door = threading.Lock()
+        self._is_open = False
+        """Calls are let in. What was let in runs, or is cancelled at the end."""
         self._lifespan: _Lifespan | None = None
 
     def start(self) -> None:
         """Start the loop and run the application's startup; safe to call again.
 
         Raises:
-            RuntimeError: if the application refused to start, or was closed before.
+            RuntimeError: if the application refused to start.
+            ClosedError: if it was closed before.
         """
         with self._lock:
             if self._state == "running":
                 return
             if self._state == "closed":
-                raise RuntimeError("the in-process application was closed")
+                raise ClosedError
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run, name="conure-app", daemon=True)
             self._thread.start()
+            self._is_open = True
             self._lifespan = _Lifespan(self._app)
             try:
                 self.call(self._lifespan.startup())
@@ -73,12 +87,33 @@ class LocalApp:
             self._state = "closed"
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the application's loop, from any other thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """Run a coroutine on the application's loop, from any other thread.
+
+        Raises:
+            ClosedError: if the application is closed, or is before the coroutine has ended.
+        """
+        try:
+            return self._let_in(coroutine).result()
+        except CancelledError:
+            raise ClosedError from None
 
     async def acall(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the application's loop, from another loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        """Run a coroutine on the application's loop, from another loop; raises as `call`."""
+        future = asyncio.wrap_future(self._let_in(coroutine))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # it is the caller who was cancelled
+            raise ClosedError from None
+
+    def _let_in(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._door:
+            if self._is_open:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise ClosedError
 
     def exchange(self, request: httpx.Request, body: bytes) -> Exchange:
         """One request, not started yet."""
@@ -89,7 +124,11 @@ class LocalApp:
         self._loop.run_forever()
 
     def _stop(self) -> None:
-        self.call(_cancel_others())
+        with self._door:
+            self._is_open = False
+            # Behind all that was let in: so it finds their tasks.
+            ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -230,7 +269,8 @@ class _SyncBody(httpx.SyncByteStream):
             yield chunk
 
     def close(self) -> None:
-        self._local.call(self._exchange.close())
+        with contextlib.suppress(ClosedError):  # then there is nothing left to close
+            self._local.call(self._exchange.close())
 
 
 class _AsyncBody(httpx.AsyncByteStream):
@@ -242,7 +282,8 @@ class _AsyncBody(httpx.AsyncByteStream):
             yield chunk
 
     async def aclose(self) -> None:
-        await self._local.acall(self._exchange.close())
+        with contextlib.suppress(ClosedError):
+            await self._local.acall(self._exchange.close())
 
 
 class _Lifespan:

@@ -1,7 +1,8 @@
 """Whoever leaves a program early cancels it: for answers that nobody waits for any more.
 
 Knows the two kinds of runs of the client. Refuses to know who waits and for what. Kept true:
-what went wrong, or who interrupted, is raised as it came; a cancellation that fails is not.
+what went wrong, or who interrupted, is raised as it came; a cancellation that fails is not,
+as where the client was closed by its owner meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def cancelled_unless_done(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(ConureError):
+        with contextlib.suppress(ConureError, RuntimeError):
             run.cancel()
         raise
 
@@ -31,6 +32,6 @@ async def acancelled_unless_done(run: AsyncRun) -> AsyncIterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(ConureError):
+        with contextlib.suppress(ConureError, RuntimeError):
             await run.cancel()
         raise

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from conure.adapters.asgi import AsyncTransport, LocalApp, SyncTransport
+from conure.adapters.asgi import AsyncTransport, ClosedError, LocalApp, SyncTransport
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -143,3 +143,35 @@ def test_starting_and_closing_twice_is_safe(app: Stream) -> None:
     local.start()
     local.close()
     local.close()
+
+
+def test_a_closed_application_refuses_calls_by_its_name(local: Any) -> None:
+    local.close()
+    request = httpx.Request("GET", "http://app/")
+    with pytest.raises(ClosedError, match="was closed"):
+        SyncTransport(local).handle_request(request)
+    with pytest.raises(ClosedError):
+        local.start()
+
+
+async def test_so_it_does_with_await(local: Any) -> None:
+    await asyncio.to_thread(local.close)
+    with pytest.raises(ClosedError, match="was closed"):
+        await AsyncTransport(local).handle_async_request(httpx.Request("GET", "http://app/"))
+
+
+async def test_whoever_waits_for_an_application_that_is_closed_is_told(local: Any) -> None:
+    request = httpx.Request("POST", "http://app/", content=b"x")
+    waiting = await asyncio.to_thread(SyncTransport(local).handle_request, request)
+    awaiting = await AsyncTransport(local).handle_async_request(request)
+    chunks, pieces = waiting.iter_raw(), awaiting.aiter_raw()
+    assert await asyncio.to_thread(next, chunks) == await anext(pieces) == b"<x"
+    thread = asyncio.create_task(asyncio.to_thread(next, chunks, None))
+    coroutine = asyncio.ensure_future(anext(pieces))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(local.close)
+    for waiter in (thread, coroutine):
+        with pytest.raises(ClosedError):
+            await asyncio.wait_for(waiter, 5)
+    await asyncio.to_thread(waiting.close)
+    await awaiting.aclose()
