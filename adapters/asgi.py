@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from concurrent.futures import CancelledError, Future
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx

@@ -11,10 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from langchain_core.runnables import Runnable
 
-from conure.adapters.langchain import ChatConure, accelerate
+from conure.adapters.langchain import ChatConure, accelerate, to_program
+from conure.server.program.errors import ProgramError
 
 from .adapters.shapes import shapes
 from .served import environment, served
@@ -53,17 +56,30 @@ def test_an_example_runs(name: str, url: str) -> None:
     assert done.stdout.strip()
 
 
+def compiled(chain: Runnable[Any, Any]) -> str:
+    """What `to_program` makes of a chain."""
+    try:
+        num_steps = len(to_program(chain).functions)
+    except ProgramError:
+        return "refused"
+    return f"{num_steps} client step{'s' * (num_steps > 1)}" if num_steps else "whole"
+
+
 def table() -> str:
-    """Every shape: its calls, those that the plan has, and what the chain makes itself."""
+    """Every shape: its calls, those that the plan has, what the chain makes itself, and what it
+    is as a program.
+    """
     lines = [
-        "| chain | calls | from the plan | made by the chain, and waited for |",
-        "|---|---|---|---|",
+        "| chain | calls | from the plan | made by the chain, and waited for | `to_program` |",
+        "|---|---|---|---|---|",
     ]
     for name, shape in shapes(ChatConure()).items():
         awaited = accelerate(shape.chain, model=ChatConure()).explain().plan.awaited.values()
         needed = [each.what for each in awaited if each.source.views]
-        cells = (name, shape.served + shape.missed, shape.served, ", ".join(dict.fromkeys(needed)))
-        lines.append("| {} | {} | {} | {} |".format(*cells))
+        waited = ", ".join(dict.fromkeys(needed))
+        num_calls = shape.served + shape.missed
+        cells = (name, num_calls, shape.served, waited, compiled(shape.chain))
+        lines.append("| {} | {} | {} | {} | {} |".format(*cells))
     return "\n".join(lines) + "\n"
 
 

@@ -56,7 +56,8 @@ def plan_of(
         prefix: of all its names.
         config: the chain runs with; it decides what is configurable.
     """
-    graph = Graph(chain.name or "chain", prefix=prefix)
+    # A callable without a name makes a Runnable without the attribute.
+    graph = Graph(getattr(chain, "name", None) or "chain", prefix=prefix)
     walk = _PlanWalk(graph, server)
     place = Place("chain", "answer", {"configurable": (config or {}).get("configurable", {})})
     walk.read(chain, Local(graph.root, lambda given: given), place)

@@ -68,7 +68,7 @@ def to_program(
         ProgramError: `to_program.unsupported`, with the class and its place in the chain.
     """
     chain = coerce_to_runnable(runnable)
-    graph = Graph(name or chain.name or "chain")
+    graph = Graph(name or getattr(chain, "name", None) or "chain")
     value: Value = Local(graph.root, lambda given: given)
     if inputs is not None:
         root = value

@@ -17,6 +17,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import (
     CommaSeparatedListOutputParser,
     JsonOutputParser,
+    JsonOutputToolsParser,
     StrOutputParser,
 )
 from langchain_core.prompts import (
@@ -100,7 +101,8 @@ def broken_json(message: AIMessage) -> Any:
 
 def shapes(llm: ChatConure) -> dict[str, Shape]:
     """All of them, on a model."""
-    return {**_plain(llm), **_prompts(llm), **_steps(llm), **_control(llm), **_models(llm)}
+    families = (_plain, _prompts, _steps, _control, _models, _apps)
+    return {name: shape for family in families for name, shape in family(llm).items()}
 
 
 def _say(llm: Runnable[Any, Any], template: str = "{x}") -> Any:
@@ -347,6 +349,78 @@ def _models(llm: ChatConure) -> dict[str, Shape]:
         ),
         "configurable": _shape(
             ask("{x}") | llm.configurable_fields(temperature=choose(id="t")) | TEXT | say,
+            "tea",
+            2,
+        ),
+    }
+
+
+def _apps(llm: ChatConure) -> dict[str, Shape]:
+    """Patterns as apps combine them."""
+    say = _say(llm)
+    turn = ChatPromptTemplate.from_messages(
+        [("system", "Use:\n{context}"), MessagesPlaceholder("history"), ("human", "{input}")]
+    )
+    standalone = RunnableBranch(
+        (lambda d: not d["history"], RunnableLambda(itemgetter("input"))),
+        _say(llm, "{history} {input} alone"),
+    )
+    numbered = RunnableLambda(lambda text: [{"step": word} for word in text.split()[:3]])
+    rated = RunnablePassthrough.assign(
+        score=_say(llm.bind(constraint={"regex": "[0-9]"}), "Rate {text}") | int
+    )
+    tried = RunnableParallel(
+        {f"try{n}": ask("{x}") | llm.bind(temperature=1.0, seed=n) | TEXT for n in range(3)}
+    )
+    return {
+        "answers that vote": _shape(
+            tried | (lambda d: max(sorted(d.values()), key=list(d.values()).count)) | say, "tea", 4
+        ),
+        "retrieval with a memory": _shape(
+            RunnablePassthrough.assign(context=standalone | find | join) | turn | llm | TEXT,
+            {"input": "why", "history": [HumanMessage("hi"), AIMessage("ho")]},
+            2,
+        ),
+        "the same at its beginning": _shape(
+            RunnablePassthrough.assign(context=standalone | find | join) | turn | llm | TEXT,
+            {"input": "why", "history": []},
+            1,
+        ),
+        "plan and execute": _shape(
+            RunnablePassthrough.assign(steps=_say(llm, "plan {x}") | numbered)
+            | RunnablePassthrough.assign(
+                done=itemgetter("steps") | _say(llm, "do {step}").map() | ", ".join
+            )
+            | ask("{x}: {done}")
+            | llm,
+            {"x": "tea"},
+            4,
+        ),
+        "map and rank": _shape(
+            RunnableLambda(lambda x: [{"text": x}, {"text": x * 2}])
+            | rated.map()
+            | (lambda found: max(found, key=lambda each: each["score"])["text"])
+            | say,
+            "tea",
+            3,
+        ),
+        "guard beside the answer": _shape(
+            RunnableParallel(
+                answer=say,
+                safe=ask("Safe? {x}") | llm.bind(constraint={"choices": ["yes", "no"]}) | TEXT,
+            )
+            | RunnableBranch((lambda d: d["safe"] == "yes", itemgetter("answer")), lambda d: "?")
+            | say,
+            {"x": "tea"},
+            3,
+        ),
+        "tools, run and told": _shape(
+            ask("{x}")
+            | llm.bind_tools([add], tool_choice="add")
+            | JsonOutputToolsParser(first_tool_only=True)
+            | itemgetter("args")
+            | str
+            | say,
             "tea",
             2,
         ),

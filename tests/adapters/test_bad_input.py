@@ -1,0 +1,175 @@
+"""What goes wrong is raised as what it is, with the server's reason, however a chain is run.
+
+And nothing is left running: the server is asked afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from langchain_core.runnables import Runnable, RunnableParallel
+
+from conure.adapters.client import AsyncClient, Client, Retry
+from conure.adapters.langchain import ChatConure, accelerate
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.errors import ConureError, ProgramError, PromptError, UnavailableError
+from conure.server.program.status import ENDED
+
+from ..served import served
+from .shapes import TEXT, ask
+
+WAYS = ("invoke", "ainvoke", "stream", "astream", "batch", "abatch")
+
+
+async def run(way: str, chain: Runnable[Any, Any], given: Any) -> Any:
+    """Run a chain in one of the ways that LangChain has."""
+    match way:
+        case "invoke":
+            return await asyncio.to_thread(chain.invoke, given)
+        case "ainvoke":
+            return await chain.ainvoke(given)
+        case "stream":
+            return await asyncio.to_thread(lambda: list(chain.stream(given)))
+        case "astream":
+            return [piece async for piece in chain.astream(given)]
+        case "batch":
+            return await asyncio.to_thread(chain.batch, [given, given])
+    return await chain.abatch([given, given])
+
+
+class Case(NamedTuple):
+    """A chain that fails."""
+
+    chain: Callable[[ChatConure], Any]
+    given: str
+    error: type[Exception]
+    match: str
+
+
+def broken(text: str) -> str:
+    raise KeyError("oh")
+
+
+def say(llm: Any, template: str = "{x}") -> Any:
+    return ask(template) | llm | TEXT
+
+
+CASES = {
+    "a constraint that is refused": Case(
+        lambda llm: say(llm) | say(llm.bind(constraint={"regex": "(?=a)b"})),
+        "tea",
+        ProgramError,
+        "invalid regex",
+    ),
+    "a model that is not there": Case(
+        lambda llm: say(llm) | say(llm.bind(model="nobody")), "tea", ConureError, "nobody"
+    ),
+    "a prompt that is too long": Case(
+        lambda llm: say(llm) | say(llm, "{x}" * 1000), "tea", PromptError, "tokens"
+    ),
+    "an input that is too long": Case(say, "x" * 100_000, PromptError, "tokens"),
+    "a function that raises": Case(
+        lambda llm: RunnableParallel(a=say(llm) | broken, b=say(llm)) | say(llm, "{a}{b}"),
+        "tea",
+        KeyError,
+        "oh",
+    ),
+    "a template that lacks a variable": Case(
+        lambda llm: {"y": say(llm)} | say(llm, "{y} {z}"), "tea", KeyError, "z"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
+    with Client(app=app) as client:
+        yield client
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of the programs that the server took."""
+    ids: list[str] = []
+    submit, asubmit = Client.submit, AsyncClient.submit
+
+    def seen(self: Client, *args: Any, **kwargs: Any) -> Any:
+        run = submit(self, *args, **kwargs)
+        ids.append(run.id)
+        return run
+
+    async def aseen(self: AsyncClient, *args: Any, **kwargs: Any) -> Any:
+        run = await asubmit(self, *args, **kwargs)
+        ids.append(run.id)
+        return run
+
+    monkeypatch.setattr(Client, "submit", seen)
+    monkeypatch.setattr(AsyncClient, "submit", aseen)
+    return ids
+
+
+async def all_ended(client: Client, ids: list[str]) -> None:
+    """Until every program has ended: what runs beside a failure may come to its own end."""
+    async with asyncio.timeout(15):
+        for program in ids:
+            run = await asyncio.to_thread(client.attach, program)
+            while (await asyncio.to_thread(run.status)).status not in ENDED:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+async def test_what_goes_wrong_is_raised_and_leaves_nothing_running(
+    client: Client, submitted: list[str], name: str, way: str, is_fast: bool
+) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=20)
+    case = CASES[name]
+    chain = case.chain(llm)
+    with pytest.raises(case.error, match=case.match):
+        await run(way, accelerate(chain) if is_fast else chain, case.given)
+    await all_ended(client, submitted)
+    await llm._aclient().close()
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_server_that_is_not_there_is_named(way: str, is_fast: bool) -> None:
+    llm = ChatConure(base_url="http://127.0.0.1:9", max_retries=0)
+    chain = say(llm) | say(llm)
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9.*is the server running"):
+        await run(way, accelerate(chain) if is_fast else chain, "tea")
+    await llm._aclient().close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[str]) -> None:
+    stack = contextlib.ExitStack()
+    server = served("--engine", "fake", "--time-per-call", "30")
+    url = await asyncio.to_thread(stack.enter_context, server)
+    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
+    try:
+        with Client(url, retry=retry) as client:
+            llm = ChatConure(client=client)
+            chain = say(llm) | say(llm)
+            ways = [(way, each) for way in WAYS for each in (chain, accelerate(chain))]
+            waiting = [asyncio.create_task(run(way, each, "tea")) for way, each in ways]
+            async with asyncio.timeout(20):
+                while len(submitted) < 16:  # noqa: ASYNC110 - a batch is two programs
+                    await asyncio.sleep(0.01)
+            await asyncio.to_thread(stack.close)
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            wrong = [
+                (way, type(each).__name__, result)
+                for (way, each), result in zip(ways, results, strict=True)
+                if not isinstance(result, ConureError)
+            ]
+            assert wrong == []
+            await llm._aclient().close()
+    finally:
+        stack.close()
