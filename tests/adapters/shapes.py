@@ -88,6 +88,14 @@ def halves(text: str) -> list[str]:
     return [text[: len(text) // 2], text[len(text) // 2 :]]
 
 
+def steps(text: str) -> list[dict[str, str]]:
+    return [{"step": word} for word in text.split()[:3]]
+
+
+def drafts(text: str) -> list[dict[str, Any]]:
+    return [{"text": text}, {"text": text * 2}]
+
+
 def called(llm: ChatConure) -> Callable[[str], Any]:
     def call(text: str) -> Any:
         return llm.invoke(text).content
@@ -365,7 +373,6 @@ def _apps(llm: ChatConure) -> dict[str, Shape]:
         (lambda d: not d["history"], RunnableLambda(itemgetter("input"))),
         _say(llm, "{history} {input} alone"),
     )
-    numbered = RunnableLambda(lambda text: [{"step": word} for word in text.split()[:3]])
     rated = RunnablePassthrough.assign(
         score=_say(llm.bind(constraint={"regex": "[0-9]"}), "Rate {text}") | int
     )
@@ -387,7 +394,7 @@ def _apps(llm: ChatConure) -> dict[str, Shape]:
             1,
         ),
         "plan and execute": _shape(
-            RunnablePassthrough.assign(steps=_say(llm, "plan {x}") | numbered)
+            RunnablePassthrough.assign(steps=_say(llm, "plan {x}") | steps)
             | RunnablePassthrough.assign(
                 done=itemgetter("steps") | _say(llm, "do {step}").map() | ", ".join
             )
@@ -397,7 +404,7 @@ def _apps(llm: ChatConure) -> dict[str, Shape]:
             4,
         ),
         "map and rank": _shape(
-            RunnableLambda(lambda x: [{"text": x}, {"text": x * 2}])
+            RunnableLambda(drafts)
             | rated.map()
             | (lambda found: max(found, key=lambda each: each["score"])["text"])
             | say,
