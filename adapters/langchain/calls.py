@@ -46,9 +46,10 @@ class ModelCall:
         Raises:
             ValueError: if it wants several.
         """
-        if len(self.nodes) > 1:
+        first, *others = self.nodes
+        if others:
             raise ValueError(f"a stream is one answer; n={len(self.nodes)} goes with invoke alone")
-        return self.nodes[0]
+        return first
 
     def program(self, timeout_s: float | None) -> dict[str, Json]:
         """The call as a submission."""

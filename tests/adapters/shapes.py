@@ -374,7 +374,7 @@ def _apps(llm: ChatConure) -> dict[str, Shape]:
         _say(llm, "{history} {input} alone"),
     )
     rated = RunnablePassthrough.assign(
-        score=_say(llm.bind(constraint={"regex": "[0-9]"}), "Rate {text}") | int
+        score=_say(llm.bind(constraint={"regex": "[0-9]"}), "Rate {text}") | RunnableLambda(int)
     )
     tried = RunnableParallel(
         {f"try{n}": ask("{x}") | llm.bind(temperature=1.0, seed=n) | TEXT for n in range(3)}
