@@ -90,7 +90,9 @@ async def run_side(
     ) as http:
         client = Client(http, whole=whole, round_trip_s=round_trip_s)
         began = await _counters(http)
-        answers = await client.run(workload(name, seed), f"{seed}.{name}".replace(" ", "-"))
+        # Texts of their own in every setting: the one before has left its prompts in the cache.
+        texts = f"{seed}.{name}.{round_trip_s}".replace(" ", "-")
+        answers = await client.run(workload(name, seed), texts)
         work = [after - before for before, after in zip(began, await _counters(http), strict=True)]
         return answers, Side(by_kind(answers), *work)
 

@@ -59,18 +59,19 @@ GRID = tuple(
 def fit(times: Sequence[tuple[Trial, float]]) -> Cost:
     """Costs that explain seconds best."""
     terms = np.array([trial.terms() for trial, _ in times])
-    took_s = np.array([seconds for _, seconds in times])
-    terms /= took_s[:, None]
-    kept = list(range(terms.shape[1]))
-    while True:
-        found, *_ = np.linalg.lstsq(terms[:, kept], np.ones(len(took_s)), rcond=None)
-        if (found >= 0).all():
-            break
-        del kept[int(np.argmin(found))]
-    numbers = [0.0] * terms.shape[1]
-    for place, number in zip(kept, found, strict=True):
-        numbers[place] = float(number)
-    return Cost(*numbers)
+    terms /= np.array([seconds for _, seconds in times])[:, None]
+    ones = np.ones(len(times))
+    num_terms = terms.shape[1]
+    best, least = np.zeros(num_terms), float("inf")
+    # With five terms, trying every subset of them is the least that can go wrong.
+    for mask in range(1, 2**num_terms):
+        kept = [place for place in range(num_terms) if mask >> place & 1]
+        found, *_ = np.linalg.lstsq(terms[:, kept], ones, rcond=None)
+        missed = float(np.sum((terms[:, kept] @ found - 1) ** 2))
+        if (found >= 0).all() and missed < least:
+            best, least = np.zeros(num_terms), missed
+            best[kept] = found
+    return Cost(*map(float, best))
 
 
 def error(cost: Cost, times: Sequence[tuple[Trial, float]]) -> float:
@@ -87,7 +88,9 @@ async def times_of(url: str, rounds: int) -> list[tuple[Trial, float]]:
         client = Client(http, whole=True, round_trip_s=0.0)
         for number in range(rounds + 1):
             for trial in GRID:
-                (answer,) = await client.run([Sent(trial.plan(), 0.0)], f"fit-{number}-{trial}")
+                # Nobody may find in the cache what another trial has left there.
+                seed = "-".join(map(str, ("fit", number, *trial)))
+                (answer,) = await client.run([Sent(trial.plan(), 0.0)], seed)
                 if number:
                     found.setdefault(trial, []).append(answer.took_s)
     return [(trial, statistics.median(seconds)) for trial, seconds in found.items()]
