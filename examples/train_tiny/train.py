@@ -212,7 +212,8 @@ class Training:
             use_cache=False,
         ).last_hidden_state
         logits = self.model.lm_head(hidden.flatten(0, 1)[read.sources]).float()
-        loss = torch.nn.functional.cross_entropy(logits, read.targets)
+        losses = torch.nn.functional.cross_entropy(logits, read.targets, reduction="none")
+        loss = (losses * read.weights).sum() / read.weights.sum()
         loss.backward()  # type: ignore[no-untyped-call]  # theirs
         right = (logits.argmax(-1) == read.targets).float().mean()
         grads = [parameter.grad.float().flatten() for parameter in self.model.parameters()]
@@ -314,8 +315,8 @@ def main() -> None:
     """Reads the arguments and trains."""
     parser = argparse.ArgumentParser(description="train the small model of Conure")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--cooldown", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--cooldown", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=SHARDS, choices=(1, SHARDS))
     options = parser.parse_args()
