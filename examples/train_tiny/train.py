@@ -8,7 +8,7 @@ does. `export.py` makes a model folder of a checkpoint, `evaluate.py` says how o
 
 The model is a plain Llama. Matrices are trained by Muon, embedding and norms by AdamW, in
 bfloat16 over float32 masters; the learning rate is constant and falls to zero in the last
-`--cooldown` steps. Passages grow from one fact to `MOST_FACTS`.
+`--cooldown` steps. How long passages may be grows by `GROWTH`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ MUON_RATE: Final = 0.02
 ADAM_RATE: Final = 0.004
 ATTENTION: Final = "written-out"
 WARMUP: Final = 60
-MOST_FACTS: Final = 7
 GROWTH: Final = ((0, 3, 336), (150, 5, 448), (400, 6, 448))
 """From which step on passages may have how many facts, and how long rows are."""
 
