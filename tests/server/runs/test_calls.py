@@ -201,3 +201,24 @@ async def test_calls_that_end_together_are_one_look_at_who_reads_them(
     # When they have begun; when they have ended, its own turn has come.
     assert set(looked) == {"all"}
     assert len(looked) < 5
+
+
+async def test_prompts_of_programs_that_begin_at_once_leave_most_of_the_engine_free(
+    tmp_path: Path,
+) -> None:
+    """No engine has said yet what the other program has begun."""
+    num_blocks = 400
+    async with desk_of(tmp_path, num_blocks=num_blocks, time_per_output_token=0.005) as desk:
+        programs = []
+        for name in "abcde":
+            readers = [f"reader{i}" for i in range(4)]
+            nodes = [
+                say("first", f"{name}: tell me. ", **SLOW),
+                *(say(reader, f"{name} {reader} ", LONG * 2, read("first")) for reader in readers),
+            ]
+            programs.append(await desk.submit(nodes, outputs=readers))
+        await wait_until_filled(desk, 2 * len(LONG))
+        [engine] = await desk.executor.engines()
+        assert engine.report.num_held < num_blocks / 2
+        for program in programs:
+            assert (await program.end()).status == "done"
