@@ -55,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Loading makes hundreds of thousands of objects that stay. To look through them again and
+    # again for what could go takes a fifth of the time until the engine is ready.
+    gc.disable()
     try:
         peer = FrameSocket(_inherit(options.fd))
         runner = _load(options)
@@ -63,8 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     except EngineError as error:
         print(f"conure-engine: {error.message}", file=sys.stderr)  # noqa: T201 - its user reads it
         return 3
-    # What exists now stays: a collection need not look at it again and again.
-    gc.freeze()
+    finally:
+        gc.freeze()
+        gc.enable()
     serve(engine, peer, None if constraints is None else constraints.fileno())
     return 0
 

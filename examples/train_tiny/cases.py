@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from passages import CRITIC, NOBODY, Fact, Question, Task, joined, passage
+from passages import CHECK, NOBODY, VERDICT, Fact, Question, Task, joined, passage
 from words import Words
 
 RULES: Final = (
@@ -53,6 +53,7 @@ REDUCE_FORMS: Final = (
     "Join the findings:",
     "Put these findings together:",
 )
+SAME_FORMS: Final = ("Is this the same?", "Are these the same?", "Do these findings agree?")
 MARKS: Final = ("- {text}", "{number}. {text}", "Report {number}: {text}")
 VERBS: Final = tuple(
     "repaired painted opened closed cleaned moved checked loaded washed locked".split()
@@ -86,7 +87,7 @@ def about_passage(words: Words, num_facts: int, num_cases: int) -> list[Case]:
     opening = opening.format(passage=" ".join(fact.sentence for fact in facts))
     questions = [question for fact in facts for question in fact.questions]
     fields = [fact for fact in facts if fact.wrong is not None]
-    questions += [_check(words, fact, facts) for fact in fields if rng.random() < 0.5]
+    questions += [_check(words, fact, facts) for fact in fields if rng.random() < 0.7]
     rng.shuffle(questions)
     questions = questions[:num_cases]
     if fields and rng.random() < 0.5:
@@ -107,7 +108,7 @@ def about_passage(words: Words, num_facts: int, num_cases: int) -> list[Case]:
 def about_texts(words: Words, num_cases: int) -> list[Case]:
     """Cases without a passage, that share a system text."""
     system = system_text(words)
-    makers = (_copy, _passive, _letter, _reduce, _reduce, _reduce)
+    makers = (_copy, _passive, _letter, _same, _same, *(_reduce,) * 4)
     return [words.rng.choice(makers)(words, system) for _ in range(num_cases)]
 
 
@@ -126,8 +127,12 @@ def _check(words: Words, fact: Fact, facts: Sequence[Fact]) -> Question:
     if rng.random() < 0.5:
         claimed = rng.choice(others) if others and rng.random() < 0.6 else str(fact.wrong)
     question = rng.choice(fact.questions[0].wordings)
-    answer = "yes" if claimed == fact.value else "no"
-    return Question(Task.YES_NO, (CRITIC.format(question=question, answer=claimed),), answer)
+    verdict = "yes" if claimed == fact.value else "no"
+    return Question(
+        Task.CHECK,
+        (CHECK.format(question=question, answer=claimed),),
+        VERDICT.format(value=fact.value, verdict=verdict),
+    )
 
 
 def _as_json(words: Words, fields: Sequence[Fact]) -> Question:
@@ -159,6 +164,19 @@ def _letter(words: Words, system: str | None) -> Case:
     person, place = words.person(), words.place()
     prompt = words.rng.choice(LETTER_FORMS).format(person=person, place=place)
     return Case(Task.REWRITE, system, "", prompt, f"Dear {person}, please come to {place}.")
+
+
+def _same(words: Words, system: str | None) -> Case:
+    """Whether two findings are the same."""
+    rng = words.rng
+    draw = rng.choice((words.person, words.person, words.place, words.cause, words.number))
+    first, second = words.several(draw, 2, 2)
+    verdict = rng.choice(("yes", "no"))
+    mark = rng.choice(MARKS)
+    said = (first, first if verdict == "yes" else second)
+    lines = [mark.format(number=number, text=one) for number, one in enumerate(said, 1)]
+    prompt = "\n".join([rng.choice(SAME_FORMS), *lines])
+    return Case(Task.SAME, system, "", prompt, verdict)
 
 
 def _reduce(words: Words, system: str | None) -> Case:

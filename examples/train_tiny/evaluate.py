@@ -29,18 +29,26 @@ from trees import batch, tree_of
 from words import Words
 
 SHIPPED: Final = Path(__file__).parents[2] / "engine" / "small"
-MOST_FACTS: Final = 6
+FACTS: Final = (1, 6)
 
 
-def held_back_cases(seed: int, num_cases: int) -> Iterator[list[Case]]:
-    """Groups of cases about one passage, until there are `num_cases` of every task."""
+def held_back_cases(
+    seed: int, num_cases: int, facts: tuple[int, int] = FACTS
+) -> Iterator[list[Case]]:
+    """Groups of cases about one passage, until there are `num_cases` of every task.
+
+    Args:
+        seed: Decides the cases.
+        num_cases: How many of every task.
+        facts: The least and the most that a passage is made of.
+    """
     words = Words(random.Random(f"{seed} evaluation"), is_evaluation=True)
     counts: Counter[Task] = Counter()
     while min(counts[task] for task in Task) < num_cases:
         if words.rng.random() < 0.5:
             cases = about_texts(words, 5)
         else:
-            cases = about_passage(words, words.rng.randint(1, MOST_FACTS), 8)
+            cases = about_passage(words, words.rng.randint(*facts), 8)
         wanted = [case for case in cases if counts[case.task] < num_cases]
         counts.update(case.task for case in wanted)
         if wanted:
@@ -48,7 +56,7 @@ def held_back_cases(seed: int, num_cases: int) -> Iterator[list[Case]]:
 
 
 def accuracy(
-    folder: Path, num_cases: int, seed: int = 1
+    folder: Path, num_cases: int, seed: int = 1, facts: tuple[int, int] = FACTS
 ) -> tuple[dict[Task, float], list[tuple[Case, str]]]:
     """The share of right answers by task, and the wrong ones with what the model preferred."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -57,7 +65,7 @@ def accuracy(
     right: Counter[Task] = Counter()
     total: Counter[Task] = Counter()
     wrong = []
-    for cases in held_back_cases(seed, num_cases):
+    for cases in held_back_cases(seed, num_cases, facts):
         tree = tree_of(cases, tokenizer, random.Random(0), follow_up=0)
         read = batch(iter([tree]), 1, len(tree.ids), torch.float32)
         with torch.inference_mode():
@@ -85,9 +93,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=SHIPPED)
     parser.add_argument("--cases", type=int, default=500, help="per task")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--facts", type=int, nargs=2, default=FACTS, metavar=("LEAST", "MOST"))
     parser.add_argument("--wrong", type=int, default=0, help="print so many wrong answers")
     options = parser.parse_args()
-    shares, wrong = accuracy(options.folder, options.cases, options.seed)
+    shares, wrong = accuracy(options.folder, options.cases, options.seed, tuple(options.facts))
     for task, share in shares.items():
         print(f"{task:<8} {share:6.1%} of {options.cases}")
     for case, said in wrong[: options.wrong]:

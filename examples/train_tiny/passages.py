@@ -24,6 +24,8 @@ class Task(StrEnum):
     EXTRACT = "extract"
     LIST = "list"
     YES_NO = "yes_no"
+    CHECK = "check"
+    SAME = "same"
     COPY = "copy"
     REWRITE = "rewrite"
     REDUCE = "reduce"
@@ -110,7 +112,11 @@ FLAGS: Final = (
         "Will the insurance pay?",
     ),
 )
-CRITIC: Final = "The question was: {question}\nThe answer was: {answer}\nIs that right?"
+CHECK: Final = (
+    "The question was: {question}\nThe answer was: {answer}\nWhat is right, and is that the same?"
+)
+VERDICT: Final = "{value}, so {verdict}."
+"""The right answer is written before the verdict: what was written can be looked back on."""
 
 
 def joined(values: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ does. `export.py` makes a model folder of a checkpoint, `evaluate.py` says how o
 
 The model is a plain Llama. Matrices are trained by Muon, embedding and norms by AdamW, in
 bfloat16 over float32 masters; the learning rate is constant and falls to zero in the last
-`--cooldown` steps. Passages grow from one fact to `MOST_FACTS`.
+`--cooldown` steps. How long passages may be grows by `GROWTH`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ MUON_RATE: Final = 0.02
 ADAM_RATE: Final = 0.004
 ATTENTION: Final = "written-out"
 WARMUP: Final = 60
-MOST_FACTS: Final = 7
 GROWTH: Final = ((0, 3, 336), (150, 5, 448), (400, 6, 448))
 """From which step on passages may have how many facts, and how long rows are."""
 
@@ -212,7 +211,8 @@ class Training:
             use_cache=False,
         ).last_hidden_state
         logits = self.model.lm_head(hidden.flatten(0, 1)[read.sources]).float()
-        loss = torch.nn.functional.cross_entropy(logits, read.targets)
+        losses = torch.nn.functional.cross_entropy(logits, read.targets, reduction="none")
+        loss = (losses * read.weights).sum() / read.weights.sum()
         loss.backward()  # type: ignore[no-untyped-call]  # theirs
         right = (logits.argmax(-1) == read.targets).float().mean()
         grads = [parameter.grad.float().flatten() for parameter in self.model.parameters()]
@@ -314,8 +314,8 @@ def main() -> None:
     """Reads the arguments and trains."""
     parser = argparse.ArgumentParser(description="train the small model of Conure")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--cooldown", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--cooldown", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=SHARDS, choices=(1, SHARDS))
     options = parser.parse_args()

@@ -21,31 +21,34 @@ from torch import Tensor
 
 from cases import Case, about_passage, about_texts
 from conure.engine.bytelevel import TURN_END, TURN_START
+from passages import Task
 from words import Words
 
 FOLLOW_UP: Final = 0.15
 """Share of questions asked in the conversation of the one before."""
-WITHOUT_PASSAGE: Final = 0.3
+WITHOUT_PASSAGE: Final = 0.4
 """Share of trees whose cases have no passage."""
+WEIGHTS: Final = {Task.SAME: 4.0, Task.CHECK: 2.0}
+"""What a token of an answer counts where one token says all, and names take many."""
 PATIENCE: Final = 4
 """Trees that may find no room in a batch before it is taken as full."""
 
 
 @dataclass(slots=True)
 class Tree:
-    """Ids with positions, branch (0 is the trunk) and whether they are to be learnt."""
+    """Ids with positions, branch (0 is the trunk) and how much they are to be learnt."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     branches: list[int] = field(default_factory=list)
-    is_learnt: list[bool] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
 
-    def add(self, ids: Sequence[int], position: int, branch: int, *, is_learnt: bool) -> int:
+    def add(self, ids: Sequence[int], position: int, branch: int, weight: float = 0.0) -> int:
         """Append ids at a position; returns the next position."""
         self.ids += ids
         self.positions += range(position, position + len(ids))
         self.branches += [branch] * len(ids)
-        self.is_learnt += [is_learnt] * len(ids)
+        self.weights += [weight] * len(ids)
         return position + len(ids)
 
 
@@ -74,7 +77,7 @@ def tree_of(
         return ids
 
     tree = Tree()
-    start = position = tree.add(encode(trunk(cases[0])), 0, 0, is_learnt=False)
+    start = position = tree.add(encode(trunk(cases[0])), 0, 0)
     for number, case in enumerate(cases, 1):
         prompt = prompt_end(case.question)
         if number > 1 and case.opening and rng.random() < follow_up:
@@ -82,8 +85,9 @@ def tree_of(
             prompt = f"\n{TURN_START}user\n{prompt}"
         else:
             branch, position = number, start
-        position = tree.add(encode(prompt), position, branch, is_learnt=False)
-        position = tree.add(encode(case.answer + TURN_END), position, branch, is_learnt=True)
+        position = tree.add(encode(prompt), position, branch)
+        weight = WEIGHTS.get(case.task, 1.0)
+        position = tree.add(encode(case.answer + TURN_END), position, branch, weight)
     return tree
 
 
@@ -92,7 +96,7 @@ def trees(words: Words, tokenizer: Tokenizer, most_facts: int) -> Iterator[Tree]
     rng = words.rng
     while True:
         if rng.random() < WITHOUT_PASSAGE:
-            cases = about_texts(words, 3)
+            cases = about_texts(words, 4)
         else:
             cases = about_passage(words, rng.randint(1, most_facts), 10)
         yield tree_of(cases, tokenizer, rng)
@@ -112,6 +116,8 @@ class Batch:
     """Flat indices of the tokens whose next one is to be learnt."""
     targets: Tensor
     """The ids that follow them."""
+    weights: Tensor
+    """What each counts in the loss."""
 
 
 def batch(made: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype) -> Batch:
@@ -122,6 +128,7 @@ def batch(made: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype)
     branches = torch.zeros(shape, dtype=torch.long)
     sources: list[int] = []
     targets: list[int] = []
+    weights: list[float] = []
     used = [0] * num_rows
     owner, num_left_out = 0, 0
     while num_left_out < PATIENCE:
@@ -142,12 +149,14 @@ def batch(made: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype)
         branches[row, place] = torch.tensor(tree.branches)
         owners[row, place] = owner
         for index in range(1, size):
-            if tree.is_learnt[index]:
+            if tree.weights[index]:
                 sources.append(row * row_len + start + index - 1)
                 targets.append(tree.ids[index])
+                weights.append(tree.weights[index])
         used[row], owner = start + size, owner + 1
     is_seen = torch.ones(row_len, row_len).tril().bool()
     is_seen = is_seen & (owners[:, :, None] == owners[:, None, :])
     is_seen &= (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
     mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill(~is_seen, -1e9)
-    return Batch(ids, positions, mask[:, None], torch.tensor(sources), torch.tensor(targets))
+    learnt = (torch.tensor(sources), torch.tensor(targets), torch.tensor(weights))
+    return Batch(ids, positions, mask[:, None], *learnt)

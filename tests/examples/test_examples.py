@@ -79,7 +79,8 @@ def test_the_router_asks_what_the_yes_or_no_decides(url: str) -> None:
 def test_the_critic_and_the_follow_ups_agree_with_the_report(url: str) -> None:
     assert answers(example(url, "critic.py")) == {
         "guard": ["Tessa Brook"],
-        "is_right": ["yes"],
+        "verdict": ["Tessa Brook, so yes."],
+        "verdict_on_told": ["Tessa Brook, so no."],
         "place": ["Kolvar"],
         "witnesses": ["Ruth Sandberg, Emil Hartson, Lena Moritz"],
     }

@@ -1,8 +1,4 @@
-"""What the built-in model can do: every task, on words that its training never saw.
-
-The usual run asks 60 cases of every task and holds the shares against those that the card
-tells; the slow one asks 500 for what the model is meant to reach.
-"""
+"""What the built-in model can do: 500 cases of every task, on words its training never saw."""
 
 from __future__ import annotations
 
@@ -17,31 +13,26 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train_tiny"))
 
 import evaluate
 
+NUM_CASES = 500
 NEEDED = 0.95
-SCATTER = 0.15
-"""Two and a half standard deviations of a share of one half among 60 cases, at most."""
+ROUNDING = 0.004
+"""Two cases may go the other way where a library adds in another order."""
 CARD = evaluate.SHIPPED / "README.md"
 
 
-def asked(num_cases: int) -> dict[str, float]:
-    """Evaluate and print the shares."""
+@pytest.mark.timeout(180)
+def test_the_model_is_right_in_95_of_100_unseen_cases_and_as_often_as_its_card_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     torch.set_num_threads(1)
-    shares, _ = evaluate.accuracy(evaluate.SHIPPED, num_cases)
-    for task, share in shares.items():
-        print(f"{task:<8} {share:6.1%} of {num_cases}")
-    return {str(task): share for task, share in shares.items()}
-
-
-def test_the_card_tells_how_often_the_model_is_right() -> None:
+    shares, _ = evaluate.accuracy(evaluate.SHIPPED, NUM_CASES)
+    with capsys.disabled():
+        print()
+        for task, share in shares.items():
+            print(f"  {task:<8} {share:6.1%} of {NUM_CASES} unseen cases")
     lines = re.findall(r"^\| (\w+) \| ([0-9.]+) % \|$", CARD.read_text("utf-8"), re.MULTILINE)
     told = {task: float(share) / 100 for task, share in lines}
-    shares = asked(60)
-    assert set(told) == set(shares)
-    assert all(abs(told[task] - share) <= SCATTER for task, share in shares.items())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.xfail(strict=True, reason="yes_no and reduce are not: see engine/small/README.md")
-def test_the_model_is_right_in_95_of_100_unseen_cases_of_every_task() -> None:
-    assert min(asked(500).values()) >= NEEDED
+    assert set(told) == {str(task) for task in shares}
+    for task, share in shares.items():
+        assert share >= NEEDED, task
+        assert abs(told[task] - share) <= ROUNDING, task

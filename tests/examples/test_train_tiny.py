@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,8 @@ def test_every_task_is_taught_and_most_passages_are_new() -> None:
     cases = list(drawn(0))
     assert {case.task for case in cases} == set(Task)
     assert len({case.opening for case in cases}) > 55
-    assert {case.answer for case in cases if case.task == Task.YES_NO} == {"yes", "no"}
+    for task in (Task.YES_NO, Task.SAME):
+        assert {case.answer for case in cases if case.task == task} == {"yes", "no"}
 
 
 def test_names_of_the_evaluation_never_occur_in_training() -> None:
@@ -74,6 +76,24 @@ def test_an_extracted_value_stands_in_the_passage() -> None:
             assert joined(case.answer.split(", ")) in case.opening, case
         elif case.task == Task.COPY:
             assert case.question.endswith(case.answer), case
+
+
+def test_a_verdict_follows_from_what_stands_beside_it() -> None:
+    verdicts = set()
+    for case in drawn(7):
+        if case.task == Task.CHECK:
+            value, verdict = case.answer.removesuffix(".").rsplit(", so ", 1)
+            claimed = case.question.split("The answer was: ")[1].split("\n")[0]
+            assert value in case.opening, case
+        elif case.task == Task.SAME:
+            lines = case.question.split("\n")[1:]
+            value, claimed = (re.sub(r"^(- |\d\. |Report \d: )", "", line) for line in lines)
+            verdict = case.answer
+        else:
+            continue
+        assert verdict == ("yes" if claimed == value else "no"), case
+        verdicts.add((case.task, verdict))
+    assert len(verdicts) == 4
 
 
 def test_one_seed_gives_one_training() -> None:
