@@ -3,7 +3,14 @@
 Both sides run on servers alike (model, KV memory, prefix cache on), get the same prompts
 and write as many tokens; they differ in what the server is told.
 
-    python benchmarks/modern.py [--rounds N] [--only WORKLOAD] [--out FILE]
+Seconds are this machine's and its neighbours'. Steps of the engine and tokens that it computed
+are counted beside them, and depend on neither. `--played` takes an engine that plays its model:
+its steps sleep, as long as the real one's take by the costs below, so that who else has work
+for the processors hardly matters. `--foretell` fits the simulator's costs to the server and
+lets the simulator say what each side will take.
+
+    python benchmarks/modern.py [--rounds N] [--only WORKLOAD] [--setting NAME] [--played]
+        [--foretell] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -15,41 +22,87 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
 from apps.client import Answer, Client
+from apps.fitted import fitted, foretold
+from apps.plot import Bar, bars
 from apps.scaled import CONTEXT_LEN, SCALED, workload
+from conure.server.simulation.engine import Cost
 from own_server import served
 
 BLOCK = 16
-OPTIONS = ("--engine", "local", "--dtype", "float32", "--threads", "1")
+REAL = ("seeded", "--engine", "local", "--dtype", "float32", "--threads", "1")
+PLAYED = (
+    *("--engine", "fake", "--time-per-prompt-token", "1e-4"),
+    *("--time-per-output-token", "5e-3"),
+)
+"""The pace of the real one, roughly: a step and a token of a prompt."""
 ROOMY = 4_096
 """Blocks of an engine that nobody fills."""
-HEAD = "| | request by request | whole | ratio | min | max |\n|---|--:|--:|--:|--:|--:|"
+HEAD = (
+    "| | request by request | whole | ratio | min | max | steps | computed | foretold |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+class Side(NamedTuple):
+    """What one side of one round took."""
+
+    by_kind: dict[str, float]
+    """Mean seconds of the programs of each kind."""
+    num_steps: int
+    num_computed: int
+    """Tokens of prompts that went through the model, again or for the first time."""
+
+
+class Pair(NamedTuple):
+    """Seconds of one kind of program in one round, and the work of all kinds: both sides."""
+
+    before_s: float
+    after_s: float
+    before: Side
+    after: Side
 
 
 @contextlib.contextmanager
-def two_servers(num_blocks: int, context_len: int) -> Iterator[tuple[str, str]]:
+def two_servers(
+    engine: tuple[str, ...], num_blocks: int, context_len: int
+) -> Iterator[tuple[str, str]]:
     """Two servers alike, which the sides exchange round by round: neither side finds what the
     other one has cached.
     """
-    options = (*OPTIONS, "--num-blocks", str(num_blocks), "--context-len", str(context_len))
+    options = (*engine, "--num-blocks", str(num_blocks), "--context-len", str(context_len))
     with served(*options) as one, served(*options) as other:
         yield one, other
 
 
 async def run_side(
     url: str, name: str, seed: int, *, whole: bool, round_trip_s: float
-) -> list[Answer]:
+) -> tuple[list[Answer], Side]:
     """One workload by one side."""
     async with httpx.AsyncClient(
         base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)
     ) as http:
         client = Client(http, whole=whole, round_trip_s=round_trip_s)
-        return await client.run(workload(name, seed), f"{seed}.{name}".replace(" ", "-"))
+        began = await _counters(http)
+        # Texts of their own in every setting: the one before has left its prompts in the cache.
+        texts = f"{seed}.{name}.{round_trip_s}".replace(" ", "-")
+        answers = await client.run(workload(name, seed), texts)
+        work = [after - before for before, after in zip(began, await _counters(http), strict=True)]
+        return answers, Side(by_kind(answers), *work)
+
+
+async def _counters(http: httpx.AsyncClient) -> tuple[int, int]:
+    """Steps, and tokens of prompts that were computed, of all engines since they began."""
+    engines = (await http.get("/v1/engines")).json()["engines"]
+    counters = [engine["counters"] for engine in engines]
+    num_computed = sum(c["num_computed_tokens"] + c["num_recomputed_tokens"] for c in counters)
+    return sum(c["num_steps"] for c in counters), num_computed
 
 
 def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
@@ -73,39 +126,121 @@ async def peak_held(url: str, name: str, seed: int) -> int:
 
 def compare(
     urls: tuple[str, str], name: str, rounds: int, round_trip_s: float
-) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of both sides by kind of program, round by round; the first is not counted."""
-    found: dict[str, list[tuple[float, float]]] = {}
+) -> dict[str, list[Pair]]:
+    """Both sides by kind of program, round by round; the first is not counted."""
+    found: dict[str, list[Pair]] = {}
     for seed in range(rounds + 1):
-        seconds = []
-        order = (0, 1) if seed % 2 else (1, 0)
-        sides: dict[int, dict[str, float]] = {}
-        for side in order:
-            answers = asyncio.run(
-                run_side(
-                    urls[(side + seed) % 2], name, seed, whole=side == 1, round_trip_s=round_trip_s
-                )
+        sides: dict[bool, Side] = {}
+        for whole in (False, True) if seed % 2 else (True, False):
+            url = urls[(whole + seed) % 2]
+            _, sides[whole] = asyncio.run(
+                run_side(url, name, seed, whole=whole, round_trip_s=round_trip_s)
             )
-            sides[side] = by_kind(answers)
-        seconds = [(kind, sides[0][kind], sides[1][kind]) for kind in sides[0]]
-        if seed:
-            for kind, before, after in seconds:
-                found.setdefault(kind, []).append((before, after))
+        before, after = sides[False], sides[True]
+        for kind in before.by_kind if seed else ():
+            pair = Pair(before.by_kind[kind], after.by_kind[kind], before, after)
+            found.setdefault(kind, []).append(pair)
     return found
 
 
-def lines_of(label: str, found: dict[str, list[tuple[float, float]]]) -> list[str]:
-    """Rows of a table."""
-    lines = []
-    for kind, pairs in found.items():
-        ratios = [before / after for before, after in pairs]
-        whole = label if kind == "app" else f"{label}, {kind}"
-        lines.append(
-            f"| {whole} | {statistics.median(p[0] for p in pairs):.3f} "
-            f"| {statistics.median(p[1] for p in pairs):.3f} | {statistics.median(ratios):.2f} "
-            f"| {min(ratios):.2f} | {max(ratios):.2f} |"
-        )
-    return lines
+def ratios_of(pairs: Sequence[Pair]) -> list[float]:
+    """How many times as fast whole programs were."""
+    return [pair.before_s / pair.after_s for pair in pairs]
+
+
+def line_of(label: str, pairs: Sequence[Pair], forecast: Forecast | None) -> str:
+    """A row of a table."""
+    ratios = ratios_of(pairs)
+    cells = [
+        label,
+        f"{statistics.median(pair.before_s for pair in pairs):.3f}",
+        f"{statistics.median(pair.after_s for pair in pairs):.3f}",
+        *(f"{each:.2f}" for each in (statistics.median(ratios), min(ratios), max(ratios))),
+        _both(pairs, lambda side: side.num_steps),
+        _both(pairs, lambda side: side.num_computed),
+        "" if forecast is None else f"{forecast[0]:.3f} / {forecast[1]:.3f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _both(pairs: Sequence[Pair], number: Callable[[Side], int]) -> str:
+    before = statistics.median(number(pair.before) for pair in pairs)
+    after = statistics.median(number(pair.after) for pair in pairs)
+    return f"{before:.0f} / {after:.0f}"
+
+
+Forecast = tuple[float, float]
+"""Seconds of both sides by the simulator."""
+
+
+class Report:
+    """Rows and bars of workloads, printed as they come."""
+
+    def __init__(self, cost: Cost | None) -> None:
+        self._cost = cost
+        self._lines: dict[str, list[str]] = {}
+        self._bars: dict[str, list[Bar]] = {}
+
+    def add(
+        self,
+        name: str,
+        label: str,
+        found: dict[str, list[Pair]],
+        *,
+        num_blocks: int,
+        round_trip_s: float,
+    ) -> None:
+        """What one setting of a workload gave."""
+        forecasts = self._forecasts(name, len(next(iter(found.values()))), num_blocks, round_trip_s)
+        for kind, pairs in found.items():
+            full = label if kind == "app" else f"{label}, {kind}"
+            forecast = forecasts.get(kind)
+            line = line_of(full, pairs, forecast)
+            self._lines.setdefault(name, []).append(line)
+            print(f"{name}: {line}", flush=True)
+            ratios = ratios_of(pairs)
+            told = None if forecast is None else forecast[0] / forecast[1]
+            bar = Bar(full, min(ratios), statistics.median(ratios), max(ratios), told)
+            self._bars.setdefault(name, []).append(bar)
+
+    def _forecasts(
+        self, name: str, rounds: int, num_blocks: int, round_trip_s: float
+    ) -> dict[str, Forecast]:
+        if self._cost is None:
+            return {}
+        sides: list[dict[str, list[float]]] = []
+        for whole in (False, True):
+            by_round: dict[str, list[float]] = {}
+            for seed in range(1, rounds + 1):
+                told = foretold(
+                    workload(name, seed),
+                    self._cost,
+                    whole=whole,
+                    capacity=num_blocks * BLOCK,
+                    round_trip_s=round_trip_s,
+                )
+                for kind, seconds in told.items():
+                    by_round.setdefault(kind, []).append(seconds)
+            sides.append(by_round)
+        before, after = sides
+        return {
+            kind: (statistics.median(before[kind]), statistics.median(after[kind]))
+            for kind in before
+        }
+
+    def write(self, folder: Path) -> None:
+        """One page of tables, and a plot for every workload."""
+        folder.mkdir(parents=True, exist_ok=True)
+        sections = []
+        mark = "" if self._cost is None else "foretold"
+        for name, lines in self._lines.items():
+            title, plot = name[0].upper() + name[1:], f"modern-{name.replace(' ', '-')}.svg"
+            (folder / plot).write_text(bars(title, self._bars[name], mark=mark))
+            table = "\n".join([HEAD, *lines])
+            sections.append(
+                f"## {title}\n\n{SCALED[name].__doc__}\n\n{table}\n\n![{title}]({plot})\n"
+            )
+        (folder / "modern-tables.md").write_text("\n".join(sections))
 
 
 def main() -> None:
@@ -114,42 +249,43 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=tuple(SCALED), action="append")
     parser.add_argument("--setting", choices=("0", "25", "tenth", "pressure"), action="append")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--played", action="store_true", help="an engine that plays its model")
+    parser.add_argument("--foretell", action="store_true", help="fit the simulator, and ask it")
+    parser.add_argument("--out", type=Path, help="folder for tables and plots")
     arguments = parser.parse_args()
+    engine = PLAYED if arguments.played else REAL
     names = arguments.only or list(SCALED)
     settings = arguments.setting or ["0", "25", "tenth", "pressure"]
-    lines: dict[str, list[str]] = {name: [] for name in names}
     peaks: dict[str, int] = {}
-    with two_servers(ROOMY, CONTEXT_LEN) as urls:
+    with two_servers(engine, ROOMY, CONTEXT_LEN) as urls:
+        cost = None
+        if arguments.foretell:
+            cost, missed_by = fitted(urls[0])
+            print(f"{cost}\nmisses what it was fitted to by {missed_by:.0%} (median)", flush=True)
+        report = Report(cost)
         for name in names:
             began = time.perf_counter()
-            peaks[name] = asyncio.run(peak_held(urls[1], name, 0))
+            if "pressure" in settings:
+                peaks[name] = asyncio.run(peak_held(urls[1], name, 0))
             for setting in settings:
-                if setting == "pressure" or (
-                    setting == "tenth" and len(SCALED) and "summary" not in name
-                ):
+                if setting == "pressure" or (setting == "tenth" and "summary" not in name):
                     continue
                 trip_s = 0.0 if setting == "0" else 0.025
                 if setting == "tenth":
                     trip_s = call_s(urls[0], name) / 10
                 found = compare(urls, name, arguments.rounds, trip_s)
-                lines[name] += lines_of(f"round trip {trip_s * 1e3:.0f} ms", found)
-                print(name, *lines[name][-len(found) :], sep="\n", flush=True)
+                label = f"round trip {trip_s * 1e3:.0f} ms"
+                report.add(name, label, found, num_blocks=ROOMY, round_trip_s=trip_s)
             print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
-    if "pressure" in settings:
-        for name in names:
-            context_len = longest(name)
-            num_blocks = max(math.ceil(peaks[name] * 2 / 3), context_len // BLOCK)
-            with two_servers(num_blocks, context_len) as urls:
-                found = compare(urls, name, arguments.rounds, 0.0)
-            lines[name] += lines_of(f"{num_blocks} blocks for {peaks[name]}", found)
-            print(name, *lines[name][-len(found) :], sep="\n", flush=True)
+    for name, peak in peaks.items():
+        context_len = longest(name)
+        num_blocks = max(math.ceil(peak * 2 / 3), context_len // BLOCK)
+        with two_servers(engine, num_blocks, context_len) as urls:
+            found = compare(urls, name, arguments.rounds, 0.0)
+        label = f"{num_blocks} blocks for {peak}"
+        report.add(name, label, found, num_blocks=num_blocks, round_trip_s=0.0)
     if arguments.out is not None:
-        text = [
-            f"\n## {n[0].upper()}{n[1:]}\n\n{SCALED[n].__doc__}\n\n{HEAD}\n" + "\n".join(rows)
-            for n, rows in lines.items()
-        ]
-        arguments.out.write_text("\n".join(text))
+        report.write(arguments.out)
 
 
 def longest(name: str) -> int:
@@ -166,7 +302,7 @@ def call_s(url: str, name: str) -> float:
     """How long one call of a workload takes on average, request by request, alone."""
     sent = workload(name, 99)[0]
     num_calls = len(sent.plan.nodes)
-    answers = asyncio.run(run_side(url, name, 99, whole=False, round_trip_s=0.0))
+    answers, _ = asyncio.run(run_side(url, name, 99, whole=False, round_trip_s=0.0))
     return answers[0].took_s / (num_calls if "chain" in name else 2)
 
 

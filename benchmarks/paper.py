@@ -1,8 +1,8 @@
 """The paper's workloads in the paper's setting, simulated: our ratios beside its own.
 
-    python benchmarks/paper.py [--seeds N] [--only WORKLOAD] [--out FILE]
+    python benchmarks/paper.py [--seeds N] [--only WORKLOAD] [--out FOLDER]
 
-Prints a table for every workload, or writes all of them into one Markdown file.
+Prints a table for every workload; with a folder, writes them there, each with a plot.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from apps.plot import Bar, bars
 from apps.workloads import WORKLOADS, Point
 
 HEAD = "| | baseline | ours | ratio | min | max | paper | |\n|---|--:|--:|--:|--:|--:|--:|---|"
@@ -39,6 +40,16 @@ def table(points: list[list[Point]]) -> list[str]:
     return lines
 
 
+def plotted(points: list[list[Point]]) -> list[Bar]:
+    """The ratios of a table."""
+    rows = []
+    for each in points:
+        ratios = [point.ratio for point in each]
+        paper = None if math.isnan(each[0].paper) else each[0].paper
+        rows.append(Bar(each[0].label, min(ratios), statistics.median(ratios), max(ratios), paper))
+    return rows
+
+
 def main() -> None:
     """Run the workloads."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -56,8 +67,14 @@ def main() -> None:
         print("\n".join(section), flush=True)
         print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
         lines += section
+        if arguments.out is not None:
+            plot = f"paper-{name.replace(' ', '-')}.svg"
+            title = f"{name[0].upper()}{name[1:]}: how many times as fast"
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            (arguments.out / plot).write_text(bars(title, plotted(points), mark="the paper's"))
+            lines += [f"![{name}]({plot})", ""]
     if arguments.out is not None:
-        arguments.out.write_text("\n".join(lines))
+        (arguments.out / "paper-tables.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

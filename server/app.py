@@ -21,7 +21,7 @@ from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
 from .config import Config
-from .routes import events, grammar, health, openai, paper, programs
+from .routes import accounts, events, grammar, health, openai, paper, programs
 from .routes.document import openapi_config
 from .routes.gate import LocalOnly, add_request_id
 from .routes.problem import answer_problem
@@ -55,12 +55,13 @@ def create_app(
     state.service = service
     state.draining = asyncio.Event()
     state.version = version()
+    state.requests = requests = accounts.Requests(state.version)
     bodies = (*programs.BODIES, *paper.BODIES, *openai.BODIES, *grammar.BODIES)
     return Litestar(
         route_handlers=_routes(),
         lifespan=[_life(service)],
         state=state,
-        middleware=[LocalOnly()],
+        middleware=[requests, LocalOnly()],
         before_send=[add_request_id],
         exception_handlers={Exception: answer_problem},
         request_max_body_size=config.max_body,
@@ -87,7 +88,14 @@ async def drain(app: Litestar, *, timeout_s: float) -> None:
 
 
 def _routes() -> list[ControllerRouterHandler]:
-    own = (*programs.ROUTES, *events.ROUTES, *paper.ROUTES, *grammar.ROUTES, *health.ROUTES)
+    own = (
+        *programs.ROUTES,
+        *events.ROUTES,
+        *paper.ROUTES,
+        *grammar.ROUTES,
+        *accounts.ROUTES,
+        *health.ROUTES,
+    )
     compatible = Router(
         "/",
         route_handlers=list(openai.ROUTES),

@@ -30,6 +30,7 @@ from .engines.command import command_of
 from .engines.engine import Engine, EngineStartError
 from .engines.fleet import Fleet, FleetOptions
 from .engines.grammars import Grammars
+from .metrics import Metrics, Moment
 from .program.control import walk
 from .program.errors import (
     ConflictError,
@@ -40,13 +41,22 @@ from .program.errors import (
 from .program.grammar import grammar_of
 from .program.graph import Graph
 from .program.ir import Append, Constraint, Generate, Objective, Submission
-from .program.status import Accepted, Event, Problem, ProgramStatus, PutValue, VariableStatus
+from .program.status import (
+    Accepted,
+    Event,
+    Problem,
+    ProgramStatus,
+    PutValue,
+    UsageReport,
+    VariableStatus,
+)
 from .prompts.model import Model
 from .runs.admission import Room, check_options, check_program, check_variables, num_calls
 from .runs.answers import put_value, stands_already
 from .runs.encoder import Encoder
 from .runs.execution import Execution
 from .runs.outbox import iso
+from .runs.receipt import usage_report
 from .runs.recovery import restore
 from .runs.report import program_status, stored_status, unreadable, variable_status
 from .runs.run import Run
@@ -98,6 +108,7 @@ class Executor:
         self._recent: OrderedDict[str, Run] = OrderedDict()
         self._recent_bytes = 0
         self._room = Room(config.max_queued_calls)
+        self._metrics = Metrics()
         self._is_draining = False
         self._is_stopped = False
 
@@ -124,11 +135,17 @@ class Executor:
         if execution.id in self._runs:
             self._room.count(execution)
 
+    def room(self) -> int:
+        """LLM calls that may still come in."""
+        return self._room.left()
+
     def _run_ended(self, run: Run) -> None:
         """The end of a program is on disk."""
         if self._runs.pop(run.execution.id, None) is None:
             return
         self._room.leave(run.execution)
+        if run.receipt is not None:
+            self._metrics.program_ended(run.execution, run.receipt)
         self._recent[run.execution.id] = run
         self._recent_bytes += run.outbox.num_bytes
         while self._recent and (
@@ -239,6 +256,7 @@ class Executor:
         )
 
     def _engine_lost(self, engine: Engine) -> None:
+        self._metrics.engine_lost()
         self.scheduler.engine_lost(engine.name)
         for run in list(self._runs.values()):
             run.engine_lost(engine.name)
@@ -482,6 +500,25 @@ class Executor:
                 )
             )
         return infos
+
+    async def usage(self, *, tenant: str, since: str | None, until: str | None) -> UsageReport:
+        """What a tenant's programs cost; see `Service.usage`."""
+        sums = await self._reading.usage(tenant, since=since, until=until)
+        return usage_report(sums, since=since, until=until)
+
+    async def metrics(self) -> bytes:
+        """What operators watch; see `Service.metrics`."""
+        moment = Moment(
+            num_programs=len(self._runs),
+            num_calls=self._room.num_calls,
+            max_calls=self._config.max_queued_calls,
+            num_waiting=self.scheduler.num_waiting,
+            num_decisions=self.scheduler.num_decisions,
+            engines=await self.engines(),
+            num_engines=self._config.num_engines,
+            journal=self._reading.status(),
+        )
+        return self._metrics.page(moment)
 
     async def ready(self) -> Readiness:
         """Whether programs can run now."""

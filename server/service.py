@@ -19,7 +19,15 @@ from msgspec import Struct
 from conure.engine.api import StatusReport
 
 from .program.ir import Append, Constraint, Objective, Submission
-from .program.status import Accepted, Event, Problem, ProgramStatus, PutValue, VariableStatus
+from .program.status import (
+    Accepted,
+    Event,
+    Problem,
+    ProgramStatus,
+    PutValue,
+    UsageReport,
+    VariableStatus,
+)
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -191,6 +199,16 @@ class Service(Protocol):
 
         Raises:
             UnavailableError: if no engine answers.
+        """
+        ...
+
+    async def usage(self, *, tenant: str, since: str | None, until: str | None) -> UsageReport:
+        """Sums up what a tenant's programs cost that ended on these days (UTC), both included."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """Returns what operators watch, in Prometheus' text format: no names of tenants,
+        programs or models, so as many lines today as tomorrow.
         """
         ...
 

@@ -22,7 +22,7 @@ INSTRUCTIONS = 60
 """Tokens of the text around what a summary reads."""
 
 
-def _call(name: str, parts: Iterable[str], num_output: int, **fields: Any) -> dict[str, Any]:
+def call(name: str, parts: Iterable[str], num_output: int, **fields: Any) -> dict[str, Any]:
     """A call; `$name` reads a variable, anything else is a text of that name."""
     prompt: list[dict[str, Any]] = [
         {"input": part[1:]} if part.startswith("$") else {"text": part} for part in parts
@@ -75,7 +75,7 @@ def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Pla
     nodes = []
     for i in range(num_chunks):
         before = [f"$s{i - 1}"] if i else []
-        nodes.append(_call(f"s{i}", ["refine", *before, f"{article}/{i}"], num_output))
+        nodes.append(call(f"s{i}", ["refine", *before, f"{article}/{i}"], num_output))
     lengths = {f"{article}/{i}": chunk for i in range(num_chunks)} | {"refine": INSTRUCTIONS}
     return Plan(nodes, [f"s{num_chunks - 1}"], lengths)
 
@@ -84,8 +84,8 @@ def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Pla
 def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Plan:
     """Summaries of all chunks, and one of these."""
     names = [f"m{i}" for i in range(num_chunks)]
-    nodes = [_call(name, ["map", f"{article}/{name}"], num_output) for name in names]
-    nodes.append(_call("out", ["reduce", *(f"${name}" for name in names)], num_output))
+    nodes = [call(name, ["map", f"{article}/{name}"], num_output) for name in names]
+    nodes.append(call("out", ["reduce", *(f"${name}" for name in names)], num_output))
     lengths = {f"{article}/{name}": chunk for name in names}
     return Plan(nodes, ["out"], lengths | {"map": INSTRUCTIONS, "reduce": INSTRUCTIONS})
 
@@ -95,7 +95,7 @@ def single(system: str, num_system: int, num_user: int, num_output: int, user: i
     """One call: a system prompt that others have too, if any, and a question of its own."""
     own = f"{system}/{user}"
     parts = [system, own] if num_system else [own]
-    node = _call("out", parts, num_output)
+    node = call("out", parts, num_output)
     return Plan([node], ["out"], {system: num_system, own: num_user})
 
 
@@ -114,7 +114,7 @@ def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
     Prompts come to 182, 2,991, 3,717 and 4,175 tokens, as recorded, however many files; after
     the first cycle 20 more, as what is read was revised. With a scale, all lengths are divided.
     """
-    nodes = [_call("design", ["task"], DESIGN // scale)]
+    nodes = [call("design", ["task"], DESIGN // scale)]
     lengths = {"task": 182 // scale, "shared": _SHARED // scale}
     before = ["design"]
     rounds = [("code", 291, WRITE)]
@@ -126,7 +126,7 @@ def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
             read = {"code": 0, "review": 1, "revise": 2}[kind]
             parts = ["shared", "$design", *(f"${past}_{i}" for past in _past(rounds, number, read))]
             own = f"own {name}"
-            nodes.append(_call(name, [*parts, own], num_output // scale, after=before))
+            nodes.append(call(name, [*parts, own], num_output // scale, after=before))
             lengths[own] = num_own // scale
         before = names
     return Plan(nodes, before, lengths)

@@ -70,6 +70,10 @@ class Engine(asyncio.Protocol):
         self._tasks: list[asyncio.Task[None]] = []
         self._buffer = bytearray()
         self._outgoing: list[api.Command] = []
+        self._promised: dict[int, int] = {}
+        """Tokens of fills that the engine has not reported on, by context: its own counts may not
+        know of them yet."""
+        self._num_promised = 0
         self._listeners: dict[int, Listener] = {}
         self._owners: dict[int, str] = {}
         self._num_owned: Counter[str] = Counter()
@@ -140,8 +144,11 @@ class Engine(asyncio.Protocol):
 
     @property
     def num_available(self) -> int:
-        """Blocks that nobody holds, as the engine last said."""
-        return self.num_free + self.num_cached
+        """Blocks that nobody holds, as the engine last said, and that nothing on its way to it will
+        take.
+        """
+        num_promised = -(-self._num_promised // self.hello.limits.block_size)
+        return self.num_free + self.num_cached - num_promised
 
     @property
     def is_crowded(self) -> bool:
@@ -170,10 +177,18 @@ class Engine(asyncio.Protocol):
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.extend(commands)
+        for command in commands:
+            if isinstance(command, api.Fill):
+                num_tokens = len(command.tokens)
+                self._promised[command.context] = (
+                    self._promised.get(command.context, 0) + num_tokens
+                )
+                self._num_promised += num_tokens
 
     def free(self, context: int, keep: int = 0) -> None:
         """Stop listening to a context and give it up; its first `keep` tokens stay cached."""
         self._listeners.pop(context, None)
+        self._num_promised -= self._promised.pop(context, 0)
         if (owner := self._owners.pop(context, None)) is not None:
             self._num_owned[owner] -= 1
             if not self._num_owned[owner]:
@@ -293,6 +308,7 @@ class Engine(asyncio.Protocol):
                     if check is not None and not check.done():
                         check.set_result(report)
                 case _:
+                    self._num_promised -= self._promised.pop(report.context, 0)
                     self._deliver(report.context, report)
 
     def _deliver(self, context: int, report: api.Report) -> None:

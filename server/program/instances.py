@@ -94,6 +94,11 @@ class Template:
         return len(self._flat)
 
     @property
+    def num_calls(self) -> int:
+        """LLM calls among them."""
+        return sum(isinstance(node, Generate) for node, _, _ in self._flat)
+
+    @property
     def node_ids(self) -> list[str]:
         """The nodes that stand in the body itself."""
         return [node.id for node, _, place in self._flat if place is None]
@@ -166,12 +171,19 @@ class Renaming:
                 self._bound[argument] if argument in self._bound else {"var": self.name(argument)}
             )
         if operator in ("partial", "final"):
-            return {operator: self.name(argument)}
+            return self._growing(operator, argument)
         if operator == "object":
             return {operator: {key: self.expression(item) for key, item in argument.items()}}
         if operator == "each":
             return {operator: self._each(argument)}
         return {operator: self.expression(argument)}
+
+    def _growing(self, operator: str, name: str) -> Expression:
+        """`partial` or `final` of a name: an item or index is no text that grows, but whole."""
+        reference = self.reference(name)
+        if isinstance(reference, str):
+            return {operator: reference}
+        return reference if operator == "partial" else True
 
     def _each(self, operands: list[Expression]) -> list[Expression]:
         items, *names, inside = operands

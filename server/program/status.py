@@ -154,6 +154,30 @@ class Receipt(Struct, frozen=True, kw_only=True):
     blocks_held: Count = 0
 
 
+class Receipts(Struct, frozen=True, kw_only=True):
+    """Receipts of several programs, summed; their seconds too, though programs run side by side."""
+
+    calls: Count = 0
+    prompt_tokens: ReceiptPromptTokens = ReceiptPromptTokens()
+    output_tokens: OutputTokens = OutputTokens()
+    retokenized: Count = 0
+    round_trips_saved: Count = 0
+    wall_s: float = 0.0
+    critical_path_s: float = 0.0
+    as_single_requests: SingleRequests = SingleRequests()
+    kv_block_seconds: float = 0.0
+
+
+class UsageReport(Struct, frozen=True, kw_only=True):
+    """What a tenant's programs cost that ended on these days (UTC), both included."""
+
+    since: str | None = None
+    until: str | None = None
+    programs: dict[str, Count] = {}
+    """How many, by the status with which they ended."""
+    receipts: Receipts = Receipts()
+
+
 class ProgramStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A program: `receipt` is present once it has ended."""
 

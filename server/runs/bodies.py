@@ -62,6 +62,10 @@ class Bodies:
         """Nodes of one item, at first."""
         return max(1, self._template(node).num_nodes)
 
+    def item_calls(self, node: Map) -> int:
+        """LLM calls of one item, at first."""
+        return self._template(node).num_calls
+
     def add_items(self, node: Map, start: int, stop: int) -> Grown:
         """Append the items from `start` to `stop`; the map will wait for them.
 

@@ -243,6 +243,7 @@ class Calls:
         call = self._calls.get(node_id)
         if call is None:
             call = self._calls[node_id] = self._make(node_id)
+            self._service.begin()
         return call
 
     def _make(self, node_id: str) -> Call:
@@ -292,7 +293,7 @@ class Calls:
             usage.prompt_discarded += usage.computed
             usage.computed = 0
         if node_id in self._live:
-            self._service.add(usage.prefill_s + usage.decode_s, time.monotonic())
+            self._service.attained_s += usage.prefill_s + usage.decode_s
         self.drop(node_id)
         self._live.pop(node_id, None)
         self._unweighed.pop(node_id, None)
@@ -311,6 +312,7 @@ class Calls:
     def drop(self, node_id: str) -> None:
         """Abandon the node's call; a new one may be made for another attempt."""
         if (call := self._calls.pop(node_id, None)) is not None:
+            self._service.end(time.monotonic())
             call.abandon()
 
     def abandon(self) -> None:

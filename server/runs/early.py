@@ -154,9 +154,7 @@ class EarlyFills:
                 return  # an expression makes more of it, or something else
             cut = encoded.tokens_before(end) - num_unsure
             block_size = engine.hello.limits.block_size
-            # What was begun a moment ago, the engine's own count does not show yet.
-            num_free = engine.num_available - self._sharing.num_filling // block_size
-            if num_free >= FREE_BLOCKS * (cut // block_size):
+            if engine.num_available >= FREE_BLOCKS * (cut // block_size):
                 call.fill_early(engine, encoded.ids[: max(cut, 0)], boundary)
 
         def broken(error: Exception) -> None:

@@ -1,20 +1,27 @@
-"""What a program cost: sums over its nodes, its critical path, and the same calls sent singly.
+"""What a program cost: sums over its nodes, its critical path, and the same calls sent singly;
+and what many programs cost together.
 
-Pure: from an execution that has ended to a Receipt.
+Pure: from an execution that has ended to a Receipt, from sums on disk to a UsageReport.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
 
 from ..program.ir import Generate
 from ..program.status import (
     OutputTokens,
     Receipt,
     ReceiptPromptTokens,
+    Receipts,
     SharedTokens,
     SingleRequests,
+    UsageReport,
 )
+from ..store.records import UsageRecord
 from .execution import Execution, NodeState, Usage
 
 
@@ -64,6 +71,25 @@ def receipt(execution: Execution, *, blocks_held: int) -> Receipt:
         kv_block_seconds=sum(usage.block_seconds for usage in usages),
         blocks_held=blocks_held,
     )
+
+
+def usage_report(
+    records: Iterable[UsageRecord], *, since: str | None, until: str | None
+) -> UsageReport:
+    """Put sums of receipts back into the shape of a receipt, over programs of every status."""
+    programs: dict[str, int] = {}
+    sums: dict[str, Any] = {}
+    for record in records:
+        if record.name == "programs":
+            programs[record.status] = int(record.amount)
+            continue
+        *above, name = record.name.split(".")
+        part = sums
+        for each in above:
+            part = part.setdefault(each, {})
+        part[name] = part.get(name, 0) + record.amount
+    receipts = msgspec.convert(sums, Receipts)
+    return UsageReport(since=since, until=until, programs=programs, receipts=receipts)
 
 
 class Prompt(NamedTuple):

@@ -450,6 +450,7 @@ class Run:
         if (step := self._steps.pop(node_id, None)) is not None:
             step.abandon()
         self._clocks.forget(node_id)
+        self._flow.ended()
 
     # --- failing --------------------------------------------------------------------------
 
@@ -528,6 +529,10 @@ class Run:
     def foresee(self, node_id: str, instances: list[Instance]) -> None:
         """What comes into the graph for this node unless it ends before."""
         self._calls.foresee(node_id, instances)
+
+    def room(self) -> int:
+        """LLM calls that may still come into the server."""
+        return self._world.room()
 
     def grown(self, node_id: str, nodes: tuple[str, ...]) -> None:
         """Instances came into the graph for this node."""

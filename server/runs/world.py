@@ -26,6 +26,10 @@ class World(Protocol):
         """A program has more nodes than it was accepted with."""
         ...
 
+    def room(self) -> int:
+        """LLM calls that may still come in."""
+        ...
+
     @property
     def journal(self) -> Journal:
         """Where everything is written."""

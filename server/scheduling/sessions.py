@@ -29,11 +29,21 @@ class Service:
     """Seconds that its ended calls ran on engines."""
     last_s: float = 0.0
     """When it was last heard of."""
+    num_calls: int = 0
+    """That wait or run: as long as there are any, it is not silent."""
 
-    def add(self, ran_s: float, now_s: float) -> None:
-        """A call has ended."""
-        self.attained_s += ran_s
+    def begin(self) -> None:
+        """A call has come."""
+        self.num_calls += 1
+
+    def end(self, now_s: float) -> None:
+        """A call has ended, or was given up."""
+        self.num_calls -= 1
         self.last_s = now_s
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether whoever comes now is new."""
+        return not self.num_calls and now_s - self.last_s > GAP_S
 
 
 class Sessions:
@@ -54,7 +64,7 @@ class Sessions:
             return Service(began_s)
         key = (tenant, name)
         found = self._known.get(key)
-        if found is None or began_s - found.last_s > GAP_S:
+        if found is None or found.is_silent(began_s):
             found = self._known[key] = Service(began_s)
         found.last_s = max(found.last_s, began_s)
         self._known.move_to_end(key)

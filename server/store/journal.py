@@ -11,7 +11,8 @@ threads and see only what is committed.
     reader threads     read-only connections, one snapshot per query
 
 Knows the order of records and that a variable has one value and a program one end. Refuses to
-know what a program, a value or an event says: bodies are bytes.
+know what a program, a value or an event says: bodies are bytes. Receipts are an exception: the
+schema sums up their numbers, whatever their names, by tenant and day.
 
 Kept true:
 - a future of `append` that succeeds means fsynced; batches are atomic; order of `append` =
@@ -48,6 +49,7 @@ from .records import (
     ProgramRecord,
     Record,
     StoredProgram,
+    UsageRecord,
     ValueRecord,
 )
 from .writer import RETRY_AFTER_S, Batch, Writer
@@ -63,6 +65,7 @@ __all__ = [
     "ProgramRecord",
     "Record",
     "StoredProgram",
+    "UsageRecord",
     "ValueRecord",
 ]
 
@@ -218,6 +221,16 @@ class Journal:
         """At most `limit` events of the tenant's program with a number above `after`, by number."""
         return await self._reader.read(
             partial(reader.events, tenant=tenant, program=program, after=after, limit=limit)
+        )
+
+    async def usage(
+        self, tenant: str, *, since: str | None = None, until: str | None = None
+    ) -> list[UsageRecord]:
+        """The sums over the receipts of a tenant's programs that ended from one day (UTC,
+        YYYY-MM-DD) to another, both included; None: from the first, to the last.
+        """
+        return await self._reader.read(
+            partial(reader.usage, tenant=tenant, since=since, until=until)
         )
 
     async def unfinished(self) -> list[StoredProgram]:

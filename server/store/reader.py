@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .database import open_reader
-from .records import EndRecord, EventRecord, StoredProgram, ValueRecord
+from .records import EndRecord, EventRecord, StoredProgram, UsageRecord, ValueRecord
 
 T = TypeVar("T")
 
@@ -103,6 +103,18 @@ def events(
         (after, tenant, program, limit),
     )
     return [_event(program, row) for row in rows]
+
+
+def usage(
+    connection: sqlite3.Connection, tenant: str, since: str | None, until: str | None
+) -> list[UsageRecord]:
+    """The sums over what a tenant's programs cost that ended on these days, both included."""
+    rows = connection.execute(
+        "SELECT status, name, sum(amount) FROM usage "
+        "WHERE tenant = ? AND day >= ? AND day <= ? GROUP BY status, name",
+        (tenant, since or "", until or "9999-12-31"),
+    )
+    return [UsageRecord(*row) for row in rows]
 
 
 def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:

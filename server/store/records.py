@@ -98,6 +98,16 @@ class EndRecord(Struct, frozen=True, kw_only=True):
 Record: TypeAlias = ProgramRecord | AppendRecord | ValueRecord | EventRecord | EndRecord
 
 
+class UsageRecord(Struct, frozen=True):
+    """One number of the receipts of a tenant's programs, summed over those of one status."""
+
+    status: str
+    name: str
+    """The number's path in a receipt, as in `prompt_tokens.logical`; or `programs`, how many."""
+    amount: float
+    """A count is an int."""
+
+
 class StoredProgram(Struct, frozen=True, kw_only=True):
     """Everything that is written about one program."""
 

@@ -36,6 +36,7 @@ from conure.server.program.status import (
     ProgramStatus,
     PromptTokens,
     PutValue,
+    UsageReport,
     VariableStatus,
 )
 from conure.server.service import EngineInfo, GrammarInfo, ModelInfo, Readiness
@@ -260,6 +261,14 @@ class ScriptedService:
     async def engines(self) -> list[EngineInfo]:
         report = StatusReport(0, 10, 4, 5, 1, 2, *range(6))
         return [EngineInfo(id="engine-0", epoch=7, model="tiny", report=report)]
+
+    async def usage(self, *, tenant: str, since: str | None, until: str | None) -> UsageReport:
+        ended = [each.status for each in self.programs.values() if each.status in ENDED]
+        programs = {status: ended.count(status) for status in ended}
+        return UsageReport(since=since, until=until, programs=programs)
+
+    async def metrics(self) -> bytes:
+        return b"# TYPE conure_double gauge\nconure_double 1.0\n"
 
     async def ready(self) -> Readiness:
         return self.readiness

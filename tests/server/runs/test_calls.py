@@ -176,3 +176,24 @@ async def test_prompts_that_begin_at_once_leave_most_of_the_engine_free(tmp_path
         assert status.status == "done", status.error
         assert status.receipt
         assert status.receipt.prompt_tokens.recomputed < len(LONG), "filled, evicted, filled again"
+
+
+async def test_prompts_of_programs_that_begin_at_once_leave_most_of_the_engine_free(
+    tmp_path: Path,
+) -> None:
+    """No engine has said yet what the other program has begun."""
+    num_blocks = 400
+    async with desk_of(tmp_path, num_blocks=num_blocks, time_per_output_token=0.005) as desk:
+        programs = []
+        for name in "abcde":
+            readers = [f"reader{i}" for i in range(4)]
+            nodes = [
+                say("first", f"{name}: tell me. ", **SLOW),
+                *(say(reader, f"{name} {reader} ", LONG * 2, read("first")) for reader in readers),
+            ]
+            programs.append(await desk.submit(nodes, outputs=readers))
+        await wait_until_filled(desk, 2 * len(LONG))
+        [engine] = await desk.executor.engines()
+        assert engine.report.num_held < num_blocks / 2
+        for program in programs:
+            assert (await program.end()).status == "done"

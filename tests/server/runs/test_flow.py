@@ -60,6 +60,40 @@ async def test_a_map_lists_its_results_in_the_order_of_the_items(tmp_path: Path)
         assert {e["node"] for e in appended} == {"m"}
 
 
+async def test_a_map_wider_than_the_queue_comes_in_as_there_is_room(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, max_queued_calls=4) as desk:
+        nodes = [map_("docs", say("s", "S ", read("x")), collect={"all": "s"})]
+        docs = [f"doc {i}" for i in range(30)]
+        program = await desk.submit(nodes, inputs={"docs": docs}, outputs=["all"])
+        most = 0
+        async for event in program.read():
+            if event.type == "nodes.appended":
+                nodes_now = (await program.status()).nodes
+                is_open = [n.status in ("waiting", "queued", "running") for n in nodes_now.values()]
+                most = max(most, sum(is_open) - 1)  # without the map itself
+        assert 1 < most <= 4
+        assert await program.value("all") == [answer(f"S {doc}") for doc in docs]
+        assert desk.executor.room() == 4
+
+
+async def test_maps_that_wait_for_each_other_end_in_a_queue_of_one(tmp_path: Path) -> None:
+    """The items of the first hold all the room, and wait for the second."""
+    async with desk_of(tmp_path, max_queued_calls=1) as desk:
+        first = map_("docs", say("s", "S ", read("x"), read("late")), collect={"all": "s"})
+        second = map_("docs", say("t", "T ", read("x")), collect={"late": "t"})
+        nodes = [first, {**second, "id": "n"}]
+        docs = [f"doc {i}" for i in range(6)]
+        program = await desk.submit(nodes, inputs={"docs": docs}, outputs=["all"])
+        late = [answer(f"T {doc}") for doc in docs]
+        assert await program.value("late") == late
+        assert len(await program.value("all")) == 6
+        await program.end()
+        killed = await desk.submit(nodes, inputs={"docs": docs * 20}, outputs=["all"])
+        await killed.event("nodes.appended", count=3)
+        assert (await killed.cancel()).status == "cancelled"
+        assert desk.executor.room() == 1
+
+
 async def test_a_map_over_nothing_gives_nothing_and_over_null_says_so(tmp_path: Path) -> None:
     async with desk_of(tmp_path) as desk:
         nodes = [map_("docs", expr("e", var("x"), "o"), collect={"all": "o"})]
@@ -640,6 +674,33 @@ async def test_a_yield_tells_of_a_text_while_it_grows(tmp_path: Path) -> None:
         assert whole.data["value"] == answer("S")
         assert {e.seq is None for e in (*pieces, *partial[:-1])} == {True}, "only the last is kept"
         assert [e.data["final"] for e in await program.events() if e.type == "yield"] == [True] * 2
+
+
+async def test_a_yield_may_say_which_item_it_speaks_of(tmp_path: Path) -> None:
+    """Items, indices and what a loop carries are whole, so `partial` of them is their value."""
+    async with desk_of(tmp_path, time_per_output_token=0.005) as desk:
+        value = [{"partial": "x"}, {"final": "x"}, {"partial": "i"}, {"partial": "s"}]
+        in_map = {"id": "y", "op": "yield", "value": value, "mode": "partial"}
+        carried = [{"partial": "r"}, {"final": "r"}, {"partial": "t"}]
+        in_loop = {"id": "z", "op": "yield", "value": carried, "mode": "partial"}
+        nodes = [
+            map_("docs", say("s", "S ", read("x")), in_map, index="i"),
+            loop(say("t", "T ", read("r")), in_loop, count=2, carry={"r": ["a", var("t")]}),
+        ]
+        program = await desk.submit(nodes, inputs={"docs": ["one", "two"]}, outputs=["r"])
+        told = [e async for e in program.read() if e.type == "yield"]
+        assert (await program.status()).status == "done"
+        last = {e.data["node"]: e.data["value"] for e in told if e.seq is not None}
+        first = answer("T a")
+        assert last == {
+            "y.0": ["one", True, 0, answer("S one")],
+            "y.1": ["two", True, 1, answer("S two")],
+            "z.0": ["a", True, first],
+            "z.1": [first, True, answer(f"T {first}")],
+        }
+        growing = [e.data["value"] for e in told if e.seq is None and e.data["node"] == "y.1"]
+        assert len(growing) > 2
+        assert all(each[:3] == ["two", True, 1] for each in growing)
 
 
 async def test_a_yield_says_nothing_before_its_turn(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""From a decision to the frame that tells the engine: races whose losers run, on a busy server.
+
+A race is a call that has much to say and a step of the client; the client's answer decides it.
+Beside the races run other programs, so that the loop has something else to do too. The clock
+runs from the turn in which the winner's value is committed in memory to the end of the write
+of the frame with the abort. (A step of the engine that runs when the frame comes is not in it:
+the engine reads frames between steps.)
+
+    python benchmarks/abort.py [--races N] [--beside N]
+
+In one process with the server, on the engine that plays its model at 5 ms a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from conure.engine import api
+from conure.server.config import Config
+from conure.server.engines.engine import Engine
+from conure.server.executor import Executor
+from conure.server.program.ir import Submission
+from conure.server.program.status import PutValue
+from conure.server.runs.run import Run
+
+TENANT = "t"
+TARGET_MS = 5.0
+WAIT_S = 30.0
+
+
+class Watch:
+    """Notes when races are decided and when their aborts have left."""
+
+    def __init__(self) -> None:
+        self.took_s: list[float] = []
+        self._decided: dict[str, float] = {}
+        commit, flush = Run._commit, Engine._flush
+
+        def decide(run: Run, variable: str, *rest: Any, **named: Any) -> Any:
+            if variable == "fast":
+                self._decided[run.execution.id] = time.perf_counter()
+            return commit(run, variable, *rest, **named)
+
+        def leave(engine: Engine) -> None:
+            num_aborts = sum(isinstance(each, api.Abort) for each in engine._outgoing)
+            flush(engine)
+            now = time.perf_counter()
+            for race in list(self._decided)[:num_aborts]:
+                self.took_s.append(now - self._decided.pop(race))
+
+        setattr(Run, "_commit", decide)  # noqa: B010 - mypy forbids the plain one
+        setattr(Engine, "_flush", leave)  # noqa: B010
+
+
+def _say(name: str, text: str, num_tokens: int) -> dict[str, Any]:
+    output = {"output": name, "max_tokens": num_tokens, "ignore_eos": True}
+    return {"id": name, "op": "generate", "prompt": [{"text": text}, output]}
+
+
+RACE: dict[str, Any] = {
+    "nodes": [
+        _say("slow", "Tell me everything. ", 4_000),
+        {"id": "ask", "op": "client", "name": "ask", "output": "fast"},
+        {"id": "first", "op": "wait", "variables": ["slow", "fast"], "mode": "any"},
+        {"id": "loser", "op": "kill", "targets": ["slow"], "after": ["first"]},
+        {"id": "pick", "op": "expr", "expr": {"var": "fast"}, "output": "pick"},
+    ],
+    "outputs": ["pick"],
+}
+BESIDE: dict[str, Any] = {
+    "nodes": [_say(f"c{i}", f"Item {i} of many. " * 20, 40) for i in range(16)],
+    "outputs": [f"c{i}" for i in range(16)],
+}
+
+
+async def submit(executor: Executor, program: dict[str, Any]) -> str:
+    """Submit a program; returns its id."""
+    raw = msgspec.json.encode({"program": program})
+    accepted, _ = await executor.submit(
+        msgspec.json.decode(raw, type=Submission), body=raw, tenant=TENANT
+    )
+    return accepted.id
+
+
+async def race(executor: Executor) -> None:
+    """One race: the loser writes when the client answers."""
+    program = await submit(executor, RACE)
+    asked = None
+    async for event in executor.events(program, tenant=TENANT, after=0):
+        if event.type == "client.requested":
+            asked = str(event.data["request_id"])
+        if event.type == "node.delta" and asked is not None:
+            await executor.put(
+                program, "fast", PutValue(value="won", request_id=asked), tenant=TENANT
+            )
+            asked = None
+    status = await executor.status(program, tenant=TENANT)
+    if status.nodes["slow"].status != "killed":
+        raise SystemExit(f"the loser was not killed but {status.nodes['slow'].status}")
+
+
+async def work(executor: Executor) -> None:
+    """Programs one after another, until cancelled."""
+    while True:
+        program = await submit(executor, BESIDE)
+        for name in BESIDE["outputs"]:
+            await executor.get(program, name, tenant=TENANT, wait_s=WAIT_S)
+
+
+async def measure(num_races: int, num_beside: int) -> list[float]:
+    """Seconds from decision to frame, of every race."""
+    watch = Watch()
+    with tempfile.TemporaryDirectory(prefix="conure-") as data:
+        config = Config(data=Path(data), engine="fake", time_per_output_token=0.005)
+        executor = Executor(config)
+        await executor.start()
+        beside = [asyncio.create_task(work(executor)) for _ in range(num_beside)]
+        try:
+            for _ in range(num_races):
+                await race(executor)
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            await executor.stop()
+    return watch.took_s
+
+
+def main() -> int:
+    """Print the figures; returns 0 if the 99th percentile meets its target."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--races", type=int, default=300)
+    parser.add_argument("--beside", type=int, default=4, help="programs of 16 calls at a time")
+    arguments = parser.parse_args()
+    took_ms = [1e3 * s for s in asyncio.run(measure(arguments.races, arguments.beside))]
+    if len(took_ms) != arguments.races:
+        raise SystemExit(f"{len(took_ms)} aborts were seen of {arguments.races} races")
+    p99 = statistics.quantiles(took_ms, n=100)[98]
+    verdict = "met" if p99 <= TARGET_MS else "MISSED"
+    print(
+        f"decision to frame, {arguments.races} races beside {arguments.beside} programs of 16 "
+        f"calls: median {statistics.median(took_ms):.2f} ms, p99 {p99:.2f}, "
+        f"max {max(took_ms):.2f}; target {TARGET_MS:g}: {verdict}"
+    )
+    return int(p99 > TARGET_MS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

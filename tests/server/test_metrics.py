@@ -1,0 +1,110 @@
+"""What a server counts is what its programs' receipts say, for their tenants and its operator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from conure.server.executor import Executor
+from conure.server.program.status import Receipt
+
+from .inprocess import Desk, call, desk_of, expr, read, say
+
+
+async def series(executor: Executor) -> dict[str, float]:
+    page = (await executor.metrics()).decode()
+    return {
+        " ".join([sample.name, *(text for _, text in sorted(sample.labels.items()))]): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+async def run_some(desk: Desk) -> list[Receipt]:
+    """Two programs that share text, and one that fails."""
+    receipts = []
+    for tail in ("one", "two"):
+        nodes = [
+            say("a", "a long text that both calls start with: " * 4),
+            say("b", "a long text that both calls start with: " * 4, read("a"), tail),
+        ]
+        program = await desk.submit(nodes, outputs=["a", "b"])
+        await program.end()
+        receipts.append((await program.status()).receipt)
+    failing = await desk.submit([expr("e", {"parse_json": "{"})], outputs=["e"])
+    assert (await failing.end()).status == "failed"
+    receipts.append((await failing.status()).receipt)
+    assert all(isinstance(receipt, Receipt) for receipt in receipts)
+    return receipts  # type: ignore[return-value]  # as was just asserted
+
+
+async def test_usage_is_the_sum_of_a_tenants_receipts_also_after_a_restart(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        receipts = await run_some(desk)
+        other = Desk(desk.executor, "other")
+        await (await other.submit([expr("e", 1)], outputs=["e"])).end()
+    async with desk_of(tmp_path) as desk:
+        receipts += await run_some(desk)
+        report = await desk.executor.usage(tenant=desk.tenant, since=None, until=None)
+        assert report.programs == {"done": 4, "failed": 2}
+        total = report.receipts
+        assert total.calls == sum(receipt.calls for receipt in receipts) == 8
+        prompts = [receipt.prompt_tokens for receipt in receipts]
+        assert total.prompt_tokens.logical == sum(prompt.logical for prompt in prompts) > 0
+        assert total.prompt_tokens.computed == sum(prompt.computed for prompt in prompts)
+        shared = total.prompt_tokens.shared
+        assert shared.static == sum(prompt.shared.static for prompt in prompts)
+        assert shared.cache == sum(prompt.shared.cache for prompt in prompts)
+        decoded = sum(receipt.output_tokens.decoded for receipt in receipts)
+        assert total.output_tokens.decoded == decoded > 0
+        assert abs(total.wall_s - sum(receipt.wall_s for receipt in receipts)) < 1e-6
+        assert total.round_trips_saved == sum(receipt.round_trips_saved for receipt in receipts)
+        future = await desk.executor.usage(tenant=desk.tenant, since="9000-01-01", until=None)
+        assert (future.programs, future.receipts.calls) == ({}, 0)
+
+
+async def test_metrics_count_what_receipts_say_and_the_moment(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        before = await series(desk.executor)
+        assert before["conure_programs"] == 0
+        assert before["conure_engines"] == before["conure_engines_wanted"] == 1
+        receipts = await run_some(desk)
+        open_ = await desk.submit([], open=True)
+        after = await series(desk.executor)
+        assert after["conure_programs"] == 1
+        assert after["conure_programs_ended_total done"] == 2
+        assert after["conure_programs_ended_total failed"] == 1
+        assert after["conure_calls_total"] == 4
+        assert after["conure_call_seconds_count decode"] == 4
+        told = Counter({"computed": 0, "static": 0, "cache": 0, "dynamic": 0, "generated": 0})
+        for receipt in receipts:
+            told["computed"] += receipt.prompt_tokens.computed
+            told["static"] += receipt.prompt_tokens.shared.static
+            told["cache"] += receipt.prompt_tokens.shared.cache
+            told["dynamic"] += receipt.prompt_tokens.shared.dynamic
+            told["generated"] += receipt.prompt_tokens.shared.generated
+        for source, number in told.items():
+            assert after[f"conure_prompt_tokens_total {source}"] == number
+        blocks = [after[f"conure_engine_blocks engine-0 {kind}"] for kind in _KINDS]
+        assert sum(blocks) == before["conure_engine_blocks engine-0 free"]
+        assert after["conure_engine_tokens_total engine-0 decoded"] > 0
+        assert after["conure_journal_healthy"] == 1
+        await open_.cancel()
+
+
+async def test_programs_tenants_and_functions_make_no_series(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, functions={"f": len, "g": len}) as desk:
+        await run_some(desk)
+        before = (await series(desk.executor)).keys()
+        assert len(before) < 200
+        for number in range(5):
+            other = Desk(desk.executor, f"tenant-{number}")
+            nodes = [say(f"n{number}", "x"), call("c", "f", args={"obj": "abc"})]
+            await (await other.submit(nodes, outputs=["c"])).end()
+        assert (await series(desk.executor)).keys() == before
+
+
+_KINDS = ("free", "held", "cached")
