@@ -21,6 +21,7 @@ B tokens of a block - N blocks - S parts - W most parts of one query.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
@@ -113,6 +114,11 @@ def implementation(name: str) -> Operations:
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
 
 
+def _without_gradients() -> contextlib.AbstractContextManager[None]:
+    """Return inference mode, or nothing where a step is in it: to enter costs microseconds."""
+    return contextlib.nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+
 class Operations:
     """The operations of one implementation, arguments checked."""
 
@@ -173,7 +179,7 @@ class Operations:
         arguments.check_one_device(
             query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, out=out
         )
-        with torch.inference_mode():
+        with _without_gradients():
             return self._kernels.attention(
                 query,
                 key_cache,
@@ -286,7 +292,7 @@ class Operations:
             key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots
         )
         arguments.check_range("slots", slots, 0, key_cache.shape[0] * key_cache.shape[1])
-        with torch.inference_mode():
+        with _without_gradients():
             self._kernels.store_kv(key, value, key_cache, value_cache, slots)
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
@@ -321,7 +327,7 @@ class Operations:
             arguments.check_range("source", source, 0, num_blocks)
             arguments.check_range("destination", destination, 0, num_blocks)
         if len(source):
-            with torch.inference_mode():
+            with _without_gradients():
                 self._kernels.copy_blocks(caches, source, destination)
 
     def new_cache(
