@@ -118,7 +118,8 @@ def _load(options: argparse.Namespace) -> Runner:
             time_per_output_token=options.time_per_output_token,
         )
     # Imported here: everything else in this process does without torch.
-    from .local import BUILTIN, LocalRunner
+    from .local import LocalRunner
+    from .named import BUILTIN
 
     runner = LocalRunner(
         model=options.dummy_weights or options.model or BUILTIN,

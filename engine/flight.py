@@ -20,6 +20,7 @@ from .api import Limits
 from .context import Context
 from .generation import Generation
 from .runner import Handle, Row
+from .seen import has_penalty
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +108,6 @@ def _is_free(generation: Generation) -> bool:
     return (
         generation.ending is None
         and generation.constraint is None
-        and sampling.repetition_penalty == 1
-        and sampling.presence_penalty == 0
-        and sampling.frequency_penalty == 0
+        and not has_penalty(sampling)
         and sampling.logprobs is None
     )

@@ -25,32 +25,18 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from conure.kernels.plan import Plan
 from conure.kernels.planner import Planner
 from conure.kernels.tree import ITEM_TOKENS
 
-from . import (
-    architecture,
-    backend,
-    builtin,
-    capacity,
-    checkpoint,
-    invariance,
-    lean,
-    sampling,
-    seeded,
-    trial,
-    weights,
-)
+from . import architecture, backend, capacity, invariance, lean, named, sampling, trial, weights
 from . import (
     device as devices,
 )
@@ -61,11 +47,6 @@ from .runner import Done, Handle, Row, Runner
 from .staging import Staging
 from .step import Attention, Caches, Integers, Kind, Packed, pack, warming
 
-BUILTIN: Final = "builtin"
-"""The name of the model that ships with the engine."""
-SEEDED: Final = "seeded"
-"""The name of the random one, whose text means nothing."""
-_OURS: Final = {BUILTIN: builtin.DESCRIPTION, SEEDED: seeded.DESCRIPTION}
 TRIAL_TOKENS: Final = 12
 """Tokens by which the lean forward pass is compared with the model."""
 SAVED_BYTES: Final = 2**21
@@ -131,61 +112,36 @@ class LocalRunner(Runner):
         if threads is not None:
             torch.set_num_threads(threads)
         devices.keep_freed_memory()
-        if dummy:
-            found = checkpoint.read_dummy(model)
-            self._model, config = weights.make(found, dtype, str(where))
-        else:
-            found = checkpoint.read(_locate(model))
-            self._model, config = weights.load(found, dtype, str(where))
+        wanted = capacity.Wanted(context_len, num_blocks, block_size, step_tokens, max_sequences)
+        found = named.find(model, is_dummy=dummy)
+        config = weights.read_config(found)
+        capacity.check(config, wanted)
+        loaded = named.load(model, found, dtype, where, is_dummy=dummy)
+        self._model = loaded.model
         if isinstance(device, str):
             device = backend.of(where, batch_invariant=batch_invariant)
         self._backend = device
-        self._operations = self._backend.operations
-        self.layers = layers = trial.probe(self._model, str(found.folder))
-        owners = [layer for index, layer in enumerate(layers) if layer.source == index]
-        element = self._model.dtype.itemsize
-        sizes_of = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in owners]
-        token_bytes = [element * size for size in sizes_of]
-        wanted = capacity.Wanted(context_len, num_blocks, block_size, step_tokens, max_sequences)
+        self._operations = device.operations
+        self.layers = trial.probe(self._model, str(found.folder))
         self.limits = capacity.limits(
             config,
             wanted,
-            token_bytes=sum(token_bytes),
+            token_bytes=sum(self._token_bytes()),
             free_bytes=devices.free_bytes(where),
             kind=where.type,
         )
         self._is_invariant = batch_invariant
-        own = {layer.source: self._new_caches(layer) for layer in owners}
-        # Layers that share keys and values stand here with one pair of caches.
-        self._caches = [own[layer.source] for layer in layers]
-        self._own_caches = list(chain.from_iterable(own.values()))
-        if min_saved is None:
-            min_saved = ITEM_TOKENS
-            if where.type == "cpu":
-                min_saved = SAVED_BYTES // max(1, max(token_bytes) // 2)
-        if batch_invariant:
-            min_saved = NEVER
+        self._allocate()
+        if min_saved is None or batch_invariant:
+            min_saved = self._min_saved()
         self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
         self._kinds: dict[Kind, tuple[Tensor, Caches]] = {}
-        record = self._backend.record
-        is_near = where.type == "cpu" and record is None
+        is_near = where.type == "cpu" and device.record is None
         self._staging = Staging(where, 0 if is_near else STAGED_BYTES)
-        self._graphs = None if record is None else Graphs(record)
+        self._graphs = None if device.record is None else Graphs(device.record)
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-
-        is_ours = model in _OURS and not dummy
-        self.model = model if is_ours else _name(model, found.folder)
-        self.tokenizer_json = found.tokenizer_json
-        self.chat_template = found.chat_template
-        self.special_tokens = found.special_tokens
-        self.bos_id = found.bos_id
-        self.eos_ids = found.eos_ids
-        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
-        if is_ours:
-            self.description = _OURS[model]
-        else:
-            self.description = _describe(self._model, is_dummy=dummy)
+        self._introduce(loaded)
         self._lean: Lean | None = None
         # What the last step chose, on a device that is ahead of the host.
         self._sampled = torch.zeros(0, dtype=torch.int64)
@@ -349,6 +305,41 @@ class LocalRunner(Runner):
             made.restore()
             self._lean = None
 
+    def _introduce(self, loaded: named.Named) -> None:
+        """Set what the server is told of the model."""
+        found = loaded.found
+        self.model, self.description = loaded.name, loaded.description
+        self.tokenizer_json = found.tokenizer_json
+        self.chat_template = found.chat_template
+        self.special_tokens = found.special_tokens
+        self.bos_id = found.bos_id
+        self.eos_ids = found.eos_ids
+        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
+
+    @property
+    def _owners(self) -> list[trial.Layer]:
+        """The layers that have keys and values of their own."""
+        return [layer for index, layer in enumerate(self.layers) if layer.source == index]
+
+    def _token_bytes(self) -> list[int]:
+        """Return what a token takes in the caches of each owner."""
+        sizes = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self._owners]
+        return [self._model.dtype.itemsize * size for size in sizes]
+
+    def _min_saved(self) -> int:
+        """Return how many tokens of reading a shared stretch must save; see `SAVED_BYTES`."""
+        if self._is_invariant:
+            return NEVER
+        if self._backend.device.type != "cpu":
+            return ITEM_TOKENS
+        return SAVED_BYTES // max(1, max(self._token_bytes()) // 2)
+
+    def _allocate(self) -> None:
+        """Make the caches. Layers that share keys and values stand there with one pair."""
+        own = {layer.source: self._new_caches(layer) for layer in self._owners}
+        self._caches = [own[layer.source] for layer in self.layers]
+        self._own_caches = list(chain.from_iterable(own.values()))
+
     def _new_caches(self, layer: trial.Layer) -> Caches:
         # One block more than anybody is told of, for what pads a step.
         is_padded = self._backend.record is not None or self._is_invariant
@@ -378,23 +369,3 @@ class _Coming:
     def read(self) -> list[int]:
         """Wait; return the ids."""
         return sampling.read(self.wait().tolist(), self.rows, self.wishes)
-
-
-def _locate(model: str) -> Path:
-    """Return the folder of a model that is read."""
-    if model == BUILTIN:
-        return builtin.intact()
-    return seeded.cached() if model == SEEDED else checkpoint.locate(model)
-
-
-def _name(model: str, folder: Path) -> str:
-    """Return the name that programs use: the last part of the path or hub name."""
-    if folder.is_file():  # a config of a dummy model
-        return folder.parent.name if folder.name == "config.json" else folder.stem
-    return Path(model).name if not Path(model).expanduser().is_dir() else folder.name
-
-
-def _describe(model: PreTrainedModel, *, is_dummy: bool) -> str:
-    millions = model.num_parameters() / 1e6
-    what = f"{type(model).__name__}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"
-    return f"{what}, dummy random weights: its text means nothing" if is_dummy else what

@@ -23,6 +23,7 @@ from .generation import Ending, Generation
 from .memory import KVMemory
 from .refusals import check_generate, check_length
 from .runner import Runner
+from .seen import Seen, has_penalty
 
 
 class Constraints(Protocol):
@@ -102,6 +103,7 @@ class Outputs:
             return
         context.decoded.append([length, length])
         context.row.num_prompt = length
+        context.row.seen = Seen(length) if has_penalty(sampling) else None
 
     def start(self, context: Context) -> None:
         """Take what the constraint of a new output forces; safe where nothing is."""

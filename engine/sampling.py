@@ -16,7 +16,6 @@ Shapes: S sampling rows - V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from .api import Chance, Sampling
 from .choosing import Edits, choose
 from .runner import Row
+from .seen import Seen, has_penalty
 
 Words = NDArray[np.uint64]
 
@@ -72,13 +72,16 @@ def plan(rows: Sequence[Row], eos_ids: Sequence[int], width: int) -> Wishes | No
     sampled = [_sampling(row) for row in rows]
     if all(_is_plain(one, row) for one, row in zip(sampled, rows, strict=True)):
         return None
-    factors: dict[int, float] = {}
+    factored: list[NDArray[np.int64]] = [_integers(())]
+    factors: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
     raises: dict[int, float] = {}
     for index, (one, row) in enumerate(zip(sampled, rows, strict=True)):
         first = index * width
+        seen = _counted(one, row)
         if one.repetition_penalty != 1:
-            factors |= dict.fromkeys([first + token for token in row.ids], one.repetition_penalty)
-        for token, amount in _additions(one, row, eos_ids):
+            factored.append(first + np.array(seen.distinct, np.int64))
+            factors.append(np.full(len(factored[-1]), one.repetition_penalty, np.float32))
+        for token, amount in _additions(one, row, seen, eos_ids):
             if 0 <= token < width:
                 raises[first + token] = raises.get(first + token, 0.0) + amount
     masked = [index for index, row in enumerate(rows) if row.mask is not None]
@@ -87,8 +90,8 @@ def plan(rows: Sequence[Row], eos_ids: Sequence[int], width: int) -> Wishes | No
     cut = [index for index, one in enumerate(random) if _has_cut(one)]
     told = [index for index, one in enumerate(sampled) if one.logprobs is not None]
     edits: Edits[NDArray[Any]] = Edits(
-        factored=_integers(factors),
-        factors=np.fromiter(factors.values(), np.float32, len(factors)),
+        factored=np.concatenate(factored),
+        factors=np.concatenate(factors),
         raised=_integers(raises),
         raises=np.fromiter(raises.values(), np.float32, len(raises)),
         masked=_integers(masked),
@@ -173,9 +176,7 @@ def _is_plain(sampling: Sampling, row: Row) -> bool:
     """Say whether the largest logit is the answer as it stands."""
     return (
         sampling.temperature == 0
-        and sampling.repetition_penalty == 1
-        and sampling.presence_penalty == 0
-        and sampling.frequency_penalty == 0
+        and not has_penalty(sampling)
         and not sampling.ignore_eos
         and not sampling.logit_bias
         and sampling.logprobs is None
@@ -184,11 +185,21 @@ def _is_plain(sampling: Sampling, row: Row) -> bool:
     )
 
 
-def _additions(sampling: Sampling, row: Row, eos_ids: Sequence[int]) -> Iterator[tuple[int, float]]:
+def _counted(sampling: Sampling, row: Row) -> Seen:
+    """Return what a row's penalties go by; nothing is counted where there are none."""
+    seen = Seen(row.num_prompt) if row.seen is None else row.seen
+    if has_penalty(sampling):
+        seen.count(row.ids)
+    return seen
+
+
+def _additions(
+    sampling: Sampling, row: Row, seen: Seen, eos_ids: Sequence[int]
+) -> Iterator[tuple[int, float]]:
     """Yield what is added to which logits of a row; a token may come more than once."""
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
     if presence != 0 or frequency != 0:
-        for token, count in Counter(row.ids[row.num_prompt :]).items():
+        for token, count in seen.generated.items():
             yield token, -(presence + frequency * count)
     yield from sampling.logit_bias
     if row.mask is not None:

@@ -44,7 +44,7 @@ def load(
     Raises:
         EngineError: see the module's header.
     """
-    config = _config(found)
+    config = read_config(found)
     # Bars on stderr have no reader here; problems come back as the report.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
     try:
@@ -85,7 +85,7 @@ def make(
     Raises:
         EngineError: see the module's header.
     """
-    config = _config(found)
+    config = read_config(found)
     devices = [] if device == "cpu" else [device]
     try:
         with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -117,7 +117,7 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _config(found: Checkpoint) -> PretrainedConfig:
+def read_config(found: Checkpoint) -> PretrainedConfig:
     """Return the config of a folder whose model can be run."""
     folder = str(found.folder)
     try:

@@ -11,7 +11,8 @@ calls.
 This beats torch's own flash kernel for CPUs, which computes above the diagonal and spends its
 time between the products: by 2 to 4 in bfloat16, and by what is not computed in float32. In
 bfloat16 scores and weights are rounded between the calls, as by transformers' eager
-attention; sums are in float32 inside each call.
+attention: the library has no product of them that leaves float32. Sums are in float32 inside
+each call, and between the calls too where a query has more than two pieces.
 
 Knows tiles, no rows. Kept true: what a query must not see has weight 0, and values that stand
 behind such a weight are of the query's own row.
@@ -79,20 +80,22 @@ class Cpu:
             values = values._replace(is_stored=keys.is_stored, is_same=keys.is_same)
         if keys.rows is None or values.rows is None:
             keys, values = keys._replace(rows=None), values._replace(rows=None)
+        factor = scale if softcap is None else scale / softcap
         for sheet in self._sheets(plan, window, query, keys, values, with_sinks=sinks is not None):
             queries = sheet.tile.queries
             if isinstance(queries, slice):
                 picked = query[queries]
             else:
                 picked = query.index_select(0, queries)
-            torch.mul(picked.view(sheet.queries.shape), scale, out=sheet.queries)
+            torch.mul(picked.view(sheet.queries.shape), factor, out=sheet.queries)
             _score(sheet, keys, softcap, sinks)
             torch.softmax(sheet.scores, dim=-1, out=sheet.weights)
             _weigh(sheet, values)
             if isinstance(queries, slice):
                 out[queries].view(sheet.found.shape).copy_(sheet.found)
             else:
-                out.index_copy_(0, queries, sheet.found.reshape(len(queries), *out.shape[1:]))
+                found = sheet.found.reshape(len(queries), *out.shape[1:])
+                out.index_copy_(0, queries, found.to(out.dtype))
         return out
 
     def merge(self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None) -> Tensor:
@@ -238,12 +241,12 @@ def _score(sheet: Sheet, keys: Stored, softcap: float | None, sinks: Tensor | No
             assert bias is not None, "tails are padded"
             products = torch.matmul(part.rows, tokens.read(keys).transpose(2, 3))
             if softcap is not None:
-                products.div_(softcap).tanh_().mul_(softcap)
+                products.tanh_().mul_(softcap)
             torch.add(products, bias, out=part.scores)
             continue
         _multiply(part, tokens.read(keys))
         if softcap is not None:
-            part.scores.div_(softcap).tanh_().mul_(softcap)
+            part.scores.tanh_().mul_(softcap)
         if bias is not None:
             part.last.add_(bias)
     if sheet.sinks is not None:
@@ -269,13 +272,14 @@ def _weigh(sheet: Sheet, values: Stored) -> None:
     """Write what the queries of a tile find: the sum of values by their weights."""
     for part in sheet.parts:
         tokens, weights, found = part.piece.tokens, part.weights, part.found
-        if isinstance(tokens, Tail):
-            products = torch.matmul(weights, tokens.read(values))
+        read = tokens.read(values)
+        if isinstance(tokens, Tail) or found.dtype != weights.dtype:
+            products = torch.matmul(weights, read)
             if part.piece.is_first:
                 found.copy_(products)
             else:
                 found.add_(products)
         elif part.piece.is_first:
-            torch.bmm(weights, tokens.read(values), out=found)
+            torch.bmm(weights, read, out=found)
         else:
-            found.baddbmm_(weights, tokens.read(values))
+            found.baddbmm_(weights, read)

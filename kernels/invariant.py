@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .cpu import Cpu
 from .plan import Integers, Plan
+from .stretch import pick
 
 TILE_TOKENS: Final = 128
 MOST_QUERIES: Final = 128
@@ -96,7 +97,7 @@ def _attend(
     grouped = query.view(num_rows, num, kv_heads, -1, query.shape[2]).permute(2, 0, 1, 3, 4)
     size = grouped.shape[3]
     flat = grouped.reshape(kv_heads * num_rows, num * size, -1)
-    key = keys.index_select(1, group.slots).view(kv_heads * num_rows, -1, flat.shape[2])
+    key = pick(keys, group.slots).view(kv_heads * num_rows, -1, flat.shape[2])
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = torch.bmm(flat, key.transpose(1, 2)).to(wide)
     if softcap is not None:
@@ -115,7 +116,7 @@ def _attend(
         total += parts[..., tile]
     if sink is not None:
         total += torch.exp(sink - most)[..., 0]
-    value = values.index_select(1, group.slots)
+    value = pick(values, group.slots)
     products = torch.bmm(
         weights.to(query.dtype).permute(0, 1, 4, 2, 3, 5).reshape(-1, num * size, TILE_TOKENS),
         value.view(kv_heads * num_rows * num_tiles, TILE_TOKENS, -1),

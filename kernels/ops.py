@@ -12,7 +12,8 @@ and obey the same plan. Here arguments are checked, once for all of them.
 Knows no model and no context: a plan says which queries read which blocks. A key/value
 cache is [N, B, K, D] whose first two dimensions flatten, so that blocks that follow each
 other in memory are one stretch that is read in place; `new_cache` returns one in the layout
-that its implementation reads fastest, and each implementation takes any.
+that its implementation reads fastest, and each implementation takes any. Nothing here knows
+gradients, so it does not matter in which of torch's modes an operation is called.
 
 Shapes: T queries or new tokens - H query heads - K kv heads - D head dim - E value head dim -
 B tokens of a block - N blocks - S parts - W most parts of one query.
@@ -20,6 +21,7 @@ B tokens of a block - N blocks - S parts - W most parts of one query.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
@@ -112,6 +114,11 @@ def implementation(name: str) -> Operations:
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
 
 
+def _without_gradients() -> contextlib.AbstractContextManager[None]:
+    """Return inference mode, or nothing where a step is in it: to enter costs microseconds."""
+    return contextlib.nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+
 class Operations:
     """The operations of one implementation, arguments checked."""
 
@@ -172,17 +179,18 @@ class Operations:
         arguments.check_one_device(
             query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, out=out
         )
-        return self._kernels.attention(
-            query,
-            key_cache,
-            value_cache,
-            plan,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            out=out,
-        )
+        with _without_gradients():
+            return self._kernels.attention(
+                query,
+                key_cache,
+                value_cache,
+                plan,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                out=out,
+            )
 
     def prepare(
         self,
@@ -284,7 +292,8 @@ class Operations:
             key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots
         )
         arguments.check_range("slots", slots, 0, key_cache.shape[0] * key_cache.shape[1])
-        self._kernels.store_kv(key, value, key_cache, value_cache, slots)
+        with _without_gradients():
+            self._kernels.store_kv(key, value, key_cache, value_cache, slots)
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
         """Copy whole blocks inside each cache, in place; no pairs is a no-op.
@@ -318,7 +327,8 @@ class Operations:
             arguments.check_range("source", source, 0, num_blocks)
             arguments.check_range("destination", destination, 0, num_blocks)
         if len(source):
-            self._kernels.copy_blocks(caches, source, destination)
+            with _without_gradients():
+                self._kernels.copy_blocks(caches, source, destination)
 
     def new_cache(
         self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype

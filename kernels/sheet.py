@@ -21,6 +21,9 @@ from torch import Tensor
 from .stretch import Tail
 from .tiles import Piece, Tile
 
+FEW_PIECES: Final = 2
+"""Of so many pieces a sum in 16 bits is as exact as one in float32 that is rounded at its end."""
+
 
 class Part(NamedTuple):
     """A piece of a tile and what is multiplied for it.
@@ -75,11 +78,13 @@ class Sheet:
         )
         """[K, Q * G, C]; the same memory where every column is written."""
         rows = memory.new_empty(kv_heads, num_rows, key_dim)
-        found = memory.new_empty(kv_heads, num_rows, value_dim)
+        wide = torch.promote_types(memory.dtype, torch.float32)
+        dtype = wide if len(tile.pieces) > FEW_PIECES else memory.dtype
+        found = torch.empty(kv_heads, num_rows, value_dim, dtype=dtype)
         self.queries: Final = rows.view(*by_query, key_dim).transpose(0, 1)
         """[Q, K, G, D]."""
         self.found: Final = found.view(*by_query, value_dim).transpose(0, 1)
-        """[Q, K, G, E]."""
+        """[Q, K, G, E]; in float32 or wider where many pieces add up."""
         self.sinks: Final = self.scores[..., -1].view(by_query) if with_sinks else None
         """[K, Q, G]."""
         self.parts: Final = [

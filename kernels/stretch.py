@@ -57,7 +57,7 @@ class Stored(NamedTuple):
     def gather(self, index: Tensor) -> Tensor:
         """Return slots of every head, [K * n, D]: an index of `through`."""
         if self.rows is None:
-            return self.heads.index_select(1, index).flatten(0, 1)
+            return pick(self.heads, index).flatten(0, 1)
         return self.rows.index_select(0, index)
 
     def through(self, slots: Tensor) -> Tensor:
@@ -187,6 +187,12 @@ class Tail(Stretch):
             self._newest = cache.through(torch.from_numpy(self._slots[:, column].copy()))
         new = cache.gather(self._newest)
         tokens.select(2, column).copy_(new.view(len(tokens), len(self._slots), -1))
+
+
+def pick(heads: Tensor, slots: Tensor) -> Tensor:
+    """Return some slots [n] of every head [K, M, D]."""
+    # `index_select` is fast, but of memory in another order it first copies all there is.
+    return heads.index_select(1, slots) if heads.is_contiguous() else heads[:, slots]
 
 
 def run_of(numbers: Integers) -> slice | None:

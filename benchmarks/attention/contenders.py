@@ -7,9 +7,13 @@ paged memory would have to gather first; no contender is charged for that.
     shared        our implementation under the plan of the tree
     unshared      the same code under a plan that shares nothing: plain paged decoding
     forced        the same under a plan that shares whatever can be, worth it or not
+    first step    as `shared`, planned anew for each pass (CPU only)
     sdpa packed   torch's attention, the heads of a group as rows of one product
     sdpa gqa      torch's attention with `enable_gqa`
     flex          torch's compiled FlexAttention, which needs a compiler (CUDA only)
+
+On a CPU `shared` is a step of rows that decode on: what its first pass has gathered is kept, as it
+is in an engine, and `first step` is what a step pays whose rows are others than those before.
 
 FlashInfer's are in `flashinfer_contenders`. Knows scenes; times and judges nothing.
 """
@@ -31,7 +35,8 @@ from conure.kernels.tree import ITEM_TOKENS
 from . import checks, flashinfer_contenders
 from .scene import CACHE_BYTES, Scene
 
-MIN_SAVED = {"shared": ITEM_TOKENS, "unshared": 10**9, "forced": 0}
+FIRST_STEP = "first step"
+MIN_SAVED = {"shared": ITEM_TOKENS, FIRST_STEP: ITEM_TOKENS, "unshared": 10**9, "forced": 0}
 """Tokens that a shared stretch must save under each of our plans."""
 OURS = tuple(MIN_SAVED)
 FLEX_REGIMES = ("unshared",)
@@ -61,6 +66,8 @@ def prepare(
     if scene.row.regime == "crossover":
         yield ours("forced", scene, implementation)
         return
+    if scene.device.type == "cpu" and wanted(FIRST_STEP):
+        yield ours(FIRST_STEP, scene, implementation)
     for name, factory in _rivals(scene).items():
         if not wanted(name):
             continue
@@ -71,22 +78,29 @@ def prepare(
 
 
 def ours(name: str, scene: Scene, implementation: str) -> Contender:
-    """Attend under a plan made once, into one output that starts as NaN.
+    """Attend under a plan made once, or for each pass, into one output that starts as NaN.
 
     Each has operations of its own: they keep the tables of one plan at a time.
     """
     row = scene.row
     operations = ops.implementation(implementation)
-    plan = plans.build(
-        [1] * row.num_requests,
-        [row.kv_len] * row.num_requests,
-        scene.tables.tables,
-        block_size=scene.block_size,
-        min_saved=MIN_SAVED[name],
-    )
+
+    def planned() -> plans.Plan:
+        return plans.build(
+            [1] * row.num_requests,
+            [row.kv_len] * row.num_requests,
+            scene.tables.tables,
+            block_size=scene.block_size,
+            min_saved=MIN_SAVED[name],
+        )
+
+    plan = planned()
     out = torch.full_like(scene.queries[0], math.nan)
 
     def attend(layer: int) -> Tensor:
+        nonlocal plan
+        if name == FIRST_STEP and layer == 0:
+            plan = planned()
         return operations.attention(
             scene.queries[layer],
             scene.keys[layer],

@@ -63,7 +63,8 @@ def store(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     is_slot = (slot >= 0) & (slot < num_slots)
-    heads = tl.arange(0, HEADS_PAD)[:, None]
+    # Heads may lie apart, each with all slots of the cache.
+    heads = tl.arange(0, HEADS_PAD)[:, None].to(tl.int64)
     dims = tl.arange(0, DIM_PAD)[None, :]
     mask = is_slot & (heads < KV_HEADS) & (dims < DIM)
     new = tl.load(key + token * key_from + heads * key_head_from + dims, mask=mask)
@@ -91,7 +92,8 @@ def move(
     """Move whole blocks of many caches to scratch memory, or from there to other blocks.
 
     Two launches copy blocks so that all sources are read before any destination is written,
-    whatever the order of programs. The grid is [tiles of a block, C, caches].
+    whatever the order of programs. The grid is [C, tiles of a block, caches]: only
+    the first may be larger than 65,535.
 
     Args:
         addresses: [caches] int64, where each cache begins, at a multiple of 16 bytes; blocks
@@ -105,8 +107,8 @@ def move(
         TO_SCRATCH: Blocks are read, else written.
         TILE: Words that a program moves.
     """
-    words = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    pair = tl.program_id(1)
+    pair = tl.program_id(0)
+    words = tl.program_id(1) * TILE + tl.arange(0, TILE)
     cache = tl.program_id(2)
     read = tl.load(source + pair)
     written = tl.load(destination + pair)

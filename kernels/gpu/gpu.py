@@ -287,7 +287,7 @@ class Gpu:
         scratch = torch.empty(
             len(caches) * len(source) * words, dtype=torch.int32, device=source.device
         )
-        grid = (-(-words // MOVE_TILE), len(source), len(caches))
+        grid = (len(source), -(-words // MOVE_TILE), len(caches))
         source, destination = source.contiguous(), destination.contiguous()
         for to_scratch in (True, False):
             _MOVE[grid](

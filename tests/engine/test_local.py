@@ -309,8 +309,8 @@ def test_little_memory_lowers_the_context_instead_of_failing(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 3 layers of 2 heads of 16 + 16 floats: 768 bytes a token.
-    share = capacity.MEMORY_SHARE["cpu"]
-    monkeypatch.setattr(device, "free_bytes", lambda _: int(100 * 768 / share))
+    share, kept = capacity.MEMORY_SHARE["cpu"], capacity.KEPT_BYTES["cpu"]
+    monkeypatch.setattr(device, "free_bytes", lambda _: kept + int(100 * 768 / share))
     runner = LocalRunner(model=str(llama), dtype="float32", threads=1)
     assert (runner.limits.num_blocks, runner.limits.context_len) == (6, 96)
 
@@ -335,6 +335,17 @@ def test_a_wrong_option_is_refused_in_one_sentence(
     assert refused.value.code == code
     assert named in refused.value.message
     assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("options", [{"context_len": 300}, {"context_len": 200, "num_blocks": 3}])
+def test_a_context_that_cannot_be_is_refused_before_weights_are_read(
+    llama: Path, tmp_path: Path, options: dict[str, int]
+) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(EngineError, match="context_len"):
+        LocalRunner(model=str(tmp_path), **options)  # type: ignore[arg-type]  # numbers are numbers
 
 
 def test_weights_that_miss_a_tensor_are_refused_instead_of_made_up(

@@ -141,12 +141,8 @@ class Load:
         }
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("first", range(0, 200, 20))
-def test_any_commands_give_each_call_its_own_text_and_lose_no_block(
-    first: int, late: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    for seed in range(first, first + 20):
+def load_all(seeds: range, caplog: pytest.LogCaptureFixture, *, late: bool) -> None:
+    for seed in seeds:
         load = Load(seed, late=late)
         try:
             load.run()
@@ -154,3 +150,20 @@ def test_any_commands_give_each_call_its_own_text_and_lose_no_block(
             error.add_note(f"seed {seed}, {load.server.limits}")
             raise
         caplog.clear()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_any_commands_give_each_call_its_own_text_and_lose_no_block(
+    first: int, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_all(range(first, first + 20), caplog, late=late)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_thousand_more_sequences_of_commands_diverge_nowhere(
+    late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_all(range(200, 1200), caplog, late=late)

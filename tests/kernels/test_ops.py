@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conure.kernels import ops, tiles
 from conure.kernels.plan import build
+from conure.kernels.planner import Planner
 
 from .trees import Rows, comb, random_caches, random_rows
 
@@ -217,6 +218,28 @@ def test_an_unused_part_never_leaks_into_a_merge(operations: ops.Operations) -> 
     assert torch.equal(merged, torch.ones(1, 1, 4))
 
 
+def test_a_step_outside_of_inference_mode_may_follow_one_inside(operations: ops.Operations) -> None:
+    planner = Planner(block_size=4, min_saved=0)
+    tables = [[0, 1, 2], [0, 1, 3]]
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        keys, values = (operations.new_cache(4, 4, 1, 8, torch.float32) for _ in range(2))
+    kept = torch.zeros(2, 4, 4, 1, 8)  # keys, then values
+    for length, mode in ((9, True), (10, True), (11, False), (12, True)):
+        plan = planner.plan([1, 1], [length] * 2, tables)
+        slots = torch.from_numpy(plan.slots)
+        new = torch.randn(3, 2, 1, 8, generator=generator)
+        kept.flatten(1, 2)[:, slots] = new[:2]
+        with torch.inference_mode(mode):
+            operations.store_kv(new[0], new[1], keys, values, slots)
+            got = operations.attention(new[2], keys, values, plan, scale=0.5)
+            operations.copy_blocks([keys], torch.tensor([0]), torch.tensor([0]))
+        wanted = ops.implementation("reference").attention(
+            new[2], kept[0], kept[1], plan, scale=0.5
+        )
+        assert (got - wanted).abs().max().item() <= BOUNDS[torch.float32]
+
+
 def test_stored_tokens_land_in_their_slots_and_nowhere_else(operations: ops.Operations) -> None:
     keys, values = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 6)
     key = torch.randn(2, 5, 8).transpose(0, 1)
@@ -307,11 +330,12 @@ def test_triton_cuts_queries_and_stretches_and_puts_them_together(rows: Rows) ->
     check(ops.implementation("triton"), torch.float32, (query, *caches, plan))
 
 
-@pytest.mark.parametrize(("name", "bound"), [("triton", 2.5e-3), ("cpu", 6e-3)])
+@pytest.mark.parametrize(("name", "bound"), [("triton", 2.5e-3), ("cpu", 4.6e-3)])
 def test_seven_levels_in_bfloat16_stay_exact(name: str, bound: float) -> None:
     """Rounding the result alone costs 1.7e-3; a merge in bfloat16 level by level 3.8e-3.
 
-    `cpu` rounds scores as well, as eager attention does.
+    `cpu` rounds scores (2.9e-3) and each of 7 sums of values (1.7e-3 together) as well: the
+    library's products of bfloat16 end in it.
     """
     rows = comb(7, block_size=BLOCK)
     plan = build(*rows[:3], block_size=BLOCK, min_saved=0)
