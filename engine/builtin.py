@@ -20,6 +20,8 @@ from .api import EngineError
 FOLDER: Final = Path(__file__).parent / "small"
 DIGESTS: Final = "digests.json"
 """File name to SHA-256 of what the model is made of."""
+UNREAD: Final = {DIGESTS, "README.md"}
+"""Files of the folder that no model is made of."""
 DESCRIPTION: Final = "small Llama trained on short reports: facts, lists, yes or no, copies"
 
 
@@ -27,14 +29,18 @@ def intact(folder: Path = FOLDER) -> Path:
     """Return the folder of the built-in model, if its files are what was shipped.
 
     Raises:
-        EngineError: `model.invalid` if a file is missing or has other content.
+        EngineError: `model.invalid` if a file is missing, has other content, or is one too many.
     """
     try:
         digests: dict[str, str] = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        found = {path.name for path in folder.iterdir() if path.name[0] != "."} - UNREAD
+        for name in sorted(found ^ set(digests)):
+            what = "not shipped" if name in found else "missing"
+            raise EngineError("model.invalid", _damaged(folder / name, what))
         for name, digest in digests.items():
             if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
                 raise EngineError("model.invalid", _damaged(folder / name, "other content"))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise EngineError("model.invalid", _damaged(folder, type(error).__name__)) from error
     return folder
 

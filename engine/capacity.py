@@ -29,6 +29,8 @@ KEPT_BYTES: Final = {"cpu": stretch.KEPT_BYTES, "cuda": 0}
 STEP_TOKENS: Final = {"cpu": 512, "cuda": 4096}
 MAX_SEQUENCES: Final = {"cpu": 16, "cuda": 128}
 BLOCK_SIZE: Final = 16
+THREAD_BYTES: Final = 8 * 2**20
+"""Weights that are enough for a thread."""
 
 
 class Wanted(NamedTuple):
@@ -56,6 +58,20 @@ def check(config: PretrainedConfig, wanted: Wanted) -> None:
         raise EngineError("engine.bad_option", f"context_len is {context_len}, but {reason}")
     if num_blocks is not None:
         _check_fits(context_len, num_blocks, block_size or BLOCK_SIZE)
+
+
+def threads(num_bytes: int, most: int) -> int:
+    """Return how many threads are worth it on a CPU.
+
+    Args:
+        num_bytes: Of the model's weights.
+        most: Threads that there may be, the machine's cores.
+
+    A small model's operations end sooner than other threads wake. Alone on two cores it is as
+    fast with two threads as with one, but where anybody else wants a core the two wait for
+    each other in every operation: a step of the built-in model then took a hundred times as long.
+    """
+    return max(1, min(most, num_bytes // THREAD_BYTES))
 
 
 def limits(

@@ -96,7 +96,7 @@ class LocalRunner(Runner):
             block_size: Tokens of a block; None takes what `capacity` says, as below.
             step_tokens: Tokens of a step at most.
             max_sequences: Contexts that decode in one step at most.
-            threads: Threads of torch in this process; None leaves them.
+            threads: Threads of torch in this process; None takes what `capacity` says.
             min_saved: Tokens of reading that a shared stretch must save; None follows
                 `SAVED_BYTES`.
             is_lean: Run plain decoders by `lean` or `fused` instead of by their modules.
@@ -109,8 +109,6 @@ class LocalRunner(Runner):
         """
         where = devices.pick(device) if isinstance(device, str) else device.device
         devices.check_dtype(dtype, where)
-        if threads is not None:
-            torch.set_num_threads(threads)
         devices.keep_freed_memory()
         wanted = capacity.Wanted(context_len, num_blocks, block_size, step_tokens, max_sequences)
         found = named.find(model, is_dummy=dummy)
@@ -118,6 +116,9 @@ class LocalRunner(Runner):
         capacity.check(config, wanted)
         loaded = named.load(model, found, dtype, where, is_dummy=dummy)
         self._model = loaded.model
+        most = torch.get_num_threads()
+        num_bytes = sum(each.nbytes for each in loaded.model.parameters())
+        torch.set_num_threads(threads or capacity.threads(num_bytes, most))
         if isinstance(device, str):
             device = backend.of(where, batch_invariant=batch_invariant)
         self._backend = device

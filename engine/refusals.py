@@ -65,7 +65,8 @@ def check_length(length: int, limits: api.Limits) -> None:
         raise api.EngineError(
             "prompt.too_long",
             f"{length} tokens do not fit into a context of {limits.context_len}; "
-            "shorten the prompt or start the engine with a larger --context-len",
+            "shorten the prompt or start the engine with a larger --context-len, if the model "
+            "was made for more",
         )
     num_blocks = -(-length // limits.block_size)
     if num_blocks > limits.num_blocks:

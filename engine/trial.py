@@ -97,6 +97,8 @@ class _Trial:
         reason = self._complaint or _missing(self.layers, self._model.config)
         if reason:
             return reason
+        if alone.isnan().any():
+            return "its weights give numbers that are none (NaN); the file may be damaged"
         if not self._agree(self._forward_eagerly(ids, positions), alone):
             return "through the hook it computes something else than by itself"
         # Every token is a sequence of its own now, which continues what is kept, and none

@@ -126,7 +126,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--functions", metavar="MODULE", help="module with a dict `functions`")
     parser.add_argument(
-        "--drain-s", type=float, default=30.0, help="how long calls may run on after SIGTERM"
+        "--drain-s",
+        type=float,
+        default=30.0,
+        help="how long calls may run on after SIGTERM or Ctrl-C (default: %(default)g)",
     )
     _add_log_level(parser)
     scheduling = parser.add_argument_group("scheduling")
@@ -154,7 +157,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=int, metavar="TOKENS")
     engine.add_argument("--step-tokens", type=int, metavar="TOKENS", help="per step, at most")
     engine.add_argument("--max-sequences", type=int, metavar="N", help="per step, at most")
-    engine.add_argument("--threads", type=int, metavar="N")
+    engine.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="of an engine on a CPU (default: its cores; fewer for a model of less than 8 MB each)",
+    )
     engine.add_argument(
         "--batch-invariant",
         action="store_true",

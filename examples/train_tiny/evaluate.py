@@ -1,13 +1,14 @@
 """Says how often a model folder answers rightly, with words that training never saw.
 
-    python examples/train_tiny/evaluate.py [FOLDER] [--cases N]
+    python examples/train_tiny/evaluate.py [FOLDER] [--cases N] [--real]
 
 An answer is right if it is the expected one, letter for letter, and ends there. Asked of a
 greedy model that is the same as: behind every part of the right answer the likeliest next
 token is the right one. So one forward pass judges a case, and nothing is generated.
 
-Kept true: names, places and numbers are held-back ones; every case stands alone, as the chat
-template renders it.
+Kept true: names, places and numbers are held-back ones, or with `--real` those of people and
+towns; a prompt without any, which training may have seen, does not count; every case stands
+alone, as the chat template renders it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from transformers import AutoModelForCausalLM
 from cases import Case, about_passage, about_texts
 from passages import Task
 from trees import batch, tree_of
-from words import Words
+from words import RealWords, Words
 
 SHIPPED: Final = Path(__file__).parents[2] / "engine" / "small"
 FACTS: Final = (1, 6)
 
 
 def held_back_cases(
-    seed: int, num_cases: int, facts: tuple[int, int] = FACTS
+    seed: int, num_cases: int, facts: tuple[int, int] = FACTS, kind: type[Words] = Words
 ) -> Iterator[list[Case]]:
     """Groups of cases about one passage, until there are `num_cases` of every task.
 
@@ -41,22 +42,32 @@ def held_back_cases(
         seed: Decides the cases.
         num_cases: How many of every task.
         facts: The least and the most that a passage is made of.
+        kind: Of words.
     """
-    words = Words(random.Random(f"{seed} evaluation"), is_evaluation=True)
+    words = kind(random.Random(f"{seed} evaluation"), is_evaluation=True)
     counts: Counter[Task] = Counter()
     while min(counts[task] for task in Task) < num_cases:
+        words.drawn.clear()
         if words.rng.random() < 0.5:
             cases = about_texts(words, 5)
         else:
             cases = about_passage(words, words.rng.randint(*facts), 8)
-        wanted = [case for case in cases if counts[case.task] < num_cases]
-        counts.update(case.task for case in wanted)
+        wanted = []
+        for case in cases:
+            prompt = case.opening + case.question
+            if counts[case.task] < num_cases and any(word in prompt for word in words.drawn):
+                counts[case.task] += 1
+                wanted.append(case)
         if wanted:
             yield wanted
 
 
 def accuracy(
-    folder: Path, num_cases: int, seed: int = 1, facts: tuple[int, int] = FACTS
+    folder: Path,
+    num_cases: int,
+    seed: int = 1,
+    facts: tuple[int, int] = FACTS,
+    kind: type[Words] = Words,
 ) -> tuple[dict[Task, float], list[tuple[Case, str]]]:
     """The share of right answers by task, and the wrong ones with what the model preferred."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -65,7 +76,7 @@ def accuracy(
     right: Counter[Task] = Counter()
     total: Counter[Task] = Counter()
     wrong = []
-    for cases in held_back_cases(seed, num_cases, facts):
+    for cases in held_back_cases(seed, num_cases, facts, kind):
         tree = tree_of(cases, tokenizer, random.Random(0), follow_up=0)
         read = batch(iter([tree]), 1, len(tree.ids), torch.float32)
         with torch.inference_mode():
@@ -94,9 +105,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=500, help="per task")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--facts", type=int, nargs=2, default=FACTS, metavar=("LEAST", "MOST"))
+    parser.add_argument("--real", action="store_true", help="names of people and towns")
     parser.add_argument("--wrong", type=int, default=0, help="print so many wrong answers")
     options = parser.parse_args()
-    shares, wrong = accuracy(options.folder, options.cases, options.seed, tuple(options.facts))
+    kind = RealWords if options.real else Words
+    facts = tuple(options.facts)
+    shares, wrong = accuracy(options.folder, options.cases, options.seed, facts, kind)
     for task, share in shares.items():
         print(f"{task:<8} {share:6.1%} of {options.cases}")
     for case, said in wrong[: options.wrong]:

@@ -2,9 +2,10 @@
 
     python examples/train_tiny/train.py FOLDER [--steps N] [--cooldown N] [--seed S]
 
-Run again with the same folder it goes on from the last checkpoint. All randomness comes from
-the seed and the number of the step, so an interrupted run ends where an uninterrupted one
-does. `export.py` makes a model folder of a checkpoint, `evaluate.py` says how often it is right.
+Run again with the same folder it goes on from the last checkpoint, by the options it is given
+then. All randomness comes from the seed and the number of the step, so a run that is interrupted
+and goes on with the same options ends where an uninterrupted one does. `export.py` makes a model
+folder of a checkpoint, `evaluate.py` says how often it is right.
 
 The model is a plain Llama. Matrices are trained by Muon, embedding and norms by AdamW, in
 bfloat16 over float32 masters; the learning rate is constant and falls to zero in the last
@@ -169,6 +170,7 @@ class Training:
     """A model, its optimizers and the step they are at."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         torch.manual_seed(seed)
         AttentionInterface.register(ATTENTION, attend)
         AttentionMaskInterface.register(ATTENTION, sdpa_mask)
@@ -236,6 +238,7 @@ class Training:
         scratch = path.with_suffix(".new")
         torch.save(
             {
+                "seed": self.seed,
                 "step": self.step,
                 "num_tokens": self.num_tokens,
                 "num_learnt": self.num_learnt,
@@ -247,8 +250,9 @@ class Training:
         os.replace(scratch, path)
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint of the same seed."""
         found = torch.load(path)
+        assert found["seed"] == self.seed
         self.step = found["step"]
         self.num_tokens, self.num_learnt = found["num_tokens"], found["num_learnt"]
         with torch.no_grad():
@@ -269,7 +273,6 @@ def run(rank: int, options: argparse.Namespace) -> None:
     path = options.folder / "checkpoint.pt"
     if path.is_file():
         training.restore(path)
-    log = (options.folder / "log.jsonl").open("a") if rank == 0 else None
     began, recent = time.monotonic(), []
     while training.step < options.steps:
         most_facts, row_len = growth_at(training.step)
@@ -292,7 +295,7 @@ def run(rank: int, options: argparse.Namespace) -> None:
         recent.append(total[-2:].tolist())
         if not math.isfinite(recent[-1][0]):
             raise SystemExit(f"loss is {recent[-1][0]} at step {training.step}")
-        if log is not None and training.step % 20 == 0:
+        if rank == 0 and training.step % 20 == 0:
             loss, right = (sum(column) / len(recent) for column in zip(*recent, strict=True))
             line = {
                 "step": training.step,
@@ -304,7 +307,8 @@ def run(rank: int, options: argparse.Namespace) -> None:
                 "cpu_s": round(time.process_time(), 1),
                 "wall_s": round(time.monotonic() - began, 1),
             }
-            print(json.dumps(line), file=log, flush=True)
+            with (options.folder / "log.jsonl").open("a") as log:
+                print(json.dumps(line), file=log)
             recent = []
         if rank == 0 and (training.step % 60 == 0 or training.step == options.steps):
             training.save(path)
@@ -312,14 +316,24 @@ def run(rank: int, options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Reads the arguments and trains."""
-    parser = argparse.ArgumentParser(description="train the small model of Conure")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=9000)
-    parser.add_argument("--cooldown", type=int, default=2500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=SHARDS, choices=(1, SHARDS))
+    parser = argparse.ArgumentParser(
+        description="train the small model of Conure",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="of tokenizer, checkpoint and log")
+    parser.add_argument("--steps", type=int, default=9000, help="in all, also when going on")
+    parser.add_argument(
+        "--cooldown", type=int, default=2500, help="last steps, in which the rate falls to zero"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
+    parser.add_argument(
+        "--workers", type=int, default=SHARDS, choices=(1, SHARDS), help="processes of one thread"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    path = options.folder / "checkpoint.pt"
+    if path.is_file() and (begun := torch.load(path)["seed"]) != options.seed:
+        parser.error(f"{path} was begun with seed {begun}: go on with it, or take another folder")
     tokenizer_at(options.folder, options.seed)
     (options.folder / ".meeting").unlink(missing_ok=True)
     spawn(run, (options,), nprocs=options.workers)  # type: ignore[no-untyped-call]  # theirs

@@ -2,7 +2,8 @@
 
 Names are invented letter by letter or syllable by syllable, so that a model cannot learn them,
 only learn to copy. One in eight, by a checksum of its spelling, is *held back*: training never
-sees it, evaluation uses nothing else. The same goes for places and numbers.
+sees it, evaluation uses nothing else. The same goes for places and numbers. Dates, causes and
+the kinds of things come from short lists that both use.
 
 Knows spelling; refuses to know sentences. Kept true: the same generator state gives the same
 word on every machine.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 ONSETS: Final = (
@@ -45,6 +46,24 @@ MONTHS: Final = (
     *("January February March April May June July August September October").split(),
     *("November December").split(),
 )
+FIRST_NAMES: Final = (
+    *("Anna Maria Sofia Emma Olivia Laura Julia Clara Ingrid Astrid Fatima Aisha Leila").split(),
+    *("Priya Ananya Mei Yuki Hana Chloe Zoe Beatriz Carmen Lucia Katarzyna Agnieszka").split(),
+    *("John Steven Michael Thomas William George Henry Oliver Lars Henrik Johan Mateusz").split(),
+    *("Ivan Dmitri Omar Yusuf Rahul Arjun Wei Hiroshi Kenji Pablo Diego Joaquim Giovanni").split(),
+)
+SURNAMES: Final = (
+    *("Smith Jones Taylor Brown Wright Walker Thompson Robinson Clarke Mitchell Campbell").split(),
+    *("Andersson Nielsen Hansen Johansson Lindqvist Schmidt Fischer Weber Schneider").split(),
+    *("Kowalski Nowak Petrov Ivanova Novak Horvat Rossi Ferrari Esposito Garcia Martinez").split(),
+    *("Fernandes Oliveira Dubois Laurent Okafor Mensah Haddad Khan Patel Sharma Tanaka").split(),
+)
+TOWNS: Final = (
+    *("London Paris Berlin Madrid Barcelona Lisbon Rome Milan Vienna Prague Warsaw Krakow").split(),
+    *("Budapest Athens Istanbul Cairo Lagos Nairobi Mumbai Delhi Tokyo Osaka Kyoto Seoul").split(),
+    *("Oslo Bergen Stockholm Uppsala Helsinki Copenhagen Hamburg Dresden Leipzig Zurich").split(),
+    *("Geneva Lyon Toulouse Bristol Oxford Cardiff Glasgow Dublin Boston Chicago Denver").split(),
+)
 
 
 def is_held_back(word: str) -> bool:
@@ -58,6 +77,8 @@ class Words:
 
     rng: random.Random
     is_evaluation: bool = False
+    drawn: set[str] = field(default_factory=set)
+    """Names, places and numbers that came out."""
 
     def person(self) -> str:
         """A first name, mostly with a surname."""
@@ -96,6 +117,7 @@ class Words:
         while True:
             word = draw()
             if is_held_back(word) == self.is_evaluation:
+                self.drawn.add(word)
                 return word
 
     def _name(self, ends: tuple[str, ...]) -> str:
@@ -112,3 +134,23 @@ class Words:
         if rng.random() < 0.04:
             name = "".join(rng.choice(ACCENTED.get(c, c)) for c in name)
         return name.capitalize() if 3 <= len(name) <= 11 else self._name(ends)
+
+
+class RealWords(Words):
+    """Names and places as people and towns have them, which nobody invented for training."""
+
+    def person(self) -> str:
+        """A first name, mostly with a surname."""
+        first = self._drawn(lambda: self.rng.choice(FIRST_NAMES))
+        if self.rng.random() < 0.3:
+            return first
+        return f"{first} {self._drawn(lambda: self.rng.choice(SURNAMES))}"
+
+    def place(self) -> str:
+        """A town."""
+        return self._drawn(lambda: self.rng.choice(TOWNS))
+
+    def _drawn(self, draw: Callable[[], str]) -> str:
+        word = draw()
+        self.drawn.add(word)
+        return word

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 PING_EVERY_S = 1.0
+HANG_PARTS = 10
+"""Parts that the wait for a pong is cut into."""
 
 Listener = Callable[[api.Report], None]
 
@@ -344,12 +346,27 @@ class Engine(asyncio.Protocol):
             pong: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.pongs[nonce] = pong
             self.send(api.Ping(nonce))
-            try:
-                await asyncio.wait_for(pong, self._hang_s)
-            except TimeoutError:
+            if not await self._answers(pong):
                 self._die(f"{self.name} did not answer a ping for {self._hang_s:g} s")
                 return
             await asyncio.sleep(PING_EVERY_S)
+
+    async def _answers(self, pong: asyncio.Future[None]) -> bool:
+        """Whether a pong comes in time.
+
+        Waited for in parts: where the server itself stood still in one, stopped or out of
+        memory, the engine may have as well, and its time begins anew.
+        """
+        part_s = self._hang_s / HANG_PARTS
+        now = asyncio.get_running_loop().time
+        num_left = HANG_PARTS
+        while num_left:
+            began_s = now()
+            await asyncio.wait([pong], timeout=part_s)
+            if pong.done():
+                return pong.exception() is None
+            num_left = HANG_PARTS if now() - began_s > 2 * part_s else num_left - 1
+        return False
 
     def _die(self, reason: str) -> None:
         if self._transport is not None:

@@ -112,4 +112,5 @@ class Fleet:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             else:
+                logger.warning("%s has been started again", dead.name)
                 return

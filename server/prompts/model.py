@@ -147,15 +147,17 @@ class Model:
                 "prompt.too_long",
                 f"{where}: {num_prompt} prompt tokens and {wanted} output tokens exceed the limit "
                 f"of {limit} tokens; shorten the prompt, lower max_tokens, or start the server "
-                f"with a larger {self._limiting_flag()}",
+                f"with {self._remedy()}",
             )
         return min(DEFAULT_MAX_TOKENS, limit - num_prompt) if max_tokens is None else max_tokens
 
-    def _limiting_flag(self) -> str:
-        in_memory = self.limits.num_blocks * self.limits.block_size
-        if in_memory < self.limits.context_len:
-            return f"--num-blocks (now {self.limits.num_blocks} of {self.limits.block_size} tokens)"
-        return f"--context-len (now {self.limits.context_len})"
+    def _remedy(self) -> str:
+        """What would let more tokens in. A model that was made for no more is known to engines."""
+        limits = self.limits
+        if limits.num_blocks * limits.block_size < limits.context_len:
+            return f"a larger --num-blocks (now {limits.num_blocks} of {limits.block_size} tokens)"
+        longer = "a larger --context-len, if the model was made for more"
+        return f"{longer} (now {limits.context_len})"
 
 
 def _is_shown(form: ToolFormat, tokenizer: Tokenizer) -> bool:

@@ -45,6 +45,19 @@ def test_a_missing_file_is_refused(copy: Path, name: str) -> None:
         builtin.intact(copy)
 
 
+@pytest.mark.parametrize("written", ["{}", "[" * 100_000, "[]", "7", '{"config.json": 1}'])
+def test_digests_that_say_too_little_are_refused(copy: Path, written: str) -> None:
+    (copy / builtin.DIGESTS).write_text(written, "utf-8")
+    with pytest.raises(EngineError, match=r"damaged.*install conure again"):
+        builtin.intact(copy)
+
+
+def test_a_file_that_would_change_the_model_is_refused(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text("hacked", "utf-8")
+    with pytest.raises(EngineError, match=r"chat_template.jinja: not shipped"):
+        builtin.intact(copy)
+
+
 def test_it_says_who_it_is_and_speaks_in_turns() -> None:
     runner = LocalRunner(model="builtin", threads=1, num_blocks=64)
     assert runner.model == "builtin"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -313,6 +314,34 @@ def test_little_memory_lowers_the_context_instead_of_failing(
     monkeypatch.setattr(device, "free_bytes", lambda _: kept + int(100 * 768 / share))
     runner = LocalRunner(model=str(llama), dtype="float32", threads=1)
     assert (runner.limits.num_blocks, runner.limits.context_len) == (6, 96)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "most", "expected"),
+    [(2 * 2**20, 8, 1), (48 * 2**20, 8, 6), (48 * 2**20, 2, 2), (2**30, 8, 8)],
+)
+def test_a_small_model_takes_few_threads(num_bytes: int, most: int, expected: int) -> None:
+    assert capacity.threads(num_bytes, most) == expected
+
+
+def test_threads_are_what_was_asked_for_or_what_the_model_is_worth(llama: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        LocalRunner(model=str(llama), dtype="float32", threads=2)
+        assert torch.get_num_threads() == 2
+        LocalRunner(model=str(llama), dtype="float32")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_weights_that_give_no_numbers_are_refused(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match="NaN"):
+        LocalRunner(model=str(folder), dtype="float32", threads=1)
 
 
 @pytest.mark.parametrize(

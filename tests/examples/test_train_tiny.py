@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,13 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train_tiny"))
 
+import evaluate
 import export
 import train
 from cases import Case, about_passage, about_texts
+from conure.engine import builtin
 from conure.engine.bytelevel import CHAT_TEMPLATE, TURN_END
+from conure.engine.local import LocalRunner
 from passages import NOBODY, Task, joined
 from trees import batch, prompt_end, tree_of, trees, trunk
 from words import Words, is_held_back
@@ -64,6 +69,20 @@ def test_names_of_the_evaluation_never_occur_in_training() -> None:
         for _ in range(300):
             parts = [*words.person().split(), words.place(), words.number()]
             assert {is_held_back(part) for part in parts} == {is_evaluation}
+
+
+def test_no_prompt_of_the_evaluation_occurs_in_training() -> None:
+    asked = {
+        case.opening + case.question for cases in evaluate.held_back_cases(1, 40) for case in cases
+    }
+    words = Words(random.Random(11))
+    taught = {
+        case.opening + case.question
+        for _ in range(3_000)
+        for case in (*about_passage(words, words.rng.randint(1, 2), 4), *about_texts(words, 5))
+    }
+    assert len(asked) > 9 * 30
+    assert not asked & taught
 
 
 def test_an_extracted_value_stands_in_the_passage() -> None:
@@ -171,38 +190,60 @@ def test_the_fresh_model_repeats_what_it_has_read(fresh: Any) -> None:
     assert right.float().mean() > 0.8
 
 
-def steps(training: train.Training, tokenizer: Tokenizer, until: int) -> list[float]:
-    losses = []
-    while training.step < until:
-        words = Words(random.Random(f"test {training.step}"))
+def test_a_few_steps_teach(tokenizer: Tokenizer) -> None:
+    training, losses = train.Training(seed=0), []
+    for number in range(6):
+        words = Words(random.Random(f"test {number}"))
         training.load_masters()
         found = training.gradients(batch(trees(words, tokenizer, 2), 2, 224, torch.bfloat16))
         losses.append(float(found[-2]))
         training.learn(found, 1.0)
-    return losses
+    assert losses[-1] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Train for so many steps, one time after the other; returns the checkpoint."""
+
+    def run(*until: int) -> Path:
+        made = tmp_path_factory.mktemp("run")
+        shutil.copy(folder / "tokenizer.json", made)
+        for steps in until:
+            train.run(0, Namespace(folder=made, steps=steps, cooldown=0, seed=0, workers=1))
+        return made / "checkpoint.pt"
+
+    return run
 
 
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
-    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+    trained: Callable[..., Path],
 ) -> None:
-    whole = train.Training(seed=0)
-    losses = steps(whole, tokenizer, 6)
-    assert losses[-1] < losses[0]
-    first = train.Training(seed=0)
-    assert steps(first, tokenizer, 3) == losses[:3]
-    first.save(tmp_path / "checkpoint.pt")
-    second = train.Training(seed=1)
-    second.restore(tmp_path / "checkpoint.pt")
-    assert steps(second, tokenizer, 6) == losses[3:]
+    whole, resumed = (torch.load(path) for path in (trained(3), trained(1, 3)))
+    assert whole["step"] == resumed["step"] == 3
+    for one, other in zip(whole["masters"], resumed["masters"], strict=True):
+        assert torch.equal(one, other)
 
 
-def test_a_checkpoint_becomes_a_model_folder(folder: Path, tmp_path: Path) -> None:
-    training = train.Training(seed=0)
-    training.save(folder / "checkpoint.pt")
-    export.export(folder, tmp_path / "model")
-    (tmp_path / "model" / "digests.json").read_text()
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["model_type"] == "llama"
-    assert config["max_position_embeddings"] == train.CONTEXT_LEN
-    size = sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
-    assert size < 8 * 2**20
+def test_a_run_is_not_gone_on_with_by_another_seed(
+    trained: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = trained(1).parent
+    monkeypatch.setattr(sys, "argv", ["train.py", str(folder), "--seed", "1"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "was begun with seed 0" in capsys.readouterr().err
+
+
+def test_a_checkpoint_becomes_a_model_folder_that_an_engine_serves(
+    trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = trained(1)
+    folder = tmp_path / "model"
+    export.export(checkpoint.parent, folder)
+    assert builtin.intact(folder) == folder
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 8 * 2**20
+    runner = LocalRunner(model=str(folder), threads=1, num_blocks=64)
+    assert runner.limits.context_len == train.CONTEXT_LEN
+    assert runner.chat_template == CHAT_TEMPLATE
