@@ -33,13 +33,20 @@ class StepTrace(NamedTuple):
     """Blocks that contexts referred to when it had ended."""
     num_refilled: int = 0
     """Tokens of whole blocks that went through the model though they had done so before."""
+    changes: Sequence[tuple[float, int]] = ()
+    """Blocks that were held from some time on, before the next step: what is given up at the end
+    of a stage is free long before the next one begins."""
 
 
 def block_seconds(trace: Sequence[StepTrace]) -> float:
     """Blocks held, each for as long as it was, as recorded."""
     total = sum(step.num_held * (step.ended_s - step.began_s) for step in trace)
-    pairs = pairwise(trace)
-    return total + sum(step.num_held * (later.began_s - step.ended_s) for step, later in pairs)
+    for step, later in pairwise(trace):
+        held, since_s = step.num_held, step.ended_s
+        for at_s, num_held in (*step.changes, (later.began_s, 0)):
+            total += held * (at_s - since_s)
+            held, since_s = num_held, at_s
+    return total
 
 
 def last_use_block_seconds(trace: Sequence[StepTrace]) -> float:

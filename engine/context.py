@@ -65,7 +65,8 @@ class Context:
     """Set while this context waits for tokens that the parent is about to compute."""
     parent_len: int = 0
     origin: Context | None = None
-    """What it was forked from, until it ends: gets back what had to be computed again."""
+    """What it was forked from, or what that was once that has ended: gets back what had to be
+    computed again."""
     origin_len: int = 0
     num_waiting: int = 0
     """Contexts whose `parent` this is."""

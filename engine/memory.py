@@ -428,9 +428,16 @@ class KVMemory:
         return None
 
     def _hand_back(self, context: Context) -> None:
-        """Give an idle context what a fork of it had to compute again: others will read it."""
-        origin, context.origin = context.origin, None
-        if origin is None or origin.is_released or origin.has_work:
+        """Give an idle context what a fork of it, or a fork of that, had to compute again: others
+        will read it.
+        """
+        origin, length = context.origin, context.origin_len
+        while origin is not None and origin.is_released:
+            length = min(length, origin.origin_len)
+            origin = origin.origin
+        # Who forked from this one goes by it to what lives on.
+        context.origin, context.origin_len = origin, length
+        if origin is None or origin.has_work:
             return
         if origin.num_computed < min(context.origin_len, context.num_computed):
             self._match(origin)

@@ -31,7 +31,7 @@ from .engines.engine import Engine, EngineStartError
 from .engines.fleet import Fleet, FleetOptions
 from .engines.grammars import Grammars
 from .metrics import Metrics, Moment
-from .program.control import walk
+from .program.control import count_calls
 from .program.errors import (
     ConflictError,
     ConureError,
@@ -40,7 +40,7 @@ from .program.errors import (
 )
 from .program.grammar import grammar_of
 from .program.graph import Graph
-from .program.ir import Append, Constraint, Generate, Objective, Submission
+from .program.ir import Append, Constraint, Objective, Submission
 from .program.status import (
     Accepted,
     Event,
@@ -51,7 +51,7 @@ from .program.status import (
     VariableStatus,
 )
 from .prompts.model import Model
-from .runs.admission import Room, check_options, check_program, check_variables, num_calls
+from .runs.admission import check_options, check_program, check_variables, num_calls
 from .runs.answers import put_value, stands_already
 from .runs.encoder import Encoder
 from .runs.execution import Execution
@@ -59,6 +59,7 @@ from .runs.outbox import iso
 from .runs.receipt import usage_report
 from .runs.recovery import restore
 from .runs.report import program_status, stored_status, unreadable, variable_status
+from .runs.room import Room
 from .runs.run import Run
 from .scheduling.policy import policy_named
 from .scheduling.scheduler import Scheduler
@@ -99,6 +100,7 @@ class Executor:
         )
         self.scheduler = Scheduler(policy_named(config.policy), strict_tokens=config.latency_tokens)
         self.encoder = Encoder()
+        self.room = Room(config.max_queued_calls)
         self.grammars = Grammars(lambda: self._fleet.engines.values() if self._fleet else ())
         self._config = config
         self._journal: Journal | None = None
@@ -107,7 +109,6 @@ class Executor:
         self._runs: dict[str, Run] = {}
         self._recent: OrderedDict[str, Run] = OrderedDict()
         self._recent_bytes = 0
-        self._room = Room(config.max_queued_calls)
         self._metrics = Metrics()
         self._is_draining = False
         self._is_stopped = False
@@ -130,20 +131,11 @@ class Executor:
         """The engine of that name, if it is alive."""
         return None if self._fleet is None else self._fleet.engines.get(name)
 
-    def grown(self, execution: Execution) -> None:
-        """A program has more nodes than it was accepted with."""
-        if execution.id in self._runs:
-            self._room.count(execution)
-
-    def room(self) -> int:
-        """LLM calls that may still come in."""
-        return self._room.left()
-
     def _run_ended(self, run: Run) -> None:
         """The end of a program is on disk."""
         if self._runs.pop(run.execution.id, None) is None:
             return
-        self._room.leave(run.execution)
+        self.room.leave(run.execution)
         if run.receipt is not None:
             self._metrics.program_ended(run.execution, run.receipt)
         self._recent[run.execution.id] = run
@@ -156,7 +148,7 @@ class Executor:
 
     @property
     def _num_calls(self) -> int:
-        return self._room.num_calls
+        return self.room.num_calls
 
     # --- life -----------------------------------------------------------------------------
 
@@ -182,6 +174,9 @@ class Executor:
         """Take nothing more, start no call, and wait for those that run."""
         self._is_draining = True
         self.scheduler.pause()
+        if num := self.scheduler.num_running:
+            message = "stopping: %d running calls have up to %g s to end"
+            logger.warning(message, num, self._config.drain_s)
         await self.scheduler.wait_idle()
         for run in self._runs.values():
             run.feed.drain()
@@ -242,7 +237,7 @@ class Executor:
     def _add(self, execution: Execution) -> Run:
         run = Run(execution, self, ended=lambda: self._run_ended(run))
         self._runs[execution.id] = run
-        self._room.count(execution)
+        self.room.enter(execution)
         return run
 
     def _engine_arrived(self, engine: Engine) -> None:
@@ -332,7 +327,7 @@ class Executor:
     def _forget(self, run: Run) -> None:
         """A program that was not accepted after all."""
         self._runs.pop(run.execution.id, None)
-        self._room.leave(run.execution)
+        self.room.leave(run.execution)
         run.park()
 
     async def _replay(
@@ -349,7 +344,7 @@ class Executor:
     def _check_room(self, more: int = 0) -> None:
         if self._is_draining:
             raise UnavailableError("server.draining", "the server is going away", retry_after_s=5)
-        self._room.check(more)
+        self.room.check(more)
 
     async def append(
         self, program: str, append: Append, *, body: bytes, tenant: str
@@ -361,7 +356,7 @@ class Executor:
             raise ConflictError("session.ended", f"program {program} has ended")
         if not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
-        more = sum(isinstance(node, Generate) for _, node in walk(append.nodes, ""))
+        more = count_calls(append.nodes)
         self._check_room(more)
         check_variables(append.variables, "variables")
         await check_program(
@@ -371,8 +366,7 @@ class Executor:
         if run.is_over or not run.execution.is_open:
             raise ConflictError("session.closed", f"program {program} takes no more nodes")
         run.append(append, body)
-        if not run.outbox.has_ended:
-            self._room.count(run.execution)
+        self.room.count(run.execution)
         await _in_time(run.outbox.barrier(), "the nodes")
         receipt = run.receipt if run.outbox.has_ended else None
         return program_status(run.execution, run.outbox.settled, receipt, only=append)
@@ -512,7 +506,7 @@ class Executor:
         """What operators watch; see `Service.metrics`."""
         moment = Moment(
             num_programs=len(self._runs),
-            num_calls=self._room.num_calls,
+            num_calls=self.room.num_calls,
             max_calls=self._config.max_queued_calls,
             num_waiting=self.scheduler.num_waiting,
             num_decisions=self.scheduler.num_decisions,

@@ -35,7 +35,7 @@ class Moment(NamedTuple):
     num_programs: int
     """Accepted and not ended."""
     num_calls: int
-    """Of these, calls that have not ended, or a few more."""
+    """Of these, LLM calls in their graphs that have not ended."""
     max_calls: int
     num_waiting: int
     num_decisions: int

@@ -100,19 +100,18 @@ def single(system: str, num_system: int, num_user: int, num_output: int, user: i
 
 
 DESIGN, WRITE, REVIEW, REVISE = 820, 600, 450, 620
-"""Tokens of outputs: within what was recorded, and altogether the 5,700 steps that figure 18's
-187 s for four files come to."""
+"""Tokens of outputs of `coding`, before scaling."""
 _SHARED = 1_880
-"""Tokens of text that all prompts after the design start with; with the design 2,700, which is
-what the blocks of figure 18 say is shared."""
+"""Tokens of text that all its prompts after the design start with."""
 
 
 @cache
 def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
     """A design; then for every file code, and reviews and revisions round by round.
 
-    Prompts come to 182, 2,991, 3,717 and 4,175 tokens, as recorded, however many files; after
-    the first cycle 20 more, as what is read was revised. With a scale, all lengths are divided.
+    Whoever reviews or revises a file reads that file alone. Prompts come to 182, 2,991, 3,717
+    and 4,175 tokens, however many files; after the first cycle 20 more, as what is read was
+    revised. With a scale, all lengths are divided.
     """
     nodes = [call("design", ["task"], DESIGN // scale)]
     lengths = {"task": 182 // scale, "shared": _SHARED // scale}
@@ -135,3 +134,58 @@ def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
 def _past(rounds: list[tuple[str, int, int]], number: int, num_read: int) -> list[str]:
     """The rounds whose text of the same file is read: the code as it stands, and its review."""
     return [f"{rounds[n][0]}_{n}" for n in range(max(number - num_read, 0), number)]
+
+
+LOG_FILES = 8
+"""Files of the log that figure 18 replays."""
+LOG_OUTPUTS = {
+    "design": [896] * LOG_FILES,
+    "code": [675, 1_096, 305, 596, 556, 261, 372, 592],
+    "review": [370, 397, 389, 334, 313, 286, 492, 473],
+    "revise": [681, 848, 339, 539, 565, 255, 229, 597],
+}
+"""Tokens that are written about each of them.
+
+The log counts tokens of GPT-4 (706 of a design, 506 of the first file). The model's tokenizer
+makes 1.27 times as many of the design, 4/3 of code and 6/5 of reviews: then prompts hold the files
+that they contain, and prompts and outputs come to what the artifact's runs print for a round.
+"""
+LOG_PROMPTS = {"design": 218, "code": 3_650, "review": 4_898, "revise": 5_486}
+"""Tokens of a prompt, the same for every file: what a round's sum leaves for it."""
+LOG_OWN = {"code": 100, "review": 70, "revise": 603}
+"""So many of them at the end, from where the prompts of a round differ: there they name a file, and
+to revise it contain its review."""
+
+
+@cache
+def logged_coding(num_files: int, num_cycles: int = 4) -> Plan:
+    """The rounds that figure 18 replays: whoever reviews or revises reads the whole codebase.
+
+    So the calls of a round share their prompts but for the end. As in the replay, more than
+    eight branches take the same files again, every branch has a design of its own, and all go on
+    from the first; what the log's codebase has beyond the files that are written is plain text.
+    """
+    lengths = {"task": LOG_PROMPTS["design"]}
+    designs = [f"design_0_{i}" for i in range(num_files)]
+    nodes = [call(name, ["task"], LOG_OUTPUTS["design"][0]) for name in designs]
+    before, read = designs, [designs[0]]
+    written = dict.fromkeys(designs, LOG_OUTPUTS["design"][0])
+    for number, kind in enumerate(["code", *["review", "revise"] * num_cycles], 1):
+        names = [f"{kind}_{number}_{i}" for i in range(num_files)]
+        written |= {name: LOG_OUTPUTS[kind][i % LOG_FILES] for i, name in enumerate(names)}
+        shared, codebase = f"{kind} {number}", [f"${each}" for each in read]
+        lengths[shared] = LOG_PROMPTS[kind] - LOG_OWN[kind] - sum(written[each] for each in read)
+        if kind != "code":
+            rest = range(num_files, LOG_FILES)
+            codebase += (f"file {i}" for i in rest)
+            lengths |= {f"file {i}": LOG_OUTPUTS["code"][i] for i in rest}
+            lengths[shared] -= sum(lengths[f"file {i}"] for i in rest)
+        for i, name in enumerate(names):
+            review = [before[i]] if kind == "revise" else []
+            lengths[f"own {name}"] = LOG_OWN[kind] - sum(written[each] for each in review)
+            parts = [shared, *codebase, *(f"${each}" for each in review), f"own {name}"]
+            nodes.append(call(name, parts, written[name], after=before))
+        if kind != "review":
+            read = names[:LOG_FILES]
+        before = names
+    return Plan(nodes, before, lengths)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conure.engine import __main__ as process
 from conure.engine import api
 from conure.engine.engine import Engine
-from conure.engine.runner import Row
+from conure.engine.runner import Handle, Row
 from oracle import Block, StepTrace
 
 TRACE: list[StepTrace] = []
@@ -33,11 +33,18 @@ class RecordedEngine(Engine):
     def __init__(self, runner: Any, epoch: int, **options: Any) -> None:
         """Listen in on the runner."""
         super().__init__(runner, epoch, **options)
-        self._run_rows = runner.run
-        runner.run = self._listen
+        self._start_rows = runner.start
+        runner.start = self._listen
         self._rows: list[Row] = []
+        self._changes: list[tuple[float, int]] = []
         self._chains: dict[int, list[bytes]] = {}
         self._seen: set[bytes] = set()
+
+    def apply(self, command: api.Command) -> None:
+        """A command; what it lets go of is not held until the next step."""
+        super().apply(command)
+        if TRACE and TRACE[-1].num_held != self._memory.pool.num_held:
+            self._changes.append((time.monotonic(), self._memory.pool.num_held))
 
     def step(self) -> api.Step | None:
         """One step, written down if it ran anything."""
@@ -48,16 +55,18 @@ class RecordedEngine(Engine):
             uses, computed = self._blocks()
             held = self._memory.pool.num_held
             refilled = sum(self._refilled(row) for row in self._rows)
-            TRACE.append(StepTrace(began_s, time.monotonic(), uses, computed, held, refilled))
+            self._changes = []
+            ended_s = time.monotonic()
+            TRACE.append(StepTrace(began_s, ended_s, uses, computed, held, refilled, self._changes))
         return step
 
-    def _listen(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> list[int]:
+    def _listen(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
         self._rows = [
             Row(row.context, list(row.ids), row.start, row.num_new, list(row.blocks))
             for row in rows
         ]
-        sampled: list[int] = self._run_rows(rows, copies)
-        return sampled
+        handle: Handle = self._start_rows(rows, copies)
+        return handle
 
     def _blocks(self) -> tuple[frozenset[Block], frozenset[Block]]:
         uses: set[Block] = set()

@@ -145,10 +145,6 @@ class _Process:
             assert self._main is not None
             self._main.cancel()
             return
-        logger.warning(
-            "stopping: calls that run have up to %g s to end; a second signal ends them at once",
-            self._config.drain_s,
-        )
         try:
             await drain(self._app, timeout_s=self._config.drain_s)
         finally:

@@ -172,6 +172,11 @@ def walk(nodes: Iterable[AnyNode], path: str) -> Iterator[tuple[str, AnyNode]]:
                 yield from walk(body.nodes, f"{place}.{body.path}")
 
 
+def count_calls(nodes: Iterable[AnyNode]) -> int:
+    """LLM calls among nodes, also in bodies, each once however often its body runs."""
+    return sum(isinstance(node, Generate) for _, node in walk(nodes, ""))
+
+
 def stand(nodes: Iterable[AnyNode], path: str, place: Place | None = None) -> Iterator[Member]:
     """Nodes with those in their bodies that stand in one graph with them: templates stay closed."""
     for index, node in enumerate(nodes):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .control import Place
 from .errors import ConflictError, ProgramError
-from .growth import Growth
+from .growth import Growth, check_growth
 from .instances import Instance
 from .ir import Append, Expr, Json, Loop, Objective, Placed, Program, Round
 from .order import sort
@@ -106,6 +106,14 @@ class Graph:
         growth.add_instances(instances)
         self._commit(growth)
         return tuple(growth.new.nodes)
+
+    def check_growth(self, num_more: int) -> None:
+        """Make sure that so many nodes of instances may come.
+
+        Raises:
+            ProgramError: `program.too_large`.
+        """
+        check_growth(self._standing, num_more)
 
     def read(self, node_id: str, index: int, names: Iterable[str]) -> None:
         """A slot of a node with bodies comes to read these, now that it has decided."""

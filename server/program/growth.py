@@ -102,8 +102,7 @@ class Growth:
         Raises:
             ProgramError: `program.too_large` if the graph would be too large.
         """
-        if len(self._standing.nodes) + len(instances) > MAX_GROWN_NODES:
-            _refuse_size(f"a program may grow to {MAX_GROWN_NODES:,} nodes")
+        check_growth(self._standing, len(instances))
         for node, slots, place in instances:
             self._put(node, slots, place)
             if node.job not in self._standing.jobs:
@@ -431,6 +430,16 @@ class Growth:
             return self.new.first[node_id] + len(self.new.slots[node_id]) - 1
         first = self._standing.first.get(node_id)
         return None if first is None else first + len(self._standing.slots[node_id]) - 1
+
+
+def check_growth(standing: Standing, num_more: int) -> None:
+    """Make sure that so many instances may join.
+
+    Raises:
+        ProgramError: `program.too_large`.
+    """
+    if len(standing.nodes) + num_more > MAX_GROWN_NODES:
+        _refuse_size(f"a program may grow to {MAX_GROWN_NODES:,} nodes")
 
 
 def _refuse_size(message: str) -> NoReturn:

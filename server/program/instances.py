@@ -94,11 +94,6 @@ class Template:
         return len(self._flat)
 
     @property
-    def num_calls(self) -> int:
-        """LLM calls among them."""
-        return sum(isinstance(node, Generate) for node, _, _ in self._flat)
-
-    @property
     def node_ids(self) -> list[str]:
         """The nodes that stand in the body itself."""
         return [node.id for node, _, place in self._flat if place is None]

@@ -7,7 +7,6 @@ model although every input is there already. Prompts that are surely short are n
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,12 +15,11 @@ from msgspec import UNSET
 
 from ..engines.grammars import Grammars
 from ..program.control import walk
-from ..program.errors import ExpressionError, ProgramError, PromptError, UnavailableError
+from ..program.errors import ExpressionError, ProgramError, PromptError
 from ..program.graph import Graph
 from ..program.ir import AnyNode, Append, Call, Generate, Json, Limits, Round, Submission, Variable
 from ..prompts.model import Model, outputs_of
 from ..prompts.prompt import render_chat, render_slot
-from .execution import Execution
 from .output import targets
 
 TURN_BYTES = 64
@@ -31,73 +29,6 @@ TURN_BYTES = 64
 def num_calls(graph: Graph) -> int:
     """LLM calls of a program."""
     return sum(isinstance(node, Generate) for node in graph.nodes.values())
-
-
-class Room:
-    """Calls that were accepted and have not ended, over all programs, and their bound.
-
-    Counted when programs come, grow and go; calls that ended in between, as they do in
-    sessions, are found by counting again, and only when there seems to be no room left.
-    """
-
-    def __init__(self, max_calls: int) -> None:
-        self.num_calls = 0
-        """Calls that have not ended, or a few more."""
-        self._max_calls = max_calls
-        self._counts: dict[str, tuple[Execution, int]] = {}
-        self._next_count_at = 0.0
-
-    def count(self, execution: Execution) -> None:
-        """A program came, or has more nodes now."""
-        self.leave(execution)
-        num_open = _num_open_calls(execution)
-        self._counts[execution.id] = (execution, num_open)
-        self.num_calls += num_open
-
-    def leave(self, execution: Execution) -> None:
-        """A program has ended, or was not accepted after all."""
-        _, num_open = self._counts.pop(execution.id, (execution, 0))
-        self.num_calls -= num_open
-
-    def check(self, more: int) -> None:
-        """Make sure that so many more calls may come in.
-
-        Raises:
-            UnavailableError: `queue.full` (429).
-        """
-        if self.num_calls + more > self._max_calls:
-            self._count_again()
-        if self.num_calls + more > self._max_calls:
-            raise UnavailableError(
-                "queue.full",
-                f"{self.num_calls} calls are accepted and not ended, {more} more exceed the "
-                f"limit of {self._max_calls}",
-                retry_after_s=2,
-                status=429,
-            )
-
-    def left(self) -> int:
-        """Calls that may still come in. Nobody is refused: maps ask, which can wait."""
-        if self.num_calls >= self._max_calls:
-            self._count_again()
-        return max(0, self._max_calls - self.num_calls)
-
-    def _count_again(self) -> None:
-        # Under siege every refusal comes by here: a tenth of the time goes into it at most.
-        began = time.perf_counter()
-        if began < self._next_count_at:
-            return
-        for execution, _ in list(self._counts.values()):
-            self.count(execution)
-        ended = time.perf_counter()
-        self._next_count_at = ended + 10 * (ended - began)
-
-
-def _num_open_calls(execution: Execution) -> int:
-    return sum(
-        isinstance(state.node, Generate) and not state.has_ended
-        for state in execution.nodes.values()
-    )
 
 
 def check_options(submission: Submission, policy: str) -> None:

@@ -15,7 +15,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..program.control import ENTER, GIVE, Place, caught, decision, handler_part, source
+from ..program.control import (
+    ENTER,
+    GIVE,
+    Place,
+    caught,
+    count_calls,
+    decision,
+    handler_part,
+    source,
+)
 from ..program.expression import input_expression
 from ..program.instances import (
     Instance,
@@ -51,20 +60,34 @@ class Bodies:
 
     # --- map ------------------------------------------------------------------------------
 
-    def width(self, node: Map | Loop) -> int | None:
-        """Items of a map or rounds of a loop; None: only `until` ends it."""
+    def has_begun(self, node: Map) -> bool:
+        """Whether its list was there, and its width was written down."""
+        return decision(node) in self._execution.values
+
+    def width(self, node: Map) -> int:
+        """Items of a map."""
+        width = self._chosen(node)
+        assert width is not None
+        return width
+
+    def _chosen(self, node: Map | Loop) -> int | None:
         chosen = decision(node)
         assert chosen is not None
         value: Json = self._execution.values[chosen]
         return len(value) if isinstance(value, list) else value
+
+    def num_items(self, node: Map) -> int:
+        """Items that have come; they are all there at once if nothing stands in them."""
+        num_items = len(self._execution.graph.parts(node.id))
+        return num_items if self._template(node).num_nodes else self.width(node)
 
     def item_size(self, node: Map) -> int:
         """Nodes of one item, at first."""
         return max(1, self._template(node).num_nodes)
 
     def item_calls(self, node: Map) -> int:
-        """LLM calls of one item, at first."""
-        return self._template(node).num_calls
+        """LLM calls that an item may have open: those of its body, however deep."""
+        return count_calls(node.body)
 
     def add_items(self, node: Map, start: int, stop: int) -> Grown:
         """Append the items from `start` to `stop`; the map will wait for them.
@@ -95,6 +118,10 @@ class Bodies:
         }
 
     # --- loop -----------------------------------------------------------------------------
+
+    def num_planned(self, node: Loop) -> int | None:
+        """Rounds of a loop; None: only `until` ends it."""
+        return self._chosen(node)
 
     def add_round(self, node: Loop, index: int) -> Grown:
         """Append a round.
@@ -129,7 +156,7 @@ class Bodies:
         return bound_in(node, index) | carried
 
     def _is_last(self, node: Loop, index: int) -> bool:
-        width = self.width(node)
+        width = self.num_planned(node)
         return width is not None and index + 1 >= width
 
     def num_rounds(self, node: Loop) -> int:
@@ -208,33 +235,41 @@ class Bodies:
 
 def regrow(execution: Execution, events: Iterable[EventRecord]) -> None:
     """Let a program grow as it had grown, by the decisions that stand, after a restart."""
-    retries = Counter(
-        msgspec.json.decode(event.data)["node"]
-        for event in events
-        if event.type == "node.restarted" and b'"retry"' in event.data
-    )
+    retries: Counter[str] = Counter()
+    came: Counter[str] = Counter()
+    for event in events:
+        if event.type == "node.restarted" and b'"retry"' in event.data:
+            retries[msgspec.json.decode(event.data)["node"]] += 1
+        elif event.type == "nodes.appended" and b'"node"' in event.data:
+            data = msgspec.json.decode(event.data)
+            came[data["node"]] += len(data["nodes"])
     bodies = Bodies(execution)
     fresh = list(execution.nodes)
     while fresh:
         known = len(execution.nodes)
         for node_id in fresh:
-            _regrow_node(bodies, execution, node_id, retries)
+            _regrow_node(bodies, execution, node_id, retries, came)
         fresh = list(execution.nodes)[known:]
 
 
 def _regrow_node(
-    bodies: Bodies, execution: Execution, node_id: str, retries: Mapping[str, int]
+    bodies: Bodies,
+    execution: Execution,
+    node_id: str,
+    retries: Mapping[str, int],
+    came: Mapping[str, int],
 ) -> None:
     node = execution.graph.nodes[node_id]
     values = execution.values
     match node:
-        case Map() if decision(node) in values:
-            width = bodies.width(node)
-            assert width is not None
-            bodies.add_items(node, 0, width)
+        case Map() if bodies.has_begun(node):
+            # The others come when the program goes on.
+            bodies.add_items(node, 0, came[node_id] // bodies.item_size(node))
+            if bodies.num_items(node) < bodies.width(node):
+                execution.begun(node_id, ENTER)
         case If() if decision(node) in values:
             bodies.take_branch(node)
-        case Loop() if decision(node) in values and bodies.width(node) != 0:
+        case Loop() if decision(node) in values and bodies.num_planned(node) != 0:
             bodies.add_round(node, 0)
             execution.begun(node_id, ENTER)
         case Round() if values.get(node.more):
@@ -253,11 +288,15 @@ def _regrow_node(
 
 
 def is_slot_over(execution: Execution, node_id: str, slot: int) -> bool:
-    """Whether a slot that has written everything is over: a loop goes on after its first words."""
+    """Whether a slot that has written everything is over: a loop goes on after its first words, and
+    a map until all its items are there.
+    """
     node = execution.graph.nodes[node_id]
-    if not isinstance(node, Loop) or slot != ENTER:
+    if not isinstance(node, Map | Loop) or slot != ENTER:
         return True
     bodies = Bodies(execution)
+    if isinstance(node, Map):
+        return bodies.num_items(node) == bodies.width(node)
     last = bodies.num_rounds(node) - 1
     return last < 0 or execution.values.get(f"{node_id}.{last}.more") is False
 

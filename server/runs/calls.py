@@ -317,6 +317,7 @@ class Calls:
 
     def abandon(self) -> None:
         """Abandon all calls and give up every prefix."""
+        self._early.stop()
         if self._telling is not None:
             self._telling.cancel()
         for node_id in list(self._calls):

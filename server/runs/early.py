@@ -98,6 +98,12 @@ class EarlyFills:
         self._texts.pop(variable, None)
         self._lens.pop(variable, None)
 
+    def stop(self) -> None:
+        """Begin nothing more, whatever was about to be looked at."""
+        self._soon.clear()
+        self._texts.clear()
+        self._lens.clear()
+
     # --- one reader -----------------------------------------------------------------------
 
     def _look_soon(self, variable: str, engine: Engine) -> None:

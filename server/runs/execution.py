@@ -17,15 +17,16 @@ done and every node it comes after has ended; a node that has ended never change
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..program.control import Place
+from ..program.control import Place, count_calls
 from ..program.errors import ConflictError, NotFoundError
 from ..program.graph import Graph, Slot
 from ..program.instances import Instance
-from ..program.ir import Append, Job, Json, Options, Placed, Round, Wait
+from ..program.ir import Append, Generate, Job, Json, Loop, Map, Options, Placed, Round, Wait
 from ..program.standing import gate
 from ..program.status import ENDED, Phase, Problem, Trace
 
@@ -139,6 +140,12 @@ class Execution:
         """Slots that do not wait for all they read: how many values are enough, None once that
         is decided."""
         self._num_unended = 0
+        self._num_open_in: Counter[str] = Counter()
+        self.num_open_calls = 0
+        """LLM calls in the graph that have not ended."""
+        self._claims: dict[str, int] = {}
+        self.num_claimed_calls = 0
+        """Calls in bodies of maps and loops that have not begun: of a first item or round each."""
         self._reported: set[tuple[str, int]] = set()
         self._is_started = False
         self._count(graph.nodes)
@@ -188,6 +195,7 @@ class Execution:
         for _, _, place in instances:
             if place is not None and place.control not in fresh:
                 self._open.add(place)
+                self._unclaim(place.control)
         self._count(added)
         if self.wanted is not None:
             self.wanted.update(added)
@@ -262,9 +270,24 @@ class Execution:
                 else:
                     missing += 1
                 self._missing[node_id, slot.index] = missing
+            match node:
+                case Generate():
+                    self.num_open_calls += 1
+                case Map() | Loop():
+                    self._claims[node_id] = num_calls = count_calls(node.body)
+                    self.num_claimed_calls += num_calls
+                case _:
+                    pass
         for node_id in ids:
             if self.graph.place(node_id) in self._open:
                 self._await_end(node_id)
+
+    def _unclaim(self, node_id: str) -> None:
+        self.num_claimed_calls -= self._claims.pop(node_id, 0)
+
+    def num_open_in(self, node_id: str) -> int:
+        """Nodes that have not ended, of those that stand in the bodies of a node and may run."""
+        return self._num_open_in[node_id]
 
     def _count_reads(self, node: Placed, slot: Slot) -> int:
         if isinstance(node, Wait) and slot.index == 1 and node.mode != "all":
@@ -279,6 +302,7 @@ class Execution:
         if not self.nodes[node_id].has_ended:
             _, close = gate(self.graph.nodes[place.control])
             self._missing[place.control, close] += 1
+            self._num_open_in[place.control] += 1
 
     def _has_quorum(self, node_id: str, slot: int) -> bool:
         """Whether it is decided that enough variables have a value, or never will."""
@@ -408,7 +432,10 @@ class Execution:
         node_id = state.node.id
         keys = [(other, 0) for other in self.graph.followers(node_id)]
         place = self.graph.place(node_id)
+        self.num_open_calls -= isinstance(state.node, Generate)
+        self._unclaim(node_id)
         if place is not None and place in self._open:
+            self._num_open_in[place.control] -= 1
             keys.append((place.control, gate(self.graph.nodes[place.control])[1]))
         return self._count_down(keys)
 

@@ -88,6 +88,10 @@ class Flow:
             if isinstance(state.node, Kill) and state.phase == "done":
                 self.doomed |= Doom(self._execution, state.node).later
 
+    def go_on(self) -> None:
+        """After a restart: items that had not come yet still come."""
+        self._maps.go_on()
+
     def run(self, node: Flowing, slot: int) -> None:
         """A slot of a deciding node is ready.
 
@@ -134,9 +138,9 @@ class Flow:
             case Try():
                 self._tries.give(node)
 
-    def ended(self) -> None:
-        """A node of the program has ended: there may be room for more items of a map."""
-        self._maps.ended()
+    def ended(self, node_id: str) -> None:
+        """A node of the program has ended: it may have been the last item that a map had open."""
+        self._maps.ended(node_id)
 
     def _enter_if(self, node: If) -> None:
         is_taken = is_true(evaluate(input_expression(node.cond), self._execution.values))

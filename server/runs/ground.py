@@ -20,6 +20,7 @@ from ..program.value import kind_of
 from .bodies import Bodies, Grown
 from .execution import Absence, Execution, Ready
 from .feed import Feed
+from .room import Guest
 
 
 class FlowHost(Protocol):
@@ -52,8 +53,8 @@ class FlowHost(Protocol):
         """Instances came into the graph for this node."""
         ...
 
-    def room(self) -> int:
-        """LLM calls that may still come into the server."""
+    def ask_room(self, guest: Guest) -> None:
+        """Let items of a map come as the server has room for their calls."""
         ...
 
     def foresee(self, node_id: str, instances: list[Instance]) -> None:

@@ -49,7 +49,7 @@ class Loops:
         for name, value in starts.items():
             ready += self._host.write(f"{name}.0", value, node.id)
         self._host.advance(ready)
-        if self._bodies.width(node) == 0:
+        if self._bodies.num_planned(node) == 0:
             self._host.slot_over(node.id, ENTER, [])
         else:
             self._add_round(node, 0)

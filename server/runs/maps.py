@@ -1,7 +1,7 @@
 """`map` at work: items come into the graph as there is room, and their results are one list.
 
 Takes the width once, writes it down, and appends the items in several turns of the loop, for
-the sake of other programs, and no more at a time than the server has room for.
+the sake of other programs, and those with LLM calls as the server has room for them.
 
 Kept true: results stand in the order of the items; a map ends after all its items.
 """
@@ -9,6 +9,7 @@ Kept true: results stand in the order of the items; a map ends after all its ite
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from ..program.control import ENTER, GIVE
 from ..program.errors import ConureError, RunError
@@ -23,6 +24,38 @@ NODES_AT_ONCE = 128
 """Nodes that a map appends in one turn of the loop."""
 
 
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A map whose items are coming in. A guest in the server's room."""
+
+    node: Map
+    width: int
+    start: int
+    """Items that have come."""
+    num_calls: int
+    """LLM calls of an item."""
+    size: int
+    """Nodes of an item, at first."""
+    host: Maps
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the others need not come any more."""
+        return self.host.is_over(self.node.id) or self.start == self.width
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that have not come yet."""
+        return (self.width - self.start) * self.size
+
+    def admit(self, num_items: int) -> bool:
+        """Let so many items come, or as many as fit into one turn; returns whether more want to."""
+        if not self.is_gone:
+            at_once = max(1, NODES_AT_ONCE // self.size)
+            self.host.add(self, min(self.width, self.start + min(num_items, at_once)))
+        return not self.is_gone
+
+
 class Maps:
     """The maps of one program."""
 
@@ -31,30 +64,71 @@ class Maps:
         self._execution = ground.execution
         self._host = ground.host
         self._bodies = ground.bodies
-        self._narrowed: dict[str, tuple[Map, int]] = {}
-        """Maps that found no room for their next item."""
+        self._coming: dict[str, Coming] = {}
 
     def enter(self, node: Map) -> None:
-        """The list is there: take its length, and let the items come."""
+        """The list is there: take its length, and let the items come.
+
+        Raises:
+            RunError: `map.not_a_list`, `map.too_wide`.
+            ProgramError: `program.too_large`, before anything of it runs.
+        """
         items = self._ground.list_of(node.items, node.id)
         if len(items) > node.max_width:
             raise RunError(
                 "map.too_wide",
                 f"map {node.id} has {len(items)} items, its `max_width` is {node.max_width}",
             )
+        promised = sum(coming.num_nodes for coming in self._coming.values())
+        self._execution.graph.check_growth(promised + len(items) * self._bodies.item_size(node))
         self._ground.decide(node, items)
-        self._expand(node, 0)
+        self._come(node, 0)
 
-    def _expand(self, node: Map, start: int) -> None:
-        """Append items, a few hundred in a turn, and no more than there is room for: the others
-        come when something of the program has ended.
+    def go_on(self) -> None:
+        """After a restart: maps that had not all of their items get the others."""
+        for state in list(self._execution.nodes.values()):
+            node = state.node
+            if isinstance(node, Map) and not state.has_ended and self._bodies.has_begun(node):
+                start = self._bodies.num_items(node)
+                if start < self._bodies.width(node):
+                    self._come(node, start)
+
+    def _come(self, node: Map, start: int) -> None:
+        """Let the items from `start` on come: a few hundred nodes in a turn, those with LLM calls
+        as the server has room for them.
         """
-        if self._host.is_over or self._execution.nodes[node.id].has_ended:
-            return
-        width = self._bodies.width(node)
-        assert width is not None
-        most = max(1, NODES_AT_ONCE // self._bodies.item_size(node))
-        stop = min(width, start + min(most, self._num_admitted(node)))
+        num_calls = self._bodies.item_calls(node)
+        size = self._bodies.item_size(node)
+        coming = Coming(node, self._bodies.width(node), start, num_calls, size, self)
+        self._coming[node.id] = coming
+        if start == coming.width:
+            self.add(coming, start)
+        elif num_calls == 0:
+            self._come_by_turns(coming)
+        else:
+            self._host.ask_room(coming)
+            self._come_by_right(coming)
+
+    def _come_by_turns(self, coming: Coming) -> None:
+        if coming.admit(coming.width):
+            asyncio.get_running_loop().call_soon(self._come_by_turns, coming)
+
+    def _come_by_right(self, coming: Coming) -> None:
+        """One item may always be open: what the calls of others wait for might be this very map."""
+        if not self._num_open(coming):
+            coming.admit(1)
+
+    def _num_open(self, coming: Coming) -> int:
+        return self._execution.num_open_in(coming.node.id)
+
+    def is_over(self, node_id: str) -> bool:
+        """Whether a map has ended, or its program."""
+        return self._host.is_over or self._execution.nodes[node_id].has_ended
+
+    def add(self, coming: Coming, stop: int) -> None:
+        """Append items up to `stop`; after the last one, the map has done its part."""
+        node, start = coming.node, coming.start
+        coming.start = stop
         if stop > start:
             try:
                 grown = self._bodies.add_items(node, start, stop)
@@ -62,39 +136,21 @@ class Maps:
                 self._host.fail(node.id, error)
                 return
             self._ground.take_in(node.id, grown)
-        if stop == width:
+        if stop == coming.width:
+            self._coming.pop(node.id, None)
             self._host.slot_over(node.id, ENTER, [])
-        elif stop > start:
-            asyncio.get_running_loop().call_soon(self._expand, node, stop)
-        else:
-            self._narrowed[node.id] = (node, start)
 
-    def _num_admitted(self, node: Map) -> int:
-        """Items that may come now. One may always if none is open: what the others of the queue
-        wait for might be this very map.
-        """
-        num_calls = self._bodies.item_calls(node)
-        if not num_calls:
-            return node.max_width
-        nodes = self._execution.nodes
-        parts = self._execution.graph.parts(node.id)
-        is_open = any(
-            not nodes[node_id].has_ended
-            for part in reversed(list(parts))
-            for node_id in parts[part]
-        )
-        return max(self._host.room() // num_calls, 0 if is_open else 1)
-
-    def ended(self) -> None:
-        """A node of the program has ended: there may be room for more items."""
-        narrowed, self._narrowed = self._narrowed, {}
-        for node, start in narrowed.values():
-            asyncio.get_running_loop().call_soon(self._expand, node, start)
+    def ended(self, node_id: str) -> None:
+        """A node has ended: was it the last that a map had open whose items wait?"""
+        self._coming.pop(node_id, None)
+        place = self._execution.graph.place(node_id)
+        coming = None if place is None else self._coming.get(place.control)
+        if coming is not None and coming.num_calls and not self._num_open(coming):
+            asyncio.get_running_loop().call_soon(self._come_by_right, coming)
 
     def give(self, node: Map) -> None:
         """All items have ended: list what they give, in order."""
         width = self._bodies.width(node)
-        assert width is not None
         lists: dict[str, list[Json]] = {name: [] for name in node.collect}
         failures: list[Problem] = []
         for index in range(width):

@@ -50,6 +50,7 @@ from .output import Outcome
 from .receipt import receipt
 from .recovery import Past
 from .report import ending
+from .room import Guest
 from .steps import ClientStep, FunctionStep
 from .world import World
 from .yields import Yields
@@ -97,6 +98,7 @@ class Run:
         self.feed.first_seq = self._world.journal.last_seq + 1
         self.outbox.settled |= self.execution.values.keys() | self.execution.absences.keys()
         self.start()
+        self._flow.go_on()
 
     def start(self) -> None:
         """Dispatch what is ready; the program is on disk."""
@@ -450,7 +452,8 @@ class Run:
         if (step := self._steps.pop(node_id, None)) is not None:
             step.abandon()
         self._clocks.forget(node_id)
-        self._flow.ended()
+        self._flow.ended(node_id)
+        self._world.room.count(self.execution)
 
     # --- failing --------------------------------------------------------------------------
 
@@ -530,16 +533,16 @@ class Run:
         """What comes into the graph for this node unless it ends before."""
         self._calls.foresee(node_id, instances)
 
-    def room(self) -> int:
-        """LLM calls that may still come into the server."""
-        return self._world.room()
+    def ask_room(self, guest: Guest) -> None:
+        """Let items of a map come as the server has room for their calls."""
+        self._world.room.ask(guest)
 
     def grown(self, node_id: str, nodes: tuple[str, ...]) -> None:
         """Instances came into the graph for this node."""
         self._calls.expect(nodes)
         self._yields.expect(nodes)
         self.emit("nodes.appended", node_id, nodes=list(nodes))
-        self._world.grown(self.execution)
+        self._world.room.count(self.execution)
 
     # --- ending ---------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from ..prompts.model import Model
 from ..scheduling.scheduler import Scheduler
 from ..store.journal import Journal
 from .encoder import Encoder
-from .execution import Execution
+from .room import Room
 
 
 class World(Protocol):
@@ -19,16 +19,9 @@ class World(Protocol):
 
     scheduler: Scheduler
     encoder: Encoder
+    room: Room
     functions: Mapping[str, Callable[..., Any]]
     function_threads: ThreadPoolExecutor
-
-    def grown(self, execution: Execution) -> None:
-        """A program has more nodes than it was accepted with."""
-        ...
-
-    def room(self) -> int:
-        """LLM calls that may still come in."""
-        ...
 
     @property
     def journal(self) -> Journal:

@@ -175,9 +175,14 @@ class Scheduler:
         """Start nothing more; what runs goes on."""
         self._is_paused = True
 
+    @property
+    def num_running(self) -> int:
+        """Calls that engines have."""
+        return sum(load.num_calls for load in self._roster.loads.values())
+
     async def wait_idle(self) -> None:
         """Wait until no engine has a call."""
-        while any(load.num_calls for load in self._roster.loads.values()):
+        while self.num_running:
             idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._idle.append(idle)
             await idle

@@ -38,6 +38,14 @@ def test_a_block_is_held_to_its_last_use() -> None:
     assert last_use_block_seconds(trace) == 4 + 2
 
 
+def test_what_is_given_up_between_two_steps_is_held_no_longer() -> None:
+    first, second = trace_of("ab", "b", held=2)
+    second = second._replace(began_s=5.0, ended_s=6.0)
+    assert block_seconds([first, second]) == 2 + 8 + 2
+    freed = first._replace(changes=[(1.5, 1), (2.0, 1)])
+    assert block_seconds([freed, second]) == 2 + 1 + 3.5 + 2
+
+
 def test_nobody_holds_a_block_between_its_eviction_and_its_refill() -> None:
     assert last_use_block_seconds(trace_of("a", "b", "a", computed=("a", "b", "a"))) == 3
 

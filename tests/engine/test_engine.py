@@ -471,6 +471,26 @@ def test_what_a_fork_computed_again_goes_back_to_the_context_that_lost_it() -> N
     assert server.engine.status().num_held == 2
 
 
+def test_what_a_fork_of_a_fork_computed_again_goes_back_to_the_first_that_is_left() -> None:
+    server = ServerDouble(limits(num_blocks=5))
+    kept = server.fill(A[:8])
+    between = server.fill(A[8:12], kept, 8)
+    server.run()
+    other = server.fill(A[12:32])
+    server.run()
+    server.free(other)
+    fork = server.fork_generate(between, 12, max_tokens=1)
+    server.free(between)
+    server.run()
+    server.free(fork)
+    assert server.engine.status().num_held == 2
+    before = server.engine.status()
+    server.fork_generate(kept, 8, max_tokens=1)
+    server.run()
+    after = server.engine.status()
+    assert after.num_computed_tokens - before.num_computed_tokens == 1
+
+
 def test_the_better_rank_is_served_first() -> None:
     server = ServerDouble(limits(step_tokens=8))
     late, early = server.fill(A[:8], rank=2.0), server.fill(A[8:16], rank=1.0)

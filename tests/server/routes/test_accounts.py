@@ -22,6 +22,15 @@ async def series(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]],
     }
 
 
+async def test_methods_that_no_route_takes_make_no_series() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        await series(client)
+        before = await series(client)
+        for number in range(9):
+            await client.request(f"MADEUP{number}", "/v1/programs")
+        assert (await series(client)).keys() == before.keys()
+
+
 async def test_requests_are_counted_by_route_and_not_by_id() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         await series(client)

@@ -13,6 +13,7 @@ import pytest
 
 from conure.engine import api
 from conure.server.engines.engine import Engine
+from conure.server.program import growth
 from conure.server.program.ir import MAX_WIDTH
 from conure.server.program.status import Event
 from conure.server.runs.run import Run
@@ -73,7 +74,7 @@ async def test_a_map_wider_than_the_queue_comes_in_as_there_is_room(tmp_path: Pa
                 most = max(most, sum(is_open) - 1)  # without the map itself
         assert 1 < most <= 4
         assert await program.value("all") == [answer(f"S {doc}") for doc in docs]
-        assert desk.executor.room() == 4
+        assert desk.executor.room.num_calls == 0
 
 
 async def test_maps_that_wait_for_each_other_end_in_a_queue_of_one(tmp_path: Path) -> None:
@@ -91,7 +92,114 @@ async def test_maps_that_wait_for_each_other_end_in_a_queue_of_one(tmp_path: Pat
         killed = await desk.submit(nodes, inputs={"docs": docs * 20}, outputs=["all"])
         await killed.event("nodes.appended", count=3)
         assert (await killed.cancel()).status == "cancelled"
-        assert desk.executor.room() == 1
+        assert desk.executor.room.num_calls == 0
+
+
+async def test_a_map_that_waits_goes_on_when_another_program_makes_room(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, max_queued_calls=4) as desk:
+        held = [client("ask", "late"), *(say(f"h{i}", "H ", read("late")) for i in range(3))]
+        holder = await desk.submit(held, outputs=["h0"])
+        body = [client("look", "seen", args={"of": var("x")}), say("s", "S ", read("seen"))]
+        nodes = [map_("docs", *body, collect={"all": "s"})]
+        program = await desk.submit(nodes, inputs={"docs": ["a", "b"]}, outputs=["all"])
+        await program.event("client.requested", node="look.0")
+        assert "look.1" not in (await program.status()).nodes
+        await holder.cancel()
+        for index in range(2):
+            asked = await program.event("client.requested", node=f"look.{index}")
+            await program.put(f"seen.{index}", "x", asked.data["request_id"])
+        assert await program.value("all") == [answer("S x")] * 2
+
+
+async def test_others_come_in_while_a_wide_map_runs(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, max_queued_calls=4) as desk:
+        nodes = [map_("docs", say("s", "S ", read("x")), collect={"all": "s"})]
+        program = await desk.submit(nodes, inputs={"docs": ["d"] * 40}, outputs=["all"])
+        for i in range(8):
+            other = await desk.submit([say("q", f"Q{i}")], outputs=["q"])
+            await other.end()
+        await program.end()
+
+
+@pytest.mark.parametrize("inner", ["map", "loop"])
+async def test_calls_deep_in_the_items_of_a_map_are_no_more_than_there_is_room_for(
+    tmp_path: Path, inner: str
+) -> None:
+    body = say("s", "S ", read("x"))
+    nested = (
+        {"id": "n", "op": "map", "items": var("two"), "as": "y", "body": [body], "collect": {}}
+        if inner == "map"
+        else loop(body, count=2)
+    )
+    async with desk_of(tmp_path, max_queued_calls=8) as desk:
+        inputs = {"docs": [f"d{i}" for i in range(30)], "two": [1, 2]}
+        program = await desk.submit([map_("docs", nested, collect={})], inputs=inputs)
+        most = 0
+        async for _ in program.read():
+            most = max(most, desk.executor.room.num_calls)
+        status = await program.end()
+        assert sum(node.op == "generate" for node in status.nodes.values()) == 60
+        assert 2 < most <= 8
+
+
+async def test_two_maps_that_wait_share_the_room(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, max_queued_calls=8) as desk:
+        nodes = [
+            map_("docs", say("s", "S ", read("x")), collect={"all": "s"}),
+            {**map_("docs", say("t", "T ", read("x")), collect={"others": "t"}), "id": "n"},
+        ]
+        docs = [f"d{i}" for i in range(40)]
+        program = await desk.submit(nodes, inputs={"docs": docs}, outputs=["all", "others"])
+        order = [
+            name[0]
+            for event in await program.events()
+            if event.type == "nodes.appended"
+            for name in event.data["nodes"]
+        ]
+        assert 14 <= order[:40].count("t") <= 26
+
+
+async def test_a_map_that_is_too_large_fails_before_anything_of_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "MAX_GROWN_NODES", 50)
+    async with desk_of(tmp_path, max_queued_calls=4) as desk:
+        first = map_("few", say("s", "S ", read("x")), collect={"all": "s"})
+        second = {**map_("more", say("t", "T ", read("y")), collect={"others": "t"}), "id": "n"}
+        nodes = [first, second | {"as": "y", "on_error": "isolate"}]
+        inputs = {"few": list(range(30)), "more": list(range(30))}
+        program = await desk.submit(nodes, inputs=inputs, outputs=["all"])
+        status = await program.end()
+        error = status.nodes["n"].error
+        assert error
+        assert error.code == "program.too_large"
+        assert (status.status, len(status.nodes)) == ("done", 32)
+
+
+async def test_a_map_that_was_coming_in_goes_on_after_a_restart(tmp_path: Path) -> None:
+    docs = [f"d{i}" for i in range(60)]
+    nodes = [map_("docs", say("s", "S ", read("x")), say("t", "T"), collect={"all": "s"})]
+    async with desk_of(tmp_path, max_queued_calls=8, time_per_output_token=0.01) as desk:
+        program = await desk.submit(nodes, inputs={"docs": docs}, outputs=["all"])
+        await program.event("nodes.appended", count=3)
+    async with desk_of(tmp_path, max_queued_calls=8) as desk:
+        assert 0 < desk.executor.room.num_calls <= 8
+        program = Program(desk, program.id)
+        assert await program.value("all") == [answer(f"S {doc}") for doc in docs]
+        told = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
+        assert [name for names in told for name in names] == [
+            f"{name}.{i}" for i in range(60) for name in "st"
+        ]
+
+
+async def test_a_call_that_has_ended_is_not_open(tmp_path: Path) -> None:
+    async with desk_of(tmp_path) as desk:
+        nodes = [client("ask", "late"), say("a", "A"), say("b", "B"), say("z", read("late"))]
+        program = await desk.submit(nodes, outputs=["z"])
+        await program.value("a")
+        await program.value("b")
+        assert desk.executor.room.num_calls == 1
+        assert "\nconure_calls_open 1.0\n" in (await desk.executor.metrics()).decode()
 
 
 async def test_a_map_over_nothing_gives_nothing_and_over_null_says_so(tmp_path: Path) -> None:

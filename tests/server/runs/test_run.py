@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,19 @@ from conure.server.runs import calls, clocks
 from conure.server.runs.call import Call
 from conure.server.runs.run import Run
 
-from ..inprocess import TENANT, Desk, Program, answer, client, desk_of, expr, read, say, var
+from ..inprocess import (
+    TENANT,
+    WAIT_S,
+    Desk,
+    Program,
+    answer,
+    client,
+    desk_of,
+    expr,
+    read,
+    say,
+    var,
+)
 
 
 def run_of(program: Program) -> Run:
@@ -177,3 +190,32 @@ async def test_an_append_to_a_large_session_weighs_only_what_is_new(
             await program.value(f"a{i}")
         assert sum(weighed) < 1_000, "all of them once, and each new one"
         await program.cancel()
+
+
+async def test_no_prompt_is_begun_early_once_the_server_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What begins to be written is looked at in the next turn of the loop."""
+    made: list[str] = []
+    gone = asyncio.Event()
+    make, writes = calls.Calls._make, calls.Calls.writes
+
+    def listed(self: calls.Calls, node_id: str) -> Call:
+        made.append(node_id)
+        return make(self, node_id)
+
+    def last(self: calls.Calls, call: Call, slot: int) -> None:
+        writes(self, call, slot)
+        assert isinstance(self._host, Run)
+        self._host.park()
+        gone.set()
+
+    monkeypatch.setattr(calls.Calls, "_make", listed)
+    monkeypatch.setattr(calls.Calls, "writes", last)
+    async with desk_of(tmp_path) as desk:
+        nodes = [say("a", "tell"), say("b", "a long prompt " * 20, read("a"))]
+        await desk.submit(nodes, outputs=["b"])
+        await asyncio.wait_for(gone.wait(), WAIT_S)
+        for _ in range(3):
+            await asyncio.sleep(0)  # turns of the loop
+        assert made == ["a"]
