@@ -308,9 +308,6 @@ class Executor:
             created_at=execution.created_at,
         )
         accepted = run.accept(record)
-        if not accepted.done():  # else the journal is in no state to take it
-            # Its calls may run while the disk takes it: nothing leaves here before that.
-            run.start()
         try:
             await asyncio.shield(accepted)
         except asyncio.CancelledError:
@@ -323,11 +320,14 @@ class Executor:
         except ConureError:
             self._forget(run)
             raise
+        run.start()
         return _accepted(execution.id, list(graph.outputs)), False
 
     def _settle(self, run: Run, accepted: asyncio.Future[None]) -> None:
         if accepted.cancelled() or accepted.exception() is not None:
             self._forget(run)
+        else:
+            run.start()
 
     def _forget(self, run: Run) -> None:
         """A program that was not accepted after all."""

@@ -69,8 +69,6 @@ class Outbox:
         self._is_scheduled = False
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._accepting: asyncio.Future[None] | None = None
-        """The program itself is on its way to the disk; all else stays here until it is there."""
 
     @property
     def has_ended(self) -> bool:
@@ -114,20 +112,16 @@ class Outbox:
     def accept(self, record: ProgramRecord) -> asyncio.Future[None]:
         """Put a new program on disk, with what was added so far behind it.
 
-        The future fails if the disk refuses; then nothing of the program is kept, nor of what was
-        added meanwhile.
+        The future fails if the disk refuses; then nothing of the program was kept.
         """
         self._is_scheduled = False
         self.num_bytes += _size(record)
         batch, self._batch = self._batch, _Batch()
         written = self._journal.append([record, *batch.records], accept=True)
-        self._accepting = written
 
         def on_disk(done: asyncio.Future[None]) -> None:
             if not done.cancelled() and done.exception() is None:
-                self._accepting = None
                 self._on_disk(done, batch)
-                self.flush()
 
         written.add_done_callback(on_disk)
         return written
@@ -138,11 +132,7 @@ class Outbox:
         self.flush()
 
     def abandon(self) -> None:
-        """The server goes away, or the disk did not accept the program: whoever waits hears that,
-        and nothing more is told.
-        """
-        if self._accepting is not None:
-            self._batch = _Batch()
+        """The server goes away: whoever waits hears that, and nothing more is told."""
         error = UnavailableError(
             "server.draining", "the server is about to stop", retry_after_s=RETRY_AFTER_S
         )
@@ -154,19 +144,15 @@ class Outbox:
     def flush(self) -> None:
         """Hand over what there is now instead of at the end of this turn."""
         self._is_scheduled = False
-        if self._accepting is not None:
-            return
         batch, self._batch = self._batch, _Batch()
         if batch.records or batch.settled or batch.is_last:
             written = self._journal.append(batch.records)
             written.add_done_callback(lambda done: self._on_disk(done, batch))
 
-    async def barrier(self) -> None:
-        """Wait until everything that happened so far is on disk."""
-        if self._accepting is not None:
-            await asyncio.shield(self._accepting)
+    def barrier(self) -> asyncio.Future[None]:
+        """Resolves when everything that happened so far is on disk."""
         self.flush()
-        await self._journal.barrier()
+        return self._journal.barrier()
 
     def _schedule(self) -> None:
         if not self._is_scheduled:

@@ -99,7 +99,9 @@ class Run:
         self.start()
 
     def start(self) -> None:
-        """Dispatch what is ready; the program is on disk, or on its way there."""
+        """Dispatch what is ready; the program is on disk."""
+        if self.is_over:
+            return  # the server went away while the disk took it: it starts with the next one
         self.execution.phase = "running"
         self._calls.expect(self.execution.graph.nodes)
         self._yields.expect(self.execution.graph.nodes)

@@ -137,33 +137,6 @@ async def test_one_key_is_one_program_however_many_send_it(tmp_path: Path) -> No
         assert again.id == programs[0].id
 
 
-async def test_calls_run_while_the_disk_takes_their_program(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        disk = Disk(desk)
-        nodes = [say("x", "hello"), say("y", read("x"))]
-        sending = asyncio.create_task(desk.submit(nodes, outputs=["y"]))
-        await disk.came.wait()
-        (run,) = desk.executor._runs.values()
-        while run.execution.phase != "done":
-            await desk.num_held()
-        assert (len(disk.batches), sending.done()) == (1, False)
-        assert not run.outbox.settled
-        disk.let_through()
-        program = await sending
-        assert await program.value("y") == answer(answer("hello"))
-
-
-async def test_a_program_that_is_not_accepted_lets_go_of_its_calls(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, time_per_call=0.02) as desk:
-        nodes = [say("x", "hello"), say("y", "bye")]
-        programs = await asyncio.gather(
-            *(desk.submit(nodes, outputs=["x", "y"], key="k") for _ in range(5))
-        )
-        assert len(desk.executor._runs) == 1
-        await programs[0].end()
-        assert await desk.num_held() == [(0, 0)]
-
-
 async def test_a_submission_whose_sender_leaves_runs_all_the_same(tmp_path: Path) -> None:
     async with desk_of(tmp_path) as desk:
         nodes = [say("x", "hello")]

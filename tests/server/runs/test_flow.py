@@ -61,7 +61,7 @@ async def test_a_map_lists_its_results_in_the_order_of_the_items(tmp_path: Path)
 
 
 async def test_a_map_wider_than_the_queue_comes_in_as_there_is_room(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, max_queued_calls=4, time_per_call=0.02) as desk:
+    async with desk_of(tmp_path, max_queued_calls=4) as desk:
         nodes = [map_("docs", say("s", "S ", read("x")), collect={"all": "s"})]
         docs = [f"doc {i}" for i in range(30)]
         program = await desk.submit(nodes, inputs={"docs": docs}, outputs=["all"])
