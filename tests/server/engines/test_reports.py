@@ -56,7 +56,7 @@ def test_what_an_output_grew_by_is_one_report() -> None:
         return api.Tokens(context, [ord(letter) for letter in text], text)
 
     filled = api.Filled(2, 1, 0, 0, 0)
-    steps = [
+    steps: list[list[api.Report]] = [
         [grown(1, "a"), grown(2, "b")],
         [grown(1, "c"), filled, grown(2, "d")],
         [grown(1, "e")],
