@@ -400,6 +400,11 @@ class Executor:
 
     # --- programs out ---------------------------------------------------------------------
 
+    async def find(self, program: str, *, tenant: str) -> None:
+        """Make sure that there is such a program; see `Service.find`."""
+        if self._live(program, tenant) is None and self._recently(program, tenant) is None:
+            await self._stored(program, tenant)
+
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         """What is known about a program; see `Service.status`."""
         run = self._live(program, tenant) or self._recently(program, tenant)

@@ -144,6 +144,14 @@ class Service(Protocol):
         """
         ...
 
+    async def find(self, program: str, *, tenant: str) -> None:
+        """Makes sure that there is such a program.
+
+        Raises:
+            NotFoundError: if there is none.
+        """
+        ...
+
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         """Returns what is known about a program.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -119,6 +120,9 @@ class _Process:
         try:
             async with self._app.lifespan():
                 has_started = True
+                # The server's own code and routes stay for good. Looking through them again and
+                # again for what could go would stop every program, for a tenth of a second.
+                gc.freeze()
                 await self._server.serve([self._listener])
         except asyncio.CancelledError:
             if self._draining is None:

@@ -27,6 +27,7 @@ import msgspec
 from conure.engine import api
 
 from .command import Command
+from .reports import join_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +256,7 @@ class Engine(asyncio.Protocol):
         buffer = self._buffer
         buffer += data
         start = 0
+        steps: list[api.Step] = []
         while len(buffer) - start >= 4:
             size = int.from_bytes(buffer[start : start + 4], "big")
             if size > MAX_FRAME_BYTES:
@@ -265,11 +267,15 @@ class Engine(asyncio.Protocol):
             frame = bytes(buffer[start + 4 : start + 4 + size])
             start += 4 + size
             try:
-                self._receive(frame)
+                if not self._hello.done():
+                    self._greet(self._hello_decoder.decode(frame))
+                else:
+                    steps.append(self._step_decoder.decode(frame))
             except msgspec.DecodeError as error:
                 self._die(f"{self.name} sent a frame that cannot be read: {error}")
                 return
         del buffer[:start]
+        self._take([step for step in steps if step.epoch == self.epoch])
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The process is gone, or we closed (asyncio's callback)."""
@@ -279,24 +285,24 @@ class Engine(asyncio.Protocol):
             self._hello.exception()
         self._die(f"{self.name} closed its connection")
 
-    def _receive(self, frame: bytes) -> None:
-        if not self._hello.done():
-            hello = self._hello_decoder.decode(frame)
-            if hello.protocol != api.PROTOCOL_VERSION:
-                self._hello.set_exception(
-                    ConnectionError(f"{self.name} speaks protocol {hello.protocol}")
-                )
-                return
-            self._hello.set_result(hello)
-            self.num_free = hello.limits.num_blocks
+    def _greet(self, hello: api.Hello) -> None:
+        if hello.protocol != api.PROTOCOL_VERSION:
+            self._hello.set_exception(
+                ConnectionError(f"{self.name} speaks protocol {hello.protocol}")
+            )
             return
-        step = self._step_decoder.decode(frame)
-        if step.epoch != self.epoch:
-            return
-        self.num_free = step.num_free
-        self.num_cached = step.num_cached
-        for report in step.reports:
+        self._hello.set_result(hello)
+        self.num_free = hello.limits.num_blocks
+
+    def _take(self, steps: list[api.Step]) -> None:
+        """Tell what came, all at once where the loop was late."""
+        for step in steps:
+            self.num_free = step.num_free
+            self.num_cached = step.num_cached
+        for report in join_tokens([step.reports for step in steps]):
             match report:
+                case api.Tokens():
+                    self._deliver(report.context, report)
                 case api.Pong():
                     self.answered_at = time.monotonic()
                     if (pong := self._waiters.pongs.pop(report.nonce, None)) and not pong.done():

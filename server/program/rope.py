@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import accumulate
+from operator import and_
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -129,26 +130,39 @@ def chat_segments(
     return tuple(segments)
 
 
+class Prefixes(NamedTuple):
+    """What is known of a call's prompt up to each of its boundaries; all it takes is one walk."""
+
+    hashes: tuple[bytes, ...]
+    """16 bytes each; equal bytes mean equal symbolic prefixes."""
+    constants: tuple[bool, ...]
+    """Whether all before it is text of the program."""
+
+
+def prefixes(
+    node: Generate, definitions: Definitions | None = None, *, closed: bool = False
+) -> Prefixes:
+    """The prefixes of a call, one for every boundary."""
+    marks = list(_boundaries(node, definitions, closed))
+    constants = accumulate((mark.is_text for mark in marks), and_)
+    return Prefixes(tuple([mark.digest for mark in marks]), tuple(constants))
+
+
 def prefix_hash(
     node: Generate, definitions: Definitions | None = None, *, closed: bool = False
 ) -> tuple[bytes, ...]:
-    """16 bytes for every boundary of a call; equal bytes mean equal symbolic prefixes."""
-    return tuple(mark.digest for mark in _boundaries(node, definitions, closed))
-
-
-def prefix_constant(
-    node: Generate, definitions: Definitions | None = None, *, closed: bool = False
-) -> tuple[bool, ...]:
-    """For every boundary, whether all before it is text of the program."""
-    marks = (mark.is_text for mark in _boundaries(node, definitions, closed))
-    return tuple(accumulate(marks, lambda before, here: before and here))
+    """The hashes of `prefixes` alone."""
+    return prefixes(node, definitions, closed=closed).hashes
 
 
 def boundary_reads(
     node: Generate, definitions: Definitions | None = None, *, closed: bool = False
 ) -> tuple[frozenset[str], ...]:
     """For every boundary, the variables that stand between it and the one before."""
-    return tuple(mark.reads for mark in _boundaries(node, definitions, closed))
+    return tuple(
+        frozenset[str]().union(*map(variables, mark.symbols))
+        for mark in _boundaries(node, definitions, closed)
+    )
 
 
 class _Mark(NamedTuple):
@@ -156,7 +170,7 @@ class _Mark(NamedTuple):
 
     digest: bytes
     is_text: bool
-    reads: frozenset[str]
+    symbols: tuple[Expression, ...]
 
 
 def _boundaries(node: Generate, definitions: Definitions | None, closed: bool) -> Iterator[_Mark]:
@@ -193,9 +207,9 @@ def _walk_closed(node: Generate, definitions: Definitions | None) -> Iterator[_M
             for each in chat_messages(alone, definitions)
             for mark in _walk_message(stream, each, definitions)
         ]
-        reads = frozenset[str]().union(*(mark.reads for mark in inner))
+        symbols = tuple([symbol for mark in inner for symbol in mark.symbols])
         # What is spliced counts as a value even where its text is known.
-        yield _Mark(stream.mark().digest, False, reads)
+        yield _Mark(stream.mark().digest, False, symbols)
     yield _walk_answer(stream, node)
 
 
@@ -236,12 +250,12 @@ class _Stream:
         self._hash = blake2b(_canonical([form, node.model, tools]), digest_size=HASH_SIZE)
         self._is_special = False
         self._is_text = True
-        self._reads: set[str] = set()
+        self._symbols: list[Expression] = []
 
     def mark(self) -> _Mark:
-        mark = _Mark(self._hash.copy().digest(), self._is_text, frozenset(self._reads))
+        mark = _Mark(self._hash.copy().digest(), self._is_text, tuple(self._symbols))
         self._is_text = True
-        self._reads.clear()
+        self._symbols.clear()
         return mark
 
     def put_pieces(self, pieces: tuple[Piece, ...]) -> None:
@@ -276,7 +290,7 @@ class _Stream:
     def _put_symbol(self, kind: bytes, expression: Expression) -> None:
         self._put(kind, expression)
         self._is_text = False
-        self._reads |= variables(expression)
+        self._symbols.append(expression)
 
     def _put(self, kind: bytes, content: Json) -> None:
         self._hash.update(kind + _canonical(content) + b"\xff.")

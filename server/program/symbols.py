@@ -27,6 +27,8 @@ MAX_DEPTH = 64
 Kind: TypeAlias = Literal["text", "list"]
 _TEXT_OPERATORS = frozenset({"join", "strip", "lower", "pyrepr", "json"})
 _LIST_OPERATORS = frozenset({"each", "split", "range"})
+_EXPANDED = frozenset({"concat", "join", "json", "object"})
+"""What can be taken apart into pieces, besides a variable that is defined."""
 
 
 class Text(NamedTuple):
@@ -166,8 +168,17 @@ def expand(
     expression: Expression, definitions: Definitions | None = None
 ) -> tuple[Text | Value, ...]:
     """The pieces whose texts, joined, are the text of the expression's value."""
+    names = variables(expression)
+    if names and isinstance(expression, dict):
+        ((operator, argument),) = expression.items()
+        if operator == "var":
+            is_known = definitions is not None and definitions.get(argument) is not None
+        else:
+            is_known = operator in _EXPANDED
+        if not is_known:
+            return (Value(expression),)
     if definitions is not None:
-        for name in variables(expression):
+        for name in names:
             definitions.get_kind(name)
     return tuple(_merge(_Expansion(definitions).write(expression, 0)))
 

@@ -12,9 +12,8 @@ reasoning out of an old answer, say) leave one opaque run: `prefix_break`, and t
 that spells a control token is refused, for it could not be told from the template's own.
 The same name goes to a template that moves what was said earlier behind what was said later.
 
-Nothing is remembered between renderings. A rendering of a small chat takes a few
-microseconds, less than its tokenisation, and a template may look at any letter of a content,
-so a cached frame of a chat's shape would need a proof that this one does not.
+Two renderings and their comparison take longer than a small chat's tokenisation, so what a
+template writes around contents is remembered, where it is found not to look at them (`frames`).
 
 Marks are also set around strings in tools, tool calls and names if they contain anything
 but words and common punctuation. A role is the program's word and must be a plain one.
@@ -30,13 +29,17 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ..program.errors import PromptError
 from ..program.ir import Json
+from .chat import ChatMessage, RenderedChat, count_segments, finish
+from .frames import Frame, Frames, Place, fill, shape_of
 from .template_sandbox import TemplateSandbox
 from .tokenizer import Piece
+from .unseen import SeenError, Unseen
 
+NUM_SHAPES = 256
 _MAX_DEPTH = 64
 """Levels of JSON in a tool or a tool call."""
 _ROLE = re.compile(r"\w[\w .-]*", re.ASCII)
@@ -44,29 +47,6 @@ _PLAIN_STRING = re.compile(r"[\w\s.,:;!?'\"()/+*=-]*", re.ASCII)
 """Strings that neither are nor complete a control token."""
 _CONTROL_SHAPE = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
 """What control tokens look like, for a template whose tokenizer is not at hand."""
-
-
-class ChatMessage(NamedTuple):
-    """One message, in the shape that templates expect."""
-
-    role: str
-    content: tuple[Piece, ...]
-    """Segments. Text of one that is `special` counts as the template's own."""
-    name: str | None = None
-    tool_calls: Sequence[Json] | None = None
-    tool_call_id: str | None = None
-
-
-class RenderedChat(NamedTuple):
-    """A chat as one prompt."""
-
-    pieces: tuple[Piece, ...]
-    ends: tuple[int, ...]
-    """Characters of the joined text up to the end of each content segment, in the order of
-    the messages. It never decreases; a segment that left no trace ends with the one before.
-    """
-    prefix_break: bool
-    """True: the text up to a segment's end may depend on later ones; every end is the text's."""
 
 
 class _Run(NamedTuple):
@@ -87,6 +67,17 @@ class _Marking(NamedTuple):
     runs: list[_Run]
 
 
+class _Render(Protocol):
+    """Runs the template."""
+
+    def __call__(
+        self,
+        chat: Sequence[Mapping[str, Any]],
+        tools: Sequence[Json] | None,
+        strftime: Callable[[str], str] = ...,
+    ) -> str: ...
+
+
 class ChatTemplate:
     """A model's chat template, safe to render in any number of threads."""
 
@@ -96,6 +87,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         spells_special: Callable[[str], bool] | None = None,
+        num_shapes: int = NUM_SHAPES,
     ) -> None:
         """Compile a template.
 
@@ -104,6 +96,7 @@ class ChatTemplate:
             special_tokens: names that the template may use (`bos_token`, ...) to their text.
             spells_special: tells whether a text spells a control token, normally
                 `Tokenizer.spells_special`. None: `special_tokens` and the usual shapes.
+            num_shapes: shapes of chats whose frames are remembered.
 
         Raises:
             PromptError: `prompt.template` if the source does not compile.
@@ -114,6 +107,8 @@ class ChatTemplate:
         # Digits and private characters: no filter for letters, blanks or JSON changes them.
         self._nonce = "".join(secrets.choice("0123456789") for _ in range(20))
         self._mark = re.compile(f"\ue000{self._nonce}\\.([0-9]+)\ue001")
+        self._frames = {opens: Frames(num_shapes) for opens in (False, True)}
+        """By whether the answer's turn is opened."""
 
     def render(
         self,
@@ -148,9 +143,18 @@ class ChatTemplate:
                     "prompt.role",
                     f"The role {message.role!r} is not a plain word such as 'user'.",
                 )
-        sandbox, now = self._sandbox, now or datetime.now()
+        frames = self._frames[add_generation_prompt]
+        is_plain = tools is None and not self._sandbox.rereads
+        shape = shape_of(messages) if is_plain else None
+        if shape is not None and (frame := frames.find(shape)) is not None:
+            return fill(frame, messages)
+        sandbox, strftime = self._sandbox, (now or datetime.now()).strftime
 
-        def run(chat: Sequence[Mapping[str, Json]], tools: Sequence[Json] | None) -> str:
+        def render(
+            chat: Sequence[Mapping[str, Any]],
+            tools: Sequence[Json] | None,
+            strftime: Callable[[str], str] = strftime,
+        ) -> str:
             variables = {
                 **self._special_tokens,
                 "messages": chat,
@@ -158,23 +162,55 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            return sandbox.render(variables, now=now)
+            return sandbox.render(variables, strftime=strftime)
 
+        rendered = self._render_twice(render, messages, tools)
+        if shape is not None and frames.is_due(shape):
+            frame = self._make_frame(render, messages)
+            # Another way to the same prompt, or none.
+            is_right = frame is not None and fill(frame, messages) == rendered
+            frames.keep(shape, frame if is_right else None)
+        return rendered
+
+    def _render_twice(
+        self, render: _Render, messages: Sequence[ChatMessage], tools: Sequence[Json] | None
+    ) -> RenderedChat:
+        """Return a chat by a rendering without marks and one with them."""
         outer = self._set_marks(messages, tools, inside=False)
-        text = run([_plain(message) for message in messages], tools)
+        text = render([_plain(message) for message in messages], tools)
         for marking in self._tries(outer, messages, tools):
             try:
-                marked = run(marking.messages, marking.tools)
+                marked = render(marking.messages, marking.tools)
             except PromptError:
                 # It took the plain chat and stumbles over the marks: it looks at the text.
                 continue
-            found = self._read(marked, text, marking.runs, _num_segments(messages))
+            found = self._read(marked, text, marking.runs, count_segments(messages))
             if found is not None:
                 return found
         self._check_opaque(messages, tools)
         return RenderedChat(
-            (Piece(text, special=True),), (len(text),) * _num_segments(messages), True
+            (Piece(text, special=True),), (len(text),) * count_segments(messages), True
         )
+
+    def _make_frame(self, render: _Render, messages: Sequence[ChatMessage]) -> Frame | None:
+        """Return what the template writes around contents; None if it looks at them."""
+        chat = [
+            {"role": message.role, "content": self._unseen(index) if message.text else ""}
+            for index, message in enumerate(messages)
+        ]
+        try:
+            parts = self._mark.split(render(chat, None, _no_date))
+        except (PromptError, SeenError):
+            return None
+        return tuple(
+            [
+                Place(int(part) // 2, is_stripped=int(part) % 2 == 1) if index % 2 else part
+                for index, part in enumerate(parts)
+            ]
+        )
+
+    def _unseen(self, message: int) -> Unseen:
+        return Unseen(self._spell(2 * message), self._spell(2 * message + 1))
 
     def _tries(
         self, outer: _Marking, messages: Sequence[ChatMessage], tools: Sequence[Json] | None
@@ -197,7 +233,7 @@ class ChatTemplate:
             PromptError: `prompt.template` if a tool or a tool call nests too deep.
         """
         runs: list[_Run] = []
-        num_marks = num_segments = 0
+        num_marks = num_before = 0
 
         def mark_leaf(text: str) -> str:
             nonlocal num_marks
@@ -210,20 +246,20 @@ class ChatTemplate:
         marked_tools = None if tools is None else [_map_strings(tool, mark_leaf) for tool in tools]
         chat = []
         for message in messages:
-            content = _join(message.content)
+            content = message.text
             low, high = _core(content) if inside else (0, len(content))
             if low < high:
                 specials = tuple(piece.special for piece in message.content)
-                runs.append(_Run(num_marks, specials, num_segments))
+                runs.append(_Run(num_marks, specials, num_before))
                 content = self._mark_content(message.content, num_marks, low, high)
                 num_marks += len(specials) + 1
-            num_segments += len(message.content)
+            num_before += len(message.content)
             chat.append(_fields(message, content, mark_leaf))
         return _Marking(chat, marked_tools, runs)
 
     def _mark_content(self, content: Sequence[Piece], first: int, low: int, high: int) -> str:
         """Return a content with a mark at each boundary of its segments, from low to high."""
-        text = _join(content)
+        text = "".join([piece.text for piece in content])
         borders = [low]
         at = 0
         for piece in content:
@@ -277,7 +313,7 @@ class ChatTemplate:
             offset += len(part)
         if inside is not None:
             return None
-        return _finish(text, pieces, ends, num_segments)
+        return finish(pieces, ends, num_segments)
 
     def _check_opaque(self, messages: Sequence[ChatMessage], tools: Sequence[Json] | None) -> None:
         """Refuse a chat with text that could pose as the template's own.
@@ -313,30 +349,8 @@ class ChatTemplate:
         )
 
 
-def _finish(
-    text: str, pieces: Sequence[Piece], ends: Mapping[int, int], num_segments: int
-) -> RenderedChat:
-    """Return pieces with neighbours of one kind joined, and an end for every segment."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        if not piece.text:
-            continue
-        if joined and joined[-1].special == piece.special:
-            joined[-1] = Piece(joined[-1].text + piece.text, piece.special)
-        else:
-            joined.append(piece)
-    offsets: list[int] = []
-    for segment in range(num_segments):
-        before = offsets[-1] if offsets else 0
-        offset = ends.get(segment, before)
-        if offset < before:
-            return RenderedChat(tuple(joined), (len(text),) * num_segments, True)
-        offsets.append(offset)
-    return RenderedChat(tuple(joined), tuple(offsets), False)
-
-
-def _join(content: Sequence[Piece]) -> str:
-    return "".join([piece.text for piece in content])
+def _no_date(_: str) -> NoReturn:
+    raise SeenError  # a frame would keep the date
 
 
 def _core(text: str) -> tuple[int, int]:
@@ -346,16 +360,12 @@ def _core(text: str) -> tuple[int, int]:
 
 
 def _has_outer_blanks(message: ChatMessage) -> bool:
-    text = _join(message.content)
+    text = message.text
     return text.strip() != text
 
 
-def _num_segments(messages: Sequence[ChatMessage]) -> int:
-    return sum(len(message.content) for message in messages)
-
-
 def _plain(message: ChatMessage) -> dict[str, Json]:
-    return _fields(message, _join(message.content), None)
+    return _fields(message, message.text, None)
 
 
 def _fields(

@@ -20,7 +20,8 @@ from ..program.errors import ConureError, PromptError
 from ..program.expression import evaluate, input_expression
 from ..program.ir import Expression, Generate, Json, Message, Segment
 from ..program.value import text_of
-from .chat_template import ChatMessage, ChatTemplate
+from .chat import ChatMessage
+from .chat_template import ChatTemplate
 from .tokenizer import Piece
 
 _SPLICED_ROLES: Final = frozenset(

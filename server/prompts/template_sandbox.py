@@ -13,7 +13,7 @@ methods and concatenation (`center`, `replace`, doubling in a loop). Whoever ser
 chose its template; the limits are there for accidents and for hostile *messages*.
 
 Knows Jinja. Refuses to know messages and tokens. Kept true: a rendering depends on the
-variables alone, `strftime_now` on the `now` among them; it may run in any thread.
+variables alone, `strftime_now` among them; it may run in any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jinja2
@@ -34,6 +33,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..program.errors import PromptError
+from .unseen import is_string, printed, trim
 
 MAX_OUTPUT_CHARS: Final = 64 * 2**20
 MAX_STEPS: Final = 4_000_000
@@ -67,33 +67,40 @@ class TemplateSandbox:
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, LoopControlExtension],
+            finalize=printed,
         )
         environment.filters["tojson"] = _to_json
+        environment.filters["trim"] = trim
+        environment.tests["string"] = is_string
         environment.globals["raise_exception"] = _raise_exception
         # Its output is random and as long as it is asked to be.
         environment.globals.pop("lipsum", None)
         try:
             tree = environment.parse(source)
             _count_steps(tree)
+            self.rereads = _rereads(tree)
+            """What it writes may come back to it as a value, by a macro or a captured block."""
             self._template = environment.from_string(tree)
+            # Jinja layers an empty scope over the environment's, to be joined by every rendering.
+            self._template.globals = dict(self._template.globals)
         except (jinja2.TemplateError, RecursionError) as error:
             raise PromptError(
                 "prompt.template", f"The model's chat template does not compile: {error}"
             ) from error
 
-    def render(self, variables: Mapping[str, Any], *, now: datetime) -> str:
+    def render(self, variables: Mapping[str, Any], *, strftime: Callable[[str], str]) -> str:
         """Return the text of the template with these variables.
 
         Args:
-            variables: plain JSON values by name.
-            now: local time that `strftime_now` formats.
+            variables: plain JSON values by name; a string may be `Unseen`.
+            strftime: formats the local time, for templates that call `strftime_now`.
 
         Raises:
             PromptError: `prompt.template` if the template refuses the variables, fails on
                 them, or exceeds a limit.
         """
         budget = _Budget()
-        values = {**variables, _STEP: budget.step, "strftime_now": now.strftime}
+        values = {**variables, _STEP: budget.step, "strftime_now": strftime}
         parts: list[str] = []
         length = 0
         try:
@@ -181,6 +188,19 @@ def _count_steps(tree: nodes.Template) -> None:
         call = nodes.Call(nodes.Name(_STEP, "load"), [], [], None, None)
         statement = nodes.ExprStmt(call).set_lineno(node.lineno)
         node.body.insert(0, statement.set_environment(environment))
+
+
+def _rereads(tree: nodes.Template) -> bool:
+    captures: tuple[type[nodes.Node], ...] = (
+        nodes.AssignBlock,
+        nodes.Block,
+        nodes.CallBlock,
+        nodes.FilterBlock,
+        nodes.Macro,
+    )
+    if any(tree.find(kind) is not None for kind in captures):
+        return True
+    return any(loop.recursive for loop in tree.find_all(nodes.For))
 
 
 def _to_json(

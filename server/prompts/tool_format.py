@@ -21,7 +21,8 @@ from typing import Final
 
 from ..program.errors import PromptError
 from ..program.ir import Json
-from .chat_template import ChatMessage, ChatTemplate
+from .chat import ChatMessage
+from .chat_template import ChatTemplate
 from .tokenizer import Piece
 
 _NAMES: Final = ("probe_first", "probe_second")

@@ -89,7 +89,7 @@ async def read_events(
     """Events of a program: those after a sequence number, then what comes."""
     service, tenant = service_of(request), tenant_of(request)
     # An unknown program must be a 404, and after the first byte it is too late for one.
-    await service.status(program, tenant=tenant)
+    await service.find(program, tenant=tenant)
     start = after if last_event_id is None else last_event_id
     is_durable = types is not None and TRANSIENT.isdisjoint(types)
     source = service.events(program, tenant=tenant, after=start, is_durable=is_durable)

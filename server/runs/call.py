@@ -290,8 +290,6 @@ class Call:
 
     def _on_report(self, report: api.Report) -> None:
         match report:
-            case api.Filled():
-                self._filled(report)
             case api.Tokens():
                 self._output += report.ids
                 self._chances += report.chances
@@ -300,6 +298,8 @@ class Call:
                     text = self._content.feed(text)
                 if text:
                     self._host.slot_grew(self, self.slot, text)
+            case api.Filled():
+                self._filled(report)
             case api.Finished():
                 self._finished(report)
             case api.Failed():

@@ -29,7 +29,7 @@ from ..program.graph import Slot
 from ..program.instances import Instance
 from ..program.ir import Client, Generate, Map
 from ..program.objective import Performance, get_perf_objective
-from ..program.rope import prefix_constant, prefix_hash
+from ..program.rope import Prefixes, prefix_hash, prefixes
 from ..prompts.model import DEFAULT_MAX_TOKENS
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
@@ -82,7 +82,7 @@ class Calls:
         )
         self._sharing = Sharing()
         self._calls: dict[str, Call] = {}
-        self._hashes: dict[str, tuple[bytes, ...]] = {}
+        self._prefixes: dict[str, Prefixes] = {}
         self._performance: dict[str, Performance] = {}
         self._latest: dict[str, float] = {}
         self._total_s: float | None = None
@@ -91,7 +91,7 @@ class Calls:
         self._foreseen: dict[str, tuple[str, ...]] = {}
         """By node: calls that are not in the graph yet and are waited for as if they were."""
         self._telling: asyncio.TimerHandle | None = None
-        self._early = EarlyFills(execution, world, self._sharing, self._hashes, self._call)
+        self._early = EarlyFills(execution, world, self._sharing, self._prefixes, self._call)
         self.past: Mapping[str, ValueRecord] = {}
         """Outputs that were committed before a restart: a half-done call goes on behind them."""
 
@@ -115,7 +115,7 @@ class Calls:
             if isinstance(node := graph.nodes[node_id], Generate)
         ]
         is_alone = len(calls) == 1 and graph.place(calls[0][0]) is None
-        if is_alone and not self._execution.is_open and not self._hashes:
+        if is_alone and not self._execution.is_open and not self._prefixes:
             return  # nobody to share with
         for node_id, node in calls:
             if not self._sharing.is_expected(node_id):
@@ -136,9 +136,8 @@ class Calls:
 
     def _announce(self, node_id: str, node: Generate) -> None:
         definitions = self._execution.graph.definitions
-        hashes = prefix_hash(node, definitions, closed=True)
-        self._hashes[node_id] = hashes
-        self._sharing.expect(node_id, self._reads(node, hashes))
+        found = self._prefixes[node_id] = prefixes(node, definitions, closed=True)
+        self._sharing.expect(node_id, self._reads(node, found.hashes))
 
     def _reads(self, node: Generate, hashes: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """The prefixes that a call may find held when it comes."""
@@ -254,7 +253,10 @@ class Calls:
         self._weigh_new()
         performance = self._worth(node_id)
         came_s = time.monotonic()
-        hashes = self._hashes.get(node_id, ())
+        known = self._prefixes.get(node_id)
+        hashes = () if known is None else known.hashes
+        if known is None:  # alone: it shares nothing, and what it leaves is cached all the same
+            known = prefixes(node, execution.graph.definitions, closed=True)
         call = Call(
             execution.id,
             state,
@@ -263,12 +265,12 @@ class Calls:
             self._host,
             hashes=hashes,
             reads=self._reads(node, hashes) if hashes else (),
-            constants=prefix_constant(node, execution.graph.definitions, closed=True),
+            constants=known.constants,
             came_s=came_s,
             rank=self._rank(node, performance, came_s),
             performance=performance,
             salt=execution.tenant,
-            keeps_all=execution.is_open or not self._hashes,
+            keeps_all=execution.is_open or not self._prefixes,
             traces=execution.options.trace,
         )
         if state.slots_done:

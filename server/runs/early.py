@@ -18,7 +18,7 @@ look at a reader of theirs, however wide a stage is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from msgspec import UNSET
@@ -26,7 +26,7 @@ from msgspec import UNSET
 from ..engines.engine import Engine
 from ..program.graph import Slot
 from ..program.ir import Generate
-from ..program.rope import boundary_reads
+from ..program.rope import Prefixes, boundary_reads
 from ..prompts.prompt import Rendered
 from ..prompts.tokenizer import Encoded
 from .call import NUM_TAIL, Call
@@ -49,13 +49,13 @@ class EarlyFills:
         execution: Execution,
         world: World,
         sharing: Sharing,
-        hashes: dict[str, tuple[bytes, ...]],
+        prefixes: Mapping[str, Prefixes],
         call_of: Callable[[str], Call],
     ) -> None:
         self._execution = execution
         self._world = world
         self._sharing = sharing
-        self._hashes = hashes
+        self._prefixes = prefixes
         self._call_of = call_of
         self._texts: dict[str, list[str]] = {}
         self._lens: dict[str, tuple[int, int]] = {}
@@ -114,12 +114,19 @@ class EarlyFills:
     def _look(self) -> None:
         """Look at all that read what began to be written, or was written, in this turn."""
         changed, self._soon = self._soon, {}
+        get_consumers = self._execution.graph.get_consumers
         readers: dict[Slot, Engine] = {}
+        may_begin: dict[Slot, bool] = {}
         for variable, engine in changed.items():
-            found = self._readers(variable)
-            if not found:
+            is_useful = False
+            for slot in get_consumers(variable):
+                if slot not in may_begin:
+                    may_begin[slot] = self._may_begin(slot)
+                if may_begin[slot]:
+                    readers[slot] = engine
+                    is_useful = True
+            if not is_useful:
                 self.forget(variable)  # its text is of no use to anybody
-            readers.update(dict.fromkeys(found, engine))
         if self._world.scheduler.num_waiting:
             return  # somebody needs the engines now
         for slot, engine in readers.items():
@@ -136,7 +143,7 @@ class EarlyFills:
         node = state.node
         if slot.index or not isinstance(node, Generate) or state.started_at is not None:
             return False
-        if state.has_ended or node.when is not UNSET or slot.node not in self._hashes:
+        if state.has_ended or node.when is not UNSET or slot.node not in self._prefixes:
             return False
         if not execution.is_entered(slot.node):
             return False
@@ -179,8 +186,7 @@ class EarlyFills:
         boundary, reads_growing = self._boundary(call, known, None if text is None else variable)
         if text is not None and not reads_growing:
             return  # something else is missing before it
-        hashes = self._hashes[slot.node]
-        key = (hashes[boundary], len(text or ""))
+        key = (self._prefixes[slot.node].hashes[boundary], len(text or ""))
         if boundary < 0 or key in self._begun:
             return
         self._begun.add(key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..program.ir import Json
 from ..prompts.prompt import Rendered
@@ -27,8 +27,7 @@ Done = Callable[[Rendered, Encoded], None]
 Broken = Callable[[Exception], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One prompt to encode, and who hears of it. Callbacks run on the loop."""
 
     call: Call

@@ -139,7 +139,7 @@ class Feed:
             offsets: dict[str, tuple[int, int]] = {}
             seen = 0
             while True:
-                changed = self._published if is_durable else self._changed
+                changed = self._news(is_durable=is_durable)
                 # What comes while the reader is busy waits for the next round: its text first.
                 end = len(self._events)
                 if not is_durable:
@@ -203,11 +203,21 @@ class Feed:
 
     def _tell(self) -> None:
         """Wake all readers."""
-        published, self._published = self._published, asyncio.Event()
-        published.set()
+        self._published.set()
         self._wake()
 
     def _wake(self) -> None:
         """Wake those who read texts."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.set()
+
+    def _news(self, *, is_durable: bool) -> asyncio.Event:
+        """What is set by the next change; asked for before reading what there is.
+
+        A new one is made by the first reader after a change, and not by the change: texts grow
+        token by token, and readers look once for many of them.
+        """
+        if self._published.is_set():
+            self._published = asyncio.Event()
+        if self._changed.is_set():
+            self._changed = asyncio.Event()
+        return self._published if is_durable else self._changed

@@ -6,8 +6,7 @@ Pure: from a node to its targets, from what an engine finished to a value.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from conure.engine import api
 
@@ -23,8 +22,7 @@ from ..prompts.tool_calls import ToolUse, read_answer
 from ..prompts.tool_format import ToolFormat
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """One output of a call: which variable, sampled how, in which form."""
 
     variable: str
@@ -41,8 +39,7 @@ class Target:
         return None if self.constraint is None else grammar_of(self.constraint)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a slot produced."""
 
     variable: str

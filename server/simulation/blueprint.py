@@ -18,7 +18,7 @@ from ..program.critical_path import get_remaining
 from ..program.graph import Graph, Slot
 from ..program.ir import Generate, Objective, Program
 from ..program.objective import Performance, get_perf_objective
-from ..program.rope import prefix_constant, prefix_hash
+from ..program.rope import prefixes
 from ..runs.output import targets
 from ..scheduling.pace import Pace
 
@@ -98,6 +98,7 @@ def _shape(node: Generate, lengths: Mapping[str, int], performance: Performance)
                 total += lengths[name]
         ends.append(total)
     (target,) = targets(node)
-    boundaries = tuple(map(Boundary, prefix_hash(node), ends, prefix_constant(node)))
+    known = prefixes(node)
+    boundaries = tuple(map(Boundary, known.hashes, ends, known.constants))
     num_output = lengths[target.variable]
     return CallShape(total - num_output, num_output, boundaries, performance, node.priority)

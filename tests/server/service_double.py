@@ -195,6 +195,9 @@ class ScriptedService:
             found.finish("cancelled")
         return found.snapshot()
 
+    async def find(self, program: str, *, tenant: str) -> None:
+        self._find(program)
+
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         return self._find(program).snapshot()
 

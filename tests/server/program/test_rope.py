@@ -19,8 +19,8 @@ from conure.server.program.rope import (
     boundary_reads,
     chat_messages,
     chat_segments,
-    prefix_constant,
     prefix_hash,
+    prefixes,
     slot_pieces,
 )
 from conure.server.program.symbols import Definitions, Text, Value, expand
@@ -218,9 +218,9 @@ def test_boundaries_say_what_is_constant_and_what_is_read() -> None:
     node = prompt(
         {"text": "a"}, {"input": {"lit": "b"}}, {"input": "x"}, {"text": "c"}, {"output": "o"}
     )
-    assert prefix_constant(node) == (True, True, False, False, False)
+    assert prefixes(node).constants == (True, True, False, False, False)
     assert [sorted(reads) for reads in boundary_reads(node)] == [[], [], ["x"], [], ["o"]]
-    assert prefix_constant(prompt({"part": {}}, {"output": "o"})) == (False, False)
+    assert prefixes(prompt({"part": {}}, {"output": "o"})).constants == (False, False)
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -237,7 +237,7 @@ def test_content_segments_are_flattened_and_know_their_message() -> None:
         Content(3, (Text(""),)),
     )
     assert len(prefix_hash(node)) == len(chat_segments(node)) + 1
-    assert prefix_constant(node) == (True, True, False, False, False, False)
+    assert prefixes(node).constants == (True, True, False, False, False, False)
 
 
 def test_a_turn_continued_has_its_producers_last_boundary() -> None:

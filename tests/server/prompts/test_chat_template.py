@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from conure.server.program.errors import PromptError
 from conure.server.program.ir import Json
-from conure.server.prompts.chat_template import ChatMessage, ChatTemplate, RenderedChat
+from conure.server.prompts.chat import ChatMessage, RenderedChat
+from conure.server.prompts.chat_template import ChatTemplate
 from conure.server.prompts.tokenizer import Piece, Tokenizer
 
 CHATML = (

@@ -14,7 +14,7 @@ NOW = datetime(2026, 2, 28, 13, 45)
 
 
 def render(source: str, **variables: Any) -> str:
-    return TemplateSandbox(source).render(variables, now=NOW)
+    return TemplateSandbox(source).render(variables, strftime=NOW.strftime)
 
 
 def test_loop_controls_are_understood() -> None:
