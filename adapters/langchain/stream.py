@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from conure.server.program.errors import RunError
@@ -98,9 +99,9 @@ def result_of(answers: Sequence[tuple[dict[str, Json], str]]) -> ChatResult:
     ]
     (value, _), *others = answers
     if others:
-        usage = usage_of(value)
+        given = usage_of(value)["input_tokens"]
         made = sum(usage_of(each)["output_tokens"] for each, _ in answers)
-        usage |= {"output_tokens": made, "total_tokens": usage["input_tokens"] + made}
+        usage = UsageMetadata(input_tokens=given, output_tokens=made, total_tokens=given + made)
         for index, generation in enumerate(generations):
             message = generation.message
             assert isinstance(message, AIMessage)
