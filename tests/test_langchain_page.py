@@ -47,6 +47,7 @@ def test_an_example_runs(name: str, url: str) -> None:
         "tools": "weather {'city'",
         "values": "boxes=",
         "agent": "4 messages\np_",
+        "errors": "prompt.too_long - ",
         "accelerate": "3 served, 0 missed",
     }
     assert promised.get(name, "") in done.stdout
