@@ -138,6 +138,11 @@ def chains(llm: ChatConure) -> dict[str, tuple[Runnable[Any, Any], list[Any]]]:
             (ask("{x}" * 1000) | llm).with_fallbacks([call]) | TEXT,
             ["tea", "x" * 100],
         ),
+        "fallback to another provider": (
+            ask("{x}" * 1000) | llm.with_fallbacks([FakeListChatModel(responses=["x"])]) | TEXT,
+            ["tea" * 30],
+        ),
+        "model with retries": (chat | llm.with_retry() | TEXT | say, ["tea"]),
         "fallbacks of a fallback": (
             (say | broken).with_fallbacks([brief | broken, RunnableLambda(lambda x: f"no {x}")])
             | say,
