@@ -215,9 +215,8 @@ async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[s
     # Each of those who wait in a thread needs one.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(20))
     stack = contextlib.ExitStack()
-    url = await asyncio.to_thread(
-        stack.enter_context, served("--engine", "fake", "--time-per-call", "30")
-    )
+    server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
+    url = await asyncio.to_thread(stack.enter_context, server)
     retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
     try:
         with Client(url, retry=retry) as client:
