@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -120,7 +121,7 @@ async def test_a_server_that_is_not_there_is_named(way: str, is_fast: bool) -> N
 @pytest.mark.timeout(60)
 async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[str]) -> None:
     stack = contextlib.ExitStack()
-    server = served("--engine", "fake", "--time-per-call", "30")
+    server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
     url = await asyncio.to_thread(stack.enter_context, server)
     retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
     try:
@@ -132,7 +133,8 @@ async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[s
             async with asyncio.timeout(20):
                 while len(submitted) < 16:  # noqa: ASYNC110 - a batch is two programs
                     await asyncio.sleep(0.01)
-            await asyncio.to_thread(stack.close)
+            with ThreadPoolExecutor(1) as own:  # all threads of the loop's wait for the server
+                await asyncio.get_running_loop().run_in_executor(own, stack.close)
             results = await asyncio.gather(*waiting, return_exceptions=True)
             wrong = [
                 (way, type(each).__name__, result)

@@ -55,9 +55,17 @@ def check(nodes: list[Json], things: list[str], status: ProgramStatus) -> None:
         assert status.nodes[node].attempt == 0, node
 
 
+async def cancel_after(program: Program, num_turns: int) -> None:
+    """Cancel a program so many turns of the event loop from now."""
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    await program.cancel()
+
+
 async def run_some(desk: Desk, rng: random.Random, num_programs: int) -> set[str]:
     """Run that many programs at once, end them in many ways; returns how they ended."""
     plans = []
+    cancels: list[asyncio.Task[None]] = []
     for _ in range(num_programs):
         nodes = random_program(rng)
         things = [f"thing {i}" for i in range(rng.choice((0, 1, 2, 3)))]
@@ -68,12 +76,12 @@ async def run_some(desk: Desk, rng: random.Random, num_programs: int) -> set[str
         elif ending == "unread":
             options["detach"] = False
         program = await submit(desk, shuffled(nodes, rng), things, **options)
-        plans.append((nodes, things, ending, program))
-    for _ in range(rng.randint(0, 30)):
-        await asyncio.sleep(0)
-    await asyncio.gather(*(p.cancel() for _, _, ending, p in plans if ending == "cancelled"))
+        plans.append((nodes, things, program))
+        if ending == "cancelled":  # now, while it is young: a quick machine ends it before others
+            cancels.append(asyncio.create_task(cancel_after(program, rng.randint(0, 30))))
+    await asyncio.gather(*cancels)
     ended: set[str] = set()
-    for nodes, things, _, program in plans:
+    for nodes, things, program in plans:
         status = await program.end()
         check(nodes, things, status)
         ended.add(status.status)
