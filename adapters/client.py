@@ -22,7 +22,7 @@ import time
 from collections.abc import Collection, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import httpx
 
@@ -123,6 +123,15 @@ class Client:
         self._http.close()
         if self._settings.local is not None:
             self._settings.local.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Client:
+        # Copies of a model that was given a client go through the same one.
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Client holds connections of this process; give what is to travel a base_url instead"
+        )
 
     def asynchronous(self) -> AsyncClient:
         """A client for coroutines to the same server; this one must outlive it."""

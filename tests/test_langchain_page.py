@@ -11,15 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from langchain_core.runnables import Runnable
 
 from conure.adapters.langchain import ChatConure, accelerate, to_program
-from conure.server.program.errors import ProgramError
 
-from .adapters.shapes import shapes
+from .adapters.shapes import Shape, shapes
 from .served import environment, served
 
 PATH = Path(__file__).parents[1] / "docs" / "langchain.md"
@@ -50,18 +47,18 @@ def test_an_example_runs(name: str, url: str) -> None:
         "tools": "weather {'city'",
         "values": "boxes=",
         "agent": "4 messages\np_",
+        "errors": "prompt.too_long - ",
         "accelerate": "3 served, 0 missed",
     }
     assert promised.get(name, "") in done.stdout
     assert done.stdout.strip()
 
 
-def compiled(chain: Runnable[Any, Any]) -> str:
+def compiled(shape: Shape) -> str:
     """What `to_program` makes of a chain."""
-    try:
-        num_steps = len(to_program(chain).functions)
-    except ProgramError:
-        return "refused"
+    if shape.refused:
+        return f"refused: {shape.refused}"
+    num_steps = len(to_program(shape.chain).functions)
     return f"{num_steps} client step{'s' * (num_steps > 1)}" if num_steps else "whole"
 
 
@@ -78,7 +75,7 @@ def table() -> str:
         needed = [each.what for each in awaited if each.source.views]
         waited = ", ".join(dict.fromkeys(needed))
         num_calls = shape.served + shape.missed
-        cells = (name, num_calls, shape.served, waited, compiled(shape.chain))
+        cells = (name, num_calls, shape.served, waited, compiled(shape))
         lines.append("| {} | {} | {} | {} | {} |".format(*cells))
     return "\n".join(lines) + "\n"
 

@@ -13,26 +13,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from langchain_core.runnables import (
-    Runnable,
-    RunnableAssign,
-    RunnableBranch,
-    RunnableConfig,
-    RunnableParallel,
-    RunnableSequence,
-    RunnableWithFallbacks,
-)
-from langchain_core.runnables.base import (
-    RunnableBindingBase,
-    RunnableEachBase,
-    coerce_to_runnable,
-)
-from langchain_core.runnables.configurable import DynamicRunnable
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.base import coerce_to_runnable
 from pydantic import PrivateAttr
 
 from conure.server.program.errors import ProgramError
@@ -44,6 +31,7 @@ from .gates import Seam, ainside, inside
 from .plan import Plan
 from .planning import server_of
 from .replay import AsyncReplay, Replay
+from .structure import models_of
 from .tailor import Tailor
 
 NUM_REMEMBERED = 100
@@ -64,7 +52,7 @@ def accelerate(runnable: Any, *, model: ChatConure | None = None) -> Accelerated
     chain = coerce_to_runnable(runnable)
     if isinstance(chain, Accelerated):
         chain = chain.bound
-    found = model or next(_models(chain), None)
+    found = model or next(models_of(chain), None)
     if found is None:
         raise ProgramError(
             "accelerate.no_model",
@@ -234,28 +222,3 @@ class Accelerated(Seam):
             is_failed = False
         finally:
             self._runs.append(await replay.end(is_failed=is_failed))
-
-
-def _models(runnable: Any) -> Iterator[ChatConure]:
-    """The models that a chain's structure shows, in order."""
-    if isinstance(runnable, ChatConure):
-        yield runnable
-    elif isinstance(runnable, RunnableSequence):
-        yield from _all_models(runnable.steps)
-    elif isinstance(runnable, RunnableParallel):
-        yield from _all_models(runnable.steps__.values())
-    elif isinstance(runnable, RunnableAssign):
-        yield from _models(runnable.mapper)
-    elif isinstance(runnable, RunnableBranch):
-        yield from _all_models([*(each for _, each in runnable.branches), runnable.default])
-    elif isinstance(runnable, RunnableWithFallbacks):
-        yield from _all_models(runnable.runnables)
-    elif isinstance(runnable, DynamicRunnable):
-        yield from _models(runnable.default)
-    elif isinstance(runnable, RunnableBindingBase | RunnableEachBase):
-        yield from _models(runnable.bound)
-
-
-def _all_models(runnables: Iterable[Any]) -> Iterator[ChatConure]:
-    for each in runnables:
-        yield from _models(each)

@@ -15,6 +15,8 @@ from typing import Final
 from conure.server.program.ir import Json
 from conure.server.program.seed import seed_of_answer
 
+from .conversations import Resumed
+
 ANSWER: Final = "answer"
 """The variable of a call's first answer."""
 CALL: Final = "chat"
@@ -26,8 +28,15 @@ class ModelCall:
     """What is asked of the model, once or several times at once."""
 
     nodes: tuple[dict[str, Json], ...]
-    session: str | None
-    """That it belongs to."""
+    thread: str | None
+    """The session that the app named, if it named one."""
+    resumed: Resumed | None = None
+    """What it goes on with, where the app named none."""
+
+    @property
+    def session(self) -> str | None:
+        """That it belongs to."""
+        return self.thread if self.resumed is None else self.resumed.session
 
     @property
     def messages(self) -> Sequence[dict[str, Json]]:

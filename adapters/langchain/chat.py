@@ -40,15 +40,15 @@ from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr
 
 from conure.server.program.ir import Json
 
-from ..client import AsyncClient, Client, Retry
+from ..client import AsyncClient, Client
 from ..leaving import acancelled_unless_done, cancelled_unless_done
+from ..own import OwnClients
 from .calls import ANSWER, CALL, ModelCall, repeated
 from .conversations import Conversations
 from .current import CURRENT
 from .messages import from_wire, to_wire
 from .replay import AsyncReplay, Replay
 from .settings import (
-    THREAD,
     choice_of,
     constraint_of,
     hints_of,
@@ -99,10 +99,8 @@ class ChatConure(BaseChatModel):
     streaming: bool = False
     """Let `invoke` stream as well, for callbacks that want tokens."""
 
-    # Filled by `setdefault`, so that calls in several threads agree on one connection pool.
-    _own: dict[str, Client] = PrivateAttr(default_factory=dict)
-    _async: dict[str, AsyncClient] = PrivateAttr(default_factory=dict)
-    _said: dict[str, Conversations] = PrivateAttr(default_factory=dict)
+    _own: OwnClients = PrivateAttr(default_factory=OwnClients)
+    _said: Conversations = PrivateAttr(default_factory=Conversations)
 
     @property
     def _llm_type(self) -> str:
@@ -259,9 +257,10 @@ class ChatConure(BaseChatModel):
         call = self._call(messages, stop, kwargs, run_manager)
         if (replay := self._replay()) is not None:
             return replay.result(call.nodes, self.timeout)
-        run = self._client().submit(call.program(self.timeout))
-        with cancelled_unless_done(run):
-            values = [run.get(name, wait_s=self.timeout) for name in call.answers]
+        with self._going_on(call):
+            run = self._client().submit(call.program(self.timeout))
+            with cancelled_unless_done(run):
+                values = [run.get(name, wait_s=self.timeout) for name in call.answers]
         return self._result(call, values, run.id)
 
     async def _agenerate(
@@ -274,9 +273,10 @@ class ChatConure(BaseChatModel):
         call = self._call(messages, stop, kwargs, run_manager)
         if (replay := self._areplay()) is not None:
             return await replay.result(call.nodes, self.timeout)
-        run = await self._aclient().submit(call.program(self.timeout))
-        async with acancelled_unless_done(run):
-            values = [await run.get(name, wait_s=self.timeout) for name in call.answers]
+        with self._going_on(call):
+            run = await self._aclient().submit(call.program(self.timeout))
+            async with acancelled_unless_done(run):
+                values = [await run.get(name, wait_s=self.timeout) for name in call.answers]
         return self._result(call, values, run.id)
 
     def _stream(
@@ -313,22 +313,24 @@ class ChatConure(BaseChatModel):
 
     def _chunks(self, call: ModelCall) -> Generator[ChatGenerationChunk, None, None]:
         """The answer to a call of its own, in pieces."""
-        run = self._client().submit(call.program(self.timeout))
-        stream = AnswerStream(run.id, ANSWER, CALL)
-        with cancelled_unless_done(run), contextlib.closing(run.events()) as events:
-            for event in events:
-                yield from stream.feed(event)
+        with self._going_on(call):
+            run = self._client().submit(call.program(self.timeout))
+            stream = AnswerStream(run.id, ANSWER, CALL)
+            with cancelled_unless_done(run), contextlib.closing(run.events()) as events:
+                for event in events:
+                    yield from stream.feed(event)
         if stream.value is not None:
             self._remember(call, from_wire(stream.value, program=run.id), run.id)
 
     async def _achunks(self, call: ModelCall) -> AsyncGenerator[ChatGenerationChunk, None]:
         """The answer to a call of its own, in pieces."""
-        run = await self._aclient().submit(call.program(self.timeout))
-        stream = AnswerStream(run.id, ANSWER, CALL)
-        async with acancelled_unless_done(run), aclosing(run.events()) as events:
-            async for event in events:
-                for chunk in stream.feed(event):
-                    yield chunk
+        with self._going_on(call):
+            run = await self._aclient().submit(call.program(self.timeout))
+            stream = AnswerStream(run.id, ANSWER, CALL)
+            async with acancelled_unless_done(run), aclosing(run.events()) as events:
+                async for event in events:
+                    for chunk in stream.feed(event):
+                        yield chunk
         if stream.value is not None:
             self._remember(call, from_wire(stream.value, program=run.id), run.id)
 
@@ -358,40 +360,37 @@ class ChatConure(BaseChatModel):
             node["meta"] = hints_of(
                 manager.metadata, run_id=manager.run_id, parent_run_id=manager.parent_run_id
             )
-        session = session_of(node.get("meta"))
-        if session is None and CURRENT.get() is None:
-            session = self._conversations().resumed(wire)
-        return ModelCall(repeated(node, num_answers_of(self.n, kwargs)), session)
+        thread, resumed = session_of(node.get("meta")), None
+        if thread is None and CURRENT.get() is None:
+            resumed = self._said.resumed(wire)
+        return ModelCall(repeated(node, num_answers_of(self.n, kwargs)), thread, resumed)
 
     def _result(self, call: ModelCall, values: list[dict[str, Json]], program: str) -> ChatResult:
         result = result_of([(value, program) for value in values])
-        if len(values) == 1:
-            self._remember(call, result.generations[0].message, program)
+        self._remember(call, result.generations[0].message, program)
         return result
+
+    @contextlib.contextmanager
+    def _going_on(self, call: ModelCall) -> Iterator[None]:
+        """Without an answer, what the call goes on with is there for the next one that tries."""
+        try:
+            yield
+        except BaseException:
+            if call.resumed is not None:
+                self._said.give_back(call.resumed)
+            raise
 
     def _remember(self, call: ModelCall, answer: BaseMessage, program: str) -> None:
         """Know an answer again where it is gone on with."""
-        if not (call.session or "").startswith(THREAD):
+        if call.thread is None:
             session = call.session or f"conversation {program}"
-            self._conversations().said(call.messages, to_wire(answer), session)
-
-    def _conversations(self) -> Conversations:
-        if not self._said:
-            self._said.setdefault(ANSWER, Conversations())
-        return self._said[ANSWER]
+            self._said.said(call.messages, to_wire(answer), session)
 
     def _client(self) -> Client:
         if self.client is not None:
             return self.client
-        if not self._own:
-            headers = None
-            if self.api_key is not None:
-                headers = {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
-            retry = Retry(max_retries=self.max_retries)
-            self._own.setdefault(ANSWER, Client(self.base_url, retry=retry, headers=headers))
-        return self._own[ANSWER]
+        key = None if self.api_key is None else self.api_key.get_secret_value()
+        return self._own.client(self.base_url, self.max_retries, key)
 
     def _aclient(self) -> AsyncClient:
-        if not self._async:
-            self._async.setdefault(ANSWER, self._client().asynchronous())
-        return self._async[ANSWER]
+        return self._own.asynchronous(self._client())

@@ -21,8 +21,9 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Receipt
 
 from ..client import AsyncClient, Client, Result
-from .graph import ClientStep, Graph, Place, reviver, unsupported
-from .values import Answer, Constant, Local, Record, Rendered, Text, Value
+from .graph import ClientStep, Graph, Place, unsupported
+from .revival import reviver
+from .values import Answer, Constant, Either, Local, Many, Record, Rendered, Text, Value
 
 
 class Outcome(NamedTuple):
@@ -133,6 +134,8 @@ class Compiled:
             self._outputs[id(value)] = value.call.variable
         elif isinstance(value, Local) and value.source is not graph.root:
             self._outputs[id(value)] = graph.view(value, "value")
+        elif isinstance(value, Either | Many):
+            self._outputs[id(value)] = graph.given(value, place)
 
     def _assemble(
         self,
@@ -163,14 +166,14 @@ def _run(step: ClientStep, /, **args: Json) -> Json:
     made = step.revive(args)
     for runnable in step.runnables:
         made = _checked(runnable).invoke(made)
-    return step.answer(made)
+    return step.source.pack(made)
 
 
 async def _arun(step: ClientStep, /, **args: Json) -> Json:
     made = step.revive(args)
     for runnable in step.runnables:
         made = await _checked(runnable).ainvoke(made)
-    return step.answer(made)
+    return step.source.pack(made)
 
 
 def _checked(runnable: Runnable[Any, Any]) -> Runnable[Any, Any]:

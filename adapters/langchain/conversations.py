@@ -7,18 +7,19 @@ of the same session: it keeps its place in line on the server, as if the agent h
 Knows messages in the shape of a program. Refuses to know LangChain, runs and what a session
 is good for. Safe for any number of threads.
 
-Kept true: what was said is gone on with once, so that two users who were told the same are two;
-what a system message says does not count, because the parts of a team have one each; what is
-remembered is bounded, and what is forgotten costs a place in line and nothing else.
+Kept true: what was said is gone on with once, and as often as it was said, so that two users who
+were told the same are two; what a system message says does not count, because the parts of a team
+have one each; what is remembered is bounded, and what is forgotten costs a place in line and
+nothing else. A copy begins with nothing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -29,22 +30,41 @@ _SAID = ("role", "content", "tool_calls", "tool_call_id")
 """What of a message counts: agents put names to answers."""
 
 
+class Resumed(NamedTuple):
+    """What a call goes on with."""
+
+    session: str
+    end: bytes
+    """Of what was said before, hashed."""
+
+
 class Conversations:
-    """What was said last, and the session that it was said in."""
+    """What was said last, and the sessions that it was said in."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[bytes, str] = OrderedDict()
+        self._sessions: OrderedDict[bytes, deque[str]] = OrderedDict()
+        """By what was said up to the answer; the same may have been said in several."""
+        self._num_sessions = 0
 
-    def resumed(self, messages: Sequence[dict[str, Json]]) -> str | None:
-        """The session that a call goes on with; None if it begins one, or stands alone."""
+    def resumed(self, messages: Sequence[dict[str, Json]]) -> Resumed | None:
+        """What a call goes on with; None if it begins a session, or stands alone.
+
+        Nobody else goes on with it then; a call that comes to nothing gives it back.
+        """
         if not any(message["role"] == "assistant" for message in messages):
             return None
         ends = [*_ends(messages)]
         with self._lock:
             # The longest beginning is the latest: what stands before it was gone on with.
-            found = (self._sessions.pop(end, None) for end in reversed(ends))
-            return next((session for session in found if session is not None), None)
+            for end in reversed(ends):
+                if end in self._sessions:
+                    return Resumed(self._take(end), end)
+        return None
+
+    def give_back(self, resumed: Resumed) -> None:
+        """The call has no answer: who tries again goes on with the same."""
+        self._put(resumed.end, resumed.session)
 
     def said(
         self, messages: Sequence[dict[str, Json]], answer: dict[str, Json], session: str
@@ -57,10 +77,38 @@ class Conversations:
             session: of the call, or a new one.
         """
         (*_, end) = _ends([*messages, answer])
+        self._put(end, session)
+
+    def _put(self, end: bytes, session: str) -> None:
         with self._lock:
-            self._sessions[end] = session
-            if len(self._sessions) > MAX_CONVERSATIONS:
-                self._sessions.popitem(last=False)
+            self._sessions.setdefault(end, deque()).append(session)
+            self._sessions.move_to_end(end)
+            self._num_sessions += 1
+            if self._num_sessions > MAX_CONVERSATIONS:
+                oldest = next(iter(self._sessions))
+                self._sessions[oldest].popleft()
+                self._one_less(oldest)
+
+    def _take(self, end: bytes) -> str:
+        # The latest one: where many stand alone, those before it are not gone on with.
+        session = self._sessions[end].pop()
+        self._one_less(end)
+        return session
+
+    def _one_less(self, end: bytes) -> None:
+        self._num_sessions -= 1
+        if not self._sessions[end]:
+            del self._sessions[end]
+
+    def __eq__(self, other: object) -> bool:
+        # What was said is no part of what a model is, and pydantic compares all of it.
+        return isinstance(other, Conversations)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversations:
+        return Conversations()
+
+    def __reduce__(self) -> tuple[type[Conversations], tuple[()]]:
+        return Conversations, ()
 
 
 def _ends(messages: Sequence[dict[str, Json]]) -> Iterator[bytes]:

@@ -4,36 +4,38 @@ Knows how calls, client steps and views become nodes and variables, and gives ea
 that says where it stands in the chain. Refuses to know Runnables.
 
 Kept true: names are unique and depend on the chain alone, so the same chain always gives
-the same program; nodes are written down only when all of the chain is read, because only
-then is it known in what forms a value is needed.
+the same program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Json
 
 from ..names import fresh
-from .messages import decode, from_wire
+from .bodies import Body, Exit, Late
+from .messages import decode
+from .revival import is_of_one_form, reviver
 from .values import (
     KINDS,
     Answer,
     Call,
     Constant,
+    Either,
     Local,
+    Many,
     Record,
+    Rendered,
     Source,
     Text,
     Value,
     ViewKind,
 )
-
-Late: TypeAlias = Callable[[], Json]
-"""JSON that can be written down once all of the chain is read."""
 
 
 class Place(NamedTuple):
@@ -46,6 +48,10 @@ class Place(NamedTuple):
     def step(self, index: int, hint: str) -> Place:
         """One step of a sequence."""
         return self._replace(path=f"{self.path}.steps[{index}]", hint=hint)
+
+    def part(self, path: str, hint: str) -> Place:
+        """A part of what stands here, as Python would name it."""
+        return self._replace(path=f"{self.path}{path}", hint=f"{self.hint}_{hint}")
 
     def branch(self, key: str) -> Place:
         """One branch of a parallel step."""
@@ -69,13 +75,6 @@ class ClientStep:
     revive: Callable[[Mapping[str, Json]], Any]
     """Makes the first one's input of the arguments."""
 
-    def answer(self, made: Any) -> Json:
-        """The step's value on the wire: everything that the chain needs of what was made."""
-        views = self.source.views
-        if len(views) == 1:
-            return views[0].encode(made)
-        return {view.variable: view.encode(made) for view in views}
-
 
 @dataclass(eq=False, slots=True)
 class Graph:
@@ -87,8 +86,33 @@ class Graph:
     steps: list[ClientStep] = field(default_factory=list)
     prefix: str = ""
     """Of all names, where several graphs become one program."""
-    _nodes: list[Late] = field(default_factory=list)
+    _body: Body = field(default_factory=Body)
+    """Where nodes go now."""
     _taken: set[str] = field(default_factory=set)
+    _given: dict[tuple[int, bool], tuple[Value, str]] = field(default_factory=dict)
+    """Variables of values that left their bodies, by identity, and whether they are printed."""
+
+    @contextlib.contextmanager
+    def inside(self, body: Body) -> Iterator[None]:
+        """What is added in this block stands in a body."""
+        around, self._body = self._body, body
+        try:
+            yield
+        finally:
+            self._body = around
+
+    def add(self, node: Late) -> None:
+        """Add a node."""
+        self._body.add(node)
+
+    def bodies(self, hint: str, num_bodies: int) -> Exit:
+        """New bodies, and the way out of them.
+
+        Args:
+            hint: what their values are named after.
+            num_bodies: of one node.
+        """
+        return Exit(hint, tuple(Body() for _ in range(num_bodies)), self.fresh)
 
     def fresh(self, hint: str) -> str:
         """A name like `hint` that nothing has yet."""
@@ -107,10 +131,19 @@ class Graph:
         """
         call = Call(self.fresh(hint))
         node_id = self.fresh(f"{hint}_call")
-        self._nodes.append(
-            lambda: node(node_id, call.variable, "message" if call.is_message else "text")
-        )
+        self.add(lambda: node(node_id, call.variable, "message" if call.is_message else "text"))
         return call
+
+    def computed(self, hint: str, expression: Late) -> Call:
+        """Add an expression that makes a text.
+
+        Args:
+            hint: what it is named after.
+            expression: of the text.
+        """
+        variable, node_id = self.fresh(hint), self.fresh(f"{hint}_step")
+        self.add(lambda: {"id": node_id, "op": "expr", "expr": expression(), "output": variable})
+        return Call(variable)
 
     def client_step(
         self, name: str, runnables: tuple[Any, ...], value: Value, place: Place
@@ -133,8 +166,26 @@ class Graph:
                 "output": source.views[0].variable if len(source.views) == 1 else step.output,
             }
 
-        self._nodes.append(node)
+        self.add(node)
+        self.unpack(source, step.output)
         return Local(source, lambda made: made)
+
+    def unpack(self, source: Source, whole: str) -> None:
+        """What is needed of a source, from the variable that has all of it."""
+
+        def nodes() -> list[Json]:
+            views = source.views if len(source.views) > 1 else []
+            return [
+                {
+                    "id": self.fresh(f"{view.variable}_part"),
+                    "op": "expr",
+                    "expr": {"get": [{"var": whole}, view.variable]},
+                    "output": view.variable,
+                }
+                for view in views
+            ]
+
+        self._body.add_last(nodes)
 
     def expression(self, value: Value, place: Place, *, is_printed: bool = False) -> Late:
         """An expression for a value.
@@ -156,23 +207,56 @@ class Graph:
             call = value.call
             call.is_message = True
             return lambda: {"var": call.variable}
-        if isinstance(value, Record) and value.rest is None:
-            fields = {
-                key: self.expression(item, place, is_printed=is_printed)
-                for key, item in value.fields.items()
-            }
-            return lambda: {"object": {key: late() for key, late in fields.items()}}
         if isinstance(value, Record):
-            raise unsupported(
-                place,
-                "a dict whose keys are not all known is used as one value; name its keys with "
-                "to_program(..., inputs=[...]) or .pick([...])",
-            )
+            return self._object(value, place, is_printed=is_printed)
+        if isinstance(value, Either | Many):
+            name = self.given(value, place, is_printed=is_printed)
+            return lambda: {"var": name}
+        if isinstance(value, Rendered) and not is_printed:
+            return value.expression
         raise unsupported(
             place,
             f"{KINDS[type(value)]} object is used as a value; put `| StrOutputParser()` behind "
             "the model",
         )
+
+    def given(self, value: Either | Many, place: Place, *, is_printed: bool = False) -> str:
+        """The variable that has a value outside of the bodies in which it is made.
+
+        Args:
+            value: of bodies.
+            place: where it is needed.
+            is_printed: as in `expression`.
+        """
+        found = self._given.get((id(value), is_printed))
+        if found is None:
+            parts = value.values if isinstance(value, Either) else (value.value,)
+            lates = [self.expression(part, place, is_printed=is_printed) for part in parts]
+            if not is_printed and not is_of_one_form(parts):
+                lates = [_tagged(index, late) for index, late in enumerate(lates)]
+            found = self._given[id(value), is_printed] = (value, value.exit.give(lates))
+        return found[1]
+
+    def _object(self, record: Record, place: Place, *, is_printed: bool) -> Late:
+        fields = {
+            key: self.expression(item, place, is_printed=is_printed)
+            for key, item in record.fields.items()
+        }
+        if record.rest is None:
+            return lambda: {"object": {key: late() for key, late in fields.items()}}
+        if is_printed:
+            raise unsupported(
+                place,
+                "a dict whose keys are not all known is printed; name its keys with "
+                "to_program(..., inputs=[...]) or .pick([...])",
+            )
+        rest = self.expression(record.rest, place)
+        return lambda: {
+            "object": {
+                "rest": rest(),
+                "fields": {"object": {key: late() for key, late in fields.items()}},
+            }
+        }
 
     def constant(self, value: Constant) -> Local:
         """A constant as a local value."""
@@ -181,27 +265,12 @@ class Graph:
 
     def write(self, outputs: list[str]) -> dict[str, Json]:
         """The program, now that all of the chain is read."""
-        nodes = [late() for late in self._nodes]
-        for step in self.steps:
-            if len(step.source.views) > 1:
-                nodes.extend(self._unpacked(step))
         return {
             "name": self.name,
             "variables": {view.variable: {} for view in self.root.views},
-            "nodes": nodes,
+            "nodes": self._body.write(),
             "outputs": outputs,
         }
-
-    def _unpacked(self, step: ClientStep) -> list[Json]:
-        return [
-            {
-                "id": self.fresh(f"{view.variable}_part"),
-                "op": "expr",
-                "expr": {"get": [{"var": step.output}, view.variable]},
-                "output": view.variable,
-            }
-            for view in step.source.views
-        ]
 
     def _arguments(
         self, value: Value, place: Place
@@ -228,11 +297,5 @@ class Graph:
         return args, revive_record
 
 
-def reviver(value: Value, program: str = "") -> Callable[[Json], Any]:
-    """What makes a value of the chain of the JSON that its expression gave."""
-    if isinstance(value, Answer):
-        return lambda given: from_wire(given, program=program)
-    if isinstance(value, Record):
-        parts = {key: reviver(item, program) for key, item in value.fields.items()}
-        return lambda given: {key: part(given[key]) for key, part in parts.items()}
-    return decode
+def _tagged(index: int, late: Late) -> Late:
+    return lambda: {"object": {"of": index, "value": late()}}

@@ -21,28 +21,18 @@ from typing import Any
 from langchain_core.globals import get_llm_cache
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.runnables import (
-    Runnable,
-    RunnableBinding,
-    RunnableBranch,
-    RunnableConfig,
-    RunnableWithFallbacks,
-)
-from langchain_core.runnables.base import RunnableEachBase
-from langchain_core.runnables.retry import RunnableRetry
+from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.expression import input_expression, variables
 from conure.server.program.ir import Json
 
 from .chat import ChatConure
+from .control import CONTROL
 from .graph import Graph, Place, unsupported
 from .plan import Awaited, Plan, PlannedCall
 from .values import Answer, Local, Source, Value
 from .walk import Walk
-
-RESOLVED = (RunnableBranch, RunnableEachBase, RunnableWithFallbacks, RunnableRetry)
-"""Stand around chains that are planned when they are entered."""
 
 
 def plan_of(
@@ -88,7 +78,7 @@ class _PlanWalk(Walk):
 
     def read(self, runnable: Runnable[Any, Any], value: Value, place: Place) -> Value:
         """What a Runnable makes of a value; awaited where the server cannot make it."""
-        if isinstance(runnable, RESOLVED):
+        if isinstance(runnable, CONTROL):
             self.has_parts = True
             return self._await(runnable, place, "planned when the chain gets there")
         if isinstance(runnable, BasePromptTemplate) and not _is_inert(runnable):
@@ -103,8 +93,12 @@ class _PlanWalk(Walk):
     ) -> list[Runnable[Any, Any]]:
         return []  # nothing of them travels but what a call needs, so there is nothing to join
 
+    def _computed(self, runnable: Runnable[Any, Any], value: Value, place: Place) -> Value | None:
+        return None  # the chain does it itself, and a plan is of calls
+
     def _functions(self, runnables: list[Runnable[Any, Any]], value: Value, place: Place) -> Local:
-        return self._await(runnables[0], place, "code of the app, or a parser")
+        why = "code of the app, a parser, or another provider's model"
+        return self._await(runnables[0], place, why)
 
     def _binding(self, binding: RunnableBinding[Any, Any], value: Value, place: Place) -> Value:
         if binding.config_factories:  # listeners: the chain itself still runs, so they hear it

@@ -22,6 +22,7 @@ from langchain_core.prompts import (
     ChatPromptTemplate,
     MessagesPlaceholder,
     PromptTemplate,
+    StringPromptTemplate,
 )
 from langchain_core.prompts.chat import (
     AIMessagePromptTemplate,
@@ -39,13 +40,16 @@ from .values import (
     KINDS,
     Answer,
     Constant,
+    Either,
     Local,
+    Many,
     Record,
     Rendered,
     Segment,
     Text,
     Turn,
     Value,
+    expression_of,
 )
 
 Lookup: TypeAlias = Callable[[str, Constant | None], Value]
@@ -58,7 +62,7 @@ _ROLES: dict[type[Any], str] = {
 }
 
 
-def render(graph: Graph, template: BasePromptTemplate[Any], value: Value, place: Place) -> Rendered:
+def render(graph: Graph, template: BasePromptTemplate[Any], value: Value, place: Place) -> Value:
     """What a prompt template makes of a value.
 
     Raises:
@@ -68,8 +72,10 @@ def render(graph: Graph, template: BasePromptTemplate[Any], value: Value, place:
         reader = _Reader(graph, place)
         lookup = _variables(template, value, place)
         if isinstance(template, PromptTemplate):
-            return Rendered((Turn("user", tuple(reader.text(template, lookup))),))
+            return Rendered((Turn("user", tuple(reader.text(template, lookup))),), is_text=True)
         return Rendered(tuple(reader.messages(cast(ChatPromptTemplate, template), lookup)))
+    if isinstance(value, Either):
+        return value.each(lambda each: render(graph, template, each, place))
     if isinstance(value, Record):
         needed = {
             name: _field(template, value, name, None, place) for name in template.input_variables
@@ -84,7 +90,8 @@ def render(graph: Graph, template: BasePromptTemplate[Any], value: Value, place:
             f"and {KINDS[type(value)]} exists only on the server; use an f-string template",
         )
     prompt = local.then(template.invoke, "messages")
-    return Rendered(({"splice": graph.view(prompt, "messages")},))
+    is_text = isinstance(template, StringPromptTemplate)
+    return Rendered(({"splice": graph.view(prompt, "messages")},), is_text=is_text)
 
 
 def _is_plain(template: BasePromptTemplate[Any]) -> bool:
@@ -116,6 +123,11 @@ def _parts(message: Any) -> list[Any]:
 
 def _variables(template: BasePromptTemplate[Any], value: Value, place: Place) -> Lookup:
     """How a template's variables are found in what it is given; its partials come last."""
+    if isinstance(value, Either):
+        lookups = [_variables(template, each, place) for each in value.values]
+        return lambda name, default: _one_or_either(
+            value, [lookup(name, default) for lookup in lookups]
+        )
 
     def find(name: str, default: Constant | None) -> Value:
         if name in template.partial_variables:
@@ -138,6 +150,13 @@ def _variables(template: BasePromptTemplate[Any], value: Value, place: Place) ->
             "{'name': chain, ...} | prompt",
         )
     return find
+
+
+def _one_or_either(value: Either, found: list[Value]) -> Value:
+    """What was found in each of several values; once, if no body made it."""
+    if len(found) > 1 and all(each is found[0] for each in found):
+        return found[0]
+    return Either(value.exit, tuple(found))
 
 
 def _field(
@@ -257,6 +276,10 @@ class _Reader:
         if isinstance(value, Constant):
             made = value.value
             value = Local(self._graph.root, lambda root: made(), name, path=None)
+        if isinstance(value, Either):
+            slots = [self._slot(name, conversion, spec, each) for each in value.values]
+            text_of_either = value.exit.give([expression_of(each) for each in slots])
+            return lambda: {"input": text_of_either}
         if isinstance(value, Local):
             step = ("format", conversion, spec)
             text = value.then(lambda v: formatter.format(slot, **{name: v}), name, step)
@@ -270,7 +293,7 @@ class _Reader:
             )
         if isinstance(value, Text):
             return value.call.segment
-        if isinstance(value, Record):
+        if isinstance(value, Record | Many):
             printed = self._graph.expression(value, self._place, is_printed=True)
             return lambda: {"input": {"pyrepr": [printed()]}}
         if isinstance(value, Answer):

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from conure.server.program.errors import RunError
@@ -84,6 +85,9 @@ ENDS: frozenset[EventType] = frozenset({"node.failed", "node.killed", "node.skip
 def result_of(answers: Sequence[tuple[dict[str, Json], str]]) -> ChatResult:
     """What a call came to, whole.
 
+    Of several answers the first one has the counts of the call: the prompt once, and all that
+    was said. So they are right for who sums them up, and for who looks at the first alone.
+
     Args:
         answers: at least one: the value of each answer, and the program that made it.
     """
@@ -93,7 +97,15 @@ def result_of(answers: Sequence[tuple[dict[str, Json], str]]) -> ChatResult:
         )
         for value, program in answers
     ]
-    (value, _), *_ = answers
+    (value, _), *others = answers
+    if others:
+        given = usage_of(value)["input_tokens"]
+        made = sum(usage_of(each)["output_tokens"] for each, _ in answers)
+        usage = UsageMetadata(input_tokens=given, output_tokens=made, total_tokens=given + made)
+        for index, generation in enumerate(generations):
+            message = generation.message
+            assert isinstance(message, AIMessage)
+            message.usage_metadata = None if index else usage
     return ChatResult(generations=generations, llm_output={"model_name": value.get("model")})
 
 

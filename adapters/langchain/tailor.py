@@ -13,6 +13,7 @@ import inspect
 from typing import Any
 
 from langchain_core.runnables import (
+    RouterRunnable,
     Runnable,
     RunnableAssign,
     RunnableBinding,
@@ -94,6 +95,9 @@ class _Sewing:
             fallbacks = [self._entered(each) for each in runnable.fallbacks]
             first = self._entered(runnable.runnable)
             return runnable.model_copy(update={"runnable": first, "fallbacks": fallbacks})
+        if isinstance(runnable, RouterRunnable):
+            routes = {key: self._entered(each) for key, each in runnable.runnables.items()}
+            return runnable.model_copy(update={"runnables": routes})
         if isinstance(runnable, RunnableEachBase | RunnableRetry):
             return runnable.model_copy(update={"bound": self._entered(runnable.bound)})
         if isinstance(runnable, RunnableLambda):

@@ -10,7 +10,9 @@ made of them. Knows where a value will come from. Refuses to know Runnables.
     |-- Text         the text of a model's answer; only the server has it
     |-- Answer       a model's answer as a message; only the server has it
     |-- Record       a dict of values
-    `-- Rendered     a prompt: messages whose texts are put together by the server
+    |-- Rendered     a prompt: messages whose texts are put together by the server
+    |-- Either       one of several values; the server decides which
+    `-- Many         a list, with a value for every item of another list
 
 Kept true: what can be computed in Python from one source is computed in Python, by the
 same code that LangChain would run, and travels as what it is needed as (a view): so
@@ -25,6 +27,7 @@ from typing import Any, Literal, TypeAlias
 
 from conure.server.program.ir import Json
 
+from .bodies import Exit
 from .messages import encode, to_wire_list
 
 ViewKind: TypeAlias = Literal["value", "text", "messages"]
@@ -32,7 +35,7 @@ ViewKind: TypeAlias = Literal["value", "text", "messages"]
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """Where local values come from: the chain's input, or one client step."""
+    """Where local values come from: the chain's input, one client step, or an item of a list."""
 
     hint: str
     """What its variables are named after."""
@@ -48,6 +51,12 @@ class Source:
         view = View(fresh(local.hint or self.hint), kind, local)
         self.views.append(view)
         return view
+
+    def pack(self, made: Any) -> Json:
+        """All that is needed of a value that was made: the one view of it, or all by name."""
+        if len(self.views) == 1:
+            return self.views[0].encode(made)
+        return {view.variable: view.encode(made) for view in self.views}
 
 
 @dataclass(eq=False, slots=True)
@@ -193,12 +202,66 @@ class Rendered:
 
     messages: tuple[Turn | dict[str, Json], ...]
 
+    is_text: bool = False
+    """The template makes one text, not a chat."""
+
     def wire(self) -> list[dict[str, Json]]:
         """The messages, for a program. To be asked only when all of the chain is read."""
         return [turn.wire() if isinstance(turn, Turn) else turn for turn in self.messages]
 
+    def expression(self) -> Json:
+        """Expression for the list of messages; to be asked like `wire`."""
+        lists: list[Json] = []
+        for message in self.wire():
+            if "splice" in message:
+                lists.append({"var": message["splice"]})
+            elif isinstance(message["content"], list):
+                pieces = [_piece(segment) for segment in message["content"]]
+                fields = {key: {"lit": value} for key, value in message.items()}
+                lists.append([{"object": {**fields, "content": {"concat": pieces}}}])
+            else:
+                lists.append([{"lit": message}])
+        return {"concat": lists} if lists else []
 
-Value: TypeAlias = Local | Constant | Text | Answer | Record | Rendered
+
+def expression_of(segment: Segment) -> Callable[[], Json]:
+    """What makes the expression for a segment, once all of the chain is read."""
+    if isinstance(segment, str):
+        return lambda: segment
+    return lambda: _piece(segment())
+
+
+def _piece(segment: dict[str, Json]) -> Json:
+    """Expression for a segment of a prompt; a bare name is a variable there."""
+    if "text" in segment:
+        return segment["text"]
+    read = segment["input"]
+    return {"var": read} if isinstance(read, str) else read
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Either:
+    """One of several values, each made in a body of its own."""
+
+    exit: Exit
+    values: tuple[Value, ...]
+    """One for each body, in their order."""
+
+    def each(self, of: Callable[[Value], Value]) -> Either:
+        """What a function makes of the value, whichever it is."""
+        return Either(self.exit, tuple(map(of, self.values)))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Many:
+    """A list of values, each made by an instance of one body."""
+
+    exit: Exit
+    value: Value
+    """What the body makes."""
+
+
+Value: TypeAlias = Local | Constant | Text | Answer | Record | Rendered | Either | Many
 
 KINDS: dict[type[Any], str] = {
     Local: "a value",
@@ -207,5 +270,7 @@ KINDS: dict[type[Any], str] = {
     Answer: "a model's message",
     Record: "a dict",
     Rendered: "a prompt",
+    Either: "what one of several parts makes",
+    Many: "a list that is made on the server",
 }
 """What each value is called in a message."""

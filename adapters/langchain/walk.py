@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
@@ -22,7 +22,6 @@ from langchain_core.runnables import (
     Runnable,
     RunnableAssign,
     RunnableBinding,
-    RunnableBranch,
     RunnableConfig,
     RunnableGenerator,
     RunnableLambda,
@@ -30,28 +29,33 @@ from langchain_core.runnables import (
     RunnablePassthrough,
     RunnablePick,
     RunnableSequence,
-    RunnableWithFallbacks,
 )
-from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase, coerce_to_runnable
+from langchain_core.runnables.base import RunnableBindingBase, coerce_to_runnable
 from langchain_core.runnables.configurable import DynamicRunnable
-from langchain_core.runnables.retry import RunnableRetry
 from langchain_core.tools import BaseTool
 
 from .chat import ChatConure
 from .compiled import Compiled
+from .control import CONTROL, decided
 from .graph import Graph, Place, unsupported
 from .prompts import render
 from .settings import num_answers_of
-from .values import KINDS, Answer, Local, Record, Rendered, Text, Turn, Value
-
-_LATER = (
-    (RunnableEachBase, "a list whose length is known only at run time; call the parts by name"),
-    (RunnableBranch, "a branch; decide before the chain is compiled, or in a function"),
-    (RunnableWithFallbacks, "fallbacks; use the runnable without them"),
-    (RunnableRetry, "retries of a part; use the runnable without them"),
-    (BaseLanguageModel, "another provider's model; use ChatConure here"),
+from .structure import models_of
+from .values import (
+    KINDS,
+    Answer,
+    Either,
+    Local,
+    Many,
+    Record,
+    Rendered,
+    Text,
+    Turn,
+    Value,
 )
-"""What is refused for what it is; the text says what it would need and what to do."""
+
+_TEXT_METHODS: Final[dict[Any, str]] = {str.strip: "strip", str.lower: "lower"}
+"""Functions that the server has as well."""
 
 
 def to_program(
@@ -72,7 +76,7 @@ def to_program(
     value: Value = Local(graph.root, lambda given: given)
     if inputs is not None:
         root = value
-        value = Record({key: _item(root, key, Place("chain", "")) for key in inputs})
+        value = Record({key: item_of(root, key, Place("chain", "")) for key in inputs})
     place = Place("chain", "answer")
     result = Walk(graph).read(chain, value, place)
     return Compiled(graph, result, place)
@@ -99,15 +103,28 @@ class Walk:
             return render(self.graph, runnable, value, place)
         if isinstance(runnable, ChatConure):
             return self._call(runnable, {}, value, place)
+        return self._step(runnable, value, place)
+
+    def _step(self, runnable: Runnable[Any, Any], value: Value, place: Place) -> Value:
+        """What is no prompt, no model and no composition of others."""
         if type(runnable) is StrOutputParser:
             return _text(runnable, value, place)
         if isinstance(runnable, RunnableLambda) and _key(runnable) is not None:
-            return _item(value, cast(tuple[Any], _key(runnable))[0], place)
+            return self.item(value, cast(tuple[Any], _key(runnable))[0], place)
         if _is_passthrough(runnable):
             return value
+        computed = self._computed(runnable, value, place)
+        if computed is not None:
+            return computed
         if _is_function(runnable):
             return self._functions([runnable], value, place)
+        if isinstance(runnable, CONTROL):
+            return decided(self, runnable, value, place)
         return self._wrapped(runnable, value, place)
+
+    def item(self, value: Value, key: Any, place: Place) -> Value:
+        """What stands under a key of a value."""
+        return item_of(value, key, place)
 
     def _wrapped(self, runnable: Runnable[Any, Any], value: Value, place: Place) -> Value:
         """What stands around a Runnable and is resolved before anything runs."""
@@ -116,14 +133,10 @@ class Walk:
             return self.read(concrete, value, place)
         if isinstance(runnable, RunnableBinding):
             return self._binding(runnable, value, place)
-        kind = type(runnable).__name__
-        for family, why in _LATER:
-            if isinstance(runnable, family):
-                raise unsupported(place, f"{kind} is {why}")
         raise unsupported(
             place,
-            f"{kind} has no place in a program; if it calls no model, wrap it in a function: "
-            "RunnableLambda(x.invoke)",
+            f"{type(runnable).__name__} has no place in a program; if it calls no model, wrap it "
+            "in a function: RunnableLambda(x.invoke)",
         )
 
     def _sequence(self, sequence: RunnableSequence[Any, Any], value: Value, place: Place) -> Value:
@@ -138,8 +151,13 @@ class Walk:
                 num_calls += 1
                 here = f"{hint}_{num_calls}"
             at = place.step(index, here)
-            functions = self._run_of_functions(steps, index)
-            if functions:
+            functions: list[Runnable[Any, Any]] = []
+            computed = self._computed(steps[index], value, at)
+            if computed is None:
+                functions = self._run_of_functions(steps, index)
+            if computed is not None:
+                value = computed
+            elif functions:
                 value = self._functions(functions, value, at)
             else:
                 value = self.read(steps[index], value, at)
@@ -155,8 +173,21 @@ class Walk:
             end += 1
         return steps[start:end]
 
+    def _computed(self, runnable: Runnable[Any, Any], value: Value, place: Place) -> Value | None:
+        """What a function of Python's own makes of what is on the server, if that has it too."""
+        function = getattr(runnable, "func", None) if isinstance(runnable, RunnableLambda) else None
+        if isinstance(value, Text) and (name := _TEXT_METHODS.get(function)) is not None:
+            text = value.call.text
+            return Text(self.graph.computed(place.hint, lambda: {name: [text()]}))
+        separator = _separator(function)
+        if separator is not None and isinstance(value, Many) and isinstance(value.value, Text):
+            names = self.graph.given(value, place)
+            joined = {"join": [{"var": names}, separator]}
+            return Text(self.graph.computed(place.hint, lambda: joined))
+        return None
+
     def _functions(self, runnables: list[Runnable[Any, Any]], value: Value, place: Place) -> Local:
-        if isinstance(value, Rendered):
+        if _holds_prompt(value) and not isinstance(runnables[0], BaseLanguageModel):
             raise unsupported(
                 place,
                 f"{runnables[0].get_name()} gets a prompt, whose text exists only on the server; "
@@ -199,16 +230,7 @@ class Walk:
     def _call(
         self, model: ChatConure, kwargs: Mapping[str, Any], value: Value, place: Place
     ) -> Answer:
-        if isinstance(value, Rendered):
-            prompt = value
-        elif isinstance(value, Local):
-            prompt = Rendered(({"splice": self.graph.view(value, "messages")},))
-        elif isinstance(value, Text):
-            prompt = Rendered((Turn("user", (value.call.segment,)),))
-        else:
-            raise unsupported(
-                place, f"a chat model takes a prompt, text or messages, not {_called(value)}"
-            )
+        prompt = self._prompt(value, place)
         try:
             model.sampling(kwargs)
             num_answers = num_answers_of(model.n, kwargs)
@@ -228,6 +250,21 @@ class Walk:
         # Under tools the text is not all that the model may say.
         call.is_message = bool(kwargs.get("tools"))
         return Answer(call)
+
+    def _prompt(self, value: Value, place: Place) -> Rendered:
+        """What a chat model is told where it gets a value."""
+        if isinstance(value, Rendered):
+            return value
+        if isinstance(value, Local):
+            return Rendered(({"splice": self.graph.view(value, "messages")},))
+        if isinstance(value, Text):
+            return Rendered((Turn("user", (value.call.segment,)),))
+        if isinstance(value, Either):
+            lists = [self._prompt(each, place).expression for each in value.values]
+            return Rendered(({"splice": value.exit.give(lists)},))
+        raise unsupported(
+            place, f"a chat model takes a prompt, text or messages, not {_called(value)}"
+        )
 
 
 def _is_model(runnable: Runnable[Any, Any]) -> bool:
@@ -252,7 +289,24 @@ def _is_function(runnable: Runnable[Any, Any]) -> bool:
         return not _is_passthrough(runnable)
     if isinstance(runnable, BaseOutputParser):
         return type(runnable) is not StrOutputParser
+    if isinstance(runnable, CONTROL):  # around code of the user alone
+        return next(models_of(runnable), None) is None
+    if isinstance(runnable, BaseLanguageModel):  # of another provider
+        return not isinstance(runnable, ChatConure)
     return isinstance(runnable, RunnableGenerator | BaseRetriever | BaseTool)
+
+
+def _separator(function: Any) -> str | None:
+    """The text whose `join` a function is."""
+    owner = getattr(function, "__self__", None)
+    is_join = isinstance(owner, str) and getattr(function, "__name__", "") == "join"
+    return str(owner) if is_join else None
+
+
+def _holds_prompt(value: Value) -> bool:
+    if isinstance(value, Either):
+        return any(map(_holds_prompt, value.values))
+    return isinstance(value, Rendered)
 
 
 def _key(runnable: RunnableLambda[Any, Any]) -> tuple[Any] | None:
@@ -264,7 +318,14 @@ def _key(runnable: RunnableLambda[Any, Any]) -> tuple[Any] | None:
     return (keys[0],) if len(keys) == 1 else None
 
 
-def _item(value: Value, key: Any, place: Place) -> Value:
+def item_of(value: Value, key: Any, place: Place) -> Value:
+    """What stands under a key of a value.
+
+    Raises:
+        ProgramError: if nothing does.
+    """
+    if isinstance(value, Either):
+        return value.each(lambda each: item_of(each, key, place))
     if isinstance(value, Local):
         hint = str(key) if isinstance(key, str) else f"item_{key}"
         return value.then(lambda given: given[key], hint, ("item", key))
@@ -272,23 +333,27 @@ def _item(value: Value, key: Any, place: Place) -> Value:
         if key in value.fields:
             return value.fields[key]
         if value.rest is not None:
-            return _item(value.rest, key, place)
+            return item_of(value.rest, key, place)
         raise unsupported(place, f"there is no {key!r} in what comes before: {value.names()}")
     raise unsupported(place, f"itemgetter({key!r}) gets {_called(value)}")
 
 
 def _pick(runnable: RunnablePick, value: Value, place: Place) -> Value:
+    if isinstance(value, Either):
+        return value.each(lambda each: _pick(runnable, each, place))
     if isinstance(value, Local):
         hint = runnable.keys if isinstance(runnable.keys, str) else ""
         return value.then(runnable.invoke, hint, ("pick", str(runnable.keys)))
     if not isinstance(value, Record):
         raise unsupported(place, f"RunnablePick needs a dict, not {_called(value)}")
     if isinstance(runnable.keys, str):
-        return _item(value, runnable.keys, place)
-    return Record({key: _item(value, key, place) for key in runnable.keys})
+        return item_of(value, runnable.keys, place)
+    return Record({key: item_of(value, key, place) for key in runnable.keys})
 
 
 def _text(parser: StrOutputParser, value: Value, place: Place) -> Value:
+    if isinstance(value, Either):
+        return value.each(lambda each: _text(parser, each, place))
     if isinstance(value, Answer):
         return Text(value.call)
     if isinstance(value, Text):

@@ -34,7 +34,8 @@ from llama_index.core.types import PydanticProgramMode
 from conure.server.program.errors import NotFoundError
 from conure.server.program.ir import Json, Sampling
 
-from ..client import AsyncClient, Client, Retry
+from ..client import Client
+from ..own import OwnClients
 from .call import Call
 from .line import Direct, Final, Line
 from .messages import answer_message, chat_response, completion_response, selections, to_wire
@@ -87,9 +88,7 @@ class Conure(FunctionCallingLLM):
     pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.LLM
     """Structured outputs are text that the server holds to their JSON schema."""
 
-    # Filled by `setdefault`, so that calls in several threads agree on one connection pool.
-    _own: dict[str, Client] = PrivateAttr(default_factory=dict)
-    _async: dict[str, AsyncClient] = PrivateAttr(default_factory=dict)
+    _own: OwnClients = PrivateAttr(default_factory=OwnClients)
     _pages: dict[str, dict[str, Json]] = PrivateAttr(default_factory=dict)
 
     @classmethod
@@ -291,18 +290,13 @@ class Conure(FunctionCallingLLM):
         scope = current()
         if scope is not None and not scope.is_over:
             return scope.session(client)
-        if not self._async:
-            self._async.setdefault("", client.asynchronous())
-        return Direct(client, self._async[""])
+        return Direct(client, self._own.asynchronous(client))
 
     def connection(self) -> Client:
         """The client that calls go through."""
         if self.client is not None:
             return self.client
-        if not self._own:
-            client = Client(self.base_url, retry=Retry(max_retries=self.max_retries))
-            self._own.setdefault("", client)
-        return self._own[""]
+        return self._own.client(self.base_url, self.max_retries)
 
     def _model(self, kwargs: Mapping[str, Any]) -> str:
         return str(kwargs.get("model") or self.model)

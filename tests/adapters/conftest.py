@@ -13,6 +13,10 @@ import pytest
 
 from conure.adapters.client import AsyncClient, Client, Retry
 
+from .left import submitted
+
+__all__ = ["submitted"]
+
 Message = MutableMapping[str, Any]
 
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 from langchain_core.runnables import Runnable, RunnableParallel
 
-from conure.adapters.client import AsyncClient, Client, Retry
+from conure.adapters.client import Client, Retry
 from conure.adapters.langchain import ChatConure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError, PromptError, UnavailableError
-from conure.server.program.status import ENDED
 
 from ..served import served
+from .left import all_ended
 from .shapes import TEXT, ask
 
 WAYS = ("invoke", "ainvoke", "stream", "astream", "batch", "abatch")
@@ -91,36 +91,6 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
     with Client(app=app) as client:
         yield client
-
-
-@pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ids of the programs that the server took."""
-    ids: list[str] = []
-    submit, asubmit = Client.submit, AsyncClient.submit
-
-    def seen(self: Client, *args: Any, **kwargs: Any) -> Any:
-        run = submit(self, *args, **kwargs)
-        ids.append(run.id)
-        return run
-
-    async def aseen(self: AsyncClient, *args: Any, **kwargs: Any) -> Any:
-        run = await asubmit(self, *args, **kwargs)
-        ids.append(run.id)
-        return run
-
-    monkeypatch.setattr(Client, "submit", seen)
-    monkeypatch.setattr(AsyncClient, "submit", aseen)
-    return ids
-
-
-async def all_ended(client: Client, ids: list[str]) -> None:
-    """Until every program has ended: what runs beside a failure may come to its own end."""
-    async with asyncio.timeout(15):
-        for program in ids:
-            run = await asyncio.to_thread(client.attach, program)
-            while (await asyncio.to_thread(run.status)).status not in ENDED:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])

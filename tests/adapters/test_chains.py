@@ -239,6 +239,15 @@ def test_several_answers_to_one_call_are_generations_of_one_result(llm: ChatConu
     assert [message.id for message in messages if message.id] == [
         f"{str(messages[0].id)[:-1]}{i}" for i in range(3)
     ]
+    # The prompt is counted once, by who sums up and by who looks at the first answer alone.
+    usage, *others = [each.usage_metadata for each in messages if isinstance(each, AIMessage)]
+    single = alone.usage_metadata
+    assert usage is not None
+    assert single is not None
+    assert others == [None, None]
+    assert usage["input_tokens"] == single["input_tokens"]
+    assert usage["output_tokens"] > single["output_tokens"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     again: Any = warm.generate([[HumanMessage("Tea?")]]).generations[0]
     assert [each.text for each in again] == [message.text for message in messages]
     with pytest.raises(ValueError, match="n=3 goes with invoke alone"):

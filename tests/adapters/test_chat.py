@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import aclosing
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from langchain_core.runnables import ConfigurableField
 
 from conure.adapters.client import Client, NotReadyError, Retry
 from conure.adapters.langchain import ChatConure
-from conure.server.program.errors import RunError
+from conure.server.program.errors import ConureError, RunError
 
 PROGRAM = "/v1/programs/p_1"
 VALUE = {
@@ -278,3 +280,70 @@ def test_fields_can_be_configured_per_call(llm: ChatConure, double: Any) -> None
     llm.invoke("a", model="third")
     nodes = [post.body["program"]["nodes"][0] for post in double.of("POST", "/v1/programs")]
     assert [node["model"] for node in nodes] == ["other", "third"]
+
+
+COPIES: dict[str, Callable[[ChatConure], ChatConure]] = {
+    "deepcopy": copy.deepcopy,
+    "model_copy": lambda llm: llm.model_copy(deep=True),
+    "pickle": lambda llm: pickle.loads(pickle.dumps(llm)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_model_that_was_used_can_be_copied(way: str) -> None:
+    llm = ChatConure(base_url="http://127.0.0.1:9", max_retries=0, api_key="k")  # type: ignore[arg-type]  # pydantic makes it a secret
+    with pytest.raises(ConureError):
+        llm.invoke("tea")
+    other = COPIES[way](llm)
+    assert other == llm == ChatConure(base_url=llm.base_url, max_retries=0, api_key=llm.api_key)
+    assert other._client() is not llm._client()
+    with pytest.raises(ConureError):
+        other.invoke("tea")
+
+
+def test_a_copy_of_a_model_goes_through_the_client_that_it_was_given(llm: ChatConure) -> None:
+    assert copy.deepcopy(llm).invoke("tea").content == llm.invoke("tea").content
+    with pytest.raises(TypeError, match="give what is to travel a base_url"):
+        pickle.dumps(llm)
+
+
+def test_a_model_whose_address_is_changed_has_another_client() -> None:
+    llm = ChatConure(base_url="http://127.0.0.1:9")
+    assert llm._client().server == "http://127.0.0.1:9"
+    other = llm.model_copy(update={"base_url": "http://127.0.0.1:10"})
+    assert other._client().server == "http://127.0.0.1:10"
+    assert llm._client() is llm._client()
+
+
+ASKED = [HumanMessage("hi"), AIMessage("hello tea"), HumanMessage("more")]
+WAYS: dict[str, Callable[[ChatConure], Any]] = {
+    "invoke": lambda llm: llm.invoke(ASKED),
+    "stream": lambda llm: list(llm.stream(ASKED)),
+}
+
+
+def sessions(double: Any) -> list[str | None]:
+    """Those of the programs that were submitted."""
+    posts = double.of("POST", "/v1/programs")
+    return [post.body.get("options", {}).get("session") for post in posts]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_that_fails_is_repeated_in_the_session_that_it_went_on_with(
+    double: Any, kit: Any, way: str
+) -> None:
+    refused = kit.Answer(400, kit.problem(400, "prompt.too_long", "too long"))
+    double.on("POST", "/v1/programs", kit.accepted(), refused, refused, kit.accepted())
+    double.on("DELETE", PROGRAM, kit.status("cancelled"))
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.committed(VALUE)]))
+    path = f"{PROGRAM}/variables/answer"
+    double.on("GET", path, kit.Answer(200, {"status": "done", "value": VALUE}))
+    with Client(app=double) as client:
+        llm = ChatConure(client=client)
+        llm.invoke("hi")
+        for _ in range(3):
+            with suppress(ConureError):
+                WAYS[way](llm)
+        with suppress(ConureError):
+            WAYS[way](llm)
+    assert sessions(double) == [None, *["conversation p_1"] * 3, None]

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
-from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import JsonOutputParser, StrOutputParser
 from langchain_core.prompts import (
@@ -23,9 +22,7 @@ from langchain_core.prompts import (
 )
 from langchain_core.runnables import (
     ConfigurableField,
-    RouterRunnable,
     Runnable,
-    RunnableBranch,
     RunnableLambda,
     RunnableParallel,
     RunnablePassthrough,
@@ -339,16 +336,6 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
         "use an f-string template",
     ),
     (lambda: prompt("{x}") | LLM.bind(n=2), "chain.steps[1]", "n=2 answers"),
-    (lambda: CALL.map(), "chain", "RunnableEach"),
-    (lambda: RunnableBranch((lambda x: True, CALL), CALL), "chain", "RunnableBranch"),
-    (lambda: {"y": LLM.with_fallbacks([LLM])}, "chain['y']", "RunnableWithFallbacks"),
-    (lambda: prompt("{x}") | LLM.with_retry(), "chain.steps[1]", "RunnableRetry"),
-    (lambda: RouterRunnable(runnables={"a": CALL}), "chain", "RouterRunnable"),
-    (
-        lambda: prompt("{x}") | FakeListChatModel(responses=["a"]),
-        "chain.steps[1]",
-        "FakeListChatModel is another provider's model",
-    ),
     (lambda: CALL.with_listeners(on_end=print), "chain", "listeners"),
     (lambda: prompt("{x}") | LLM.bind(functions=[{}]), "chain.steps[1]", "functions"),
     (lambda: prompt("{x}") | print, "chain.steps[1]", "gets a prompt"),

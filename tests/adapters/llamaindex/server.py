@@ -32,5 +32,4 @@ async def make_llm(client: Client) -> AsyncIterator[Callable[..., Conure]]:
 
     yield make
     for llm in made:
-        for asynchronous in llm._async.values():
-            await asynchronous.close()
+        await llm._own.aclose()

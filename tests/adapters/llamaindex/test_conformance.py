@@ -33,7 +33,7 @@ class TestChat(LLMConformance):
         with Client(app=create_app(config)) as client:
             llm = Conure(client=client, temperature=0)
             yield llm
-            await llm._async[""].close()
+            await llm._own.aclose()
 
 
 class TestCompletion(LLMConformance):

@@ -41,8 +41,7 @@ async def llm(double: Any, kit: Any) -> AsyncIterator[Conure]:
     with Client(app=double, retry=Retry(max_retries=1, first_s=0.0001)) as client:
         llm = Conure(client=client, temperature=0, stop=["."])
         yield llm
-        for asynchronous in llm._async.values():
-            await asynchronous.close()
+        await llm._own.aclose()
 
 
 def nodes(double: Any) -> list[Any]:

@@ -10,6 +10,9 @@ core that is installed; otherwise the page is compared with it.
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +23,31 @@ import pytest
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
 
+from ...served import environment, served
+
 PAGE = Path(__file__).parents[3] / "docs" / "llamaindex.md"
 IS_OLD = version("llama-index-core").startswith("0.12.")
 
+BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE.read_text("utf-8")))
+
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
+
+
+@pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
+def test_the_examples_run() -> None:
+    assert BLOCKS.keys() == {"llm", "app"}
+    with served("--engine", "fake") as url:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", "\n".join(BLOCKS.values())],
+            env={**environment(), "CONURE_URL": url},
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "from the plan" in done.stdout
 
 
 def compare(name: str, head: list[str], rows: list[list[str]]) -> None:

@@ -1,0 +1,240 @@
+"""What goes wrong is raised as what it is, with the server's reason, however an app is asked.
+
+And nothing is left running: the server is asked afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+if version("llama-index-core").startswith("0.12."):
+    pytest.skip("core 0.12: `accelerate` is for 0.13 and 0.14", allow_module_level=True)
+
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, TextNode
+
+from conure.adapters.client import Client, Retry
+from conure.adapters.llamaindex import Conure, accelerate
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.errors import (
+    ConureError,
+    NotFoundError,
+    ProgramError,
+    PromptError,
+    UnavailableError,
+)
+
+from ...served import served
+from ..left import all_ended
+
+
+async def told(llm: Conure, way: str, prompt: str, **kwargs: Any) -> None:
+    """Ask an LLM in one of LlamaIndex's eight ways, to the end."""
+    given: Any = [ChatMessage(role="user", content=prompt)] if "chat" in way else prompt
+    method = getattr(llm, way)
+    match way.partition("_")[0]:
+        case "stream":
+            await asyncio.to_thread(lambda: list(method(given, **kwargs)))
+        case "astream":
+            async for _ in await method(given, **kwargs):
+                pass
+        case "achat" | "acomplete":
+            await method(given, **kwargs)
+        case _:
+            await asyncio.to_thread(method, given, **kwargs)
+
+
+LLM_WAYS = [
+    f"{prefix}{what}"
+    for what in ("chat", "complete")
+    for prefix in ("", "a", "stream_", "astream_")
+]
+
+
+class Broken(BaseRetriever):
+    """A retriever that raises."""
+
+    def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
+        raise KeyError("oh")
+
+
+class Given(BaseRetriever):
+    """Finds always the same."""
+
+    def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
+        text = "Fact is here. " * 60
+        return [NodeWithScore(node=TextNode(text=text), score=1) for _ in range(4)]
+
+
+def engine(
+    llm: Conure, way: str, *, retriever: type[BaseRetriever] = Given, **settings: Any
+) -> Any:
+    """A query engine with four facts, streaming where the way says so."""
+    streams = "stream" in way
+    synthesizer = get_response_synthesizer(llm=llm, streaming=streams, use_async=False, **settings)
+    return RetrieverQueryEngine(retriever(), synthesizer)
+
+
+async def asked(app: Any, way: str) -> None:
+    """Ask a query engine, and read its answer to the end."""
+    if way.startswith("a"):
+        response = await app.aquery("what?")
+        if way == "astream":
+            async for _ in response.response_gen:
+                pass
+        return
+    response = await asyncio.to_thread(app.query, "what?")
+    if way == "stream":
+        await asyncio.to_thread(lambda: list(response.response_gen))
+
+
+APP_WAYS = ("query", "aquery", "stream", "astream")
+
+
+class Case(NamedTuple):
+    """Arguments of an LLM and of its call that make it fail."""
+
+    llm: dict[str, Any]
+    prompt: str
+    kwargs: dict[str, Any]
+    error: type[Exception]
+    match: str
+
+
+CASES = {
+    "a constraint that is refused": Case(
+        {}, "tea", {"constraint": {"regex": "(?=a)b"}}, ProgramError, "invalid regex"
+    ),
+    "a model that is not there": Case({}, "tea", {"model": "nobody"}, ConureError, "nobody"),
+    "a prompt that is too long": Case({}, "x" * 100_000, {}, PromptError, "tokens"),
+    "an argument that is not known": Case({}, "tea", {"beams": 4}, ValueError, "beams=4"),
+    "a value out of its bounds": Case({}, "tea", {"top_p": 7}, ProgramError, "top_p"),
+    "a tool without a name": Case(
+        {},
+        "tea",
+        {"tools": [{"type": "function", "function": {"name": ""}}]},
+        ConureError,
+        "no name of a function",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", LLM_WAYS)
+@pytest.mark.parametrize("name", CASES)
+async def test_what_a_call_cannot_be_is_raised_with_the_reason(
+    client: Client, make_llm: Callable[..., Conure], submitted: list[str], name: str, way: str
+) -> None:
+    case = CASES[name]
+    with pytest.raises(case.error, match=case.match):
+        await told(make_llm(**case.llm), way, case.prompt, **case.kwargs)
+    await all_ended(client, submitted)
+
+
+@pytest.mark.parametrize("way", LLM_WAYS)
+async def test_a_server_that_is_not_there_is_named(way: str) -> None:
+    llm = Conure(base_url="http://127.0.0.1:9", max_retries=0)
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9.*is the server running"):
+        await told(llm, way, "tea")
+    await llm._own.aclose()
+
+
+APPS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "a retriever that raises": ({}, {"retriever": Broken}, KeyError, "oh"),
+    "a model that is not there": ({"model": "nobody"}, {}, NotFoundError, "no model 'nobody'"),
+    "a prompt that is too long": (
+        {"context_window": 900_000},
+        {"summary_template": PromptTemplate("{context_str}" * 300 + "{query_str}")},
+        PromptError,
+        "tokens",
+    ),
+    "a value out of its bounds": ({"top_p": 7}, {}, ProgramError, "top_p"),
+}
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
+@pytest.mark.parametrize("way", APP_WAYS)
+@pytest.mark.parametrize("name", APPS)
+async def test_what_goes_wrong_in_an_app_is_raised_and_leaves_nothing_running(
+    client: Client,
+    make_llm: Callable[..., Conure],
+    submitted: list[str],
+    name: str,
+    way: str,
+    is_fast: bool,
+) -> None:
+    settings, parts, error, match = APPS[name]
+    llm = make_llm(**settings)
+    with pytest.raises(error, match=match):
+        app = engine(
+            llm, way, response_mode="tree_summarize", **parts
+        )  # asks for the model's metadata
+        await asked(accelerate(app) if is_fast else app, way)
+    await all_ended(client, submitted)
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
+@pytest.mark.parametrize("way", APP_WAYS)
+async def test_an_app_without_a_server_says_so(way: str, is_fast: bool) -> None:
+    llm = Conure(base_url="http://127.0.0.1:9", max_retries=0)
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9.*is the server running"):
+        app = engine(llm, way, response_mode="compact")
+        await asked(accelerate(app) if is_fast else app, way)
+    await llm._own.aclose()
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
+@pytest.mark.parametrize("way", APP_WAYS)
+async def test_a_client_that_was_closed_is_named(tmp_path: Path, way: str, is_fast: bool) -> None:
+    with await asyncio.to_thread(
+        lambda: Client(app=create_app(Config(engine="fake", data=tmp_path)))
+    ) as client:
+        llm = Conure(client=client, max_tokens=20)
+        app = engine(llm, way, response_mode="compact")
+        assert llm.metadata.context_window
+    async with asyncio.timeout(10):
+        with pytest.raises((ConureError, RuntimeError), match="closed"):
+            await asked(accelerate(app) if is_fast else app, way)
+    await llm._own.aclose()
+
+
+@pytest.mark.timeout(60)
+async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[str]) -> None:
+    # Each of those who wait in a thread needs one.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(20))
+    stack = contextlib.ExitStack()
+    server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
+    url = await asyncio.to_thread(stack.enter_context, server)
+    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
+    try:
+        with Client(url, retry=retry) as client:
+            llm = Conure(client=client)
+            apps = [
+                (way, accelerate(app) if is_fast else app)
+                for way in APP_WAYS
+                for is_fast in (False, True)
+                for app in [engine(llm, way, response_mode="tree_summarize")]
+            ]
+            waiting = [asyncio.create_task(asked(app, way)) for way, app in apps]
+            waiting += [asyncio.create_task(told(llm, way, "tea")) for way in LLM_WAYS]
+            async with asyncio.timeout(20):
+                while len(submitted) < len(waiting):  # noqa: ASYNC110 - threads submit
+                    await asyncio.sleep(0.01)
+            await asyncio.to_thread(stack.close)
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [each for each in results if not isinstance(each, ConureError)] == []
+            await llm._own.aclose()
+    finally:
+        stack.close()

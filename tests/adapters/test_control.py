@@ -1,0 +1,321 @@
+"""Branches, routers, fallbacks, retries and maps run whole on the server, as they do here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any
+
+import pytest
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import (
+    RouterRunnable,
+    Runnable,
+    RunnableBranch,
+    RunnableLambda,
+    RunnableParallel,
+    RunnablePassthrough,
+)
+
+from conure.adapters.client import Client
+from conure.adapters.langchain import ChatConure, to_program
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.errors import ConureError, ProgramError
+
+from .shapes import TEXT, ask, shapes
+from .test_accelerate import comparable
+
+NAMES = list(shapes(ChatConure()))
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
+    with Client(app=app) as client:
+        yield client
+
+
+@pytest.fixture
+def llm(client: Client) -> ChatConure:
+    return ChatConure(client=client, temperature=0, max_tokens=200)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_gives_what_the_chain_gives(client: Client, llm: ChatConure, name: str) -> None:
+    shape = shapes(llm)[name]
+    if shape.refused:
+        with pytest.raises(ConureError, match=shape.refused):
+            to_program(shape.chain).run(client, shape.given)
+        return
+    made = to_program(shape.chain).run(client, shape.given)
+    assert comparable(made) == comparable(shape.chain.invoke(shape.given))
+
+
+def is_long(text: str) -> bool:
+    return len(text) > 3
+
+
+def broken(value: Any) -> Any:
+    raise KeyError("oh")
+
+
+def pieces(text: str) -> list[str]:
+    return [text[:2], text[2:4], text[4:]]
+
+
+def chains(llm: ChatConure) -> dict[str, tuple[Runnable[Any, Any], list[Any]]]:
+    """Chains, each with inputs that take all of its ways."""
+    call: Any = ask("{x}") | llm
+    say = call | TEXT
+    brief = ask("brief {x}") | llm | TEXT
+    chat = ChatPromptTemplate.from_messages([("system", "s"), ("human", "long {x}")])
+    choice = llm.bind(constraint={"choices": ["tea"]})
+    long_or_brief = RunnableBranch((is_long, say), brief)
+    return {
+        "branch on the input": (long_or_brief, ["tea", "coffee"]),
+        "branch of many arms": (
+            RunnableBranch(
+                (lambda x: x == "a", say),
+                (lambda x: x == "b", lambda x: f"{x}!"),
+                (is_long, call),
+                brief,
+            ),
+            ["a", "b", "coffee", "tea"],
+        ),
+        "branch on a key": (
+            RunnableBranch((itemgetter("x"), say), ask("none {y}") | llm | TEXT),
+            [{"x": "", "y": 1}, {"x": "tea", "y": 2}],
+        ),
+        "branch on what the model said": (
+            RunnablePassthrough.assign(kind=ask("{x}") | choice | TEXT)
+            | RunnableBranch((lambda d: d["kind"] == "tea", ask("{kind}: {x}") | llm), call),
+            [{"x": "y"}],
+        ),
+        "branch on an empty answer": (
+            RunnableParallel(a=ask("{x}") | llm.bind(constraint={"choices": [""]}) | TEXT, b=say)
+            | RunnableBranch((itemgetter("a"), itemgetter("a")), itemgetter("b"))
+            | say,
+            ["tea"],
+        ),
+        "branch between prompts": (
+            RunnableBranch((is_long, chat), ask("brief {x}")) | llm | TEXT,
+            ["tea", "coffee"],
+        ),
+        "branch between a text and a message": (
+            RunnableBranch((is_long, call), say),
+            ["a", "long"],
+        ),
+        "branch between dicts": (
+            RunnableBranch(
+                (is_long, RunnableParallel(a=say, b=brief)), RunnableParallel(a=brief, b=len)
+            )
+            | RunnableParallel(p=ask("{a} and {b}") | llm | TEXT, q=itemgetter("b")),
+            ["tea", "coffee"],
+        ),
+        "branch that passes on": (
+            RunnableBranch((is_long, RunnablePassthrough()), brief) | say,
+            ["tea", "coffee"],
+        ),
+        "function behind a branch": (
+            RunnableBranch((is_long, call), say) | (lambda made: isinstance(made, AIMessage)),
+            ["tea", "coffee"],
+        ),
+        "branch in a branch": (
+            RunnableBranch((is_long, RunnableBranch((lambda x: "c" in x, say), brief)), brief)
+            | say,
+            ["tea", "coffee", "lemonade"],
+        ),
+        "router on an answer": (
+            {"key": ask("{x}") | choice | TEXT, "input": RunnablePassthrough()}
+            | RouterRunnable({"sea": brief, "tea": say}),
+            [{"x": "y"}],
+        ),
+        "fallback of a call that is too long": (
+            (ask("{x}" * 1000) | llm).with_fallbacks([call]) | TEXT,
+            ["tea", "x" * 100],
+        ),
+        "fallback to another provider": (
+            ask("{x}" * 1000) | llm.with_fallbacks([FakeListChatModel(responses=["x"])]) | TEXT,
+            ["tea" * 30],
+        ),
+        "model with retries": (chat | llm.with_retry() | TEXT | say, ["tea"]),
+        "fallbacks of a fallback": (
+            (say | broken).with_fallbacks([brief | broken, RunnableLambda(lambda x: f"no {x}")])
+            | say,
+            ["tea"],
+        ),
+        "fallback to what was there": (
+            RunnablePassthrough.assign(y=say)
+            | RunnableParallel(
+                z=(itemgetter("y") | RunnableLambda(broken)).with_fallbacks(
+                    [RunnableLambda(itemgetter("y"))]
+                ),
+                m=call,
+            ),
+            [{"x": "tea"}],
+        ),
+        "map of nothing": (RunnableLambda(lambda x: []) | say.map(), ["tea"]),
+        "map over the input": (say.map(), [["tea", "milk"], []]),
+        "map over dicts": (
+            RunnablePassthrough.assign(said=say, size=itemgetter("x") | RunnableLambda(len)).map(),
+            [[{"x": "a", "n": 1}, {"x": "b", "n": [2]}]],
+        ),
+        "map of a map": (RunnableLambda(pieces).map() | say.map().map(), [["coffee", "lemonade"]]),
+        "map over a map": (
+            RunnableLambda(pieces) | call.map() | TEXT.map() | say.map(),
+            ["lemonade"],
+        ),
+        "map in a prompt": (RunnableLambda(pieces) | say.map() | ask("{y}") | llm, ["lemonade"]),
+        "map of branches": (
+            RunnableLambda(pieces) | long_or_brief.map() | ", ".join,
+            ["lemonades"],
+        ),
+        "map in a branch": (
+            RunnableBranch((is_long, RunnableLambda(pieces) | say.map() | "".join), brief) | say,
+            ["tea", "coffee"],
+        ),
+        "text made on the server": (say | str.strip | str.lower | say, ["Tea"]),
+        "retry of a map": ((RunnableLambda(pieces) | say.map()).with_retry(), ["coffee"]),
+        "another model": (
+            chat | FakeListChatModel(responses=["  Fake "]) | TEXT | say,
+            [{"x": "tea"}],
+        ),
+        "functions alone": (
+            RunnableLambda(pieces).map().with_retry() | (lambda found: str(found)) | say,
+            [["coffee"]],
+        ),
+        "history": (
+            RunnableBranch(
+                (
+                    lambda d: d["h"],
+                    ChatPromptTemplate.from_messages([("placeholder", "{h}"), ("human", "{x}")]),
+                ),
+                ask("{x}"),
+            )
+            | llm,
+            [{"x": "tea", "h": []}, {"x": "tea", "h": [HumanMessage("hi"), AIMessage("ho")]}],
+        ),
+    }
+
+
+CHAINS = list(chains(ChatConure()))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+async def test_what_a_chain_decides_a_program_decides(
+    client: Client, llm: ChatConure, name: str
+) -> None:
+    chain, inputs = chains(llm)[name]
+    compiled = to_program(chain)
+    for given in inputs:
+        expected = comparable(await asyncio.to_thread(chain.invoke, given))
+        assert comparable(await asyncio.to_thread(compiled.run, client, given)) == expected
+        async with client.asynchronous() as other:
+            assert comparable(await compiled.arun(other, given)) == expected
+
+
+def test_what_is_not_chosen_never_runs(client: Client, llm: ChatConure) -> None:
+    asked: list[str] = []
+
+    def note(name: str, *, gives: Any) -> Callable[[Any], Any]:
+        def call(given: Any) -> Any:
+            asked.append(name)
+            return gives
+
+        return call
+
+    chain: Any = RunnableBranch(
+        (note("first", gives=0), broken),
+        (note("second", gives="yes"), note("arm", gives="x") | ask("{x}") | llm),
+        (note("third", gives=1), broken),
+        broken,
+    )
+    to_program(chain).run(client, "tea")
+    assert asked == ["first", "second", "arm"]
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2, 3])
+def test_a_retry_makes_as_many_attempts(client: Client, llm: ChatConure, num_failures: int) -> None:
+    seen: list[str] = []
+
+    def frail(text: str) -> str:
+        seen.append(text)
+        if len(seen) <= num_failures:
+            raise ValueError(text)
+        return text
+
+    say = ask("{x}") | llm | TEXT
+    chain = (say | frail).with_retry(stop_after_attempt=3, wait_exponential_jitter=False) | say
+    if num_failures < 3:
+        assert to_program(chain).run(client, "tea") == (say | say).invoke("tea")
+    else:
+        with pytest.raises(ConureError, match="frail: ValueError"):
+            to_program(chain).run(client, "tea")
+    assert len(seen) == min(3, num_failures + 1)
+
+
+@pytest.mark.parametrize("key", ["by input", "by answer"])
+def test_a_key_that_no_route_has_fails_as_it_does_here(
+    client: Client, llm: ChatConure, key: str
+) -> None:
+    say = ask("{x}") | llm | TEXT
+    router = RouterRunnable({"tea": say, "sea": say})
+    said = ask("{x}") | llm.bind(constraint={"choices": ["milk"]}) | TEXT
+    found: Any = said if key == "by answer" else itemgetter("x")
+    chain: Any = {"key": found, "input": RunnablePassthrough()} | router
+    for run in (chain.invoke, lambda given: to_program(chain).run(client, given)):
+        with pytest.raises(Exception, match="No runnable associated with key 'milk'"):
+            run({"x": "milk"})
+
+
+LLM = ChatConure()
+SAY: Any = ask("{x}") | LLM | TEXT
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "some exceptions": (
+        {"y": SAY.with_fallbacks([SAY], exceptions_to_handle=(ValueError,))},
+        "chain['y']",
+        "handles ValueError alone",
+    ),
+    "the exception": (
+        SAY.with_fallbacks([SAY], exception_key="error"),
+        "chain",
+        "hands on an exception",
+    ),
+    "retries on some": (
+        SAY | SAY.with_retry(retry_if_exception_type=(ValueError,)),
+        "chain.steps[3]",
+        "on some exceptions alone",
+    ),
+    "many retries": (SAY.with_retry(stop_after_attempt=12), "chain", "12 attempts; at most 11"),
+    "map over a text": (SAY | SAY.map(), "chain.steps[3]", "takes a list, not a model's text"),
+    "message as a key": (
+        {"key": ask("{x}") | LLM, "input": SAY} | RouterRunnable({"a": SAY}),
+        "chain.steps[1]",
+        "takes a text as its key, not a model's message",
+    ),
+    "what a part cannot be": (
+        RunnableBranch((is_long, SAY), SAY.with_listeners(on_end=print)),
+        "chain.default",
+        "listeners",
+    ),
+    "printed message": (
+        RunnableBranch((is_long, ask("{x}") | LLM), SAY)
+        | PromptTemplate.from_template("{y}")
+        | LLM,
+        "chain.steps[1]",
+        "put `| StrOutputParser()` behind the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_go_whole_is_refused_by_name_and_place(name: str) -> None:
+    chain, path, message = REFUSED[name]
+    with pytest.raises(ProgramError) as caught:
+        to_program(chain)
+    assert (caught.value.code, caught.value.path) == ("to_program.unsupported", path)
+    assert message in caught.value.message
