@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .bags import add_up, can_bag
 from .plan import Plan
 from .sheet import Part, Sheet
 from .stretch import Room, Stored, Tail
@@ -90,11 +91,11 @@ class Cpu:
             torch.mul(picked.view(sheet.queries.shape), factor, out=sheet.queries)
             _score(sheet, keys, softcap, sinks)
             torch.softmax(sheet.scores, dim=-1, out=sheet.weights)
-            _weigh(sheet, values)
+            found = _weigh(sheet, values)
             if isinstance(queries, slice):
-                out[queries].view(sheet.found.shape).copy_(sheet.found)
+                out[queries].view(found.shape).copy_(found)
             else:
-                found = sheet.found.reshape(len(queries), *out.shape[1:])
+                found = found.reshape(len(queries), *out.shape[1:])
                 out.index_copy_(0, queries, found.to(out.dtype))
         return out
 
@@ -239,7 +240,7 @@ def _score(sheet: Sheet, keys: Stored, softcap: float | None, sinks: Tensor | No
         tokens, bias = part.piece.tokens, part.piece.bias
         if isinstance(tokens, Tail):
             assert bias is not None, "tails are padded"
-            products = torch.matmul(part.rows, tokens.read(keys).transpose(2, 3))
+            products = _tail_scores(part.rows, tokens, keys)
             if softcap is not None:
                 products.tanh_().mul_(softcap)
             torch.add(products, bias, out=part.scores)
@@ -268,18 +269,41 @@ def _multiply(part: Part, key: Tensor) -> None:
         torch.bmm(rows, key.transpose(1, 2), out=target)
 
 
-def _weigh(sheet: Sheet, values: Stored) -> None:
-    """Write what the queries of a tile find: the sum of values by their weights."""
+def _weigh(sheet: Sheet, values: Stored) -> Tensor:
+    """Return what the queries of a tile find, [Q, K, G, E]: the sum of values by weights."""
     for part in sheet.parts:
         tokens, weights, found = part.piece.tokens, part.weights, part.found
-        read = tokens.read(values)
         if isinstance(tokens, Tail) or found.dtype != weights.dtype:
-            products = torch.matmul(weights, read)
+            if isinstance(tokens, Tail):
+                products = _tail_sums(weights, tokens, values)
+                if len(sheet.parts) == 1:
+                    return products.transpose(0, 1)
+            else:
+                products = torch.matmul(weights, tokens.read(values))
             if part.piece.is_first:
                 found.copy_(products)
             else:
                 found.add_(products)
         elif part.piece.is_first:
-            torch.bmm(weights, read, out=found)
+            torch.bmm(weights, tokens.read(values), out=found)
         else:
-            found.baddbmm_(weights, read)
+            found.baddbmm_(weights, tokens.read(values))
+    return sheet.found
+
+
+def _tail_scores(rows: Tensor, tail: Tail, keys: Stored) -> Tensor:
+    """Return the products of rows [K, n, G, D] with keys of each query's own, [K, n, G, W]."""
+    is_bagged = can_bag(rows)
+    turned = tail.read(keys, is_turned=is_bagged).transpose(2, 3)
+    if not is_bagged or not turned.is_contiguous():
+        return torch.matmul(rows, turned)
+    kv_heads, _, group, dim = rows.shape
+    bags = tail.turned(kv_heads, group, dim)
+    return add_up(turned.reshape(-1, turned.shape[3]), bags, rows)
+
+
+def _tail_sums(weights: Tensor, tail: Tail, values: Stored) -> Tensor:
+    """Return the sums of each query's own values by weights [K, n, G, W], [K, n, G, E]."""
+    if values.rows is None or not can_bag(weights):
+        return torch.matmul(weights, tail.read(values))
+    return add_up(values.rows, tail.places(values, weights.shape[2]), weights)
