@@ -6,7 +6,8 @@ all columns; each piece adds `weights x values`. So a shared stretch is read onc
 queries and for all heads of a group, which are packed as rows, and nothing is to be merged by
 log-sum-exp: the parts of a query lie side by side in one row. All layers of a step share the
 views that these calls need (`sheet`): between small products a layer's time is that of the
-calls.
+calls. What a decoding row reads alone is multiplied as sums of bags (`bags`), where its rows
+are few.
 
 This beats torch's own flash kernel for CPUs, which computes above the diagonal and spends its
 time between the products: by 2 to 4 in bfloat16, and by what is not computed in float32. In
@@ -26,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Final
 
@@ -36,8 +38,8 @@ from torch import Tensor
 from .bags import add_up, can_bag
 from .plan import Plan
 from .sheet import Part, Sheet
-from .stretch import Room, Stored, Tail
-from .tiles import Sizes, cut
+from .stretch import KEPT_BYTES, Room, Stored, Tail
+from .tiles import RUN_TOKENS, Sizes, cut
 
 FEW_ROWS: Final = 48
 """So few rows of a 16-bit dtype are multiplied as `keys x queries` with keys that are read in
@@ -45,6 +47,11 @@ place, and the result is turned over: torch copies such keys before it multiplie
 transpose. Measured: 180 us instead of 270 for 1,488 keys and 32 rows of 4 heads of 64."""
 FEW_WIDE_ROWS: Final = 4
 """The same for wider dtypes, whose keys the library then reads up to twice as fast."""
+
+
+RUN_BYTES: Final = 2**18
+"""So many keys of a decoding query alone are read in place, if those of all layers cannot be
+kept: else bags read them faster."""
 
 
 class Cpu:
@@ -58,6 +65,8 @@ class Cpu:
         self._plan: Plan | None = None
         """Of the step that runs."""
         self._room = Room()
+        self._caches: set[int] = set()
+        """Caches of keys that were ever read, by address."""
         self._written: dict[int, Tensor | None] = {}
         """Slots written to a cache since it was last read, by address; None: several times."""
 
@@ -75,6 +84,7 @@ class Cpu:
         out: Tensor,
     ) -> Tensor:
         """Run the plan's tiles; see `ops.Operations.attention`."""
+        self._caches.add(key_cache.data_ptr())
         keys, values = self._stored(key_cache, plan), self._stored(value_cache, plan)
         if key_cache.data_ptr() == value_cache.data_ptr():
             # Values that are a part of the keys were written with them.
@@ -179,7 +189,11 @@ class Cpu:
             self._former.pop(key, None)
             for sheet in sheets:
                 sheet.tile.forget()
-            sizes = Sizes(query.dtype, heads * element, kv_heads * dim * element)
+            token_bytes = kv_heads * dim * element
+            is_kept = binding is None and can_bag(query[:, : heads // kv_heads])
+            is_kept = is_kept and self._can_keep(plan, token_bytes)
+            run_tokens = sys.maxsize if is_kept else max(RUN_TOKENS, RUN_BYTES // token_bytes)
+            sizes = Sizes(query.dtype, heads * element, token_bytes, run_tokens)
             tiles = cut(plan, window, sizes, self._room)
             group = heads // kv_heads
             shapes = [(kv_heads, t.num_queries * group, t.width + with_sinks) for t in tiles]
@@ -190,6 +204,12 @@ class Cpu:
             ]
         self._former[key] = (plan, sheets)
         return sheets
+
+    def _can_keep(self, plan: Plan, token_bytes: int) -> bool:
+        """Say whether there is room for what rows read alone, all layers together."""
+        own = int((plan.kv_len - plan.tree.own * plan.block_size).sum())
+        is_decoding = plan.num_queries == plan.num_rows
+        return is_decoding and own * token_bytes * len(self._caches) <= KEPT_BYTES
 
     def _forget(self, besides: Plan | None) -> None:
         """Let go of the tiles of every step but one."""

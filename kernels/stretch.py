@@ -9,7 +9,9 @@ no room to keep is read in place where its slots are neighbours.
 A `Stretch` is read by several queries. A `Tail` is what each query of a step reads alone: the
 ends of decoding rows side by side, padded to one width, so that one call multiplies all of
 them with keys of their own. They are aligned at their ends and gain their tokens in the same
-column: a step copies one token per row, and only one column of what is kept changes.
+column: a step copies one token per row, and only one column of what is kept changes. Keys
+that are read by bags are kept turned over; values that are read so are kept not at all, for
+bags read them in place.
 
 Knows slots and tensors of caches by address; refuses to know rows, plans and layers. Kept
 true: what `read` returns is what the cache holds at those slots, as long as its caller tells
@@ -170,6 +172,7 @@ class Tail(Stretch):
         """0 where a query has a token, else -inf: [n, 1, W]."""
         self._newest: Tensor | None = None
         """Where the tokens stand by which the tail grew last; see `Stored.through`."""
+        # Made once for all layers of a kind: by heads, and by slots or head dim.
         self._places: dict[tuple[int, int, int], Bags] = {}
         self._turned: dict[tuple[int, int, int], Bags] = {}
 
