@@ -27,8 +27,8 @@ MOST_ROWS: Final = 4
 class Bags(NamedTuple):
     """Which rows of a table are added up."""
 
-    index: Tensor
-    """[.., C] int64, contiguous: the rows of each bag."""
+    rows: Tensor
+    """[.., C] int64, contiguous: those of each bag."""
     offsets: Tensor
     """[B + 1] where each bag begins, and the end of the last."""
 
@@ -50,11 +50,11 @@ def add_up(table: Tensor, bags: Bags, weights: Tensor) -> Tensor:
     Args:
         table: [R, E] contiguous.
         bags: Indices below R.
-        weights: [.., C] as the index, in the dtype of the table.
+        weights: [.., C] as the rows, in the dtype of the table.
     """
     found, *_ = torch.embedding_bag(
         table,
-        bags.index.view(-1),
+        bags.rows.view(-1),
         bags.offsets,
         mode=0,
         per_sample_weights=weights.reshape(-1),

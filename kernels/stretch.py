@@ -192,7 +192,7 @@ class Tail(Stretch):
         self._slots[:, self._used] = slots
         self.bias[:, :, self._used] = 0.0
         for (kv_heads, num_slots, _), bags in self._places.items():
-            bags.index[..., self._used] = _through(torch.from_numpy(slots), kv_heads, num_slots)
+            bags.rows[..., self._used] = _through(torch.from_numpy(slots), kv_heads, num_slots)
         self._used += 1
         self._index = self._newest = None
 
