@@ -45,7 +45,7 @@ from .fused import FusedModel
 from .graphs import Graphs, padded, sizes
 from .runner import Done, Handle, Row, Runner
 from .staging import Staging
-from .step import Attention, Caches, Integers, Kind, Packed, pack, warming
+from .step import Attention, Caches, Integers, Kind, Packed, filling, pack, warming
 
 TRIAL_TOKENS: Final = 12
 """Tokens by which the lean forward pass is compared with the model."""
@@ -185,7 +185,7 @@ class LocalRunner(Runner):
             for rows in warming(size, self.limits, self._scratch)
         ]
         # A recording is of no use once memory that it reads is replaced by larger one.
-        for rows in steps:
+        for rows in [*filling(self.limits, self._scratch), *steps]:
             self._prepare(pack(rows, self._planner).plan)
         for rows in steps:
             self._run_rows(rows, (), ())
@@ -287,10 +287,10 @@ class LocalRunner(Runner):
         )
         wanted = self._forward(ids_there, positions, last, attention)
         self._width = wanted.shape[1]
-        # What is prepared has as many queries as a decode step may have.
-        most = self.limits.max_sequences
+        # What is prepared has as many queries as a step may have; nobody reads them.
+        most = max(self.limits.max_sequences, self.limits.step_tokens)
         for kind, (query, caches) in self._kinds.items():
-            self._kinds[kind] = query.new_empty(most, *query.shape[1:]), caches
+            self._kinds[kind] = query[:1].expand(most, -1, -1), caches
         attention = replace(attention, seen=None)
         if not (is_lean and lean.is_plain(self._model, self.layers)):
             return

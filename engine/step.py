@@ -107,6 +107,34 @@ def warming(num_rows: int, limits: Limits, scratch: int) -> list[list[Row]]:
     ]
 
 
+def filling(limits: Limits, scratch: int) -> list[list[Row]]:
+    """Return the widest steps that fill prompts: what attention keeps for a step grows to them.
+
+    One prompt that takes all of a step at the end of the longest context, and as many as there
+    may be side by side, behind a common stretch and alone. They are planned, and never run.
+    """
+    most = min(limits.max_sequences, limits.step_tokens)
+    steps = [
+        _prompts(num_rows, limits, scratch, is_shared=is_shared)
+        for num_rows, is_shared in dict.fromkeys([(1, True), (most, True), (most, False)])
+    ]
+    return [rows for rows in steps if rows]
+
+
+def _prompts(num_rows: int, limits: Limits, scratch: int, *, is_shared: bool) -> list[Row]:
+    """Return prompts with equal parts of a step at the end of contexts; none if none fit."""
+    size = limits.block_size
+    num_blocks = limits.num_blocks // (1 if is_shared else num_rows)
+    length = min(limits.context_len, num_blocks * size)
+    new = min(limits.step_tokens // num_rows, limits.context_len)
+    if length < new:
+        return []
+    ids, width, num_old = [0] * length, -(-length // size), (length - new) // size
+    end = [scratch] * (width - num_old)
+    firsts = [0 if is_shared else row * width for row in range(num_rows)]
+    return [Row(0, ids, length - new, new, [*range(a, a + num_old), *end]) for a in firsts]
+
+
 def _filled(array: Integers, size: int, rest: int) -> Integers:
     filled = np.full(size, rest, np.int64)
     filled[: len(array)] = array

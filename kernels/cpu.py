@@ -6,7 +6,8 @@ all columns; each piece adds `weights x values`. So a shared stretch is read onc
 queries and for all heads of a group, which are packed as rows, and nothing is to be merged by
 log-sum-exp: the parts of a query lie side by side in one row. All layers of a step share the
 views that these calls need (`sheet`): between small products a layer's time is that of the
-calls.
+calls. What a decoding row reads alone is multiplied as sums of bags (`bags`), where its rows
+are few.
 
 This beats torch's own flash kernel for CPUs, which computes above the diagonal and spends its
 time between the products: by 2 to 4 in bfloat16, and by what is not computed in float32. In
@@ -26,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Final
 
@@ -33,10 +35,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .bags import add_up, can_bag
 from .plan import Plan
 from .sheet import Part, Sheet
-from .stretch import Room, Stored, Tail
-from .tiles import Sizes, cut
+from .stretch import KEPT_BYTES, Room, Stored, Tail
+from .tiles import RUN_TOKENS, Sizes, cut
 
 FEW_ROWS: Final = 48
 """So few rows of a 16-bit dtype are multiplied as `keys x queries` with keys that are read in
@@ -44,6 +47,11 @@ place, and the result is turned over: torch copies such keys before it multiplie
 transpose. Measured: 180 us instead of 270 for 1,488 keys and 32 rows of 4 heads of 64."""
 FEW_WIDE_ROWS: Final = 4
 """The same for wider dtypes, whose keys the library then reads up to twice as fast."""
+
+
+RUN_BYTES: Final = 2**18
+"""So many keys of a decoding query alone are read in place, if those of all layers cannot be
+kept: else bags read them faster."""
 
 
 class Cpu:
@@ -57,6 +65,8 @@ class Cpu:
         self._plan: Plan | None = None
         """Of the step that runs."""
         self._room = Room()
+        self._caches: set[int] = set()
+        """Caches of keys that were ever read, by address."""
         self._written: dict[int, Tensor | None] = {}
         """Slots written to a cache since it was last read, by address; None: several times."""
 
@@ -74,6 +84,7 @@ class Cpu:
         out: Tensor,
     ) -> Tensor:
         """Run the plan's tiles; see `ops.Operations.attention`."""
+        self._caches.add(key_cache.data_ptr())
         keys, values = self._stored(key_cache, plan), self._stored(value_cache, plan)
         if key_cache.data_ptr() == value_cache.data_ptr():
             # Values that are a part of the keys were written with them.
@@ -90,11 +101,11 @@ class Cpu:
             torch.mul(picked.view(sheet.queries.shape), factor, out=sheet.queries)
             _score(sheet, keys, softcap, sinks)
             torch.softmax(sheet.scores, dim=-1, out=sheet.weights)
-            _weigh(sheet, values)
+            found = _weigh(sheet, values)
             if isinstance(queries, slice):
-                out[queries].view(sheet.found.shape).copy_(sheet.found)
+                out[queries].view(found.shape).copy_(found)
             else:
-                found = sheet.found.reshape(len(queries), *out.shape[1:])
+                found = found.reshape(len(queries), *out.shape[1:])
                 out.index_copy_(0, queries, found.to(out.dtype))
         return out
 
@@ -178,7 +189,11 @@ class Cpu:
             self._former.pop(key, None)
             for sheet in sheets:
                 sheet.tile.forget()
-            sizes = Sizes(query.dtype, heads * element, kv_heads * dim * element)
+            token_bytes = kv_heads * dim * element
+            is_kept = binding is None and can_bag(query[:, : heads // kv_heads])
+            is_kept = is_kept and self._can_keep(plan, token_bytes)
+            run_tokens = sys.maxsize if is_kept else max(RUN_TOKENS, RUN_BYTES // token_bytes)
+            sizes = Sizes(query.dtype, heads * element, token_bytes, run_tokens)
             tiles = cut(plan, window, sizes, self._room)
             group = heads // kv_heads
             shapes = [(kv_heads, t.num_queries * group, t.width + with_sinks) for t in tiles]
@@ -189,6 +204,12 @@ class Cpu:
             ]
         self._former[key] = (plan, sheets)
         return sheets
+
+    def _can_keep(self, plan: Plan, token_bytes: int) -> bool:
+        """Say whether there is room for what rows read alone, all layers together."""
+        own = int((plan.kv_len - plan.tree.own * plan.block_size).sum())
+        is_decoding = plan.num_queries == plan.num_rows
+        return is_decoding and own * token_bytes * len(self._caches) <= KEPT_BYTES
 
     def _forget(self, besides: Plan | None) -> None:
         """Let go of the tiles of every step but one."""
@@ -239,7 +260,7 @@ def _score(sheet: Sheet, keys: Stored, softcap: float | None, sinks: Tensor | No
         tokens, bias = part.piece.tokens, part.piece.bias
         if isinstance(tokens, Tail):
             assert bias is not None, "tails are padded"
-            products = torch.matmul(part.rows, tokens.read(keys).transpose(2, 3))
+            products = _tail_scores(part.rows, tokens, keys)
             if softcap is not None:
                 products.tanh_().mul_(softcap)
             torch.add(products, bias, out=part.scores)
@@ -268,18 +289,41 @@ def _multiply(part: Part, key: Tensor) -> None:
         torch.bmm(rows, key.transpose(1, 2), out=target)
 
 
-def _weigh(sheet: Sheet, values: Stored) -> None:
-    """Write what the queries of a tile find: the sum of values by their weights."""
+def _weigh(sheet: Sheet, values: Stored) -> Tensor:
+    """Return what the queries of a tile find, [Q, K, G, E]: the sum of values by weights."""
     for part in sheet.parts:
         tokens, weights, found = part.piece.tokens, part.weights, part.found
-        read = tokens.read(values)
         if isinstance(tokens, Tail) or found.dtype != weights.dtype:
-            products = torch.matmul(weights, read)
+            if isinstance(tokens, Tail):
+                products = _tail_sums(weights, tokens, values)
+                if len(sheet.parts) == 1:
+                    return products.transpose(0, 1)
+            else:
+                products = torch.matmul(weights, tokens.read(values))
             if part.piece.is_first:
                 found.copy_(products)
             else:
                 found.add_(products)
         elif part.piece.is_first:
-            torch.bmm(weights, read, out=found)
+            torch.bmm(weights, tokens.read(values), out=found)
         else:
-            found.baddbmm_(weights, read)
+            found.baddbmm_(weights, tokens.read(values))
+    return sheet.found
+
+
+def _tail_scores(rows: Tensor, tail: Tail, keys: Stored) -> Tensor:
+    """Return the products of rows [K, n, G, D] with keys of each query's own, [K, n, G, W]."""
+    is_bagged = can_bag(rows)
+    turned = tail.read(keys, is_turned=is_bagged).transpose(2, 3)
+    if not is_bagged or not turned.is_contiguous():
+        return torch.matmul(rows, turned)
+    kv_heads, _, group, dim = rows.shape
+    bags = tail.turned(kv_heads, group, dim)
+    return add_up(turned.reshape(-1, turned.shape[3]), bags, rows)
+
+
+def _tail_sums(weights: Tensor, tail: Tail, values: Stored) -> Tensor:
+    """Return the sums of each query's own values by weights [K, n, G, W], [K, n, G, E]."""
+    if values.rows is None or not can_bag(weights):
+        return torch.matmul(weights, tail.read(values))
+    return add_up(values.rows, tail.places(values, weights.shape[2]), weights)

@@ -9,7 +9,9 @@ no room to keep is read in place where its slots are neighbours.
 A `Stretch` is read by several queries. A `Tail` is what each query of a step reads alone: the
 ends of decoding rows side by side, padded to one width, so that one call multiplies all of
 them with keys of their own. They are aligned at their ends and gain their tokens in the same
-column: a step copies one token per row, and only one column of what is kept changes.
+column: a step copies one token per row, and only one column of what is kept changes. Keys
+that are read by bags are kept turned over; values that are read so are kept not at all, for
+bags read them in place.
 
 Knows slots and tensors of caches by address; refuses to know rows, plans and layers. Kept
 true: what `read` returns is what the cache holds at those slots, as long as its caller tells
@@ -28,6 +30,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from .bags import Bags
 
 Integers = NDArray[np.int64]
 
@@ -91,8 +95,11 @@ class Stretch:
         """Begin a step that reads the same slots again, where the tokens of others are new."""
         self._step += 1
 
-    def read(self, cache: Stored) -> Tensor:
-        """Return what a cache holds there, [K, L, D]; of a `Tail` [K, n, W, D]. It is lent."""
+    def read(self, cache: Stored, *, is_turned: bool = False) -> Tensor:
+        """Return what a cache holds there, [K, L, D]; of a `Tail` [K, n, W, D]. It is lent.
+
+        With `is_turned` the last two dimensions change places in memory, if it can be kept.
+        """
         kv_heads, _, dim = cache.heads.shape
         # Values may be the first part of the keys: then they begin where these do.
         address = cache.heads.data_ptr(), dim
@@ -101,8 +108,11 @@ class Stretch:
             num_bytes = self._slots.size * kv_heads * dim * cache.heads.itemsize
             if num_bytes <= self._room.num_bytes:
                 self._room.num_bytes -= num_bytes
-                kept = self._kept[address] = _Kept(self._gather(cache), self._step)
-                return kept.tokens
+                tokens = self._gather(cache)
+                if is_turned:
+                    tokens = tokens.transpose(-2, -1).contiguous().transpose(-2, -1)
+                self._kept[address] = _Kept(tokens, self._step)
+                return tokens
             return self._gather(cache) if self._run is None else cache.heads[:, self._run]
         if not cache.is_same or kept.step < self._step:
             if cache.is_stored and kept.step >= self._step - 1:
@@ -162,6 +172,9 @@ class Tail(Stretch):
         """0 where a query has a token, else -inf: [n, 1, W]."""
         self._newest: Tensor | None = None
         """Where the tokens stand by which the tail grew last; see `Stored.through`."""
+        # Made once for all layers of a kind: by heads, and by slots or head dim.
+        self._places: dict[tuple[int, int, int], Bags] = {}
+        self._turned: dict[tuple[int, int, int], Bags] = {}
 
     @property
     def num_queries(self) -> int:
@@ -178,8 +191,29 @@ class Tail(Stretch):
         self.go_on()
         self._slots[:, self._used] = slots
         self.bias[:, :, self._used] = 0.0
+        for (kv_heads, num_slots, _), bags in self._places.items():
+            bags.rows[..., self._used] = _through(torch.from_numpy(slots), kv_heads, num_slots)
         self._used += 1
         self._index = self._newest = None
+
+    def places(self, cache: Stored, group: int) -> Bags:
+        """Return which rows of a cache each query reads, for every head: [K, n, G, W]."""
+        kv_heads, num_slots, _ = cache.heads.shape
+        bags = self._places.get((kv_heads, num_slots, group))
+        if bags is None:
+            index = _through(torch.from_numpy(self._slots), kv_heads, num_slots)
+            bags = Bags.of(index.expand(-1, -1, group, -1))
+            self._places[kv_heads, num_slots, group] = bags
+        return bags
+
+    def turned(self, kv_heads: int, group: int, dim: int) -> Bags:
+        """Return which rows of what is kept turned over each query reads: [K, n, G, D]."""
+        bags = self._turned.get((kv_heads, group, dim))
+        if bags is None:
+            index = torch.arange(kv_heads * self.num_queries * dim)
+            index = index.view(kv_heads, self.num_queries, 1, dim)
+            bags = self._turned[kv_heads, group, dim] = Bags.of(index.expand(-1, -1, group, -1))
+        return bags
 
     def _renew(self, tokens: Tensor, cache: Stored) -> None:
         column = self._used - 1
@@ -187,6 +221,12 @@ class Tail(Stretch):
             self._newest = cache.through(torch.from_numpy(self._slots[:, column].copy()))
         new = cache.gather(self._newest)
         tokens.select(2, column).copy_(new.view(len(tokens), len(self._slots), -1))
+
+
+def _through(slots: Tensor, kv_heads: int, num_slots: int) -> Tensor:
+    """Return slots [n, ..] as rows of all heads, [K, n, 1, ..]."""
+    heads = torch.arange(kv_heads).view(-1, *[1] * slots.dim()) * num_slots
+    return (heads + slots).unsqueeze(2)
 
 
 def pick(heads: Tensor, slots: Tensor) -> Tensor:

@@ -41,8 +41,6 @@ GATHER_BYTES: Final = 2**22
 """Keys that one call gathers for several queries are at most this much."""
 RUN_TOKENS: Final = 128
 """A shorter stretch is not worth a call of its own where others are gathered anyway."""
-RUN_BYTES: Final = 2**18
-"""The same, in bytes of keys, for decoding queries: one call serves all that is gathered."""
 COLUMNS: Final = 32
 """Decoding queries get columns in such steps: a library call of a new shape costs as much as
 ten of a known one."""
@@ -109,6 +107,9 @@ class Sizes(NamedTuple):
     """Of one column of one query, all heads together."""
     token_bytes: int
     """Of the keys of one token."""
+    run_tokens: int
+    """A decoding query reads so long a stretch of neighbouring slots in place, if there are
+    others beside it: one call serves all that is gathered."""
 
 
 class _Span(NamedTuple):
@@ -234,7 +235,7 @@ class _Builder:
         is_single = first == last and span.end - span.begin == 1
         run_tokens = RUN_TOKENS
         if is_single and len(self._spans) > 1:
-            run_tokens = max(run_tokens, RUN_BYTES // self._sizes.token_bytes)
+            run_tokens = self._sizes.run_tokens
         runs, rest = _long_runs(tokens, COLUMNS if is_single else 1, run_tokens)
         if not is_single and self._keeps(tokens):
             # Gathered once it is one call in every step that goes on.

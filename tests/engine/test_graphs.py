@@ -246,6 +246,19 @@ def test_warming_records_every_size_and_touches_no_block(llama: Path) -> None:
     assert recorder.num_recorded == 4
 
 
+def test_a_wide_step_that_fills_makes_no_recording_obsolete(llama: Path) -> None:
+    recorder = Recorder()
+    dense = Dense(num_rows=1, num_blocks=1)
+    runner = runner_of(llama, backend(recorder, dense), step_tokens=64)
+    runner.warm()
+    grown, recorded = dense.num_grown, recorder.num_recorded
+    ids, blocks = [5] * 90, list(range(23))
+    runner.run([Row(0, ids, 26, 64, blocks)], [])
+    runner.run([Row(n, ids, 80, 10, blocks) for n in range(6)], [])
+    runner.run([Row(0, ids, 89, 1, blocks, Sampling(max_tokens=1))], [])
+    assert (dense.num_grown, recorder.num_recorded) == (grown, recorded)
+
+
 def test_an_error_that_is_not_about_recording_is_not_hidden() -> None:
     def record(function: Any) -> Any:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
