@@ -32,7 +32,7 @@ REPORTS = (
 )
 
 
-class State(TypedDict, total=False):
+class State(TypedDict):
     """Where the agent is."""
 
     num_read: int
@@ -42,15 +42,14 @@ class State(TypedDict, total=False):
 
 
 def build_agent(llm: ChatConure) -> Runnable[Any, Any]:
-    """The agent: {} in, the state in which it ended out."""
+    """The agent: {"num_read": 0} in, the state in which it ended out."""
     checker = llm.bind(constraint={"choices": ["yes", "no"]})
 
-    def answer(state: State) -> State:
-        num_read = state.get("num_read", 0)
-        asked = HumanMessage(f"{REPORTS[num_read]}\n\n{QUESTION}")
-        return {"num_read": num_read + 1, "talk": [asked, llm.invoke([asked])]}
+    def answer(state: State) -> dict[str, Any]:
+        asked = HumanMessage(f"{REPORTS[state['num_read']]}\n\n{QUESTION}")
+        return {"num_read": state["num_read"] + 1, "talk": [asked, llm.invoke([asked])]}
 
-    def check(state: State) -> State:
+    def check(state: State) -> dict[str, Any]:
         talk = [*state["talk"], HumanMessage(CHECK)]
         verdict = checker.invoke(talk)
         return {"talk": [*talk, verdict], "is_there": verdict.text == "yes"}
@@ -67,7 +66,7 @@ def look(client: Client) -> None:
     """Runs the agent and prints every step that it took."""
     llm = ChatConure(client=client, temperature=0, max_tokens=48)
     agent = accelerate(build_agent(llm), model=llm)
-    for step in agent.stream({}, stream_mode="updates"):
+    for step in agent.stream({"num_read": 0}, stream_mode="updates"):
         for node, state in step.items():
             asked, said = state["talk"][-2:]
             print(f"{node:6}    {' '.join(asked.text.split())} {said.text}")
