@@ -1,85 +1,78 @@
-"""A LangChain map-reduce whose width the model decides: an outline, its parts, the whole.
+"""A LangChain map-reduce whose width the model decides: a list, one question each, the whole.
 
-The outline is held to a JSON schema of two to four headings. When it is there, `.map()` makes
-as many calls as it has headings, all of them at once, and a last one joins what they wrote.
+The model lists the villages of a report; a regex holds it to a list, so that nothing has to be
+repaired. When the list is there, `.map()` makes as many calls as it has villages, all of them
+at once, and a last one joins what they found.
 
 Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
-from langchain_core.output_parsers import StrOutputParser
+from langchain_core.output_parsers import CommaSeparatedListOutputParser, StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import Runnable, RunnableLambda
-from pydantic import BaseModel, Field
+from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
 from conure.server.program.errors import ConureError
+from show import cost
 
-TOPIC = "how to keep bees on a balcony"
+REPORTS = (
+    "The villages were Kolvar, Tarnby and Malbury. The doctor in Malbury is Ruth Sandberg. "
+    "The doctor in Kolvar is Pavel Orlin. The doctor in Tarnby is Emil Hartson.",
+    "The villages were Gresfell and Ostwick. The doctor in Gresfell is Lena Moritz. "
+    "The road was closed. The doctor in Ostwick is Jonas Wenk.",
+)
+NAMES = r"[A-Z][a-z]+(, [A-Z][a-z]+)*"
 
 
-class Outline(BaseModel):
-    """Headings of a short guide."""
-
-    headings: list[str] = Field(min_length=2, max_length=4)
-
-
-def build_chain(llm: ChatConure, max_tokens: int) -> Runnable[Any, str]:
-    """The chain: a topic in, the guide out."""
-    plan = ChatPromptTemplate.from_template(
-        "Give two to four headings, each of a few words, for a short guide on {topic}."
-    )
-    write = ChatPromptTemplate.from_template(
-        "Write two sentences for a guide on {topic}, under the heading: {heading}"
-    )
-    join = ChatPromptTemplate.from_template("Make one short guide of these parts:\n\n{parts}")
-    # Room for the quotes and brackets of four headings; a cut outline is no outline.
-    outline: Runnable[Any, Any] = plan | llm.bind(
-        max_tokens=20 * max_tokens
-    ).with_structured_output(Outline)
-    part = write | llm.bind(max_tokens=max_tokens) | StrOutputParser()
+def build_chain(llm: ChatConure) -> Runnable[Any, dict[str, Any]]:
+    """The chain: {"report": ...} in; its villages, their doctors and all of them out."""
+    listing = ChatPromptTemplate.from_template("{report}\n\nList the villages.")
+    asking = ChatPromptTemplate.from_template("{report}\n\nWho is the doctor in {village}?")
+    joining = ChatPromptTemplate.from_template("Join the findings:\n{findings}")
+    villages = listing | llm.bind(constraint={"regex": NAMES}) | CommaSeparatedListOutputParser()
+    doctor = asking | llm | StrOutputParser()
     return (
-        outline
-        | RunnableLambda(_tasks)
-        | part.map()
-        | RunnableLambda(_joined)
-        | join
-        | llm.bind(max_tokens=max_tokens)
-        | StrOutputParser()
+        RunnablePassthrough.assign(villages=villages)
+        | RunnablePassthrough.assign(doctors=RunnableLambda(_questions) | doctor.map())
+        | RunnablePassthrough.assign(
+            all=RunnableLambda(_findings) | joining | llm | StrOutputParser()
+        )
     )
 
 
-def _tasks(outline: Outline) -> list[dict[str, str]]:
-    print(f"headings  {len(outline.headings)}")
-    return [{"topic": TOPIC, "heading": heading[:80]} for heading in outline.headings]
+def _questions(state: dict[str, Any]) -> list[dict[str, str]]:
+    return [{"report": state["report"], "village": village} for village in state["villages"]]
 
 
-def _joined(parts: list[str]) -> dict[str, str]:
-    return {"parts": "\n\n".join(parts)}
+def _findings(state: dict[str, Any]) -> dict[str, str]:
+    return {"findings": "\n".join(f"- {doctor}" for doctor in state["doctors"])}
 
 
-def run(url: str | None, max_tokens: int) -> None:
-    """Writes the guide and prints it."""
-    llm = ChatConure(base_url=url, temperature=0)
-    chain = accelerate(build_chain(llm, max_tokens), model=llm)
-    print(f"topic     {TOPIC}")
-    print(f"guide     {' '.join(chain.invoke({'topic': TOPIC}).split())}\n")
-    print(chain.explain())
+def read(client: Client) -> None:
+    """Reads the reports, both at once, and prints what was found in each."""
+    llm = ChatConure(client=client, temperature=0, max_tokens=48)
+    chain = accelerate(build_chain(llm))
+    for made in chain.batch([{"report": report} for report in REPORTS]):
+        print(f"report    {made['report']}")
+        for village, doctor in zip(made["villages"], made["doctors"], strict=True):
+            print(f"doctor    {village}: {doctor}")
+        print(f"joined    {made['all']}\n")
+    for run in chain.explain().runs:
+        receipt = client.attach(run.program).receipt()
+        print(f"server    {run.num_served} served from the plan; {cost(receipt)}")
 
 
 def main() -> int:
-    """Reads the arguments and runs the example."""
-    parser = argparse.ArgumentParser(description="LangChain map-reduce of a width that is decided")
-    parser.add_argument("--url", help="of the server (CONURE_URL, else http://127.0.0.1:8400)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of each part")
-    arguments = parser.parse_args()
+    """Runs the example; a mistake is one sentence."""
     try:
-        run(arguments.url, arguments.max_tokens)
+        with Client() as client:
+            read(client)
     except ConureError as problem:
         print(f"langchain_map: {problem}", file=sys.stderr)
         return 1

@@ -1,18 +1,18 @@
-"""A LangChain RAG chain with a history: rewrite the question, look it up, answer.
+"""A LangChain RAG chain with a history: what is spoken of, look it up, answer.
 
-The chain is ordinary LangChain. Looking up is a function of this process, so the program on
-the server waits for it between its two calls, and goes on as soon as it has the passages.
+Only the first question of the talk says where it happened. Before each answer the model reads
+the talk for the place, and a function finds the report on it. Looking up is done in this
+process, so the program on the server waits for it between its two calls, and goes on as soon
+as it has the report.
 
 Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
@@ -20,76 +20,56 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
+from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
 from conure.server.program.errors import ConureError
+from show import cost
 
-TEXT = Path(__file__).parent / "texts" / "tell_tale_heart.txt"
-QUESTIONS = ("What does the narrator hear under the floor?", "Do the officers hear it too?")
-NUM_PASSAGES = 2
-
-
-class Shelf:
-    """A text, cut into paragraphs that are found by the words they share with a question."""
-
-    def __init__(self, text: str) -> None:
-        self._passages = [part.strip() for part in text.split("\n\n") if part.strip()]
-
-    def find(self, question: str) -> str:
-        """The passages that share most words with the question."""
-        words = set(re.findall(r"[a-z]{4,}", question.lower()))
-
-        def common(passage: str) -> int:
-            return len(words & set(re.findall(r"[a-z]{4,}", passage.lower())))
-
-        return "\n\n".join(sorted(self._passages, key=common, reverse=True)[:NUM_PASSAGES])
+SHELF = (
+    "The inspector was Mira Dolan. Nobody was hurt. The place was Kolvar. The road was closed.",
+    "The guard was Tessa Brook. The accident hurt Jonas Wenk. It happened in Tarnby.",
+    "The guard was Lena Moritz. Nobody was hurt. It happened in Malbury. The train was late.",
+)
+QUESTIONS = ("It happened in Tarnby. Who was the guard?", "Was anyone hurt?", "Who was hurt?")
 
 
-def build_chain(llm: ChatConure, shelf: Shelf) -> Runnable[Any, str]:
-    """The chain: {"question": ..., "history": [...]} in, the answer out."""
-    rewrite = ChatPromptTemplate.from_messages(
-        [
-            ("system", "Say the last question so that it can be understood without the talk."),
-            MessagesPlaceholder("history"),
-            ("human", "{question}"),
-        ]
-    )
-    answer = ChatPromptTemplate.from_messages(
-        [
-            ("system", "Answer from these passages alone:\n\n{passages}"),
-            MessagesPlaceholder("history"),
-            ("human", "{question}"),
-        ]
-    )
-    alone = rewrite | llm | StrOutputParser()
+def find(place: str) -> str:
+    """The report on the shelf that shares most words with what is looked for."""
+    words = set(re.findall(r"\w+", place.lower()))
+    return max(SHELF, key=lambda report: len(words & set(re.findall(r"\w+", report.lower()))))
+
+
+def build_chain(llm: ChatConure) -> Runnable[Any, dict[str, Any]]:
+    """The chain: {"question": ..., "history": [...]} in; these, what was found, an answer out."""
+    before = MessagesPlaceholder("history")
+    placing = ChatPromptTemplate.from_messages([before, ("human", "{question}\n\nName the place.")])
+    answering = ChatPromptTemplate.from_messages([before, ("human", "{report}\n\n{question}")])
     return (
-        RunnablePassthrough.assign(alone=alone)
-        | RunnablePassthrough.assign(passages=itemgetter("alone") | RunnableLambda(shelf.find))
-        | answer
-        | llm
-        | StrOutputParser()
+        RunnablePassthrough.assign(place=placing | llm | StrOutputParser())
+        | RunnablePassthrough.assign(report=itemgetter("place") | RunnableLambda(find))
+        | RunnablePassthrough.assign(answer=answering | llm | StrOutputParser())
     )
 
 
-def run(url: str | None, max_tokens: int) -> None:
-    """Asks the questions one after the other and prints what came of it."""
-    llm = ChatConure(base_url=url, temperature=0, max_tokens=max_tokens)
-    chain = accelerate(build_chain(llm, Shelf(TEXT.read_text(encoding="utf-8"))))
+def talk(client: Client) -> None:
+    """Asks the questions one after the other and prints what came of each."""
+    chain = accelerate(build_chain(ChatConure(client=client, temperature=0, max_tokens=48)))
     history: list[BaseMessage] = []
     for question in QUESTIONS:
-        answer = chain.invoke({"question": question, "history": history})
-        print(f"question  {question}\nanswer    {' '.join(answer.split())}\n")
-        history += [HumanMessage(question), AIMessage(answer)]
-    print(chain.explain())
+        made = chain.invoke({"question": question, "history": history})
+        print(f"question  {question}\nplace     {made['place']}\nfound     {made['report']}")
+        print(f"answer    {made['answer']}\n")
+        history += [HumanMessage(question), AIMessage(made["answer"])]
+    for run in chain.explain().runs:
+        receipt = client.attach(run.program).receipt()
+        print(f"server    {run.num_served} served from the plan; {cost(receipt)}")
 
 
 def main() -> int:
-    """Reads the arguments and runs the example."""
-    parser = argparse.ArgumentParser(description="LangChain RAG with a history")
-    parser.add_argument("--url", help="of the server (CONURE_URL, else http://127.0.0.1:8400)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of each answer")
-    arguments = parser.parse_args()
+    """Runs the example; a mistake is one sentence."""
     try:
-        run(arguments.url, arguments.max_tokens)
+        with Client() as client:
+            talk(client)
     except ConureError as problem:
         print(f"langchain_rag: {problem}", file=sys.stderr)
         return 1

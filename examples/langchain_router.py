@@ -1,14 +1,13 @@
-"""A LangChain router: one call decides who answers, and the answer is always one of three words.
+"""A LangChain router: the answer of one call decides what is asked next.
 
-The deciding call is held to a list of choices, so nothing has to be parsed, repaired or asked
-again. Who answers is known when the chain gets there; that call then joins the same program.
+The deciding call is held to yes or no, so nothing has to be parsed, repaired or asked again.
+Which branch it takes is known when the chain gets there; its call then joins the same program.
 
 Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -16,62 +15,52 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableBranch, RunnablePassthrough
 
+from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
 from conure.server.program.errors import ConureError
+from show import cost
 
-ROLES = {
-    "repair": "You mend bicycles. Say what to check first.",
-    "sale": "You sell bicycles. Recommend one.",
-    "complaint": "You answer complaints. Apologise and offer one remedy.",
-}
-LETTERS = (
-    "My chain jumps whenever I go uphill.",
-    "I need something for twenty kilometres a day.",
-    "You sent me the wrong saddle for the second time!",
+REPORTS = (
+    "The accident hurt Jonas Wenk. The cause was a wet rail. The road was closed.",
+    "The cause was a broken valve. Nobody was hurt. It happened in Malbury.",
+    "The train was late. One person was hurt: Ruth Sandberg. The place was Kolvar.",
 )
 
 
 def build_chain(llm: ChatConure) -> Runnable[Any, dict[str, str]]:
-    """The chain: a letter in, {"kind": ..., "answer": ...} out."""
-    sort = ChatPromptTemplate.from_template(
-        "What is this letter to a bicycle shop? One of: repair, sale, complaint.\n\n{letter}"
-    )
-    kind = sort | llm.bind(constraint={"choices": list(ROLES)}) | StrOutputParser()
+    """The chain: {"report": ...} in; that, "is_hurt" and an "answer" out."""
 
-    def answer(role: str) -> Runnable[Any, str]:
-        prompt = ChatPromptTemplate.from_messages([("system", role), ("human", "{letter}")])
-        return prompt | llm | StrOutputParser()
+    def ask(question: str, model: Runnable[Any, Any] = llm) -> Runnable[Any, str]:
+        prompt = ChatPromptTemplate.from_template(f"{{report}}\n\n{question}")
+        return prompt | model | StrOutputParser()
 
     branches = RunnableBranch(
-        (lambda state: state["kind"] == "repair", answer(ROLES["repair"])),
-        (lambda state: state["kind"] == "sale", answer(ROLES["sale"])),
-        answer(ROLES["complaint"]),
+        (lambda state: state["is_hurt"] == "yes", ask("Who was hurt?")),
+        ask("What was the cause?"),
     )
-    return (
-        {"letter": RunnablePassthrough()}
-        | RunnablePassthrough.assign(kind=kind)
-        | RunnablePassthrough.assign(answer=branches)
-    )
+    yes_or_no = llm.bind(constraint={"choices": ["yes", "no"]})
+    return RunnablePassthrough.assign(
+        is_hurt=ask("Was anyone hurt?", yes_or_no)
+    ) | RunnablePassthrough.assign(answer=branches)
 
 
-def run(url: str | None, max_tokens: int) -> None:
-    """Answers all letters at once and prints who answered what."""
-    llm = ChatConure(base_url=url, temperature=0, max_tokens=max_tokens)
+def read(client: Client) -> None:
+    """Reads all reports at once and prints what was asked of each."""
+    llm = ChatConure(client=client, temperature=0, max_tokens=48)
     chain = accelerate(build_chain(llm))
-    for made in chain.batch(list(LETTERS)):
-        print(f"letter    {made['letter']}\nkind      {made['kind']}")
-        print(f"answer    {' '.join(made['answer'].split())}\n")
-    print(chain.explain())
+    for made in chain.batch([{"report": report} for report in REPORTS]):
+        print(f"report    {made['report']}\nis hurt   {made['is_hurt']}")
+        print(f"{'who' if made['is_hurt'] == 'yes' else 'cause':9} {made['answer']}\n")
+    for run in chain.explain().runs:
+        receipt = client.attach(run.program).receipt()
+        print(f"server    {run.num_served} served from the plan; {cost(receipt)}")
 
 
 def main() -> int:
-    """Reads the arguments and runs the example."""
-    parser = argparse.ArgumentParser(description="LangChain router")
-    parser.add_argument("--url", help="of the server (CONURE_URL, else http://127.0.0.1:8400)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of each answer")
-    arguments = parser.parse_args()
+    """Runs the example; a mistake is one sentence."""
     try:
-        run(arguments.url, arguments.max_tokens)
+        with Client() as client:
+            read(client)
     except ConureError as problem:
         print(f"langchain_router: {problem}", file=sys.stderr)
         return 1

@@ -1,99 +1,84 @@
-"""A LangGraph agent that reads pages until it can answer; only its model is Conure's.
+"""A LangGraph agent that reads reports until one of them answers its question.
 
-The graph is ordinary LangGraph, with a memory. The first answer of a turn has to ask for a
-page; the grammar keeps its arguments to the tool's schema. All calls of one thread are one
-session on the server: each finds the KV of the ones before it.
+It takes a report, answers, and has the model check whether there was anything to answer: if
+not, it goes round again with the next report. How often, the model decides. `accelerate` makes
+the calls of a run one program; each check finds the KV of the answer that it follows.
 
-Start a server first: `conure serve`. Needs `pip install conure[langchain] langgraph`.
+An agent that calls tools is beyond the built-in model; with a larger one, `bind_tools` gives
+`ChatConure` tools. Start a server first: `conure serve`. Needs `pip install conure[langchain]
+langgraph`.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypedDict
 
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_core.runnables import Runnable, RunnableConfig
-from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode, tools_condition
+from langchain_core.messages import AnyMessage, HumanMessage
+from langchain_core.runnables import Runnable
+from langgraph.graph import END, START, StateGraph
 
 from conure.adapters.client import Client
-from conure.adapters.langchain import ChatConure
+from conure.adapters.langchain import ChatConure, accelerate
 from conure.server.program.errors import ConureError
+from show import cost
 
-TEXT = Path(__file__).parent / "texts" / "tell_tale_heart.txt"
-PAGE_CHARS = 600
-QUESTIONS = ("How does the story begin?", "And how does it end?")
-RULES = SystemMessage("You answer questions about a story. Read a page before you answer.")
+QUESTION, CHECK = "Who was hurt?", "Was anyone hurt?"
+REPORTS = (
+    "The inspector was Mira Dolan. Nobody was hurt. The place was Kolvar. The road was closed.",
+    "The train was late. Nobody was hurt. The captain was Lena Moritz. It happened in Malbury.",
+    "The guard was Tessa Brook. The accident hurt Jonas Wenk. The cause was a broken valve.",
+    "One person was hurt: Ruth Sandberg. The driver is called Pavel Orlin.",
+)
 
 
-def read_page(where: Literal["first", "middle", "last"]) -> str:
-    """Read one page of the story."""
-    text = TEXT.read_text(encoding="utf-8").partition("\n\n")[2]
-    start = {"first": 0, "middle": len(text) // 2, "last": len(text) - PAGE_CHARS}[where]
-    return text[start : start + PAGE_CHARS]
+class State(TypedDict):
+    """Where the agent is."""
+
+    num_read: int
+    talk: list[AnyMessage]
+    """About the report that was read last; the model is asked about one at a time."""
+    is_there: bool
 
 
 def build_agent(llm: ChatConure) -> Runnable[Any, Any]:
-    """The agent: messages in, messages out."""
-    # The tools stand at the head of a prompt, so they stay there when none may be called.
-    reading, answering = (llm.bind_tools([read_page], tool_choice=how) for how in ("any", "none"))
+    """The agent: {"num_read": 0} in, the state in which it ended out."""
+    checker = llm.bind(constraint={"choices": ["yes", "no"]})
 
-    def think(state: MessagesState) -> dict[str, Any]:
-        has_read = state["messages"][-1].type == "tool"
-        model = answering if has_read else reading
-        return {"messages": [model.invoke([RULES, *state["messages"]])]}
+    def answer(state: State) -> dict[str, Any]:
+        asked = HumanMessage(f"{REPORTS[state['num_read']]}\n\n{QUESTION}")
+        return {"num_read": state["num_read"] + 1, "talk": [asked, llm.invoke([asked])]}
 
-    graph = StateGraph(MessagesState)
-    graph.add_node("think", think)
-    graph.add_node("tools", ToolNode([read_page]))
-    graph.add_edge(START, "think")
-    graph.add_conditional_edges("think", tools_condition)
-    graph.add_edge("tools", "think")
-    return graph.compile(checkpointer=InMemorySaver())
+    def check(state: State) -> dict[str, Any]:
+        talk = [*state["talk"], HumanMessage(CHECK)]
+        verdict = checker.invoke(talk)
+        return {"talk": [*talk, verdict], "is_there": verdict.text == "yes"}
 
+    def again(state: State) -> str:
+        return END if state["is_there"] or state["num_read"] == len(REPORTS) else "answer"
 
-def run(client: Client, max_tokens: int) -> None:
-    """Asks the questions in one thread and prints what every call cost."""
-    llm = ChatConure(client=client, temperature=0, max_tokens=max_tokens)
-    agent = build_agent(llm)
-    thread: RunnableConfig = {"configurable": {"thread_id": "reader"}}
-    seen = 0
-    for question in QUESTIONS:
-        state = agent.invoke({"messages": [HumanMessage(question)]}, thread)
-        for message in state["messages"][seen:]:
-            print(f"{message.type:6}  {_told(message)}")
-            if isinstance(message, AIMessage):
-                print(f"        {_cost(client, message)}")
-        seen = len(state["messages"])
+    graph = StateGraph(State).add_node("answer", answer).add_node("check", check)
+    graph.add_edge(START, "answer").add_edge("answer", "check")
+    return graph.add_conditional_edges("check", again, ["answer", END]).compile()
 
 
-def _told(message: Any) -> str:
-    calls = [f"{call['name']}({call['args']})" for call in getattr(message, "tool_calls", [])]
-    return " ".join([*str(message.content).split(), *calls])[:88]
-
-
-def _cost(client: Client, message: AIMessage) -> str:
-    status = client.attach(message.response_metadata["program"]).status()
-    (node,) = status.nodes.values()
-    tokens = node.prompt_tokens
-    if not tokens:
-        return "not known yet"
-    return f"prompt {tokens.logical} tokens, {tokens.shared} of them known; engine {node.engine}"
+def look(client: Client) -> None:
+    """Runs the agent and prints every step that it took."""
+    llm = ChatConure(client=client, temperature=0, max_tokens=48)
+    agent = accelerate(build_agent(llm), model=llm)
+    for step in agent.stream({"num_read": 0}, stream_mode="updates"):
+        for node, state in step.items():
+            asked, said = state["talk"][-2:]
+            print(f"{node:6}    {' '.join(asked.text.split())} {said.text}")
+    (run,) = agent.explain().runs
+    print(f"server    one program: {cost(client.attach(run.program).receipt())}")
 
 
 def main() -> int:
-    """Reads the arguments and runs the example."""
-    parser = argparse.ArgumentParser(description="LangGraph agent that reads before it answers")
-    parser.add_argument("--url", help="of the server (CONURE_URL, else http://127.0.0.1:8400)")
-    parser.add_argument("--max-tokens", type=int, default=120, help="of each answer")
-    arguments = parser.parse_args()
+    """Runs the example; a mistake is one sentence."""
     try:
-        with Client(arguments.url) as client:
-            run(client, arguments.max_tokens)
+        with Client() as client:
+            look(client)
     except ConureError as problem:
         print(f"langgraph_agent: {problem}", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 """A LlamaIndex QueryPipeline, run as it is, planned ahead, and as one program.
 
-Two points of view on a topic are written side by side, joined by a function, and weighed.
+Two questions about a report are asked side by side, put together by a function, and joined.
 QueryPipeline went with llama-index-core 0.13; this needs the last core that has it:
 `pip install conure 'llama-index-core==0.12.52.post1'`. Start a server first: `conure serve`.
 """
@@ -10,7 +10,6 @@ QueryPipeline went with llama-index-core 0.13; this needs the last core that has
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -25,60 +24,61 @@ from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
 from conure.adapters.llamaindex.pipeline_program import to_program
 from conure.server.program.errors import ConureError
+from show import cost
+
+REPORT = "The driver was Pavel Orlin. The road was closed. The guard was Tessa Brook."
+ROLES = ("guard", "driver")
 
 
-def both_sides(one: Any, other: Any) -> str:
-    """The two texts, under each other; any function of yours could stand here."""
-    return "\n\n".join(f"- {side.message.content}" for side in (one, other))
+def findings(guard: Any, driver: Any) -> str:
+    """Both answers, under each other; any function of yours could stand here."""
+    return "\n".join(f"- {answer.message.content}" for answer in (guard, driver))
 
 
 def build(llm: Conure) -> QueryPipeline:
-    """The pipeline: a topic in, the verdict out."""
+    """The pipeline: a report in, who its people were out."""
     pipeline = QueryPipeline()
     pipeline.add_modules(
         {
-            "topic": InputComponent(),
-            "for_prompt": PromptTemplate("In two sentences, argue for this: {topic}"),
-            "for": llm,
-            "against_prompt": PromptTemplate("In two sentences, argue against this: {topic}"),
-            "against": llm,
-            "sides": FnComponent(fn=both_sides),
-            "verdict_prompt": PromptTemplate(
-                "Two sides:\n\n{sides}\n\nWhich is stronger, and why?"
-            ),
-            "verdict": llm,
+            "report": InputComponent(),
+            "findings": FnComponent(fn=findings),
+            "join": PromptTemplate("Join the findings:\n{findings}"),
+            "joined": llm,
         }
     )
-    for side, key in (("for", "one"), ("against", "other")):
-        pipeline.add_link("topic", f"{side}_prompt", src_key="topic", dest_key="topic")
-        pipeline.add_link(f"{side}_prompt", side)
-        pipeline.add_link(side, "sides", dest_key=key)
-    pipeline.add_chain(["sides", "verdict_prompt", "verdict"])
+    for role in ROLES:
+        ask = PromptTemplate(f"{{report}}\n\nWho was the {role}?")
+        pipeline.add_modules({f"ask_{role}": ask, role: llm})
+        pipeline.add_link("report", f"ask_{role}", src_key="report", dest_key="report")
+        pipeline.add_link(f"ask_{role}", role)
+        pipeline.add_link(role, "findings", dest_key=role)
+    pipeline.add_chain(["findings", "join", "joined"])
     return pipeline
 
 
+def compare(client: Client) -> None:
+    """Runs the pipeline in all three ways and prints what came of each."""
+    pipeline = build(Conure(client=client, temperature=0, max_tokens=48))
+    fast = accelerate(pipeline)
+    print(f"report    {REPORT}\nasked     who was the {' and who the '.join(ROLES)}")
+    plain = pipeline.run(report=REPORT)
+    print(f"plain     {plain.message.content}")
+    ahead = fast.run(report=REPORT)
+    print(f"ahead     {ahead.message.content}")
+    whole, result = to_program(pipeline, name="people").execute(client, report=REPORT)
+    print(f"whole     {whole.message.content}\n")
+    print(explain(fast))
+    print(f"server    as one program: {cost(result.receipt)}, 1 client step")
+
+
 def main() -> int:
-    """Runs the pipeline in all three ways."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", help="of the server; default: CONURE_URL or 127.0.0.1:8400")
-    parser.add_argument("--topic", default="Cities should have no cars.")
-    options = parser.parse_args()
+    """Runs the example; a mistake is one sentence."""
     try:
-        with Client(options.url) as client:
-            pipeline = build(Conure(client=client, temperature=0, max_tokens=64))
-            fast = accelerate(pipeline)
-            plain = pipeline.run(topic=options.topic)
-            planned = fast.run(topic=options.topic)
-            whole, result = to_program(pipeline, name="verdict").execute(
-                client, topic=options.topic
-            )
+        with Client() as client:
+            compare(client)
     except ConureError as problem:
         print(f"llamaindex_query_pipeline: {problem}", file=sys.stderr)
         return 1
-    print(whole.message.content)
-    print(f"same answer  {'yes' if str(plain) == str(planned) == str(whole) else 'no'}")
-    print(explain(fast))
-    print(f"as a program {result.receipt.calls} calls, 1 client step")
     return 0
 
 

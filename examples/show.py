@@ -1,7 +1,8 @@
 """Runs an example's program and prints its inputs, its answers and its receipt.
 
 Shared by the examples of one shape each (`chain.py`, `router.py`, `critic.py`,
-`extraction.py`). Knows the client; refuses to know what a program is about.
+`extraction.py`); those of other libraries print receipts as it does. Knows the client;
+refuses to know what a program is about.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from conure.adapters.client import Client
 from conure.server.program.errors import ConureError
+from conure.server.program.status import Receipt
 
 GREEDY: dict[str, Any] = {"max_tokens": 48, "temperature": 0}
 
@@ -28,6 +30,15 @@ def ask(node: str, *parts: str | dict[str, Any], into: str, **output: Any) -> di
     }
 
 
+def cost(receipt: Receipt) -> str:
+    """What a program came to, in one line."""
+    prompt = receipt.prompt_tokens
+    return (
+        f"{receipt.calls} calls, {prompt.computed} of {prompt.logical} prompt tokens "
+        f"computed, {receipt.wall_s:.2f} s"
+    )
+
+
 def show(program: Mapping[str, Any], runs: Mapping[str, Mapping[str, str]]) -> int:
     """Submits a program once per set of inputs; returns the exit code of the example."""
     try:
@@ -40,12 +51,7 @@ def show(program: Mapping[str, Any], runs: Mapping[str, Mapping[str, str]]) -> i
                 for name, value in run.result().items():
                     text = value if isinstance(value, str) else json.dumps(value)
                     print(f"  {name} = {text}")
-                receipt = run.receipt()
-                prompt = receipt.prompt_tokens
-                print(
-                    f"  {receipt.calls} calls, {prompt.computed} of {prompt.logical} prompt "
-                    f"tokens computed, {receipt.wall_s:.2f} s\n"
-                )
+                print(f"  {cost(run.receipt())}\n")
     except ConureError as problem:
         print(f"{program['name']}: {problem}", file=sys.stderr)
         return 1
