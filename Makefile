@@ -26,11 +26,14 @@ LOWEST_CORE := langchain-core==1.4.0
 # Exactly one torch fits: a looser request would bring another build than the tested one.
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
-# Time that the tests of a folder may take on 2 cores. What needs longer is marked `slow`,
+# Time that the tests of a folder may take on one core. What needs longer is marked `slow`,
 # which `make test` leaves to `make test-all`.
-#   tests/server 180 s · tests/engine 120 s · tests/kernels 240 s · tests/adapters 90 s
-#   tests/*.py (house, README) 90 s · checks 60 s · altogether 810 s
-PYTEST := $(BIN)/pytest --durations=15
+#   tests/server 240 s · tests/engine 180 s · tests/kernels 240 s · tests/adapters 180 s
+#   the others 180 s
+# Files of tests go to two processes of one thread each. What the built-in model can do is
+# asked last, by itself: its table is to be read.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=15
+SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check demo test test-all test-llamaindex012 test-langchain14 test-triton36 \
@@ -80,10 +83,12 @@ demo: setup ## a LangChain map-reduce on the built-in model, as one program and 
 	@.ci/demo
 
 test: check test-llamaindex012 test-langchain14 ## the checks, then every test that fits the time budget above
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) $(SHARED) -m 'not slow'
+	$(PYTEST) -q tests/examples/test_small_model.py
 
 test-all: check test-llamaindex012 test-langchain14 test-triton36 ## the checks, then every test
-	$(PYTEST)
+	$(PYTEST) $(SHARED)
+	$(PYTEST) -q tests/examples/test_small_model.py
 
 # What core 0.12 says on import to a pydantic that is newer than it is not ours to mend.
 test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12

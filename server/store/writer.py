@@ -267,7 +267,8 @@ class Writer:
                 ).fetchone()
                 if row is not None:
                     return DuplicateKeyError(*row)
-        names = sorted({_name(record) for record in batch.records})
+        # What cannot be written cannot always be printed either.
+        names = sorted({ascii(_name(record)) for record in batch.records})
         return JournalError(
             "store.invariant", f"contradicts what is written ({cause}): {', '.join(names[:8])}"
         )

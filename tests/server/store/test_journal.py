@@ -310,6 +310,7 @@ async def test_a_record_that_cannot_be_written_harms_no_other(journal: Journal) 
         return_exceptions=True,
     )
     assert [type(outcome) for outcome in outcomes] == [type(None), JournalError, type(None)]
+    assert str(outcomes[1]).isprintable()
     assert journal.healthy
 
 
