@@ -63,17 +63,17 @@ fi
 
 say "the paper's calls: submit a prompt, set its input, get its output"
 submitted="$(call POST /v1/submit '{
-  "prompt": "Tell a joke about {{input:topic}}: {{output:joke}}",
+  "prompt": "{{input:report}}\n\nWho was the guard? {{output:guard}}",
   "placeholders": [
-    {"name": "topic", "in_out": false},
-    {"name": "joke", "in_out": true, "max_tokens": 32, "temperature": 0}]}')"
+    {"name": "report", "in_out": false},
+    {"name": "guard", "in_out": true, "max_tokens": 32, "temperature": 0}]}')"
 echo "$submitted"
 session="$(field session_id <<< "$submitted" | head -n 1)"
-topic="$(field semantic_var_id <<< "$submitted" | sed -n 1p)"
-joke="$(field semantic_var_id <<< "$submitted" | sed -n 2p)"
-call POST /v1/set "{\"semantic_var_id\": \"$topic\", \"content\": \"tea\"}"
+report="$(field semantic_var_id <<< "$submitted" | sed -n 1p)"
+guard="$(field semantic_var_id <<< "$submitted" | sed -n 2p)"
+call POST /v1/set "{\"semantic_var_id\": \"$report\", \"content\": \"The driver was Pavel Orlin. The guard was Tessa Brook.\"}"
 echo
-call POST /v1/get "{\"semantic_var_id\": \"$joke\", \"criteria\": \"latency\"}"
+call POST /v1/get "{\"semantic_var_id\": \"$guard\", \"criteria\": \"latency\"}"
 echo
 call DELETE "/v1/programs/$session" > /dev/null
 

@@ -141,7 +141,7 @@ def test_the_shell_example_shows_every_dialect(url: str) -> None:
         "event: program.finished",
         '"receipt"',
         '"semantic_var_id"',
-        '"content"',
+        '"content":"Tessa Brook"',
         '"chat.completion"',
     ):
         assert said in printed, printed
