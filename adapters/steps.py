@@ -53,6 +53,7 @@ class Step(NamedTuple):
     """One request of the server to run a function."""
 
     request_id: str
+    node: str
     name: str
     output: str
     """The variable that waits for the answer."""
@@ -122,7 +123,9 @@ class Shift:
                 return None
             name = data["name"]
             function = functions.get(name, _Unknown(name))
-            return Step(data["request_id"], name, data["output"], data["args"], function)
+            return Step(
+                data["request_id"], data["node"], name, data["output"], data["args"], function
+            )
         if event.type == "variable.committed" and data["variable"] in self._outputs:
             self._values[data["variable"]] = data["value"]
         elif event.type == "node.failed" and self._failure is None:
@@ -134,7 +137,7 @@ class Shift:
 
     def failed(self, step: Step, problem: Exception) -> None:
         """A function failed here; its exception explains the run's failure."""
-        self._causes[step.name] = problem
+        self._causes[step.node] = problem
 
     def missing(self) -> list[str]:
         """Outputs whose values were not among the events."""
@@ -166,7 +169,8 @@ class Shift:
             phase = status.status
             receipt = status.receipt or Receipt()
         if phase != "done":
-            raise self._error(phase) from next(iter(self._causes.values()), None)
+            node = None if self._failure is None else self._failure[0]
+            raise self._error(phase) from (None if node is None else self._causes.get(node))
         outputs = {name: self._values[name] for name in self._outputs if name in self._values}
         return Result(self._program, phase, outputs, receipt)
 

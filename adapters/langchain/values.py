@@ -46,7 +46,7 @@ class Source:
     views: list[View] = field(default_factory=list)
 
     def view(
-        self, local: Local, kind: ViewKind, fresh: Callable[[str], str], *, is_sure: bool
+        self, local: Local, kind: ViewKind, fresh: Callable[[str], str], *, is_sure: bool = True
     ) -> View:
         """The variable that carries a local value; one that is there already is reused.
 
@@ -80,7 +80,7 @@ class View:
     variable: str
     kind: ViewKind
     local: Local
-    is_sure: bool
+    is_sure: bool = True
     """Needed in any case. Else it is needed only in bodies, which may never run, and what
     goes wrong with it goes wrong there: it travels as `{"value": ..}` or `{"error": text}`."""
 

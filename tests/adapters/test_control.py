@@ -343,6 +343,29 @@ def test_an_empty_text_of_a_branch_is_false_whatever_the_other_arm_gives(
         assert to_program(chain).run(client, given) == chain.invoke(given)
 
 
+@pytest.mark.parametrize("first", ["of a function", "of a model"])
+def test_a_chain_of_fallbacks_that_fails_tells_its_first_failure_and_that_one_s_cause(
+    client: Client, llm: ChatConure, first: str
+) -> None:
+    def unlike(value: Any) -> Any:
+        raise TypeError("second")
+
+    say = ask("{x}") | llm | TEXT
+    long = ask("{x}") | llm.bind(max_tokens=10**6) | TEXT
+    part = say | broken if first == "of a function" else long
+    chain = part.with_fallbacks([say | unlike])
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever LangChain raises
+        chain.invoke({"x": "tea"})
+    with pytest.raises(ConureError) as caught:
+        to_program(chain).run(client, {"x": "tea"})
+    if first == "of a function":
+        assert repr(caught.value.__cause__) == repr(expected.value)
+    else:
+        assert caught.value.__cause__ is None
+        assert isinstance(expected.value, ConureError)
+        assert caught.value.code == expected.value.code
+
+
 @pytest.mark.parametrize("num_failures", [0, 1, 2, 3])
 def test_a_retry_makes_as_many_attempts(client: Client, llm: ChatConure, num_failures: int) -> None:
     seen: list[str] = []
