@@ -366,6 +366,21 @@ def test_a_chain_of_fallbacks_that_fails_tells_its_first_failure_and_that_one_s_
         assert caught.value.code == expected.value.code
 
 
+def test_a_failure_that_was_handled_is_not_what_a_later_one_tells(
+    client: Client, llm: ChatConure
+) -> None:
+    def unlike(value: Any) -> Any:
+        raise TypeError("second")
+
+    say = ask("{x}") | llm | TEXT
+    missing = ask("{y}{x}") | llm | TEXT
+    for part in (say | broken, missing):
+        chain = part.with_fallbacks([say]) | say | unlike
+        with pytest.raises(ConureError, match="TypeError: second") as caught:
+            to_program(chain).run(client, {"x": "tea"})
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
 @pytest.mark.parametrize("num_failures", [0, 1, 2, 3])
 def test_a_retry_makes_as_many_attempts(client: Client, llm: ChatConure, num_failures: int) -> None:
     seen: list[str] = []
