@@ -33,6 +33,10 @@ from .test_accelerate import comparable
 NAMES = list(shapes(ChatConure()))
 
 
+def numbered(given: dict[str, Any]) -> dict[str, Any]:
+    return {**given, "n": 1}
+
+
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
@@ -268,7 +272,7 @@ def readers(llm: ChatConure) -> dict[str, tuple[Runnable[Any, Any], Any]]:
         "a branch in a branch": (branch(branch(say("{ctx}"))), WITHOUT_CONTEXT),
         "a map of branches": (branch(say("{ctx}")).map(), [WITHOUT_CONTEXT, {"ctx": 1, "q": 2}]),
         "behind a function": (
-            RunnableLambda(lambda d: {**d, "n": 1}) | branch(say("{ctx}: {n}")),
+            RunnableLambda(numbered) | branch(say("{ctx}: {n}")),
             WITHOUT_CONTEXT,
         ),
         "an arm that gives it on": (
