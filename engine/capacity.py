@@ -65,7 +65,7 @@ def threads(num_bytes: int, most: int) -> int:
 
     Args:
         num_bytes: Of the model's weights.
-        most: Threads that there may be, the machine's cores.
+        most: Threads that there may be, as `device.num_cores`.
 
     A small model's operations end sooner than other threads wake. Alone on two cores it is as
     fast with two threads as with one, but where anybody else wants a core the two wait for
