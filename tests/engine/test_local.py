@@ -390,6 +390,33 @@ def test_weights_that_miss_a_tensor_are_refused_instead_of_made_up(
     assert refused.value.code == "model.invalid"
 
 
+def test_weights_of_other_shapes_than_the_config_says_are_refused(
+    llama: Path, tmp_path: Path
+) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    wanted = list(weights[name].shape)
+    weights[name] = weights[name][:-1].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError) as refused:
+        runner_of(tmp_path)
+    assert refused.value.code == "model.invalid"
+    there = [wanted[0] - 1, wanted[1]]
+    assert f"{name} is {there}, the config asks for {wanted}" in refused.value.message
+
+
+def test_a_weights_file_that_ends_too_early_is_refused(llama: Path, tmp_path: Path) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(EngineError, match="not fully covered") as refused:
+        runner_of(tmp_path)
+    assert refused.value.code == "model.invalid"
+
+
 def test_a_damaged_weights_file_is_refused_in_one_sentence(llama: Path, tmp_path: Path) -> None:
     for path in llama.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

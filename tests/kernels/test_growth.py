@@ -106,10 +106,13 @@ class Contexts:
 
     def compare(self, plan: Plan) -> None:
         query = torch.randn(plan.num_queries, self.heads, DIM).to(self.dtype)
-        given = query, self.keys, self.values
-        found = self.operations.attention(*given, plan, scale=0.3, window=self.window)
-        exact = (tensor.double() for tensor in given)
-        wanted = self.reference.attention(*exact, plan, scale=0.3, window=self.window)
+        found, wanted = (
+            one.attention(query, keys, values, plan, scale=0.3, window=self.window)
+            for one, query, keys, values in (
+                (self.operations, query, self.keys, self.values),
+                (self.reference, query.double(), self.keys.double(), self.values.double()),
+            )
+        )
         error = float((found - wanted).abs().max())
         assert error <= BOUNDS[self.dtype], f"kv_len {plan.kv_len.tolist()}: {error}"
 
