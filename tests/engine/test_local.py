@@ -354,6 +354,8 @@ def test_weights_that_give_no_numbers_are_refused(llama: Path, tmp_path: Path) -
         ({"context_len": 300}, "engine.bad_option", "made for 256"),
         ({"context_len": 200, "num_blocks": 3}, "engine.bad_option", "200"),
         ({"block_size": 0}, "engine.bad_option", "block_size"),
+        ({"num_blocks": 10**9}, "engine.bad_option", "1000000000 blocks of 16 tokens take 11,444"),
+        ({"block_size": 10**9}, "engine.bad_option", "1 blocks of 1000000000 tokens take 715"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_sentence(
