@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -26,14 +25,6 @@ from conure.server.program.errors import ConureError, ProgramError, PromptError
 from .shapes import TEXT, ask, shapes
 
 NAMES = list(shapes(ChatConure()))
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
-    with Client(app=app) as client:
-        yield client
-        gc.collect()  # LangChain leaves streams beside one that failed; they read on when they go
 
 
 @pytest.fixture
