@@ -26,6 +26,9 @@ SIZES = [(1, 1_000), (10, 1_000), (100, 1_000), (1_000, 1_000), (1_000, 10_000),
 """Engines and calls that wait."""
 CAPACITY, STRICT_TOKENS, MAX_SEQUENCES = 64_000, 12_000, 128
 GROUP_SIZE, NUM_SYSTEM_PROMPTS = 8, 200
+STEPS_PER_END = 2
+"""That an engine makes between two ends of its calls: most stop before they have written all that
+they may, so that few are late and a forecast has all of them to look at."""
 
 
 class Stand:
@@ -36,12 +39,16 @@ class Stand:
         self._tickets: dict[int, Ticket] = {}
         self._running: list[int] = []
         self._num_calls = 0
+        self._num_ends = 0
         self.scheduler = Scheduler(
             POLICIES[policy], strict_tokens=STRICT_TOKENS, defer=lambda _: None
         )
         for i in range(num_engines):
             self.scheduler.engine_arrived(
-                f"engine-{i}", capacity=CAPACITY, max_sequences=MAX_SEQUENCES
+                f"engine-{i}",
+                capacity=CAPACITY,
+                max_sequences=MAX_SEQUENCES,
+                steps=lambda: STEPS_PER_END * self._num_ends // num_engines,
             )
         while self.scheduler.num_waiting < num_waiting:
             for _ in range(num_waiting - self.scheduler.num_waiting):
@@ -57,6 +64,7 @@ class Stand:
             place = draw.randrange(len(self._running))
             self._running[place], self._running[-1] = self._running[-1], self._running[place]
             ended = self._tickets.pop(self._running.pop())
+            self._num_ends += 1
             began = time.thread_time()
             scheduler.withdraw(ended)
             self._submit()

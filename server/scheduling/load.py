@@ -1,47 +1,95 @@
 """The books of one engine: who runs there, what they hold together, what is still cached.
 
-Tokens of a prefix that several running calls share count once. The books are kept by what
-calls may come to hold, prompt and output, so an engine that is never overbooked never has
-to preempt.
+Tokens of a prefix that several running calls share count once. Of what calls may come to hold,
+prompt and output, the books keep the sum and the peak (`forecast`). Room is what the peak
+leaves: an engine that is not booked beyond it has no need to preempt, if its calls keep pace.
 
 Refuses to choose: which engine a call gets is the policy's business.
 
-Kept true: `used` is what the booked demands hold together, each prefix once; `held` names
-exactly the prefixes that a booked demand starts with; `cached` names none of these, and an
-engine keeps no more in it than there is room for.
+Kept true: `used` is what the booked demands hold together, each prefix once, were they all at
+their ends at once, and `peak` never more than that; `held` names exactly the prefixes that a
+booked demand starts with; `cached` names none of these, and an engine keeps no more in it than
+there is room for.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from .demand import Demand
+from .forecast import Forecast, Stay
+
+FOREVER = 2**62
 
 
 @dataclass(slots=True, eq=False)
+class Segment:
+    """The last part of a prefix, beyond the one before it, while running calls start with it."""
+
+    num_tokens: int
+    carrier: Stay
+    """Which accounts for it: of the calls that read it, the one that stays longest."""
+    num_readers: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """One call on an engine."""
+
+    demand: Demand
+    stay: Stay
+    evicted: list[bytes]
+    """Cached prefixes that had to make room for it."""
+
+
 class Load:
     """What one engine has taken on."""
 
-    engine: str
-    capacity: int
-    """Tokens that fit into its KV memory."""
-    max_calls: int
-    strict_tokens: int | None = None
-    """Tokens it may hold while somebody waits for one of its calls by itself; None: any."""
-    used: int = 0
-    num_calls: int = 0
-    num_strict: int = 0
-    num_filling: int = 0
-    """Tokens of prompts that were sent and are not filled yet."""
-    held: dict[bytes, int] = field(default_factory=dict)
-    """Running calls that start with each prefix."""
-    cached: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
-    """Prefixes that nobody reads now, least recently used first, and the tokens of each beyond
-    the one before it."""
-    programs: Counter[str] = field(default_factory=Counter)
-    """Running calls of each program."""
-    num_cached: int = 0
+    def __init__(
+        self,
+        engine: str,
+        capacity: int,
+        max_calls: int,
+        strict_tokens: int | None = None,
+        steps: Callable[[], int] | None = None,
+    ) -> None:
+        """Open the books.
+
+        Args:
+            engine: its name.
+            capacity: tokens that fit into its KV memory.
+            max_calls: that it takes.
+            strict_tokens: it may hold while somebody waits for one of its calls by itself; None:
+                any.
+            steps: that it has made so far; None: it does not tell, and every call counts whole.
+        """
+        self.engine = engine
+        self.capacity = capacity
+        self.max_calls = max_calls
+        self.strict_tokens = strict_tokens
+        self.used = 0
+        self.num_calls = 0
+        self.num_strict = 0
+        self.num_filling = 0
+        """Tokens of prompts that were sent and are not filled yet."""
+        self.held: dict[bytes, Segment] = {}
+        """What running calls start with."""
+        self.cached: OrderedDict[bytes, int] = OrderedDict()
+        """Prefixes that nobody reads now, least recently used first, and the tokens of each
+        beyond the one before it."""
+        self.programs: Counter[str] = Counter()
+        """Running calls of each program."""
+        self.num_cached = 0
+        self._forecast = Forecast(steps)
+        self._ownerless = Stay(FOREVER, 0, is_late=True)
+        """Accounts for segments that have readers, but whose longest one stopped early."""
+
+    @property
+    def peak(self) -> int:
+        """Tokens that the booked demands will come to hold together, at most."""
+        return self._forecast.peak
 
     def bound(self, *, is_strict: bool) -> int:
         """Tokens that it may hold once such a call runs here as well."""
@@ -50,11 +98,18 @@ class Load:
         return min(self.strict_tokens, self.capacity)
 
     def room(self, *, is_strict: bool) -> int:
-        """Tokens that it may take on; negative where a strict call would have too much company."""
-        return self.bound(is_strict=is_strict) - self.used
+        """Tokens that it may take on however long they stay; negative where a strict call would
+        have too much company.
+
+        Company is counted by the sum: it is there to keep steps short, those too in which more
+        comes than was forecast, while the peak is only what memory has to hold.
+        """
+        room = self.capacity - self._forecast.peak
+        bound = self.bound(is_strict=is_strict)
+        return room if bound == self.capacity else min(room, bound - self.used)
 
     def num_added(self, demand: Demand) -> int:
-        """Tokens that would be held on top."""
+        """Tokens that would be held on top, in the end."""
         held = self.held
         for prefix in reversed(demand.prefixes):
             if prefix.key in held:
@@ -73,40 +128,83 @@ class Load:
         """Whether it has room; an empty engine takes whatever there is."""
         if self.num_calls >= self.max_calls:
             return False
-        return self.num_calls == 0 or num_added <= self.room(is_strict=demand.is_strict)
+        if num_added <= self.room(is_strict=demand.is_strict) or not self.num_calls:
+            return True
+        bound = self.bound(is_strict=demand.is_strict)
+        if bound < self.capacity and self.used + num_added > bound:
+            return False
+        now = self._forecast.now
+        ends_at = now + demand.num_output
+        outlasted = [
+            (segment.carrier.ends_at, segment.num_tokens)
+            for prefix in demand.prefixes
+            if (segment := self.held.get(prefix.key)) is not None
+            and now <= segment.carrier.ends_at < ends_at
+        ]
+        peak = self._forecast.peak_with(demand.num_output, num_added, outlasted)
+        return max(peak, self._forecast.peak) <= self.capacity
 
-    def book(self, demand: Demand) -> list[bytes]:
-        """A call starts here; returns the cached prefixes that had to make room."""
-        self.used += self.num_added(demand)
+    def book(self, demand: Demand) -> Booking:
+        """A call starts here."""
+        added = self.num_added(demand)
+        self.used += added
+        stay = self._forecast.enter(demand.num_output, _num_own(demand))
+        begin = demand.num_tokens - added
         for prefix in demand.prefixes:
-            num_readers = self.held.get(prefix.key, 0)
-            self.held[prefix.key] = num_readers + 1
-            if not num_readers and prefix.key in self.cached:
-                self.num_cached -= self.cached.pop(prefix.key)
+            segment = self.held.get(prefix.key)
+            if segment is None:
+                # Of what lies before the longest that is held, nothing is added.
+                num_tokens = max(prefix.num_tokens - begin, 0)
+                begin = max(begin, prefix.num_tokens)
+                segment = self.held[prefix.key] = Segment(num_tokens, stay)
+                self._forecast.resize(stay, num_tokens)
+                if prefix.key in self.cached:
+                    self.num_cached -= self.cached.pop(prefix.key)
+            segment.num_readers += 1
+        self._carry(stay, demand)
         self.num_calls += 1
         self.num_strict += demand.is_strict
         self.programs[demand.program] += 1
-        return self._evict()
+        return Booking(demand, stay, self._evict())
 
-    def leave(self, demand: Demand) -> list[bytes]:
-        """A call that was booked is over; returns the prefixes that are gone from here."""
+    def filled(self, booking: Booking) -> bool:
+        """The prompt of a call is there, and its output begins; returns whether that is late."""
+        is_news = self._forecast.postpone(booking.stay, booking.demand.num_output)
+        if is_news:
+            self._carry(booking.stay, booking.demand)
+        return is_news
+
+    def leave(self, booking: Booking) -> list[bytes]:
+        """A call is over; returns the prefixes that are gone from here."""
+        demand, stay = booking.demand, booking.stay
         gone: list[bytes] = []
-        kept = 0
+        freed = _num_own(demand)
+        above: Segment | None = None
         # Deepest first: that is what the cache should give up first of one prompt.
         for i in range(len(demand.prefixes) - 1, -1, -1):
             prefix = demand.prefixes[i]
-            self.held[prefix.key] -= 1
-            if self.held[prefix.key]:
-                kept = max(kept, prefix.num_tokens)
+            segment = self.held[prefix.key]
+            segment.num_readers -= 1
+            if segment.num_readers:
+                if segment.carrier is stay:
+                    self._move(segment, self._ownerless)
+                above = segment
                 continue
             del self.held[prefix.key]
+            if above is not None:  # somebody holds more, and by other boundaries this as well
+                self._move(segment, above.carrier)
+                above.num_tokens += segment.num_tokens
+            else:
+                freed += segment.num_tokens
+                self._forecast.resize(segment.carrier, -segment.num_tokens)
             if prefix.stays:
                 begin = demand.prefixes[i - 1].num_tokens if i else 0
                 self.cached[prefix.key] = prefix.num_tokens - begin
                 self.num_cached += prefix.num_tokens - begin
             else:
                 gone.append(prefix.key)
-        self.used -= demand.num_tokens - kept
+        self._forecast.leave(stay)
+        self.used -= freed
         self.num_calls -= 1
         self.num_strict -= demand.is_strict
         self.programs[demand.program] -= 1
@@ -114,10 +212,32 @@ class Load:
             del self.programs[demand.program]
         return gone + self._evict()
 
+    def _carry(self, stay: Stay, demand: Demand) -> None:
+        """A call accounts for what it shares with others, if it stays longer than they.
+
+        Nobody knows how long those stay that are late.
+        """
+        now = self._forecast.now
+        for prefix in demand.prefixes:
+            segment = self.held[prefix.key]
+            if now <= segment.carrier.ends_at < stay.ends_at:
+                self._move(segment, stay)
+
+    def _move(self, segment: Segment, carrier: Stay) -> None:
+        if segment.num_tokens:
+            self._forecast.resize(segment.carrier, -segment.num_tokens)
+            self._forecast.resize(carrier, segment.num_tokens)
+        segment.carrier = carrier
+
     def _evict(self) -> list[bytes]:
         gone: list[bytes] = []
-        while self.cached and self.num_cached > self.capacity - self.used:
+        while self.cached and self.num_cached > self.capacity - self._forecast.peak:
             key, num_tokens = self.cached.popitem(last=False)
             self.num_cached -= num_tokens
             gone.append(key)
         return gone
+
+
+def _num_own(demand: Demand) -> int:
+    """Tokens behind its last boundary, which nobody shares."""
+    return demand.num_tokens - (demand.prefixes[-1].num_tokens if demand.prefixes else 0)

@@ -170,7 +170,7 @@ class Parrot:
         load = offer.load
         takes_much = load.strict_tokens is not None or load.num_strict > 0
         is_unlike = takes_much and demand.is_strict != (load.num_strict > 0)
-        cannot_take_group = offer.mate_tokens > load.bound(is_strict=False) - load.used
+        cannot_take_group = offer.mate_tokens > load.room(is_strict=False)
         return (
             -float(offer.num_mates > 0),
             float(cannot_take_group),

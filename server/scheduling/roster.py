@@ -2,8 +2,9 @@
 
 A call is offered, of a thousand engines, at most a dozen: the roomiest of every class (empty,
 with a strict call, without one), those that hold its prefixes, those that run its task group,
-and its home. No engine is roomier than the roomiest of its class, so if none of these fits,
-none does, but for one that holds its prefix among many and was not looked at this time.
+and its home. Room is what an engine's peak leaves. No engine is roomier than the roomiest of its
+class, so if none of these fits, hardly another does: one that holds its prefix among many and
+was not looked at this time, or one whose peak comes when this call would be gone.
 
 Knows loads and their order. Refuses to know ranks and prices.
 
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .demand import Demand
-from .load import Load
+from .load import Booking, Load
 from .policy import Offer
 
 MAX_HOLDERS = 4
@@ -85,19 +86,24 @@ class Roster:
             self._kept.discard(engine)
             self._place(self.loads[engine])
 
-    def book(self, engine: str, demand: Demand) -> Load:
+    def book(self, engine: str, demand: Demand) -> Booking:
         """A call starts on an engine."""
         load = self.loads[engine]
-        evicted = load.book(demand)
+        booking = load.book(demand)
         for prefix in demand.prefixes:
             self._holders.setdefault(prefix.key, {})[engine] = None
-        self._forget(engine, evicted)
+        self._forget(engine, booking.evicted)
         self._place(load)
-        return load
+        return booking
 
-    def leave(self, load: Load, demand: Demand) -> None:
+    def filled(self, load: Load, booking: Booking) -> None:
+        """The prompt of a call is there."""
+        if load.filled(booking):
+            self._place(load)
+
+    def leave(self, load: Load, booking: Booking) -> None:
         """A call is over."""
-        self._forget(load.engine, load.leave(demand))
+        self._forget(load.engine, load.leave(booking))
         self._place(load)
 
     def offers(

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .demand import Demand
-from .load import Load
+from .load import Booking, Load
 from .pace import Pace
 from .policy import DEFAULT_POLICY, Offer, Policy, policy_named
 from .roster import Gang, Roster
@@ -62,6 +62,8 @@ class Ticket:
     wait: Callable[[str], None] = _nobody
     """Told why the call has to wait, once an engine is kept for it."""
     load: Load | None = None
+    booking: Booking | None = None
+    """Its entry in the books of that engine."""
     num_filling: int = 0
     """Tokens of its prompt that the engine has yet to fill."""
     kept: str | None = None
@@ -152,10 +154,25 @@ class Scheduler:
         """Calls that wait for room."""
         return sum(line.num_waiting for line in self._lines)
 
-    def engine_arrived(self, engine: str, *, capacity: int, max_sequences: int) -> None:
-        """An engine is there and empty."""
-        strict_tokens = self._strict_tokens
-        self._roster.add(Load(engine, capacity, max_sequences + LOOK_AHEAD, strict_tokens))
+    def engine_arrived(
+        self,
+        engine: str,
+        *,
+        capacity: int,
+        max_sequences: int,
+        steps: Callable[[], int] | None = None,
+    ) -> None:
+        """An engine is there and empty.
+
+        Args:
+            engine: its name.
+            capacity: tokens that fit into its KV memory.
+            max_sequences: calls that decode there at once.
+            steps: that it has made so far, by which its calls are taken to advance; None: it does
+                not tell, and every call is booked with all it may write.
+        """
+        max_calls = max_sequences + LOOK_AHEAD
+        self._roster.add(Load(engine, capacity, max_calls, self._strict_tokens, steps))
         self._change(engine)
         self._unstick()
 
@@ -205,9 +222,12 @@ class Scheduler:
 
     def filled(self, ticket: Ticket) -> None:
         """The engine has filled the call's prompt; safe to repeat."""
-        if ticket.load is not None:
-            ticket.load.num_filling -= ticket.num_filling
+        load, booking = ticket.load, ticket.booking
+        if load is not None and booking is not None and ticket.num_filling:
+            load.num_filling -= ticket.num_filling
             ticket.num_filling = 0
+            if not ticket.is_withdrawn and self._roster.loads.get(load.engine) is load:
+                self._roster.filled(load, booking)
 
     def withdraw(self, ticket: Ticket) -> None:
         """A call needs no engine any more, or is done with the one it has; safe to repeat."""
@@ -225,9 +245,11 @@ class Scheduler:
                 self._unkeep(ticket)
                 self._unstick()
             return
-        self.filled(ticket)
+        assert ticket.booking is not None
+        load.num_filling -= ticket.num_filling
+        ticket.num_filling = 0
         if self._roster.loads.get(load.engine) is load:  # else it is gone, with all its books
-            self._roster.leave(load, ticket.demand)
+            self._roster.leave(load, ticket.booking)
             self._change(load.engine)
             if ticket.demand.group is not None:
                 self._leave_gang(ticket.demand, load.engine)
@@ -338,7 +360,7 @@ class Scheduler:
     def _start(self, ticket: Ticket, offer: Offer, *, num_able: int, num_offers: int) -> None:
         demand, engine = ticket.demand, offer.load.engine
         self._leave_line(ticket)
-        ticket.load = self._roster.book(engine, demand)
+        ticket.load, ticket.booking = offer.load, self._roster.book(engine, demand)
         self._change(engine)  # who shares a prefix with it needs less there now
         ticket.num_filling = demand.num_prompt - offer.num_shared
         ticket.load.num_filling += ticket.num_filling

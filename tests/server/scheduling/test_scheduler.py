@@ -338,7 +338,38 @@ async def test_a_lost_engine_takes_its_group_with_it_and_the_next_life_starts_an
     for ticket in [*old, again]:
         desk.scheduler.withdraw(ticket)
     assert desk.scheduler._gangs == {}
-    assert all(load.used == load.num_calls == 0 for load in desk.scheduler._roster.loads.values())
+    assert all(load.peak == load.num_calls == 0 for load in desk.scheduler._roster.loads.values())
+
+
+async def test_calls_that_are_nearly_done_make_room_before_they_end() -> None:
+    """Each call comes to a hundred tokens, eighty of them written step by step."""
+    step = 0
+    desk = Desk(Scheduler())
+    desk.engine("telling", capacity=150, steps=lambda: step)
+    first = desk.ticket("p.0", need=100, num_output=80)
+    await turn()
+    desk.scheduler.filled(first)
+    desk.ticket("p.1", need=100, num_output=80)
+    await turn()
+    assert desk.names == ["p.0"]
+    step = 50
+    desk.ticket("p.2", rank=-1.0, need=100, num_output=80)
+    await turn()
+    assert desk.names == ["p.0", "p.2"], "in thirty steps, when the first has all, it has 50"
+
+
+async def test_an_engine_that_tells_no_steps_is_booked_with_all_that_may_be_written() -> None:
+    desk = Desk(Scheduler())
+    desk.engine("silent", capacity=150)
+    first = desk.ticket("p.0", need=100, num_output=80)
+    desk.ticket("p.1", need=100, num_output=80)
+    await turn()
+    desk.scheduler.filled(first)
+    await turn()
+    assert desk.names == ["p.0"]
+    desk.scheduler.withdraw(first)
+    await turn()
+    assert desk.names == ["p.0", "p.1"]
 
 
 def _submit_all(desk: Desk, draw: st.DataObject) -> Iterator[Ticket]:
@@ -379,7 +410,7 @@ def test_every_call_runs_once_and_nothing_is_left_behind(
             has_one_kept = line.kept is not None and line.kept.kept is not None
             assert has_one_kept or not line.num_waiting or not scheduler._roster._versions
         for load in loads:
-            assert load.used <= load.bound(is_strict=False) or load.num_calls == 1
+            assert load.peak <= load.bound(is_strict=False) or load.num_calls == 1
         if lost is not None and desk.started:
             scheduler.engine_lost(lost)
             for i, ticket in enumerate(tickets):
