@@ -61,6 +61,8 @@ class Forecast:
         self._held: list[int] = []
         """By stay: what all that are there hold in its last step, without the late ones."""
         self._peak = 0
+        self._peak_at = 0
+        """The step in which it comes."""
 
     @property
     def now(self) -> int:
@@ -108,6 +110,13 @@ class Forecast:
         self._insert(stay)
         return True
 
+    def exceeds(self, capacity: int, num_steps: int, size: int) -> bool:
+        """Whether another call would surely be too much: by one look, at the peak."""
+        self._refresh()
+        missing = self.now + num_steps - self._peak_at
+        added = max(size - missing, 0) if missing >= 0 else 0
+        return self._peak + self._late_size + added > capacity
+
     def peak_with(self, num_steps: int, size: int, outlasted: Iterable[tuple[int, int]]) -> int:
         """The peak, from now to its end, if another call came now.
 
@@ -149,6 +158,7 @@ class Forecast:
             sums.reverse()
             self._held = list(map(add, sums, map(mul, range(len(ends), 0, -1), ends)))
             self._peak = max(self._held, default=0)
+            self._peak_at = ends[self._held.index(self._peak)] if ends else 0
 
     def _insert(self, stay: Stay) -> None:
         place = bisect_left(self._ends, stay.ends_at)

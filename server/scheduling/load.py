@@ -133,6 +133,8 @@ class Load:
         bound = self.bound(is_strict=demand.is_strict)
         if bound < self.capacity and self.used + num_added > bound:
             return False
+        if self._forecast.exceeds(self.capacity, demand.num_output, num_added):
+            return False
         now = self._forecast.now
         ends_at = now + demand.num_output
         outlasted = [
@@ -141,8 +143,7 @@ class Load:
             if (segment := self.held.get(prefix.key)) is not None
             and now <= segment.carrier.ends_at < ends_at
         ]
-        peak = self._forecast.peak_with(demand.num_output, num_added, outlasted)
-        return max(peak, self._forecast.peak) <= self.capacity
+        return self._forecast.peak_with(demand.num_output, num_added, outlasted) <= self.capacity
 
     def book(self, demand: Demand) -> Booking:
         """A call starts here."""
