@@ -76,7 +76,7 @@ def demands(draw: st.DrawFn) -> Demand:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.booleans(), st.data())
 def test_the_peak_is_that_of_living_through_it(may_stop: bool, data: st.DataObject) -> None:
     """Exact while calls keep pace. If one stops early or is late, never less than what comes to
