@@ -53,6 +53,7 @@ class Step(NamedTuple):
     """One request of the server to run a function."""
 
     request_id: str
+    node: str
     name: str
     output: str
     """The variable that waits for the answer."""
@@ -108,7 +109,7 @@ class Shift:
         self._program = program
         self._outputs = dict.fromkeys(outputs)
         self._values: dict[str, Json] = {}
-        self._failure: tuple[str, Problem] | None = None
+        self._failures: dict[str, Problem] = {}
         self._causes: dict[str, Exception] = {}
         self._end: dict[str, Json] | None = None
 
@@ -122,19 +123,21 @@ class Shift:
                 return None
             name = data["name"]
             function = functions.get(name, _Unknown(name))
-            return Step(data["request_id"], name, data["output"], data["args"], function)
+            return Step(
+                data["request_id"], data["node"], name, data["output"], data["args"], function
+            )
         if event.type == "variable.committed" and data["variable"] in self._outputs:
             self._values[data["variable"]] = data["value"]
-        elif event.type == "node.failed" and self._failure is None:
+        elif event.type == "node.failed":
             problem = Problem(code=data["code"], message=data.get("message", ""))
-            self._failure = (data.get("node", ""), problem)
+            self._failures.setdefault(data.get("node", ""), problem)
         elif event.type == "program.finished":
             self._end = data
         return None
 
     def failed(self, step: Step, problem: Exception) -> None:
         """A function failed here; its exception explains the run's failure."""
-        self._causes[step.name] = problem
+        self._causes[step.node] = problem
 
     def missing(self) -> list[str]:
         """Outputs whose values were not among the events."""
@@ -166,15 +169,26 @@ class Shift:
             phase = status.status
             receipt = status.receipt or Receipt()
         if phase != "done":
-            raise self._error(phase) from next(iter(self._causes.values()), None)
+            node = self._told()
+            raise self._error(phase, node) from (None if node is None else self._causes.get(node))
         outputs = {name: self._values[name] for name in self._outputs if name in self._values}
         return Result(self._program, phase, outputs, receipt)
 
-    def _error(self, phase: str) -> ConureError:
-        if self._failure is None:
+    def _told(self) -> str | None:
+        """The node whose failure is told: the first of those that one around them tells of as
+        its own, else the last; those before it were handled.
+        """
+        if not self._failures:
+            return None
+        names = list(self._failures)
+        first, last = names[0], names[-1]
+        inner = self._failures[last].message.partition(": ")[0]
+        return first if inner in self._failures else last
+
+    def _error(self, phase: str, node: str | None) -> ConureError:
+        if node is None:
             return RunError(f"run.{phase}", f"program {self._program} is {phase}")
-        node, problem = self._failure
-        error = failure_of(problem)
+        error = failure_of(self._failures[node])
         error.add_note(f"in node {node!r} of program {self._program}")
         return error
 

@@ -118,7 +118,7 @@ class LocalRunner(Runner):
         self._model = loaded.model
         most = torch.get_num_threads()
         num_bytes = sum(each.nbytes for each in loaded.model.parameters())
-        torch.set_num_threads(threads or capacity.threads(num_bytes, most))
+        torch.set_num_threads(capacity.threads(num_bytes, most) if threads is None else threads)
         if isinstance(device, str):
             device = backend.of(where, batch_invariant=batch_invariant)
         self._backend = device

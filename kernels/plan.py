@@ -55,6 +55,15 @@ class Item:
         return slots_of(self.blocks, self.first % block_size, self.num_kv, block_size)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """How the tree of a plan was made from that of a plan before: rows went out and in."""
+
+    former: Tree
+    before: Integers
+    """The row's number in the former plan, or -1 where it is another's or it has moved, [R]."""
+
+
 @dataclass(slots=True, eq=False)
 class Plan:
     """The work of one step, the same for all layers."""
@@ -76,6 +85,8 @@ class Plan:
     """Largest block that any row reads or writes."""
     tree: Tree
     """What rows share; the same object in a plan that continues another."""
+    change: Change | None = None
+    """From the plan before, where this one was made of it."""
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """What implementations keep for the other layers of the step, under keys of their own."""
 
@@ -199,12 +210,16 @@ def assemble(
     *,
     block_size: int,
     max_block: int,
+    change: Change | None = None,
 ) -> Plan:
     """Return the plan of rows that were checked; see `Plan` for the arguments."""
-    query_start = np.zeros(len(num_new) + 1, dtype=np.int64)
-    np.cumsum(num_new, out=query_start[1:])
-    row_of = np.repeat(np.arange(len(num_new)), num_new)
-    positions = np.arange(query_start[-1]) + (kv_len - num_new - query_start[:-1])[row_of]
+    if int(num_new.max()) == 1:
+        query_start = np.arange(len(num_new) + 1)
+        row_of, positions = query_start[:-1], kv_len - 1
+    else:
+        query_start = np.concatenate(([0], np.cumsum(num_new)))
+        row_of = np.repeat(np.arange(len(num_new)), num_new)
+        positions = np.arange(query_start[-1]) + (kv_len - num_new - query_start[:-1])[row_of]
     slots = tables[row_of, positions // block_size] * block_size + positions % block_size
     return Plan(
         block_size=block_size,
@@ -216,6 +231,7 @@ def assemble(
         slots=slots,
         max_block=max_block,
         tree=tree,
+        change=change,
     )
 
 

@@ -18,15 +18,16 @@ Shapes: R rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from operator import eq
 from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .plan import Plan, assemble, checked, lengths_of, shareable
+from .plan import Change, Plan, assemble, checked, lengths_of, shareable
 from .tree import ITEM_TOKENS, PART_TOKENS, Integers, Tree, Worth, find, insert, split, without
 
 Table: TypeAlias = "list[int] | array[int]"
@@ -56,8 +57,12 @@ class Planner:
         """The tables of the last step, as far as they were used."""
         self._largest = np.zeros(0, dtype=np.int64)
         """Largest block of each, [R]."""
+        self._closest = np.zeros(0, dtype=np.int64)
+        """Blocks that each shared with any other when it was put into the tree, or -1, [R]."""
         self._tables: list[Table] = []
         """The same tables as they were given, to know them again."""
+        self._places: dict[int, int] = {}
+        """Their numbers by identity; fewer than tables where one stands for two rows."""
         self.num_built = 0
         """Plans whose tree was not made from the one before."""
 
@@ -91,6 +96,7 @@ class Planner:
             positions=last.positions + 1,
             slots=slots,
             max_block=int(self._largest.max()),
+            change=None,
             derived={},
         )
 
@@ -102,8 +108,12 @@ class Planner:
         """
         places = last.kv_len[rows] // self._block_size
         filled = places - 1
-        readers = np.count_nonzero(last.tables[:, filled] == last.tables[rows, filled], axis=0)
-        is_done: NDArray[np.bool_] = (readers == 1) & (places < last.tables.shape[1])
+        is_done: NDArray[np.bool_] = places < last.tables.shape[1]
+        # Who shares less than all blocks before it with the next cannot share this one.
+        near = np.flatnonzero(self._closest[rows] >= filled)
+        if len(near):
+            theirs, mine = last.tables[:, filled[near]], last.tables[rows[near], filled[near]]
+            is_done[near] &= np.count_nonzero(theirs == mine, axis=0) == 1
         blocks = []
         for index, (row, place) in enumerate(zip(rows.tolist(), places.tolist(), strict=True)):
             table = tables[index]
@@ -121,46 +131,64 @@ class Planner:
 
     def _change(self, new: Integers, lengths: Integers, tables: Sequence[Table]) -> Plan:
         """Plan a step some of whose rows are not those of the last with one token more."""
-        before = self._before(new, lengths, tables)
+        places = dict(zip(map(id, tables), range(len(tables)), strict=True))
+        before = self._before(new, lengths, tables, places)
         moved, stayed = np.flatnonzero(before < 0), np.flatnonzero(before >= 0)
         padded = self._lay_out(before, lengths)
-        known: list[Table] = [self._known[place] if place >= 0 else [] for place in before.tolist()]
-        largest = np.zeros(len(new), dtype=np.int64)
-        largest[stayed] = self._largest[before[stayed]]
+        largest = self._largest[before] if len(stayed) else np.zeros_like(lengths)
+        known = list(map(self._known.__getitem__, before.tolist())) if len(stayed) else [*tables]
         for row in moved.tolist():
             width = -(-int(lengths[row]) // self._block_size)
             padded[row] = -1
             padded[row, :width] = checked(tables[row], width, row)
             known[row] = tables[row][:width]
             largest[row] = padded[row].max()
+        former, num_built = self._last, self.num_built
         tree = self._tree(before, moved, new, lengths, padded)
+        is_new = former is None or self.num_built > num_built
+        change = None if is_new or former is None else Change(former.tree, before)
         self._known, self._largest, self._tables = known, largest, list(tables)
+        self._places, self._closest = places, tree.closest()
         return assemble(
-            new, lengths, padded, tree, block_size=self._block_size, max_block=int(largest.max())
+            new,
+            lengths,
+            padded,
+            tree,
+            block_size=self._block_size,
+            max_block=int(largest.max()),
+            change=change,
         )
 
-    def _before(self, new: Integers, lengths: Integers, tables: Sequence[Table]) -> Integers:
-        """Return the place in the last plan of each row that goes on by a token, or -1."""
-        places = {id(table): place for place, table in enumerate(self._tables)}
-        before = np.array([places.get(id(table), -1) for table in tables])
-        last = self._last
-        if last is None or len(places) < len(self._tables):
+    def _before(
+        self,
+        new: Integers,
+        lengths: Integers,
+        tables: Sequence[Table],
+        places: Mapping[int, int],
+    ) -> Integers:
+        """Return the place in the last plan of each row that goes on by a token, or -1.
+
+        `places` are the tables' numbers by identity, in order.
+        """
+        last, former = self._last, self._places
+        # One table that stands for two rows is the former row of neither.
+        if last is None or len(former) < last.num_rows or len(places) < len(tables):
             return np.full(len(new), -1)
+        numbers = map(former.get, places, repeat(-1))
+        before: Integers = np.fromiter(numbers, np.int64, len(tables))
         goes_on = (before >= 0) & (new == 1)
         goes_on &= (last.num_new[before] == 1) & (lengths == last.kv_len[before] + 1)
         begins = np.flatnonzero(goes_on & (last.kv_len[before] % self._block_size == 0))
         if len(begins):
             theirs = [tables[row] for row in begins.tolist()]
             goes_on[begins] = self._grow(last, before[begins], theirs)
-        rows = np.flatnonzero(goes_on).tolist()
-        theirs = [tables[row] for row in rows]
-        known = [self._known[place] for place in before[rows].tolist()]
-        if not all(map(eq, theirs, known)):
-            goes_on[rows] = [a[: len(b)] == b for a, b in zip(theirs, known, strict=True)]
+        known = map(self._known.__getitem__, before.tolist())
+        same = np.fromiter(map(eq, tables, known), np.bool_, len(tables))
+        for row in np.flatnonzero(goes_on & ~same).tolist():
+            then = self._known[before[row]]
+            goes_on[row] = tables[row][: len(then)] == then
         found: Integers = np.where(goes_on, before, -1)
-        # One table that stands for two rows now is the former row of neither.
-        is_twice = goes_on.any() and np.bincount(found[goes_on]).max() > 1
-        return np.full(len(new), -1) if is_twice else found
+        return found
 
     def _lay_out(self, before: Integers, lengths: Integers) -> Integers:
         """Return tables wide enough for all rows, with those of rows that stayed."""

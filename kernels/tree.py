@@ -20,8 +20,9 @@ Shapes: R rows - N stretches - W blocks of the widest table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,6 +64,14 @@ class Tree:
     common: Integers
     """Blocks that each row of `order` has in common with the next, [R - 1]."""
 
+    def closest(self) -> Integers:
+        """Return what each row has in common with the row it shares the most with, or -1, [R]."""
+        around = np.full(len(self.order) + 1, -1, dtype=np.int64)
+        around[1:-1] = self.common
+        found = np.empty(len(self.order), dtype=np.int64)
+        found[self.order] = np.maximum(around[1:], around[:-1])
+        return found
+
 
 def find(
     tables: Integers, limits: Integers, num_new: Integers, worth: Worth, *, block_size: int
@@ -103,7 +112,8 @@ def split(
     order: Integers, common: Integers, num_new: Integers, worth: Worth, *, block_size: int
 ) -> Tree:
     """Return the stretches that are worth it, of rows in order and what neighbours share."""
-    found = _choose(common, num_new[order], worth, block_size)
+    nodes = sorted(_intervals(common), key=itemgetter(0, 2))
+    found = _choose(nodes, num_new[order], worth, block_size) if nodes else []
     owned = np.zeros(len(order), dtype=np.int64)
     for first, end, _, depth in found:
         owned[first:end] = depth
@@ -148,7 +158,9 @@ def insert(
         found = begin + _num_leading(tables[rows, begin:limit] == mine[begin:limit])
         return np.minimum(found, limits[rows])
 
-    first = int(with_it(order[:1], 0)[0])
+    leader = order[0]
+    same = tables[leader, :limit] == mine[:limit]
+    first = min(limit if same.all() else int(same.argmin()), int(limits[leader]))
     # A row that shares more or less with the first row than it does shares the smaller of both.
     of_first = np.minimum.accumulate(common)
     shared = np.concatenate(([first], np.minimum(first, of_first)))
@@ -174,15 +186,26 @@ def _num_leading(same: NDArray[np.bool_]) -> Integers:
 
 
 def _choose(
-    common: Integers, num_new: Integers, worth: Worth, block_size: int
+    nodes: Sequence[tuple[int, int, int]], num_new: Integers, worth: Worth, block_size: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return the stretches worth an item: first and last place, first and last block."""
-    queries = [0, *np.cumsum(num_new).tolist()]
-    readings = [0.0, *np.cumsum(np.maximum(1, num_new / worth.ridge)).tolist()]
+    """Return the stretches worth an item: first and last place, first and last block.
+
+    Args:
+        nodes: Of the tree, parents before children: first place, place after the last, depth.
+        num_new: [R] queries of each row, in order.
+        worth: See `find`.
+        block_size: See `find`.
+    """
+    queries: Sequence[int] = range(len(num_new) + 1)
+    readings: Sequence[float] = queries
+    # Where all rows decode, both are the number of rows.
+    if int(num_new.max()) > 1 or worth.ridge < 1:
+        queries = [0, *np.cumsum(num_new).tolist()]
+        readings = [0.0, *np.cumsum(np.maximum(1, num_new / worth.ridge)).tolist()]
     found: list[tuple[int, int, int, int]] = []
     # Nodes around the one at hand: where each ends, and where what it leaves begins.
     around: list[tuple[int, int]] = []
-    for first, end, depth in sorted(_intervals(common), key=lambda node: (node[0], node[2])):
+    for first, end, depth in nodes:
         while around and around[-1][0] <= first:
             around.pop()
         begin = around[-1][1] if around else 0
@@ -204,8 +227,9 @@ def _intervals(common: Integers) -> Iterator[tuple[int, int, int]]:
     """
     open_nodes: list[tuple[int, int]] = [(0, 0)]
     # Where it is the same as one place before, no node ends and none begins.
-    places = np.flatnonzero(np.diff(common, prepend=0))
-    for place, depth in zip(places.tolist(), common[places].tolist(), strict=True):
+    places = np.flatnonzero(common[1:] != common[:-1]) + 1
+    depths = [*common[:1].tolist(), *common[places].tolist()]
+    for place, depth in zip([0, *places.tolist()], depths, strict=False):
         first = place
         while open_nodes[-1][1] > depth:
             first, deeper = open_nodes.pop()

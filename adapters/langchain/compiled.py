@@ -9,21 +9,22 @@ of that step, by its name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from langchain_core.runnables import Runnable, RunnableLambda
 
-from conure.server.program.errors import ProgramError
+from conure.server.program.errors import ConureError, ProgramError
 from conure.server.program.ir import Json
 from conure.server.program.status import Receipt
 
 from ..client import AsyncClient, Client, Result
 from .graph import ClientStep, Graph, Place, unsupported
 from .revival import reviver
-from .values import Answer, Constant, Either, Local, Many, Record, Rendered, Text, Value
+from .values import Answer, Constant, Either, Local, Lost, Many, Record, Rendered, Text, Value
 
 
 class Outcome(NamedTuple):
@@ -42,6 +43,7 @@ class Compiled:
     def __init__(self, graph: Graph, value: Value, place: Place) -> None:
         self._value = value
         self._root = graph.root
+        self._steps = graph.steps
         self._outputs: dict[int, str] = {}
         if isinstance(value, Constant):
             value = graph.constant(value)
@@ -53,11 +55,11 @@ class Compiled:
         self.inputs: list[str] = [view.variable for view in graph.root.views]
         """The program's inputs; `submission` makes them of the chain's input."""
         self.functions: dict[str, Callable[..., Any]] = {
-            step.name: functools.partial(_run, step) for step in graph.steps
+            step.name: functools.partial(_run, step, None) for step in graph.steps
         }
         """What the client steps run, by name; to be called with their arguments by name."""
         self.async_functions: dict[str, Callable[..., Awaitable[Any]]] = {
-            step.name: functools.partial(_arun, step) for step in graph.steps
+            step.name: functools.partial(_arun, step, None) for step in graph.steps
         }
         """The same as coroutine functions."""
         if not self.outputs:
@@ -69,11 +71,17 @@ class Compiled:
     def submission(self, input: Any) -> dict[str, Json]:  # noqa: A002 - LangChain's word
         """The body of `POST /v1/programs` that runs the chain on an input.
 
+        What only a branch, a fallback or another body reads goes wrong there, when it runs.
+
         Raises:
-            ProgramError: if a part of the input that the chain needs cannot travel as JSON.
+            ProgramError: if a part of the input that the chain needs in any case cannot travel
+                as JSON.
             Exception: whatever LangChain raises for this input where the chain reads it.
         """
-        values = {view.variable: view.encode(input) for view in self._root.views}
+        return self._submission(input, None)
+
+    def _submission(self, input: Any, lost: Lost | None) -> dict[str, Json]:  # noqa: A002
+        values = {view.variable: view.encode(input, lost) for view in self._root.views}
         return {"program": self.program, "inputs": values}
 
     def output(self, input: Any, values: Mapping[str, Json], *, program: str = "") -> Any:  # noqa: A002
@@ -96,6 +104,7 @@ class Compiled:
 
         Raises:
             ConureError: if the program failed; its cause is what a function raised, if one did.
+            Exception: what LangChain raises where a part that ran reads what is not there.
         """
         return self.execute(client, input, **options).output
 
@@ -105,13 +114,20 @@ class Compiled:
 
     def execute(self, client: Client, input: Any, **options: Any) -> Outcome:  # noqa: A002
         """`run`, with the program's id and receipt."""
-        result = client.run(self.submission(input), functions=self.functions, **options)
+        lost: Lost = {}
+        submission = self._submission(input, lost)
+        functions = {step.name: functools.partial(_run, step, lost) for step in self._steps}
+        with _telling(lost):
+            result = client.run(submission, functions=functions, **options)
         return self._outcome(input, result)
 
     async def aexecute(self, client: AsyncClient, input: Any, **options: Any) -> Outcome:  # noqa: A002
         """`arun`, with the program's id and receipt."""
-        submission = self.submission(input)
-        result = await client.run(submission, functions=self.async_functions, **options)
+        lost: Lost = {}
+        submission = self._submission(input, lost)
+        functions = {step.name: functools.partial(_arun, step, lost) for step in self._steps}
+        with _telling(lost):
+            result = await client.run(submission, functions=functions, **options)
         return self._outcome(input, result)
 
     def _outcome(self, input: Any, result: Result) -> Outcome:  # noqa: A002
@@ -162,18 +178,30 @@ class Compiled:
         return reviver(value, program)(given)
 
 
-def _run(step: ClientStep, /, **args: Json) -> Json:
+@contextlib.contextmanager
+def _telling(lost: Lost) -> Iterator[None]:
+    """Raise what went wrong with a value itself, where a program failed because of it."""
+    try:
+        yield
+    except ConureError as failure:
+        for told, problem in lost.items():
+            if repr(told) in failure.message:
+                raise problem from failure
+        raise
+
+
+def _run(step: ClientStep, lost: Lost | None, /, **args: Json) -> Json:
     made = step.revive(args)
     for runnable in step.runnables:
         made = _checked(runnable).invoke(made)
-    return step.source.pack(made)
+    return step.source.pack(made, lost)
 
 
-async def _arun(step: ClientStep, /, **args: Json) -> Json:
+async def _arun(step: ClientStep, lost: Lost | None, /, **args: Json) -> Json:
     made = step.revive(args)
     for runnable in step.runnables:
         made = await _checked(runnable).ainvoke(made)
-    return step.source.pack(made)
+    return step.source.pack(made, lost)
 
 
 def _checked(runnable: Runnable[Any, Any]) -> Runnable[Any, Any]:

@@ -29,7 +29,7 @@ from langchain_core.runnables.retry import RunnableRetry
 
 from conure.server.program.ir import Json
 
-from .bodies import Late
+from .bodies import Body, Late
 from .graph import Graph, Place, unsupported
 from .values import (
     KINDS,
@@ -133,12 +133,18 @@ def _branch(
 
 
 def _truth(walk: Reader, condition: Runnable[Any, Any], value: Value, place: Place) -> Late:
-    made = walk.read(condition, value, place)
+    return _is_true(walk.graph, walk.read(condition, value, place), place)
+
+
+def _is_true(graph: Graph, made: Value, place: Place) -> Late:
+    if isinstance(made, Either):  # in each body by itself: outside, it says which it is, too
+        found = made.exit.give(graph.each(made, lambda each: _is_true(graph, each, place)))
+        return lambda: {"var": found}
     if isinstance(made, Local):  # Python says what is true, not JSON
         made = made.then(bool, place.hint, "bool")
     if isinstance(made, Answer):  # an object, whatever the model said
         return lambda: True
-    return walk.graph.expression(made, place)
+    return graph.expression(made, place)
 
 
 def _routed(walk: Reader, router: RouterRunnable[Any], value: Value, place: Place) -> Value:
@@ -272,8 +278,8 @@ def _mapped(
     node_id = graph.fresh(f"{place.hint}_map")
     at = place.part(".bound", "each")
     (body,) = out.bodies
+    items, name, item = _items(graph, value, body, place)
     with graph.inside(body):
-        items, name, item = _items(graph, value, place)
         made = walk.read(runnable.bound, item, at)
 
     def node() -> Json:
@@ -285,18 +291,21 @@ def _mapped(
     return Many(out, made)
 
 
-def _items(graph: Graph, value: Value, place: Place) -> tuple[str, Callable[[], str], Value]:
+def _items(
+    graph: Graph, value: Value, body: Body, place: Place
+) -> tuple[str, Callable[[], str], Value]:
     """What a map goes over: the variable of the list, what its body calls an item (to be asked
     when all of the chain is read), and the item.
     """
     if isinstance(value, Local):
-        source = Source(f"{place.hint}_item")
+        source = Source(f"{place.hint}_item", body)
         # Each item travels as what the body needs of it, and as nothing else.
         rows = value.then(
             lambda found: [source.pack(each) for each in found], f"{place.hint}_items"
         )
         whole = graph.fresh(f"{place.hint}_item")
-        graph.unpack(source, whole)
+        with graph.inside(body):
+            graph.unpack(source, whole)
 
         def name() -> str:
             return source.views[0].variable if len(source.views) == 1 else whole

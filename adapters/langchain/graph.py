@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Json
@@ -36,6 +36,8 @@ from .values import (
     Value,
     ViewKind,
 )
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -88,9 +90,14 @@ class Graph:
     """Of all names, where several graphs become one program."""
     _body: Body = field(default_factory=Body)
     """Where nodes go now."""
+    _read: dict[tuple[int, str], tuple[Body, str]] = field(default_factory=dict)
+    """What views are called in bodies that read them, by body and variable."""
     _taken: set[str] = field(default_factory=set)
     _given: dict[tuple[int, bool], tuple[Value, str]] = field(default_factory=dict)
     """Variables of values that left their bodies, by identity, and whether they are printed."""
+
+    def __post_init__(self) -> None:
+        self.root.home = self._body
 
     @contextlib.contextmanager
     def inside(self, body: Body) -> Iterator[None]:
@@ -119,8 +126,31 @@ class Graph:
         return fresh(f"{self.prefix}{hint}", self._taken)
 
     def view(self, local: Local, kind: ViewKind) -> str:
-        """The variable that carries a local value."""
-        return local.source.view(local, kind, self.fresh).variable
+        """The variable that carries a local value where nodes go now."""
+        source = local.source
+        is_sure = source.home is None or source.home is self._body
+        view = source.view(local, kind, self.fresh, is_sure=is_sure)
+        if view.is_sure:
+            return view.variable
+        key = (id(self._body), view.variable)
+        if key not in self._read:
+            variable, node_id = self.fresh(view.variable), self.fresh(f"{view.variable}_read")
+            self._read[key] = (self._body, variable)
+            self.add(lambda: {"id": node_id, "op": "expr", "expr": view.read(), "output": variable})
+        return self._read[key][1]
+
+    def source(self, hint: str) -> Source:
+        """What is made where nodes go now, at the client."""
+        return Source(hint, self._body)
+
+    def each(self, value: Either | Many, of: Callable[[Value], T]) -> list[T]:
+        """What a function makes of values in bodies, each where it was made."""
+        made = []
+        parts = value.values if isinstance(value, Either) else (value.value,)
+        for body, part in zip(value.exit.bodies, parts, strict=True):
+            with self.inside(body):
+                made.append(of(part))
+        return made
 
     def call(self, hint: str, node: Callable[[str, str, str], Json]) -> Call:
         """Add a call.
@@ -150,7 +180,7 @@ class Graph:
     ) -> Local:
         """Add a step that runs at the client; returns what it will make."""
         args, revive = self._arguments(value, place)
-        source = Source(f"{place.hint}_{name}")
+        source = self.source(f"{place.hint}_{name}")
         step = ClientStep(
             self.fresh(name), self.fresh(f"{source.hint}_value"), source, runnables, revive
         )
@@ -231,7 +261,9 @@ class Graph:
         found = self._given.get((id(value), is_printed))
         if found is None:
             parts = value.values if isinstance(value, Either) else (value.value,)
-            lates = [self.expression(part, place, is_printed=is_printed) for part in parts]
+            lates = self.each(
+                value, lambda part: self.expression(part, place, is_printed=is_printed)
+            )
             if not is_printed and not is_of_one_form(parts):
                 lates = [_tagged(index, late) for index, late in enumerate(lates)]
             found = self._given[id(value), is_printed] = (value, value.exit.give(lates))

@@ -75,7 +75,8 @@ def render(graph: Graph, template: BasePromptTemplate[Any], value: Value, place:
             return Rendered((Turn("user", tuple(reader.text(template, lookup))),), is_text=True)
         return Rendered(tuple(reader.messages(cast(ChatPromptTemplate, template), lookup)))
     if isinstance(value, Either):
-        return value.each(lambda each: render(graph, template, each, place))
+        made = graph.each(value, lambda each: render(graph, template, each, place))
+        return Either(value.exit, tuple(made))
     if isinstance(value, Record):
         needed = {
             name: _field(template, value, name, None, place) for name in template.input_variables
@@ -192,6 +193,8 @@ def _local_variable(
     """One variable of what only the run of the chain will know: a dict or a bare value."""
 
     def find(value: Any) -> Any:
+        if isinstance(value, dict) and name in value:
+            return value[name]  # what else is missing fails by itself
         given = template._validate_input(value)  # LangChain's own rules and errors
         if name not in given and default is not None:
             return _partial_value(default.value)
@@ -277,7 +280,7 @@ class _Reader:
             made = value.value
             value = Local(self._graph.root, lambda root: made(), name, path=None)
         if isinstance(value, Either):
-            slots = [self._slot(name, conversion, spec, each) for each in value.values]
+            slots = self._graph.each(value, lambda each: self._slot(name, conversion, spec, each))
             text_of_either = value.exit.give([expression_of(each) for each in slots])
             return lambda: {"input": text_of_either}
         if isinstance(value, Local):

@@ -27,9 +27,11 @@ from typing import Any, Literal, TypeAlias
 
 from conure.server.program.ir import Json
 
-from .bodies import Exit
+from .bodies import Body, Exit
 from .messages import encode, to_wire_list
 
+Lost: TypeAlias = dict[str, Exception]
+"""What went wrong with values that a body may need, by the text that stands in their place."""
 ViewKind: TypeAlias = Literal["value", "text", "messages"]
 
 
@@ -39,24 +41,36 @@ class Source:
 
     hint: str
     """What its variables are named after."""
+    home: Body | None = None
+    """Where it is made, so that who reads there fails with it. None: everybody reads there."""
     views: list[View] = field(default_factory=list)
 
-    def view(self, local: Local, kind: ViewKind, fresh: Callable[[str], str]) -> View:
-        """The variable that carries a local value; one that is there already is reused."""
+    def view(
+        self, local: Local, kind: ViewKind, fresh: Callable[[str], str], *, is_sure: bool = True
+    ) -> View:
+        """The variable that carries a local value; one that is there already is reused.
+
+        Args:
+            local: the value.
+            kind: the form in which it is needed.
+            fresh: makes names.
+            is_sure: it is needed in any case.
+        """
         for view in self.views:
-            if view.kind == kind and view.local.path == local.path and local.path is not None:
-                if local.is_strict:
+            if view.kind == kind and view.carries(local, is_sure=is_sure):
+                if is_sure and local.is_strict:
                     view.local = local
+                view.is_sure |= is_sure
                 return view
-        view = View(fresh(local.hint or self.hint), kind, local)
+        view = View(fresh(local.hint or self.hint), kind, local, is_sure)
         self.views.append(view)
         return view
 
-    def pack(self, made: Any) -> Json:
+    def pack(self, made: Any, lost: Lost | None = None) -> Json:
         """All that is needed of a value that was made: the one view of it, or all by name."""
         if len(self.views) == 1:
-            return self.views[0].encode(made)
-        return {view.variable: view.encode(made) for view in self.views}
+            return self.views[0].encode(made, lost)
+        return {view.variable: view.encode(made, lost) for view in self.views}
 
 
 @dataclass(eq=False, slots=True)
@@ -66,13 +80,51 @@ class View:
     variable: str
     kind: ViewKind
     local: Local
+    is_sure: bool = True
+    """Needed in any case. Else it is needed only in bodies, which may never run, and what
+    goes wrong with it goes wrong there: it travels as `{"value": ..}` or `{"error": text}`."""
 
-    def encode(self, root: Any) -> Json:
+    def carries(self, local: Local, *, is_sure: bool) -> bool:
+        """Whether this is good for a value, too: it is the same where both are needed, and
+        does not fail where only one of them is.
+        """
+        if local.path is None or local.path != self.local.path:
+            return False
+        if local.is_strict == self.local.is_strict:
+            return True
+        return self.is_sure and (is_sure or self.local.is_strict)
+
+    def read(self) -> Json:
+        """Expression for the value in a body; to be asked once all of the chain is read."""
+        found: Json = {"var": self.variable}
+        if self.is_sure:
+            return found
+        error: Json = {"get": [found, "error"]}
+        # There is no operator that fails with a message; this one quotes what it cannot read.
+        failure: Json = {"parse_json": error}
+        return {"if": [{"eq": [error, None]}, {"get": [found, "value"]}, failure]}
+
+    def encode(self, root: Any, lost: Lost | None = None) -> Json:
         """The variable's JSON, from what its source turned out to be.
 
+        Args:
+            root: what the source turned out to be.
+            lost: takes what went wrong, if that is for others to tell.
+
         Raises:
-            ProgramError: if the value cannot travel.
+            ProgramError: if the value cannot travel, and is needed in any case.
         """
+        if self.is_sure:
+            return self._encoded(root)
+        try:
+            return {"value": self._encoded(root)}
+        except Exception as problem:  # told where the value is read
+            told = _told(self.variable, problem)
+            if lost is not None:
+                lost[told] = problem
+            return {"error": told}
+
+    def _encoded(self, root: Any) -> Json:
         value = self.local.compute(root)
         if self.kind == "messages":
             return to_wire_list(value)
@@ -274,3 +326,9 @@ KINDS: dict[type[Any], str] = {
     Many: "a list that is made on the server",
 }
 """What each value is called in a message."""
+
+
+def _told(variable: str, problem: Exception) -> str:
+    """A text for a failure: no JSON, none in a fence, and as long as a server quotes it."""
+    text = f"{variable}: {type(problem).__name__}: {problem}".replace("`", "'")
+    return text.encode("utf-8", "replace").decode()[:80]

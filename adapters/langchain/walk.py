@@ -260,7 +260,7 @@ class Walk:
         if isinstance(value, Text):
             return Rendered((Turn("user", (value.call.segment,)),))
         if isinstance(value, Either):
-            lists = [self._prompt(each, place).expression for each in value.values]
+            lists = self.graph.each(value, lambda each: self._prompt(each, place).expression)
             return Rendered(({"splice": value.exit.give(lists)},))
         raise unsupported(
             place, f"a chat model takes a prompt, text or messages, not {_called(value)}"

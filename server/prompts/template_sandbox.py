@@ -79,7 +79,7 @@ class TemplateSandbox:
             tree = environment.parse(source)
             _count_steps(tree)
             self.rereads = _rereads(tree)
-            """What it writes may come back to it as a value, by a macro or a captured block."""
+            """What it writes may be changed, or come back as a value, by a block around it."""
             self._template = environment.from_string(tree)
             # Jinja layers an empty scope over the environment's, to be joined by every rendering.
             self._template.globals = dict(self._template.globals)
@@ -197,6 +197,7 @@ def _rereads(tree: nodes.Template) -> bool:
         nodes.CallBlock,
         nodes.FilterBlock,
         nodes.Macro,
+        nodes.ScopedEvalContextModifier,  # `autoescape`
     )
     if any(tree.find(kind) is not None for kind in captures):
         return True

@@ -74,8 +74,8 @@ def trim(value: Any, chars: str | None = None) -> Any:
 
 
 def _text_of(other: object) -> str:
-    if isinstance(other, str):
-        return other
     if type(other) is Unseen:
         return other._text
+    if isinstance(other, str) and not hasattr(other, "__html__"):  # such text escapes what joins it
+        return other
     raise SeenError

@@ -145,7 +145,8 @@ class Execution:
         """LLM calls in the graph that have not ended."""
         self._claims: dict[str, int] = {}
         self.num_claimed_calls = 0
-        """Calls in bodies of maps and loops that have not begun: of a first item or round each."""
+        """Calls of a first item or round of each map and loop that has not begun, and stands in an
+        item, a round or a branch that has come. Others may never begin, or in hours."""
         self._reported: set[tuple[str, int]] = set()
         self._is_started = False
         self._count(graph.nodes)
@@ -273,7 +274,7 @@ class Execution:
             match node:
                 case Generate():
                     self.num_open_calls += 1
-                case Map() | Loop():
+                case Map() | Loop() if self.graph.place(node_id) is not None:
                     self._claims[node_id] = num_calls = count_calls(node.body)
                     self.num_claimed_calls += num_calls
                 case _:

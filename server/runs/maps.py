@@ -88,6 +88,8 @@ class Maps:
         """After a restart: maps that had not all of their items get the others."""
         for state in list(self._execution.nodes.values()):
             node = state.node
+            if node.id in self._coming:
+                continue  # it entered just now, and not before the restart
             if isinstance(node, Map) and not state.has_ended and self._bodies.has_begun(node):
                 start = self._bodies.num_items(node)
                 if start < self._bodies.width(node):

@@ -60,6 +60,8 @@ class Room:
         self._is_full = False
         """The first in line found too little, and waits until there is enough for several."""
         self._is_scheduled = False
+        self._num_gone = 0
+        """Programs that left since the line was looked through for guests of theirs."""
 
     def enter(self, execution: Execution) -> None:
         """A program came."""
@@ -76,6 +78,7 @@ class Room:
         if execution.id in self._counts:
             self._set(execution.id, (0, 0))
             del self._counts[execution.id]
+            self._tidy()
 
     def _set(self, program: str, counts: tuple[int, int]) -> None:
         (num_open, num_claimed), before = counts, self._counts[program]
@@ -112,6 +115,13 @@ class Room:
             self._line.append(guest)
             self._schedule()
 
+    def _tidy(self) -> None:
+        """Let go of guests that are gone, once they may be half of the line."""
+        self._num_gone += 1
+        if 2 * self._num_gone > len(self._line):
+            self._line = deque(guest for guest in self._line if not guest.is_gone)
+            self._num_gone = 0
+
     def _left(self) -> int:
         return self._for_maps - self.num_calls - self._num_claimed
 
@@ -139,6 +149,8 @@ class Room:
         if not self._line or self._is_full:
             return
         guest = self._line.popleft()
-        if self._admit(guest):
-            self._line.append(guest)
-        self._schedule()
+        try:
+            if self._admit(guest):
+                self._line.append(guest)
+        finally:
+            self._schedule()  # a mistake in one program holds up no other

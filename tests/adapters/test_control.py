@@ -33,6 +33,10 @@ from .test_accelerate import comparable
 NAMES = list(shapes(ChatConure()))
 
 
+def numbered(given: dict[str, Any]) -> dict[str, Any]:
+    return {**given, "n": 1}
+
+
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
@@ -238,6 +242,147 @@ def test_what_is_not_chosen_never_runs(client: Client, llm: ChatConure) -> None:
     )
     to_program(chain).run(client, "tea")
     assert asked == ["first", "second", "arm"]
+
+
+WITHOUT_CONTEXT: dict[str, Any] = {"q": "tea", "z": 1}
+
+
+def readers(llm: ChatConure) -> dict[str, tuple[Runnable[Any, Any], Any]]:
+    """Chains with parts that read what their input lacks, and that do not run."""
+
+    def say(template: str) -> Any:
+        return ask(template) | llm | TEXT
+
+    def branch(arm: Any) -> Any:
+        return RunnableBranch((lambda d: "ctx" in d, arm), say("{q} {z}"))
+
+    mapped = itemgetter("ctx") | say("{x}").map()
+    routes = {"a": say("{x}"), "b": say("{y}")}
+    return {
+        "a prompt": (branch(say("{ctx}: {q}")), WITHOUT_CONTEXT),
+        "a message": (branch(ask("{ctx}: {q}") | llm), WITHOUT_CONTEXT),
+        "an itemgetter": (branch(itemgetter("ctx") | say("{x}")), WITHOUT_CONTEXT),
+        "a placeholder": (
+            branch(
+                ChatPromptTemplate.from_messages([("placeholder", "{ctx}"), ("human", "{q}")]) | llm
+            ),
+            WITHOUT_CONTEXT,
+        ),
+        "a map": (branch(mapped), WITHOUT_CONTEXT),
+        "a branch in a branch": (branch(branch(say("{ctx}"))), WITHOUT_CONTEXT),
+        "a map of branches": (branch(say("{ctx}")).map(), [WITHOUT_CONTEXT, {"ctx": 1, "q": 2}]),
+        "behind a function": (
+            RunnableLambda(numbered) | branch(say("{ctx}: {n}")),
+            WITHOUT_CONTEXT,
+        ),
+        "an arm that gives it on": (
+            branch(itemgetter("ctx")) | (lambda made: f"<{made}>"),
+            WITHOUT_CONTEXT,
+        ),
+        "a text where a dict is read": (
+            RunnableBranch((lambda x: isinstance(x, str), say("{x}")), itemgetter("x")),
+            "tea",
+        ),
+        "routes of other inputs": (RouterRunnable(routes), {"key": "b", "input": {"y": "tea"}}),
+        "a fallback that is not needed": (
+            say("{q}").with_fallbacks([say("{ctx} {z}")]),
+            WITHOUT_CONTEXT,
+        ),
+        "what has a fallback": (say("{ctx}").with_fallbacks([say("{q}")]), WITHOUT_CONTEXT),
+        "what is no JSON": (
+            RunnableBranch(
+                (itemgetter("q"), say("{q}")), itemgetter("o") | RunnableLambda(str) | say("{x}")
+            ),
+            {"q": "tea", "o": {1, 2}},
+        ),
+        "what looks like an error": (
+            branch(itemgetter("q") | RunnableLambda(str)),
+            {"q": {"error": "x: y"}, "ctx": 1},
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", readers(ChatConure()))
+async def test_what_is_not_chosen_may_read_what_is_not_there(
+    client: Client, llm: ChatConure, name: str
+) -> None:
+    chain, given = readers(llm)[name]
+    expected = comparable(await asyncio.to_thread(chain.invoke, given))
+    compiled = to_program(chain)
+    assert comparable(await asyncio.to_thread(compiled.run, client, given)) == expected
+    async with client.asynchronous() as other:
+        assert comparable(await compiled.arun(other, given)) == expected
+
+
+@pytest.mark.parametrize("is_behind_function", [False, True])
+async def test_what_is_chosen_and_reads_what_is_not_there_fails_as_it_does_here(
+    client: Client, llm: ChatConure, is_behind_function: bool
+) -> None:
+    arm = ask("{ctx}: {q}") | llm | TEXT
+    chain: Any = RunnableBranch((lambda d: d["z"], arm), ask("{q}") | llm)
+    if is_behind_function:
+        chain = RunnableLambda(lambda d: d) | chain
+    with pytest.raises(KeyError, match="ctx") as caught:
+        await asyncio.to_thread(chain.invoke, WITHOUT_CONTEXT)
+    compiled = to_program(chain)
+    with pytest.raises(KeyError) as found:
+        await asyncio.to_thread(compiled.run, client, WITHOUT_CONTEXT)
+    assert str(found.value) == str(caught.value)
+    async with client.asynchronous() as other:
+        with pytest.raises(KeyError) as found:
+            await compiled.arun(other, WITHOUT_CONTEXT)
+    assert str(found.value) == str(caught.value)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_empty_text_of_a_branch_is_false_whatever_the_other_arm_gives(
+    client: Client, llm: ChatConure, is_first: bool
+) -> None:
+    empty = ask("{q}") | llm.bind(constraint={"choices": [""]}) | TEXT
+    parts: list[Runnable[Any, Any]] = [empty, RunnableLambda(lambda d: "")]
+    for nothing in parts:
+        found = RunnableBranch((itemgetter("is_first"), nothing), ask("{q}") | llm)
+        chain = RunnableBranch((found, ask("yes {q}") | llm | TEXT), ask("no {q}") | llm | TEXT)
+        given = {"q": "tea", "is_first": is_first}
+        assert to_program(chain).run(client, given) == chain.invoke(given)
+
+
+@pytest.mark.parametrize("first", ["of a function", "of a model"])
+def test_a_chain_of_fallbacks_that_fails_tells_its_first_failure_and_that_one_s_cause(
+    client: Client, llm: ChatConure, first: str
+) -> None:
+    def unlike(value: Any) -> Any:
+        raise TypeError("second")
+
+    say = ask("{x}") | llm | TEXT
+    long = ask("{x}") | llm.bind(max_tokens=10**6) | TEXT
+    part = say | broken if first == "of a function" else long
+    chain = part.with_fallbacks([say | unlike])
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever LangChain raises
+        chain.invoke({"x": "tea"})
+    with pytest.raises(ConureError) as caught:
+        to_program(chain).run(client, {"x": "tea"})
+    if first == "of a function":
+        assert repr(caught.value.__cause__) == repr(expected.value)
+    else:
+        assert caught.value.__cause__ is None
+        assert isinstance(expected.value, ConureError)
+        assert caught.value.code == expected.value.code
+
+
+def test_a_failure_that_was_handled_is_not_what_a_later_one_tells(
+    client: Client, llm: ChatConure
+) -> None:
+    def unlike(value: Any) -> Any:
+        raise TypeError("second")
+
+    say = ask("{x}") | llm | TEXT
+    missing = ask("{y}{x}") | llm | TEXT
+    for part in (say | broken, missing):
+        chain = part.with_fallbacks([say]) | say | unlike
+        with pytest.raises(ConureError, match="TypeError: second") as caught:
+            to_program(chain).run(client, {"x": "tea"})
+        assert isinstance(caught.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize("num_failures", [0, 1, 2, 3])

@@ -58,6 +58,8 @@ LOOKING = [
     "{% for letter in text %}{{ letter }},{% endfor %}",
     "{% set block %}{{ text }}{% endset %}{{ block|length }}{{ text }}",
     "{% macro say(x) %}{{ x }}{% endmacro %}{{ say(text)|length }}{{ text }}",
+    "{{ text + ('!'|e) }}",
+    "{% autoescape true %}{{ text }}{% endautoescape %}",
     "{% filter upper %}{{ text }}{% endfilter %}",
     "{{ strftime_now('%Y') }}{{ text }}",
 ]
@@ -113,7 +115,7 @@ def test_a_chat_in_a_frame_is_the_chat_that_the_template_renders(
 @pytest.mark.parametrize("source", LOOKING)
 def test_a_template_that_looks_at_contents_sees_those_of_each_chat(source: str) -> None:
     source = f"{EACH}{source}{{% endfor %}}"
-    for text in ("abba", "b a b", " 12 ", "abba", "C"):
+    for text in ("abba", "b a b", " 12 ", "abba", "C", "a<b"):
         messages = [said("user", text), said("assistant", "a", text)]
         assert template(source).render(messages) == careful(source, messages)
 

@@ -20,6 +20,7 @@ from conure.server.program.status import Problem
 from conure.server.prompts.model import Model
 from conure.server.runs.call import Call, Host
 from conure.server.runs.execution import NodeState
+from conure.server.runs.run import Run
 from conure.server.runs.sharing import Sharing
 from conure.server.scheduling.policy import Rank
 from conure.server.store.journal import ValueRecord
@@ -265,6 +266,29 @@ async def test_an_ended_program_is_read_from_the_journal(tmp_path: Path) -> None
 
 
 # --- a call that goes on --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", ["a call", "an expression"])
+async def test_a_map_that_enters_only_after_a_restart_has_its_items_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    node = say("s", "S ", read("x"))
+    if body == "an expression":
+        node = expr("s", {"concat": ["S ", var("x")]})
+    wide = {"id": "m", "op": "map", "items": var("docs"), "as": "x", "body": [node]}
+    docs = [f"d{i}" for i in range(300)]
+    start = Run.start
+    async with desk_of(tmp_path, max_queued_calls=8) as desk:
+        monkeypatch.setattr(Run, "start", lambda _: None)  # killed when the program is on disk
+        submitted = await desk.submit(
+            [{**wide, "collect": {"all": "s"}}], inputs={"docs": docs}, outputs=["all"]
+        )
+    monkeypatch.setattr(Run, "start", start)
+    async with desk_of(tmp_path, max_queued_calls=8) as desk:
+        program = Program(desk, submitted.id)
+        assert (await program.end()).status == "done"
+        told = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
+        assert [node for nodes in told for node in nodes] == [f"s.{i}" for i in range(300)]
 
 
 def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> Call:

@@ -203,3 +203,36 @@ def test_the_room_counts_right_and_maps_never_fill_more_than_their_part(
             assert crowd.room.num_calls <= max(before, largest, 3)
 
     asyncio.run(play())
+
+
+async def test_a_guest_that_breaks_holds_up_nobody() -> None:
+    class Broken(Wide):
+        def admit(self, num_items: int) -> bool:
+            raise AssertionError("mine")
+
+    problems: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    crowd = Crowd(16)
+    crowd.open("other", 12)
+    good = Wide("good", crowd, num_items=5)
+    crowd.room.ask(Broken("bad", crowd))
+    crowd.room.ask(good)
+    crowd.open("other", -8)
+    await turns()
+    assert good.num_items == 0
+    assert len(problems) == 1
+
+
+async def test_programs_that_are_gone_leave_the_line_behind_one_that_waits() -> None:
+    crowd = Crowd(16)
+    crowd.open("other", 12)
+    first = Wide("first", crowd)
+    crowd.room.ask(first)
+    for i in range(100):
+        crowd.open(f"p{i}", 0)
+        guest = Wide(f"p{i}", crowd)
+        crowd.room.ask(guest)
+        guest.is_gone = True
+        crowd.leave(f"p{i}")
+    assert len(crowd.room._line) < 4
+    assert crowd.room._line[0] is first
