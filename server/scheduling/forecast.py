@@ -8,24 +8,27 @@ that peak, not the sum of their sizes, is the room they need (Past-Future schedu
 section 3).
 
 Sizes are the longest that calls may come to, for nobody knows when one will stop. The peak is
-sound nevertheless: a call that stops sooner takes its own part away and adds nothing. It is
-exact for calls of equal pace. One that falls behind, waiting for its prompt or preempted, is
-counted whole once it is late. Where an estimate is too low the engine preempts and computes
-again: that costs time, never an answer.
+sound nevertheless: a call that stops sooner takes its own part away and adds nothing. A call
+that falls behind, waiting for its prompt or preempted, is late once it should be gone, and
+counts whole from then on. Where an estimate is too low the engine preempts and computes again:
+that costs time, never an answer.
+
+Tokens that several calls share are there until the last of these is gone, and count once:
+with their carrier, the one that is expected to stay longest.
 
 Knows steps and sizes. Refuses to know prompts, prefixes and what room there is.
 
-Kept true: at a standing clock, `peak` falls when a stay leaves and rises when one comes, and
-is never more than the sum of all sizes.
+Kept true: `peak` is exactly the most that is held in any step from now on, if every call that
+is not late goes on to its end and every late one stays. So it falls when a call leaves, rises
+when one comes, and is never more than the sum of all sizes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import add, mul
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import add
 
 
 @dataclass(slots=True, eq=False)
@@ -35,13 +38,25 @@ class Stay:
     ends_at: int
     """The last step in which it is there; it grows by a token in each until then."""
     size: int
-    """Tokens in that step."""
+    """Tokens in that step, those that it carries for others among them."""
+    shared: Sequence[Shared]
+    """What it reads."""
     is_late: bool = False
     """It should be gone, or nobody can tell when it will be: it counts whole until it is."""
 
 
+@dataclass(slots=True, eq=False)
+class Shared:
+    """Tokens that are held as long as one of their readers is there."""
+
+    num_tokens: int
+    readers: set[Stay] = field(default_factory=set)
+    carrier: Stay = field(init=False)
+    """The reader that stays longest, and accounts for them. There is one from the first on."""
+
+
 class Forecast:
-    """The stays of one engine. Reading costs time linear in them, and only after a change."""
+    """The stays of one engine. A change costs time linear in them, reading costs none."""
 
     def __init__(self, steps: Callable[[], int] | None = None) -> None:
         """Expect nobody.
@@ -52,127 +67,190 @@ class Forecast:
         """
         self._steps = steps
         self._late_size = 0
-        # Side by side, in the order of their ends; a weight is a size less its end, so that
-        # weight plus step is what the call holds in that step.
-        self._ends: list[int] = []
-        self._weights: list[int] = []
+        # Of those that are not late, side by side, in the order of their ends.
         self._stays: list[Stay] = []
-        self._is_stale = False
+        self._ends: list[int] = []
         self._held: list[int] = []
-        """By stay: what all that are there hold in its last step, without the late ones."""
-        self._peak = 0
-        self._peak_at = 0
-        """The step in which it comes."""
-
-    @property
-    def now(self) -> int:
-        """Steps made so far."""
-        return 0 if self._steps is None else self._steps()
+        """What all that are there hold in its last step."""
+        self._highest = 0
+        """Of these."""
 
     @property
     def peak(self) -> int:
         """Tokens that all may come to hold together."""
-        self._refresh()
-        return self._peak + self._late_size
+        self._pass_time()
+        return self._highest + self._late_size
 
-    def enter(self, num_steps: int, size: int) -> Stay:
-        """A call comes, and will have so many tokens after so many steps."""
-        stay = Stay(self.now + num_steps, size, is_late=self._steps is None)
-        if stay.is_late:
-            self._late_size += size
-        else:
-            self._insert(stay)
+    def enter(self, num_steps: int, size: int, shared: Sequence[Shared] = ()) -> Stay:
+        """A call comes.
+
+        Args:
+            num_steps: after which it is gone.
+            size: its tokens by then, without those that it shares.
+            shared: what it reads, of the books of this forecast or new.
+        """
+        now = self._pass_time()
+        stay = Stay(now + num_steps, size, shared, is_late=self._steps is None)
+        for part in shared:
+            if not part.readers:
+                part.carrier = stay
+                stay.size += part.num_tokens
+            part.readers.add(stay)
+        self._insert(stay)
         return stay
 
     def leave(self, stay: Stay) -> None:
-        """It is gone."""
-        if stay.is_late:
-            self._late_size -= stay.size
-        else:
-            self._delete(self._place(stay))
+        """It is gone, and with it what nobody else reads."""
+        self._pass_time()
+        for part in stay.shared:
+            part.readers.discard(stay)
+            if part.carrier is stay and part.readers:
+                self._carry(part, max(part.readers, key=_length))
+        self._delete(stay)
 
-    def resize(self, stay: Stay, num_tokens: int) -> None:
-        """It accounts for so many tokens more (or fewer) in all its steps."""
-        stay.size += num_tokens
-        if stay.is_late:
-            self._late_size += num_tokens
-        else:
-            self._weights[self._place(stay)] += num_tokens
-            self._is_stale = True
+    def grow(self, part: Shared, num_tokens: int) -> None:
+        """So many tokens more are shared by the readers of a part."""
+        self._pass_time()
+        part.num_tokens += num_tokens
+        self._account(part.carrier, num_tokens)
 
     def postpone(self, stay: Stay, num_steps: int) -> bool:
         """It has so many steps before it, from now on; returns whether it had others."""
-        ends_at = self.now + num_steps
+        now = self._pass_time()
+        ends_at = now + num_steps
         if self._steps is None or ends_at == stay.ends_at:
             return False
-        self.leave(stay)
+        was_longer = stay.is_late or ends_at < stay.ends_at
+        self._delete(stay)
         stay.ends_at, stay.is_late = ends_at, False
         self._insert(stay)
+        for part in stay.shared if was_longer else ():
+            if part.carrier is stay:
+                self._carry(part, max(part.readers, key=_length))
         return True
 
     def exceeds(self, capacity: int, num_steps: int, size: int) -> bool:
         """Whether another call would surely be too much: by one look, at the peak."""
-        self._refresh()
-        missing = self.now + num_steps - self._peak_at
-        added = max(size - missing, 0) if missing >= 0 else 0
-        return self._peak + self._late_size + added > capacity
+        peak, added = self.peak, 0
+        if self._ends:
+            missing = self._pass_time() + num_steps - self._ends[self._held.index(self._highest)]
+            added = max(size - missing, 0) if missing >= 0 else 0
+        return peak + added > capacity
 
-    def peak_with(self, num_steps: int, size: int, outlasted: Iterable[tuple[int, int]]) -> int:
+    def peak_with(self, num_steps: int, size: int, shared: Iterable[Shared]) -> int:
         """The peak, from now to its end, if another call came now.
 
         Args:
             num_steps: after which it is gone.
             size: its tokens by then, without what it shares with others.
-            outlasted: of what it shares, the last steps of those that account for it, and how many
-                tokens: from there on they are there because of this call alone.
+            shared: what it reads that is there already.
         """
-        self._refresh()
-        ends, held, now = self._ends, self._held, self.now
-        end = now + num_steps
-        last = bisect_left(ends, end)
-        # In a step before its end this call lacks one token for each step in between.
-        weight = size - end
-        first, peak = 0, 0
-        for ends_at, num_tokens in [*sorted(outlasted), (end, 0)]:
-            cut = bisect_left(ends, min(ends_at + 1, end), first, last)
-            if first < cut:
-                peak = max(peak, weight + max(map(add, held[first:cut], ends[first:cut])))
-            first = cut
-            weight += num_tokens
-        sum_after = held[last] - (len(ends) - last) * (ends[last] - end) if last < len(ends) else 0
-        return self._late_size + max(peak, weight + end + sum_after)
+        end = self._pass_time() + num_steps
+        held, last = self._held_with(end, size, self._outlasted(end, shared))
+        return self._late_size + max(last, max(held, default=0))
 
-    def _refresh(self) -> None:
-        """Bring what was worked out up to the present."""
-        ends = self._ends
-        if ends and ends[0] < self.now:
-            num_late = bisect_left(ends, self.now)
-            for stay in self._stays[:num_late]:
+    # --- who carries ----------------------------------------------------------------------
+
+    def _outlasted(self, end: int, shared: Iterable[Shared]) -> list[Shared]:
+        """What a stay until then has to carry, since all that carry it now end sooner."""
+        if self._steps is None:
+            return []
+        return [
+            part
+            for part in shared
+            if part.readers and not part.carrier.is_late and part.carrier.ends_at < end
+        ]
+
+    def _carry(self, part: Shared, carrier: Stay) -> None:
+        if carrier is not part.carrier:
+            self._account(part.carrier, -part.num_tokens)
+            self._account(carrier, part.num_tokens)
+            part.carrier = carrier
+
+    def _account(self, stay: Stay, num_tokens: int) -> None:
+        """A stay accounts for so many tokens more, or fewer, in all its steps."""
+        stay.size += num_tokens
+        if stay.is_late:
+            self._late_size += num_tokens
+        elif num_tokens:
+            last = bisect_right(self._ends, stay.ends_at)
+            self._held[:last] = [num_held + num_tokens for num_held in self._held[:last]]
+            self._highest = max(self._held)
+
+    # --- who is there ---------------------------------------------------------------------
+
+    def _pass_time(self) -> int:
+        """Let those be late that should be gone; returns the steps made so far."""
+        if self._steps is None:
+            return 0
+        now, ends = self._steps(), self._ends
+        if ends and ends[0] < now:
+            num_late = bisect_left(ends, now)
+            late = self._stays[:num_late]
+            del ends[:num_late], self._held[:num_late], self._stays[:num_late]
+            for stay in late:
                 stay.is_late = True
                 self._late_size += stay.size
-            del ends[:num_late], self._weights[:num_late], self._stays[:num_late]
-            self._is_stale = True
-        if self._is_stale:
-            self._is_stale = False
-            sums = list(accumulate(reversed(self._weights)))
-            sums.reverse()
-            self._held = list(map(add, sums, map(mul, range(len(ends), 0, -1), ends)))
-            self._peak = max(self._held, default=0)
-            self._peak_at = ends[self._held.index(self._peak)] if ends else 0
+            self._highest = max(self._held, default=0)
+            for stay in late:
+                for part in stay.shared:
+                    if not part.carrier.is_late:
+                        self._carry(part, stay)
+        return now
 
     def _insert(self, stay: Stay) -> None:
-        place = bisect_left(self._ends, stay.ends_at)
-        self._ends.insert(place, stay.ends_at)
-        self._weights.insert(place, stay.size - stay.ends_at)
+        if stay.is_late:
+            self._late_size += stay.size
+            return
+        end = stay.ends_at
+        outlasted = self._outlasted(end, stay.shared)
+        held, last = self._held_with(end, stay.size, outlasted)
+        for part in outlasted:
+            part.carrier.size -= part.num_tokens
+            stay.size += part.num_tokens
+            part.carrier = stay
+        place = len(held)
+        self._held[:place] = [*held, last]
+        self._ends.insert(place, end)
         self._stays.insert(place, stay)
-        self._is_stale = True
+        self._highest = max(self._held)
 
-    def _delete(self, place: int) -> None:
-        del self._ends[place], self._weights[place], self._stays[place]
-        self._is_stale = True
-
-    def _place(self, stay: Stay) -> int:
-        place = bisect_left(self._ends, stay.ends_at)
+    def _delete(self, stay: Stay) -> None:
+        if stay.is_late:
+            self._late_size -= stay.size
+            return
+        ends, held = self._ends, self._held
+        last = bisect_right(ends, stay.ends_at)
+        place = last - 1
         while self._stays[place] is not stay:
-            place += 1
-        return place
+            place -= 1
+        weight = stay.ends_at - stay.size
+        held[:last] = [h - end + weight for h, end in zip(held[:last], ends, strict=False)]
+        del ends[place], held[place], self._stays[place]
+        self._highest = max(held, default=0)
+
+    def _held_with(self, end: int, size: int, outlasted: list[Shared]) -> tuple[list[int], int]:
+        """What will be held in the last step of every stay up to an end, and in that end, with one
+        more stay until there, which carries what it outlasts once that is not carried any more.
+        """
+        ends, held = self._ends, self._held
+        # In a step before its end it lacks one token for each step in between.
+        weight = size - end
+        last = bisect_right(ends, end)
+        found: list[int] = []
+        for part in sorted(outlasted, key=lambda part: part.carrier.ends_at):
+            first = len(found)
+            cut = bisect_right(ends, part.carrier.ends_at, first, last)
+            found += [weight + h for h in map(add, held[first:cut], ends[first:cut])]
+            weight += part.num_tokens
+        first = len(found)
+        found += [weight + h for h in map(add, held[first:last], ends[first:last])]
+        if last and ends[last - 1] == end:
+            return found, found[-1]
+        after = held[last] - (len(ends) - last) * (ends[last] - end) if last < len(ends) else 0
+        return found, after + weight + end
+
+
+def _length(stay: Stay) -> float:
+    """By which stays are compared; nobody knows how long those stay that are late."""
+    return float("inf") if stay.is_late else stay.ends_at

@@ -6,10 +6,10 @@ leaves: an engine that is not booked beyond it has no need to preempt, if its ca
 
 Refuses to choose: which engine a call gets is the policy's business.
 
-Kept true: `used` is what the booked demands hold together, each prefix once, were they all at
-their ends at once, and `peak` never more than that; `held` names exactly the prefixes that a
-booked demand starts with; `cached` names none of these, and an engine keeps no more in it than
-there is room for.
+Kept true: `used` is what the booked demands hold together, were they all at their ends at once,
+each prefix once if those that start with it know the same boundaries; `peak` is never more;
+`held` names exactly the prefixes that a booked demand starts with; `cached` names none of
+these, and an engine keeps no more in it than there is room for.
 """
 
 from __future__ import annotations
@@ -19,19 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .demand import Demand
-from .forecast import Forecast, Stay
-
-FOREVER = 2**62
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """The last part of a prefix, beyond the one before it, while running calls start with it."""
-
-    num_tokens: int
-    carrier: Stay
-    """Which accounts for it: of the calls that read it, the one that stays longest."""
-    num_readers: int = 0
+from .forecast import Forecast, Shared, Stay
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +62,8 @@ class Load:
         self.num_strict = 0
         self.num_filling = 0
         """Tokens of prompts that were sent and are not filled yet."""
-        self.held: dict[bytes, Segment] = {}
-        """What running calls start with."""
+        self.held: dict[bytes, Shared] = {}
+        """What running calls start with: the last part of each prefix, beyond the one before."""
         self.cached: OrderedDict[bytes, int] = OrderedDict()
         """Prefixes that nobody reads now, least recently used first, and the tokens of each
         beyond the one before it."""
@@ -83,8 +71,6 @@ class Load:
         """Running calls of each program."""
         self.num_cached = 0
         self._forecast = Forecast(steps)
-        self._ownerless = Stay(FOREVER, 0, is_late=True)
-        """Accounts for segments that have readers, but whose longest one stopped early."""
 
     @property
     def peak(self) -> int:
@@ -135,34 +121,26 @@ class Load:
             return False
         if self._forecast.exceeds(self.capacity, demand.num_output, num_added):
             return False
-        now = self._forecast.now
-        ends_at = now + demand.num_output
-        outlasted = [
-            (segment.carrier.ends_at, segment.num_tokens)
-            for prefix in demand.prefixes
-            if (segment := self.held.get(prefix.key)) is not None
-            and now <= segment.carrier.ends_at < ends_at
-        ]
-        return self._forecast.peak_with(demand.num_output, num_added, outlasted) <= self.capacity
+        held = self.held
+        shared = [held[prefix.key] for prefix in demand.prefixes if prefix.key in held]
+        return self._forecast.peak_with(demand.num_output, num_added, shared) <= self.capacity
 
     def book(self, demand: Demand) -> Booking:
         """A call starts here."""
         added = self.num_added(demand)
         self.used += added
-        stay = self._forecast.enter(demand.num_output, _num_own(demand))
+        shared: list[Shared] = []
         begin = demand.num_tokens - added
         for prefix in demand.prefixes:
-            segment = self.held.get(prefix.key)
-            if segment is None:
+            part = self.held.get(prefix.key)
+            if part is None:
                 # Of what lies before the longest that is held, nothing is added.
-                num_tokens = max(prefix.num_tokens - begin, 0)
+                part = self.held[prefix.key] = Shared(max(prefix.num_tokens - begin, 0))
                 begin = max(begin, prefix.num_tokens)
-                segment = self.held[prefix.key] = Segment(num_tokens, stay)
-                self._forecast.resize(stay, num_tokens)
                 if prefix.key in self.cached:
                     self.num_cached -= self.cached.pop(prefix.key)
-            segment.num_readers += 1
-        self._carry(stay, demand)
+            shared.append(part)
+        stay = self._forecast.enter(demand.num_output, _num_own(demand), shared)
         self.num_calls += 1
         self.num_strict += demand.is_strict
         self.programs[demand.program] += 1
@@ -170,41 +148,32 @@ class Load:
 
     def filled(self, booking: Booking) -> bool:
         """The prompt of a call is there, and its output begins; returns whether that is late."""
-        is_news = self._forecast.postpone(booking.stay, booking.demand.num_output)
-        if is_news:
-            self._carry(booking.stay, booking.demand)
-        return is_news
+        return self._forecast.postpone(booking.stay, booking.demand.num_output)
 
     def leave(self, booking: Booking) -> list[bytes]:
         """A call is over; returns the prefixes that are gone from here."""
-        demand, stay = booking.demand, booking.stay
+        demand = booking.demand
+        self._forecast.leave(booking.stay)
         gone: list[bytes] = []
         freed = _num_own(demand)
-        above: Segment | None = None
+        above: Shared | None = None
         # Deepest first: that is what the cache should give up first of one prompt.
         for i in range(len(demand.prefixes) - 1, -1, -1):
-            prefix = demand.prefixes[i]
-            segment = self.held[prefix.key]
-            segment.num_readers -= 1
-            if segment.num_readers:
-                if segment.carrier is stay:
-                    self._move(segment, self._ownerless)
-                above = segment
+            prefix, part = demand.prefixes[i], booking.stay.shared[i]
+            if part.readers:
+                above = part
                 continue
             del self.held[prefix.key]
-            if above is not None:  # somebody holds more, and by other boundaries this as well
-                self._move(segment, above.carrier)
-                above.num_tokens += segment.num_tokens
-            else:
-                freed += segment.num_tokens
-                self._forecast.resize(segment.carrier, -segment.num_tokens)
+            if above is None:
+                freed += part.num_tokens
+            else:  # somebody holds more, and by other boundaries this as well
+                self._forecast.grow(above, part.num_tokens)
             if prefix.stays:
                 begin = demand.prefixes[i - 1].num_tokens if i else 0
                 self.cached[prefix.key] = prefix.num_tokens - begin
                 self.num_cached += prefix.num_tokens - begin
             else:
                 gone.append(prefix.key)
-        self._forecast.leave(stay)
         self.used -= freed
         self.num_calls -= 1
         self.num_strict -= demand.is_strict
@@ -212,23 +181,6 @@ class Load:
         if not self.programs[demand.program]:
             del self.programs[demand.program]
         return gone + self._evict()
-
-    def _carry(self, stay: Stay, demand: Demand) -> None:
-        """A call accounts for what it shares with others, if it stays longer than they.
-
-        Nobody knows how long those stay that are late.
-        """
-        now = self._forecast.now
-        for prefix in demand.prefixes:
-            segment = self.held[prefix.key]
-            if now <= segment.carrier.ends_at < stay.ends_at:
-                self._move(segment, stay)
-
-    def _move(self, segment: Segment, carrier: Stay) -> None:
-        if segment.num_tokens:
-            self._forecast.resize(segment.carrier, -segment.num_tokens)
-            self._forecast.resize(carrier, segment.num_tokens)
-        segment.carrier = carrier
 
     def _evict(self) -> list[bytes]:
         gone: list[bytes] = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conure.server.scheduling.demand import Demand
-from conure.server.scheduling.forecast import Forecast
 from conure.server.scheduling.load import Booking, Load
 
 from .desks import demand, prefixes
@@ -23,8 +22,8 @@ class Guest:
     """A call in the model."""
 
     wanted: Demand
-    booking: Booking
     ends_at: int
+    booking: Booking = field(init=False)
 
     def held_in(self, step: int, now: int) -> tuple[int, int]:
         """Tokens of the text and of its own in a step to come."""
@@ -44,7 +43,8 @@ class House:
         self.load = Load("e", capacity, 99, steps=lambda: self.now)
 
     def enter(self, wanted: Demand) -> Guest:
-        guest = Guest(wanted, self.load.book(wanted), self.now + wanted.num_output)
+        guest = Guest(wanted, self.now + wanted.num_output)
+        guest.booking = self.load.book(wanted)
         self.guests.append(guest)
         return guest
 
@@ -76,38 +76,31 @@ def demands(draw: st.DrawFn) -> Demand:
     )
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.booleans(), st.data())
-def test_the_peak_is_that_of_living_through_it(may_stop: bool, data: st.DataObject) -> None:
-    """Exact while calls keep pace. If one stops early or is late, never less than what comes to
-    be, nor more than all sizes together.
-    """
-    house, is_exact = House(), not may_stop
+@settings(deadline=None)
+@given(st.data())
+def test_the_peak_is_that_of_living_through_it(data: st.DataObject) -> None:
+    """Whether calls keep pace, stop early, begin late or never come to their ends."""
+    house = House()
     for each in data.draw(st.lists(demands(), max_size=12)):
         house.now += data.draw(st.integers(0, 10))
-        if not may_stop:
-            for guest in [g for g in house.guests if g.ends_at <= house.now]:
-                house.leave(guest)
-        newcomer = Guest(each, Booking(each, Forecast().enter(0, 0), []), house.now)
-        newcomer.ends_at += each.num_output
+        match data.draw(st.sampled_from(("all keep pace", "one begins", "one stops", "nothing"))):
+            case "all keep pace":
+                for guest in [g for g in house.guests if g.ends_at <= house.now]:
+                    house.leave(guest)
+            case "one begins" if house.guests:
+                guest = data.draw(st.sampled_from(house.guests))
+                house.load.filled(guest.booking)
+                guest.ends_at = house.now + guest.wanted.num_output
+            case "one stops" if house.guests:
+                house.leave(data.draw(st.sampled_from(house.guests)))
+            case _:
+                pass
+        assert house.load.peak == house.peak()
+        newcomer = Guest(each, house.now + each.num_output)
         fits = house.load.fits(each, house.load.num_added(each))
-        with_it = house.peak(newcomer)
-        if is_exact:
-            assert fits == (with_it <= CAPACITY) or not house.guests
-        elif fits:
-            assert with_it <= CAPACITY or not house.guests
-        guest = house.enter(each)
-        if data.draw(st.booleans()):
-            house.now += data.draw(st.integers(0, 5))
-            house.load.filled(guest.booking)
-            guest.ends_at = house.now + each.num_output
-        if may_stop and data.draw(st.booleans()):
-            house.leave(data.draw(st.sampled_from(house.guests)))
-        is_exact &= all(g.ends_at >= house.now for g in house.guests)
-        peak, lived = house.load.peak, house.peak()
-        assert lived <= peak <= house.load.used
-        if is_exact:
-            assert peak == lived
+        assert fits == (house.peak(newcomer) <= CAPACITY) or not house.guests
+        house.enter(each)
+        assert house.load.peak == house.peak() <= house.load.used
     for guest in list(house.guests):
         house.leave(guest)
     assert (house.load.peak, house.load.used, house.load.held) == (0, 0, {})
@@ -164,8 +157,31 @@ def test_a_prefix_counts_until_its_longest_reader_ends() -> None:
     assert house.load.peak == 70
     house.enter(long)
     assert house.load.peak == 160
-    house.leave(house.guests[1])
-    assert house.load.peak == 70, "whoever stops early leaves the prefix to the others"
+
+
+def test_who_stops_early_leaves_a_prefix_to_the_one_that_stays_longest_then() -> None:
+    house = House()
+    for num_output in (10, 30, 100):
+        house.enter(demand(need=60 + num_output, num_output=num_output, prefixes=prefixes(60)))
+    house.leave(house.guests[2])
+    house.enter(demand(need=90, num_output=80))
+    assert house.load.peak == 60 + 30 + (90 - 50), "in step 30, not 60 + 90 in step 80"
+
+
+def test_a_late_call_keeps_its_prefix_whoever_else_reads_it() -> None:
+    house = House()
+    short, long = (
+        demand(need=60 + num_output, num_output=num_output, prefixes=prefixes(60))
+        for num_output in (10, 20)
+    )
+    first = house.enter(short)
+    house.enter(long)
+    house.now = 15
+    assert house.load.peak == 60 + 10 + 20
+    house.enter(demand(need=110, num_output=100))
+    assert house.load.peak == 60 + 10 + 110, "until it is gone, and that may be in step 115"
+    house.load.filled(first.booking)
+    assert house.load.peak == 110, "its end is known again, and is before the last"
 
 
 def test_a_call_that_is_late_counts_whole_until_it_is_gone() -> None:
