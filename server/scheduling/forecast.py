@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import add
+from operator import add, sub
 
 
 @dataclass(slots=True, eq=False)
@@ -65,21 +65,23 @@ class Forecast:
             steps: steps that the engine has made so far; None: it does not tell, so all
                 calls count whole as long as they are there.
         """
-        self._steps = steps
+        self._tells = steps is not None
+        self._steps = steps or int
         self._late_size = 0
         # Of those that are not late, side by side, in the order of their ends.
         self._stays: list[Stay] = []
         self._ends: list[int] = []
         self._held: list[int] = []
         """What all that are there hold in its last step."""
-        self._highest = 0
-        """Of these."""
+        self._highest: int | None = 0
+        """The largest of these; None: it has to be looked for."""
 
     @property
     def peak(self) -> int:
         """Tokens that all may come to hold together."""
-        self._pass_time()
-        return self._highest + self._late_size
+        if self._ends and self._ends[0] < self._steps():
+            self._pass_time()
+        return self._get_highest() + self._late_size
 
     def enter(self, num_steps: int, size: int, shared: Sequence[Shared] = ()) -> Stay:
         """A call comes.
@@ -90,7 +92,7 @@ class Forecast:
             shared: what it reads, of the books of this forecast or new.
         """
         now = self._pass_time()
-        stay = Stay(now + num_steps, size, shared, is_late=self._steps is None)
+        stay = Stay(now + num_steps, size, shared, is_late=not self._tells)
         for part in shared:
             if not part.readers:
                 part.carrier = stay
@@ -115,25 +117,31 @@ class Forecast:
         self._account(part.carrier, num_tokens)
 
     def postpone(self, stay: Stay, num_steps: int) -> bool:
-        """It has so many steps before it, from now on; returns whether it had others."""
+        """It has so many steps before it, from now on, or more; returns whether it had fewer."""
         now = self._pass_time()
         ends_at = now + num_steps
-        if self._steps is None or ends_at == stay.ends_at:
+        if not self._tells or ends_at <= stay.ends_at:
             return False
-        was_longer = stay.is_late or ends_at < stay.ends_at
-        self._delete(stay)
-        stay.ends_at, stay.is_late = ends_at, False
-        self._insert(stay)
-        for part in stay.shared if was_longer else ():
-            if part.carrier is stay:
-                self._carry(part, max(part.readers, key=_length))
+        if stay.is_late:
+            self._delete(stay)
+            stay.ends_at, stay.is_late = ends_at, False
+            self._insert(stay)
+            for part in stay.shared:
+                if part.carrier is stay:  # others may stay longer now
+                    self._carry(part, max(part.readers, key=_length))
+        else:
+            self._shift(stay, ends_at)
+            for part in self._outlasted(ends_at, stay.shared):
+                self._carry(part, stay)
         return True
 
     def exceeds(self, capacity: int, num_steps: int, size: int) -> bool:
         """Whether another call would surely be too much: by one look, at the peak."""
         peak, added = self.peak, 0
         if self._ends:
-            missing = self._pass_time() + num_steps - self._ends[self._held.index(self._highest)]
+            missing = (
+                self._pass_time() + num_steps - self._ends[self._held.index(self._get_highest())]
+            )
             added = max(size - missing, 0) if missing >= 0 else 0
         return peak + added > capacity
 
@@ -149,12 +157,15 @@ class Forecast:
         held, last = self._held_with(end, size, self._outlasted(end, shared))
         return self._late_size + max(last, max(held, default=0))
 
+    def _get_highest(self) -> int:
+        if self._highest is None:
+            self._highest = max(self._held, default=0)
+        return self._highest
+
     # --- who carries ----------------------------------------------------------------------
 
     def _outlasted(self, end: int, shared: Iterable[Shared]) -> list[Shared]:
         """What a stay until then has to carry, since all that carry it now end sooner."""
-        if self._steps is None:
-            return []
         return [
             part
             for part in shared
@@ -162,27 +173,41 @@ class Forecast:
         ]
 
     def _carry(self, part: Shared, carrier: Stay) -> None:
-        if carrier is not part.carrier:
-            self._account(part.carrier, -part.num_tokens)
+        before = part.carrier
+        if carrier is before:
+            return
+        part.carrier = carrier
+        if carrier.is_late or before.is_late:
+            self._account(before, -part.num_tokens)
             self._account(carrier, part.num_tokens)
-            part.carrier = carrier
+            return
+        carrier.size += part.num_tokens
+        before.size -= part.num_tokens
+        if before.ends_at < carrier.ends_at:
+            self._hold(part.num_tokens, before.ends_at, carrier.ends_at)
+        else:
+            self._hold(-part.num_tokens, carrier.ends_at, before.ends_at)
 
     def _account(self, stay: Stay, num_tokens: int) -> None:
         """A stay accounts for so many tokens more, or fewer, in all its steps."""
         stay.size += num_tokens
         if stay.is_late:
             self._late_size += num_tokens
-        elif num_tokens:
-            last = bisect_right(self._ends, stay.ends_at)
-            self._held[:last] = [num_held + num_tokens for num_held in self._held[:last]]
-            self._highest = max(self._held)
+        else:
+            self._hold(num_tokens, -1, stay.ends_at)
+
+    def _hold(self, num_tokens: int, after: int, last: int) -> None:
+        """So many tokens more are held in the steps after one up to another."""
+        first = bisect_right(self._ends, after)
+        end = bisect_right(self._ends, last, first)
+        if first < end:
+            self._held[first:end] = [held + num_tokens for held in self._held[first:end]]
+            self._highest = None
 
     # --- who is there ---------------------------------------------------------------------
 
     def _pass_time(self) -> int:
         """Let those be late that should be gone; returns the steps made so far."""
-        if self._steps is None:
-            return 0
         now, ends = self._steps(), self._ends
         if ends and ends[0] < now:
             num_late = bisect_left(ends, now)
@@ -191,7 +216,7 @@ class Forecast:
             for stay in late:
                 stay.is_late = True
                 self._late_size += stay.size
-            self._highest = max(self._held, default=0)
+            self._highest = None
             for stay in late:
                 for part in stay.shared:
                     if not part.carrier.is_late:
@@ -202,18 +227,18 @@ class Forecast:
         if stay.is_late:
             self._late_size += stay.size
             return
-        end = stay.ends_at
-        outlasted = self._outlasted(end, stay.shared)
-        held, last = self._held_with(end, stay.size, outlasted)
+        outlasted = self._outlasted(stay.ends_at, stay.shared)
+        held, last = self._held_with(stay.ends_at, stay.size, outlasted)
         for part in outlasted:
             part.carrier.size -= part.num_tokens
             stay.size += part.num_tokens
             part.carrier = stay
         place = len(held)
-        self._held[:place] = [*held, last]
-        self._ends.insert(place, end)
+        held.append(last)
+        self._held[:place] = held
+        self._ends.insert(place, stay.ends_at)
         self._stays.insert(place, stay)
-        self._highest = max(self._held)
+        self._highest = None
 
     def _delete(self, stay: Stay) -> None:
         if stay.is_late:
@@ -221,13 +246,46 @@ class Forecast:
             return
         ends, held = self._ends, self._held
         last = bisect_right(ends, stay.ends_at)
-        place = last - 1
+        place = self._place(stay, last)
+        weight = stay.size - stay.ends_at
+        held[:last] = [each - weight for each in map(sub, held[:last], ends)]
+        del ends[place], held[place], self._stays[place]
+        self._highest = None
+
+    def _shift(self, stay: Stay, ends_at: int) -> None:
+        """It ends later: until its former end it holds less, and after that it is still there."""
+        ends, held = self._ends, self._held
+        delay, weight = ends_at - stay.ends_at, stay.size - ends_at
+        first = bisect_right(ends, stay.ends_at)
+        cut = bisect_right(ends, ends_at, first)
+        place = self._place(stay, first)
+        last = self._held_in(ends_at) + stay.size
+        held[:cut] = [
+            *[each - delay for each in held[:first]],
+            *[each + weight for each in map(add, held[first:cut], ends[first:cut])],
+            last,
+        ]
+        ends.insert(cut, ends_at)
+        self._stays.insert(cut, stay)
+        del ends[place], held[place], self._stays[place]
+        stay.ends_at = ends_at
+        self._highest = None
+
+    def _place(self, stay: Stay, end: int) -> int:
+        """Where it stands, the last of its end being right before there."""
+        place = end - 1
         while self._stays[place] is not stay:
             place -= 1
-        weight = stay.ends_at - stay.size
-        held[:last] = [h - end + weight for h, end in zip(held[:last], ends, strict=False)]
-        del ends[place], held[place], self._stays[place]
-        self._highest = max(held, default=0)
+        return place
+
+    # --- what they hold -------------------------------------------------------------------
+
+    def _held_in(self, step: int) -> int:
+        """What will be held in a step to come."""
+        place = bisect_left(self._ends, step)
+        if place == len(self._ends):
+            return 0
+        return self._held[place] - (len(self._ends) - place) * (self._ends[place] - step)
 
     def _held_with(self, end: int, size: int, outlasted: list[Shared]) -> tuple[list[int], int]:
         """What will be held in the last step of every stay up to an end, and in that end, with one
@@ -241,14 +299,11 @@ class Forecast:
         for part in sorted(outlasted, key=lambda part: part.carrier.ends_at):
             first = len(found)
             cut = bisect_right(ends, part.carrier.ends_at, first, last)
-            found += [weight + h for h in map(add, held[first:cut], ends[first:cut])]
+            found += [weight + each for each in map(add, held[first:cut], ends[first:cut])]
             weight += part.num_tokens
         first = len(found)
-        found += [weight + h for h in map(add, held[first:last], ends[first:last])]
-        if last and ends[last - 1] == end:
-            return found, found[-1]
-        after = held[last] - (len(ends) - last) * (ends[last] - end) if last < len(ends) else 0
-        return found, after + weight + end
+        found += [weight + each for each in map(add, held[first:last], ends[first:last])]
+        return found, self._held_in(end) + weight + end
 
 
 def _length(stay: Stay) -> float:

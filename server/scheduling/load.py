@@ -110,11 +110,17 @@ class Load:
                 return max(there, prefix.num_tokens)
         return there
 
-    def fits(self, demand: Demand, num_added: int) -> bool:
-        """Whether it has room; an empty engine takes whatever there is."""
+    def fits(self, demand: Demand, num_added: int, room: int) -> bool:
+        """Whether it can take a call; an empty engine takes whatever there is.
+
+        Args:
+            demand: what the call asks.
+            num_added: tokens that it would bring.
+            room: for calls like it.
+        """
         if self.num_calls >= self.max_calls:
             return False
-        if num_added <= self.room(is_strict=demand.is_strict) or not self.num_calls:
+        if num_added <= room or not self.num_calls:
             return True
         bound = self.bound(is_strict=demand.is_strict)
         if bound < self.capacity and self.used + num_added > bound:
@@ -140,7 +146,7 @@ class Load:
                 if prefix.key in self.cached:
                     self.num_cached -= self.cached.pop(prefix.key)
             shared.append(part)
-        stay = self._forecast.enter(demand.num_output, _num_own(demand), shared)
+        stay = self._forecast.enter(demand.num_output, demand.num_own, shared)
         self.num_calls += 1
         self.num_strict += demand.is_strict
         self.programs[demand.program] += 1
@@ -155,7 +161,7 @@ class Load:
         demand = booking.demand
         self._forecast.leave(booking.stay)
         gone: list[bytes] = []
-        freed = _num_own(demand)
+        freed = demand.num_own
         above: Shared | None = None
         # Deepest first: that is what the cache should give up first of one prompt.
         for i in range(len(demand.prefixes) - 1, -1, -1):
@@ -189,8 +195,3 @@ class Load:
             self.num_cached -= num_tokens
             gone.append(key)
         return gone
-
-
-def _num_own(demand: Demand) -> int:
-    """Tokens behind its last boundary, which nobody shares."""
-    return demand.num_tokens - (demand.prefixes[-1].num_tokens if demand.prefixes else 0)

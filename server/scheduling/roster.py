@@ -130,26 +130,28 @@ class Roster:
                 names[name] = None
         if kept_for_it is not None and (only is None or kept_for_it in only):
             names[kept_for_it] = None
-        looked_at = []
-        for name in names:
-            load = self.loads[name]
-            num_added = load.num_added(demand)
-            looked_at.append((load, num_added, load.fits(demand, num_added)))
-        found = [each for each in looked_at if each[2]] or looked_at
+        loads, is_strict = self.loads, demand.is_strict
         running = {} if gang is None else gang.running
         mate_tokens = demand.num_tokens if gang is None else gang.waiting_tokens
         num_group = 1 if gang is None else max(gang.num_waiting + gang.num_running, 1)
+        looked_at = []
+        for name in names:
+            load = loads[name]
+            room, num_added = load.room(is_strict=is_strict), load.num_added(demand)
+            looked_at.append((load, num_added, room, load.fits(demand, num_added, room)))
+        found = [each for each in looked_at if each[3]] or looked_at
         offers = [
             Offer(
                 load,
                 num_added,
+                room,
                 load.num_shared(demand),
                 running.get(load.engine, 0),
                 mate_tokens,
                 num_group,
                 is_fit,
             )
-            for load, num_added, is_fit in found
+            for load, num_added, room, is_fit in found
         ]
         return offers, len(looked_at)
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from .demand import Demand
 from .load import Booking, Load
 from .pace import Pace
-from .policy import DEFAULT_POLICY, Offer, Policy, policy_named
+from .policy import DEFAULT_POLICY, Offer, Policy, explain, policy_named
 from .roster import Gang, Roster
 from .sessions import Sessions
 
@@ -215,7 +215,7 @@ class Scheduler:
         if demand.group is not None:
             gang = self._gangs.setdefault((demand.program, demand.group), Gang())
             gang.num_waiting += 1
-            gang.waiting_tokens += _own_tokens(demand)
+            gang.waiting_tokens += demand.num_own
         if not line.is_stuck or first is None or ticket.rank < first[0]:
             line.is_stuck = False
             self._schedule()
@@ -345,9 +345,8 @@ class Scheduler:
         line.kept = ticket
         ticket.kept = offer.load.engine
         self._roster.keep(ticket.kept)
-        room = offer.load.room(is_strict=ticket.demand.is_strict)
         ticket.wait(
-            f"first in line: {ticket.kept}, with room for {max(room, 0)} tokens, "
+            f"first in line: {ticket.kept}, with room for {max(offer.room, 0)} tokens, "
             f"is kept for its {offer.num_added}"
         )
 
@@ -368,7 +367,7 @@ class Scheduler:
             gang = self._gangs.setdefault((demand.program, demand.group), Gang())
             gang.num_running += 1
             gang.running[engine] += 1
-        why = _explain(self.policy.name, demand, offer, num_able, num_offers)
+        why = explain(self.policy.name, demand, offer, num_able, num_offers)
         ticket.start(Placement(engine, why))
 
     # --- task groups ----------------------------------------------------------------------
@@ -379,7 +378,7 @@ class Scheduler:
         if demand.group is not None:
             gang = self._gangs[demand.program, demand.group]
             gang.num_waiting -= 1
-            gang.waiting_tokens -= _own_tokens(demand)
+            gang.waiting_tokens -= demand.num_own
             if gang.is_over:
                 del self._gangs[demand.program, demand.group]
 
@@ -392,23 +391,3 @@ class Scheduler:
             del gang.running[engine]
         if gang.is_over:
             del self._gangs[demand.program, demand.group]
-
-
-def _own_tokens(demand: Demand) -> int:
-    """Tokens that no other call of its group brings along."""
-    shared = demand.prefixes[-1].num_tokens if demand.prefixes else 0
-    return demand.num_tokens - shared
-
-
-def _explain(policy: str, demand: Demand, offer: Offer, num_able: int, num_offers: int) -> str:
-    """Why this engine, in words for a program's status."""
-    reasons = []
-    if offer.num_mates:
-        reasons.append(f"{offer.num_mates} calls of its group run here")
-    if offer.num_shared:
-        reasons.append(f"{offer.num_shared} of {demand.num_prompt} prompt tokens are here")
-    if offer.load.num_calls == 1:
-        reasons.append("it was empty")
-    if not reasons:
-        reasons.append("it costs least" if policy == "conure" else "most room")
-    return f"{policy}: {', '.join(reasons)}; {num_able} of {num_offers} engines looked at had room"

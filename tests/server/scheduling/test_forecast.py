@@ -52,6 +52,10 @@ class House:
         self.guests.remove(guest)
         self.load.leave(guest.booking)
 
+    def takes(self, wanted: Demand) -> bool:
+        num_added, room = self.load.num_added(wanted), self.load.room(is_strict=False)
+        return self.load.fits(wanted, num_added, room)
+
     def peak(self, *others: Guest) -> int:
         """The most of all steps from now on; late calls hold all that they may."""
         guests = [*self.guests, *others]
@@ -97,7 +101,7 @@ def test_the_peak_is_that_of_living_through_it(data: st.DataObject) -> None:
                 pass
         assert house.load.peak == house.peak()
         newcomer = Guest(each, house.now + each.num_output)
-        fits = house.load.fits(each, house.load.num_added(each))
+        fits = house.takes(each)
         assert fits == (house.peak(newcomer) <= CAPACITY) or not house.guests
         house.enter(each)
         assert house.load.peak == house.peak() <= house.load.used
@@ -127,7 +131,7 @@ def test_calls_that_began_one_after_the_other_need_less_than_all_they_write() ->
     house = House(capacity=700)
     wanted = demand(need=110, num_output=100)
     for _ in range(10):
-        assert house.load.fits(wanted, 110)
+        assert house.takes(wanted)
         house.enter(wanted)
         house.now += 10
     assert house.load.used == 1_100
@@ -140,11 +144,11 @@ def test_calls_that_begin_together_need_all_they_write() -> None:
     house.enter(wanted)
     house.enter(wanted)
     assert house.load.peak == house.load.used == 220
-    assert not house.load.fits(wanted, 110)
+    assert not house.takes(wanted)
     house.now = 50
-    assert not house.load.fits(wanted, 110), "they come to 220, and it to 60 by then"
+    assert not house.takes(wanted), "they come to 220, and it to 60 by then"
     house.now = 60
-    assert house.load.fits(wanted, 110), "they come to 220, and it to 50 by then"
+    assert house.takes(wanted), "they come to 220, and it to 50 by then"
 
 
 def test_a_prefix_counts_until_its_longest_reader_ends() -> None:
