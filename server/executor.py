@@ -244,6 +244,7 @@ class Executor:
             engine.name,
             capacity=limits.num_blocks * limits.block_size,
             max_sequences=limits.max_sequences,
+            steps=lambda: engine.num_steps,
         )
 
     def _engine_lost(self, engine: Engine) -> None:
