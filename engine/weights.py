@@ -29,6 +29,12 @@ from .checkpoint import Checkpoint
 
 SEED: Final = 0
 _LOCAL: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
+_FAILURES: Final = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+    *(OSError, RuntimeError, SafetensorError),
+)
+"""How model classes and their loaders say that a config or a file is wrong."""
+_MAX_REASON: Final = 300
 
 
 def load(
@@ -57,14 +63,23 @@ def load(
             attn_implementation=architecture.ATTENTION,
             use_safetensors=True,
             output_loading_info=True,
+            # What does not fit is told below; theirs is a table on stderr.
+            ignore_mismatched_sizes=True,
             **_LOCAL,
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+    except _FAILURES as error:
         raise EngineError("model.invalid", f"cannot load {found.folder}: {_line(error)}") from error
     model, report = pair
     if report["missing_keys"]:
         some = ", ".join(sorted(report["missing_keys"])[:3])
         raise EngineError("model.invalid", f"the weights in {found.folder} lack {some}")
+    if report["mismatched_keys"]:
+        name, there, wanted = min(report["mismatched_keys"])
+        raise EngineError(
+            "model.invalid",
+            f"the weights in {found.folder} are not those of its config.json: {name} is "
+            f"{list(there)}, the config asks for {list(wanted)}",
+        )
     return _ready(model.to(device))
 
 
@@ -99,7 +114,7 @@ def make(
                 dtype=_dtype(found, dtype),
                 attn_implementation=architecture.ATTENTION,
             )
-    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
+    except _FAILURES as error:
         raise EngineError(
             "model.invalid", f"cannot make a model of {found.folder}: {_line(error)}"
         ) from error
@@ -147,5 +162,8 @@ def _dtype(found: Checkpoint, dtype: str) -> torch.dtype:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of what an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return what an error says as one line; of a mere name or number also what it is."""
+    line = " ".join(str(error).split())
+    if not line or isinstance(error, LookupError | ArithmeticError | AssertionError):
+        line = f"{type(error).__name__} {line}".strip()
+    return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ..."

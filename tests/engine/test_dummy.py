@@ -91,6 +91,30 @@ def test_a_config_under_another_name_gives_the_model_its_name(tmp_path: Path) ->
     assert runner_of(path).model == "huge-8b"
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_attention_heads": 7}, "not a multiple of the number of attention heads"),
+        ({"hidden_size": "big"}, "expected int, got str"),
+        ({"hidden_size": -4}, "-4"),
+        ({"hidden_act": "nosuch"}, "KeyError 'nosuch'"),
+        ({"pad_token_id": 5000}, "Padding_idx must be within num_embeddings"),
+        ({"num_hidden_layers": 0}, "its config asks for 0 layers"),
+        ({"num_key_value_heads": 3}, "must match the size"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    config = json.loads((config_of(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(EngineError) as refused:
+        runner_of(tmp_path)
+    assert refused.value.code in {"model.invalid", "model.unsupported"}
+    assert named in refused.value.message
+    assert "\n" not in refused.value.message
+
+
 def test_ids_behind_the_bytes_are_written_as_numbers(tmp_path: Path) -> None:
     config_of(tmp_path, vocab_size=1000)
     tokenizer = Tokenizer.from_str(checkpoint.read_dummy(str(tmp_path)).tokenizer_json)
