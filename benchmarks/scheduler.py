@@ -2,8 +2,9 @@
 
 Fills every engine, lets the queue stand, and then ends one running call after another: each
 end makes room, for which the scheduler chooses a call and an engine, and each brings a new
-call into the queue. Timed is all of it, the books included, and divided by the times that an
-engine was looked for, whether or not one was found. Rounds of all sizes alternate, and
+call into the queue; the prompt of every call is filled a few steps after it was started. Timed is
+all of it, the books included, and divided by the times that an engine was looked for, whether
+or not one was found. Rounds of all sizes alternate, and
 processor time is what counts, so that what else the machine does meets them alike.
 
     python benchmarks/scheduler.py [--policy NAME] [--rounds N] [--ends N]
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
 import statistics
 import time
+from collections import deque
 from functools import partial
 
 from conure.server.scheduling.demand import Demand, Prefix
@@ -26,6 +29,11 @@ SIZES = [(1, 1_000), (10, 1_000), (100, 1_000), (1_000, 1_000), (1_000, 10_000),
 """Engines and calls that wait."""
 CAPACITY, STRICT_TOKENS, MAX_SEQUENCES = 64_000, 12_000, 128
 GROUP_SIZE, NUM_SYSTEM_PROMPTS = 8, 200
+STEPS_PER_END = 2
+"""That an engine makes between two ends of its calls: most stop before they have written all that
+they may, so that few are late and a forecast has all of them to look at."""
+ENDS_PER_PROMPT = 3
+"""Of an engine, from when a call is started until its prompt is filled."""
 
 
 class Stand:
@@ -35,18 +43,26 @@ class Stand:
         self._random = random.Random(num_engines)
         self._tickets: dict[int, Ticket] = {}
         self._running: list[int] = []
+        self._filling: deque[tuple[int, Ticket]] = deque()
+        """Calls whose prompts are not filled yet, and when they will be, by ends."""
+        self._num_engines = num_engines
         self._num_calls = 0
+        self._num_ends = 0
         self.scheduler = Scheduler(
             POLICIES[policy], strict_tokens=STRICT_TOKENS, defer=lambda _: None
         )
         for i in range(num_engines):
             self.scheduler.engine_arrived(
-                f"engine-{i}", capacity=CAPACITY, max_sequences=MAX_SEQUENCES
+                f"engine-{i}",
+                capacity=CAPACITY,
+                max_sequences=MAX_SEQUENCES,
+                steps=lambda: STEPS_PER_END * self._num_ends // num_engines,
             )
         while self.scheduler.num_waiting < num_waiting:
             for _ in range(num_waiting - self.scheduler.num_waiting):
                 self._submit()
             self.scheduler.run()
+            self._fill_prompts()
 
     def end_calls(self, num_ends: int) -> tuple[float, int]:
         """End so many calls, each followed by a turn; seconds and decisions of all."""
@@ -57,12 +73,19 @@ class Stand:
             place = draw.randrange(len(self._running))
             self._running[place], self._running[-1] = self._running[-1], self._running[place]
             ended = self._tickets.pop(self._running.pop())
+            self._num_ends += 1
             began = time.thread_time()
+            self._fill_prompts(self._num_ends)
             scheduler.withdraw(ended)
             self._submit()
             scheduler.run()
             took_s += time.thread_time() - began
         return took_s, scheduler.num_decisions - before
+
+    def _fill_prompts(self, num_ends: float = math.inf) -> None:
+        """Of the calls that are due when so many have ended."""
+        while self._filling and self._filling[0][0] <= num_ends:
+            self.scheduler.filled(self._filling.popleft()[1])
 
     def _submit(self) -> None:
         """One call more: one of eight over a document, or a chat with a known system prompt."""
@@ -91,6 +114,8 @@ class Stand:
 
     def _started(self, i: int, _: Placement) -> None:
         self._running.append(i)
+        filled_at = self._num_ends + ENDS_PER_PROMPT * self._num_engines
+        self._filling.append((filled_at, self._tickets[i]))
 
 
 def main() -> None:

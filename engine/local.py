@@ -114,7 +114,7 @@ class LocalRunner(Runner):
         found = named.find(model, is_dummy=dummy)
         config = weights.read_config(found)
         capacity.check(config, wanted)
-        loaded = named.load(model, found, dtype, where, is_dummy=dummy)
+        loaded = named.load(model, found, config, dtype, where, is_dummy=dummy)
         self._model = loaded.model
         if threads is None:
             num_bytes = sum(each.nbytes for each in loaded.model.parameters())

@@ -38,19 +38,19 @@ _MAX_REASON: Final = 300
 
 
 def load(
-    found: Checkpoint, dtype: str, device: str = "cpu"
-) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """Return the model of a folder, and its config as it stands there.
+    found: Checkpoint, config: PretrainedConfig, dtype: str, device: str = "cpu"
+) -> PreTrainedModel:
+    """Return the model of a folder.
 
     Args:
         found: The folder.
+        config: What `read_config` returned for it; it stays as it is.
         dtype: A name of torch's, or `auto`: bfloat16 where the folder says so, else float32.
         device: Where the weights go.
 
     Raises:
         EngineError: see the module's header.
     """
-    config = read_config(found)
     # Bars on stderr have no reader here; problems come back as the report.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
     try:
@@ -80,19 +80,24 @@ def load(
             f"the weights in {found.folder} are not those of its config.json: {name} is "
             f"{list(there)}, the config asks for {list(wanted)}",
         )
-    return _ready(model.to(device)), config
+    return _ready(model.to(device))
 
 
 def make(
-    found: Checkpoint, dtype: str, device: str = "cpu", seed: int = SEED
-) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """Return a model of a folder's shape with random weights, and its config.
+    found: Checkpoint,
+    config: PretrainedConfig,
+    dtype: str,
+    device: str = "cpu",
+    seed: int = SEED,
+) -> PreTrainedModel:
+    """Return a model of a folder's shape with random weights.
 
     The weights are what transformers initialises a fresh model with, so vectors of norms are
     ones and biases zeros. One seed gives the same weights on one kind of device.
 
     Args:
         found: The folder; it needs no weights.
+        config: As in `load`.
         dtype: As in `load`.
         device: Where the weights are made.
         seed: Decides them.
@@ -100,7 +105,6 @@ def make(
     Raises:
         EngineError: see the module's header.
     """
-    config = read_config(found)
     devices = [] if device == "cpu" else [device]
     try:
         with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -115,7 +119,7 @@ def make(
             "model.invalid", f"cannot make a model of {found.folder}: {_line(error)}"
         ) from error
     _widen(model)
-    return _ready(model), config
+    return _ready(model)
 
 
 def _widen(model: PreTrainedModel) -> None:

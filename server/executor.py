@@ -146,10 +146,6 @@ class Executor:
             _, oldest = self._recent.popitem(last=False)
             self._recent_bytes -= oldest.outbox.num_bytes
 
-    @property
-    def _num_calls(self) -> int:
-        return self.room.num_calls
-
     # --- life -----------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -248,6 +244,7 @@ class Executor:
             engine.name,
             capacity=limits.num_blocks * limits.block_size,
             max_sequences=limits.max_sequences,
+            steps=lambda: engine.num_steps,
         )
 
     def _engine_lost(self, engine: Engine) -> None:

@@ -62,6 +62,8 @@ class Engine(asyncio.Protocol):
         self.epoch = epoch
         self.num_free = 0
         self.num_cached = 0
+        self.num_steps = 0
+        """Made so far, as last reported."""
         self.answered_at = time.monotonic()
         self._hang_s = hang_s
         self._lost = lost
@@ -299,6 +301,7 @@ class Engine(asyncio.Protocol):
         for step in steps:
             self.num_free = step.num_free
             self.num_cached = step.num_cached
+            self.num_steps = step.number
         for report in join_tokens([step.reports for step in steps]):
             match report:
                 case api.Tokens():

@@ -58,6 +58,11 @@ class Demand:
         """What it may come to hold, if it shared nothing."""
         return self.num_prompt + self.num_output
 
+    @property
+    def num_own(self) -> int:
+        """Of these, the ones behind the last boundary, which nobody shares."""
+        return self.num_tokens - (self.prefixes[-1].num_tokens if self.prefixes else 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:

@@ -69,6 +69,8 @@ class Offer(NamedTuple):
     load: Load
     num_added: int
     """Tokens that the engine would hold on top."""
+    room: int
+    """Tokens that it may take on of such calls, however long they stay."""
     num_shared: int
     """Leading tokens of the prompt whose KV is there."""
     num_mates: int
@@ -123,7 +125,7 @@ class Fcfs:
 
     def price(self, demand: Demand, offer: Offer, pace: Pace) -> tuple[float, ...]:
         """The emptiest engine."""
-        return (-_room(demand, offer),)
+        return (-offer.room,)
 
 
 class LeastAttained:
@@ -146,7 +148,7 @@ class LeastAttained:
 
     def price(self, demand: Demand, offer: Offer, pace: Pace) -> tuple[float, ...]:
         """The prefix of a long call, else the emptiest engine."""
-        return (-offer.num_shared, -_room(demand, offer))
+        return (-offer.num_shared, -offer.room)
 
 
 class Parrot:
@@ -170,13 +172,13 @@ class Parrot:
         load = offer.load
         takes_much = load.strict_tokens is not None or load.num_strict > 0
         is_unlike = takes_much and demand.is_strict != (load.num_strict > 0)
-        cannot_take_group = offer.mate_tokens > load.bound(is_strict=False) - load.used
+        cannot_take_group = offer.mate_tokens > load.room(is_strict=False)
         return (
             -float(offer.num_mates > 0),
             float(cannot_take_group),
             -float(offer.num_shared),
             float(is_unlike),
-            -_room(demand, offer),
+            -offer.room,
         )
 
 
@@ -238,17 +240,13 @@ class Conure:
             lost = 1.0 - load.bound(is_strict=True) / load.capacity
             cost_s += TAKEN * lost * demand.num_output * pace.step_s
         if not offer.is_fit:
-            shortage = offer.num_added - load.room(is_strict=demand.is_strict)
+            shortage = offer.num_added - offer.room
             cost_s += max(shortage, 0) * pace.prompt_token_s
-        return (cost_s, -_room(demand, offer))
+        return (cost_s, -offer.room)
 
 
 def _head(standing: Standing) -> float:
     return min(standing.depth, MAX_DEPTH) * DEPTH_S
-
-
-def _room(demand: Demand, offer: Offer) -> float:
-    return offer.load.room(is_strict=demand.is_strict)
 
 
 def _as_single_request(demand: Demand) -> Demand:
@@ -268,3 +266,17 @@ def policy_named(name: str) -> Policy:
     """The policy of that name; KeyError if there is none."""
     policy: Policy = POLICIES[name]
     return policy
+
+
+def explain(policy: str, demand: Demand, offer: Offer, num_able: int, num_offers: int) -> str:
+    """Why this engine, in words for a program's status."""
+    reasons = []
+    if offer.num_mates:
+        reasons.append(f"{offer.num_mates} calls of its group run here")
+    if offer.num_shared:
+        reasons.append(f"{offer.num_shared} of {demand.num_prompt} prompt tokens are here")
+    if offer.load.num_calls == 1:
+        reasons.append("it was empty")
+    if not reasons:
+        reasons.append("it costs least" if policy == "conure" else "most room")
+    return f"{policy}: {', '.join(reasons)}; {num_able} of {num_offers} engines looked at had room"

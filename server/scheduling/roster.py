@@ -2,8 +2,9 @@
 
 A call is offered, of a thousand engines, at most a dozen: the roomiest of every class (empty,
 with a strict call, without one), those that hold its prefixes, those that run its task group,
-and its home. No engine is roomier than the roomiest of its class, so if none of these fits,
-none does, but for one that holds its prefix among many and was not looked at this time.
+and its home. Room is what an engine's peak leaves. No engine is roomier than the roomiest of its
+class, so if none of these fits, hardly another does: one that holds its prefix among many and
+was not looked at this time, or one whose peak comes when this call would be gone.
 
 Knows loads and their order. Refuses to know ranks and prices.
 
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .demand import Demand
-from .load import Load
+from .load import Booking, Load
 from .policy import Offer
 
 MAX_HOLDERS = 4
@@ -85,19 +86,24 @@ class Roster:
             self._kept.discard(engine)
             self._place(self.loads[engine])
 
-    def book(self, engine: str, demand: Demand) -> Load:
+    def book(self, engine: str, demand: Demand) -> Booking:
         """A call starts on an engine."""
         load = self.loads[engine]
-        evicted = load.book(demand)
+        booking = load.book(demand)
         for prefix in demand.prefixes:
             self._holders.setdefault(prefix.key, {})[engine] = None
-        self._forget(engine, evicted)
+        self._forget(engine, booking.evicted)
         self._place(load)
-        return load
+        return booking
 
-    def leave(self, load: Load, demand: Demand) -> None:
+    def filled(self, load: Load, booking: Booking) -> None:
+        """The prompt of a call is there."""
+        if load.filled(booking):
+            self._place(load)
+
+    def leave(self, load: Load, booking: Booking) -> None:
         """A call is over."""
-        self._forget(load.engine, load.leave(demand))
+        self._forget(load.engine, load.leave(booking))
         self._place(load)
 
     def offers(
@@ -124,26 +130,28 @@ class Roster:
                 names[name] = None
         if kept_for_it is not None and (only is None or kept_for_it in only):
             names[kept_for_it] = None
-        looked_at = []
-        for name in names:
-            load = self.loads[name]
-            num_added = load.num_added(demand)
-            looked_at.append((load, num_added, load.fits(demand, num_added)))
-        found = [each for each in looked_at if each[2]] or looked_at
+        loads, is_strict = self.loads, demand.is_strict
         running = {} if gang is None else gang.running
         mate_tokens = demand.num_tokens if gang is None else gang.waiting_tokens
         num_group = 1 if gang is None else max(gang.num_waiting + gang.num_running, 1)
+        looked_at = []
+        for name in names:
+            load = loads[name]
+            room, num_added = load.room(is_strict=is_strict), load.num_added(demand)
+            looked_at.append((load, num_added, room, load.fits(demand, num_added, room)))
+        found = [each for each in looked_at if each[3]] or looked_at
         offers = [
             Offer(
                 load,
                 num_added,
+                room,
                 load.num_shared(demand),
                 running.get(load.engine, 0),
                 mate_tokens,
                 num_group,
                 is_fit,
             )
-            for load, num_added, is_fit in found
+            for load, num_added, room, is_fit in found
         ]
         return offers, len(looked_at)
 

@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .demand import Demand
-from .load import Load
+from .load import Booking, Load
 from .pace import Pace
-from .policy import DEFAULT_POLICY, Offer, Policy, policy_named
+from .policy import DEFAULT_POLICY, Offer, Policy, explain, policy_named
 from .roster import Gang, Roster
 from .sessions import Sessions
 
@@ -62,6 +62,8 @@ class Ticket:
     wait: Callable[[str], None] = _nobody
     """Told why the call has to wait, once an engine is kept for it."""
     load: Load | None = None
+    booking: Booking | None = None
+    """Its entry in the books of that engine."""
     num_filling: int = 0
     """Tokens of its prompt that the engine has yet to fill."""
     kept: str | None = None
@@ -152,10 +154,25 @@ class Scheduler:
         """Calls that wait for room."""
         return sum(line.num_waiting for line in self._lines)
 
-    def engine_arrived(self, engine: str, *, capacity: int, max_sequences: int) -> None:
-        """An engine is there and empty."""
-        strict_tokens = self._strict_tokens
-        self._roster.add(Load(engine, capacity, max_sequences + LOOK_AHEAD, strict_tokens))
+    def engine_arrived(
+        self,
+        engine: str,
+        *,
+        capacity: int,
+        max_sequences: int,
+        steps: Callable[[], int] | None = None,
+    ) -> None:
+        """An engine is there and empty.
+
+        Args:
+            engine: its name.
+            capacity: tokens that fit into its KV memory.
+            max_sequences: calls that decode there at once.
+            steps: that it has made so far, by which its calls are taken to advance; None: it does
+                not tell, and every call is booked with all it may write.
+        """
+        max_calls = max_sequences + LOOK_AHEAD
+        self._roster.add(Load(engine, capacity, max_calls, self._strict_tokens, steps))
         self._change(engine)
         self._unstick()
 
@@ -198,16 +215,19 @@ class Scheduler:
         if demand.group is not None:
             gang = self._gangs.setdefault((demand.program, demand.group), Gang())
             gang.num_waiting += 1
-            gang.waiting_tokens += _own_tokens(demand)
+            gang.waiting_tokens += demand.num_own
         if not line.is_stuck or first is None or ticket.rank < first[0]:
             line.is_stuck = False
             self._schedule()
 
     def filled(self, ticket: Ticket) -> None:
         """The engine has filled the call's prompt; safe to repeat."""
-        if ticket.load is not None:
-            ticket.load.num_filling -= ticket.num_filling
+        load, booking = ticket.load, ticket.booking
+        if load is not None and booking is not None and ticket.num_filling:
+            load.num_filling -= ticket.num_filling
             ticket.num_filling = 0
+            if not ticket.is_withdrawn and self._roster.loads.get(load.engine) is load:
+                self._roster.filled(load, booking)
 
     def withdraw(self, ticket: Ticket) -> None:
         """A call needs no engine any more, or is done with the one it has; safe to repeat."""
@@ -225,9 +245,11 @@ class Scheduler:
                 self._unkeep(ticket)
                 self._unstick()
             return
-        self.filled(ticket)
+        assert ticket.booking is not None
+        load.num_filling -= ticket.num_filling
+        ticket.num_filling = 0
         if self._roster.loads.get(load.engine) is load:  # else it is gone, with all its books
-            self._roster.leave(load, ticket.demand)
+            self._roster.leave(load, ticket.booking)
             self._change(load.engine)
             if ticket.demand.group is not None:
                 self._leave_gang(ticket.demand, load.engine)
@@ -323,9 +345,8 @@ class Scheduler:
         line.kept = ticket
         ticket.kept = offer.load.engine
         self._roster.keep(ticket.kept)
-        room = offer.load.room(is_strict=ticket.demand.is_strict)
         ticket.wait(
-            f"first in line: {ticket.kept}, with room for {max(room, 0)} tokens, "
+            f"first in line: {ticket.kept}, with room for {max(offer.room, 0)} tokens, "
             f"is kept for its {offer.num_added}"
         )
 
@@ -338,7 +359,7 @@ class Scheduler:
     def _start(self, ticket: Ticket, offer: Offer, *, num_able: int, num_offers: int) -> None:
         demand, engine = ticket.demand, offer.load.engine
         self._leave_line(ticket)
-        ticket.load = self._roster.book(engine, demand)
+        ticket.load, ticket.booking = offer.load, self._roster.book(engine, demand)
         self._change(engine)  # who shares a prefix with it needs less there now
         ticket.num_filling = demand.num_prompt - offer.num_shared
         ticket.load.num_filling += ticket.num_filling
@@ -346,7 +367,7 @@ class Scheduler:
             gang = self._gangs.setdefault((demand.program, demand.group), Gang())
             gang.num_running += 1
             gang.running[engine] += 1
-        why = _explain(self.policy.name, demand, offer, num_able, num_offers)
+        why = explain(self.policy.name, demand, offer, num_able, num_offers)
         ticket.start(Placement(engine, why))
 
     # --- task groups ----------------------------------------------------------------------
@@ -357,7 +378,7 @@ class Scheduler:
         if demand.group is not None:
             gang = self._gangs[demand.program, demand.group]
             gang.num_waiting -= 1
-            gang.waiting_tokens -= _own_tokens(demand)
+            gang.waiting_tokens -= demand.num_own
             if gang.is_over:
                 del self._gangs[demand.program, demand.group]
 
@@ -370,23 +391,3 @@ class Scheduler:
             del gang.running[engine]
         if gang.is_over:
             del self._gangs[demand.program, demand.group]
-
-
-def _own_tokens(demand: Demand) -> int:
-    """Tokens that no other call of its group brings along."""
-    shared = demand.prefixes[-1].num_tokens if demand.prefixes else 0
-    return demand.num_tokens - shared
-
-
-def _explain(policy: str, demand: Demand, offer: Offer, num_able: int, num_offers: int) -> str:
-    """Why this engine, in words for a program's status."""
-    reasons = []
-    if offer.num_mates:
-        reasons.append(f"{offer.num_mates} calls of its group run here")
-    if offer.num_shared:
-        reasons.append(f"{offer.num_shared} of {demand.num_prompt} prompt tokens are here")
-    if offer.load.num_calls == 1:
-        reasons.append("it was empty")
-    if not reasons:
-        reasons.append("it costs least" if policy == "conure" else "most room")
-    return f"{policy}: {', '.join(reasons)}; {num_able} of {num_offers} engines looked at had room"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..scheduling.demand import Demand
-from ..scheduling.load import Load
+from ..scheduling.load import Booking, Load
 from .clock import Clock
 
 
@@ -60,6 +60,8 @@ class Work:
     finished: Callable[[], None]
     joined_at: int = -1
     """Steps that the engine had made when its output began; -1: it has not."""
+    held: Booking | None = None
+    """What its prompt holds, while its output grows."""
     is_cancelled: bool = False
 
 
@@ -87,6 +89,13 @@ class SimulatedEngine:
         self._stretch: tuple[float, int] | None = None
         """When the present stretch of steps began, and how many it was to have."""
         self._version = 0
+
+    def steps_now(self) -> int:
+        """Steps made so far, the one that runs included."""
+        if self._stretch is None:
+            return self.num_steps
+        began_s, num_planned = self._stretch
+        return self.num_steps + self._num_within(self._clock.now - began_s, num_planned)
 
     def start(self, work: Work) -> None:
         """Take on a call."""
@@ -154,7 +163,8 @@ class SimulatedEngine:
         for work in ended:
             self._num_decoding -= 1
             self._grown -= self.num_steps - work.joined_at
-            self._prompt_books.leave(self._as_held(work))
+            assert work.held is not None
+            self._prompt_books.leave(work.held)
         for work in ended:
             if not work.is_cancelled:
                 work.finished()
@@ -179,7 +189,7 @@ class SimulatedEngine:
         if not work.is_cancelled:
             work.joined_at = self.num_steps
             self._num_decoding += 1
-            self._prompt_books.book(self._as_held(work))
+            work.held = self._prompt_books.book(self._as_held(work))
             entry = (self.num_steps + work.num_output, next(self._order), work)
             heapq.heappush(self._outputs, entry)
             work.filled()

@@ -43,6 +43,8 @@ class Setting:
     """False: calls are sent one by one by their client."""
     has_prefix_cache: bool = True
     """False: nothing is shared, every prompt is filled whole."""
+    books_peaks: bool = True
+    """Whether engines tell their steps; else a call is booked with all it may write."""
     reads_shared_once: bool = True
     """Whether attention reads a prefix once for all that share it."""
     round_trip_s: Callable[[], float] = field(default=lambda: 0.0)
@@ -88,9 +90,12 @@ class Simulation:
             )
             for name in (f"engine-{i}" for i in range(setting.num_engines))
         }
-        for name in self.engines:
+        for name, engine in self.engines.items():
             self.scheduler.engine_arrived(
-                name, capacity=setting.capacity, max_sequences=setting.max_sequences
+                name,
+                capacity=setting.capacity,
+                max_sequences=setting.max_sequences,
+                steps=engine.steps_now if setting.books_peaks else None,
             )
 
     def submit(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -23,8 +22,6 @@ from langchain_core.runnables import (
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, to_program
-from conure.server.app import create_app
-from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError
 
 from .shapes import TEXT, ask, shapes
@@ -35,14 +32,6 @@ NAMES = list(shapes(ChatConure()))
 
 def numbered(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "n": 1}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
-    with Client(app=app) as client:
-        yield client
-        gc.collect()  # LangChain leaves streams beside one that failed; they read on when they go
 
 
 @pytest.fixture

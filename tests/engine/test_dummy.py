@@ -43,9 +43,10 @@ def test_the_written_folder_is_the_model_that_an_engine_makes(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
     config_of(tmp_path, name)
-    folder = dummy.write(str(tmp_path), tmp_path / "out", dtype=dtype)
-    made = weights.make(checkpoint.read_dummy(str(tmp_path)), dtype)[0].state_dict()
-    read = weights.load(checkpoint.read(folder), "auto")[0].state_dict()
+    shape = checkpoint.read_dummy(str(tmp_path))
+    made = weights.make(shape, weights.read_config(shape), dtype).state_dict()
+    written = checkpoint.read(dummy.write(str(tmp_path), tmp_path / "out", dtype=dtype))
+    read = weights.load(written, weights.read_config(written), "auto").state_dict()
     assert made.keys() == read.keys()
     for key, tensor in made.items():
         assert tensor.dtype == read[key].dtype
@@ -56,11 +57,12 @@ def test_weights_follow_the_seed_and_leave_the_random_numbers_of_others_alone(
     tmp_path: Path,
 ) -> None:
     found = checkpoint.read_dummy(str(config_of(tmp_path)))
+    config = weights.read_config(found)
     torch.manual_seed(1)
     wanted = torch.rand(3)
     torch.manual_seed(1)
     one, again, other = (
-        weights.make(found, "float32", seed=seed)[0].state_dict()["model.embed_tokens.weight"]
+        weights.make(found, config, "float32", seed=seed).state_dict()["model.embed_tokens.weight"]
         for seed in (5, 5, 6)
     )
     assert torch.equal(torch.rand(3), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from conure.server.scheduling.demand import Demand, Prefix
@@ -33,8 +34,16 @@ class Desk:
         self.started: list[tuple[str, str]] = []
         self.why: dict[str, str] = {}
 
-    def engine(self, name: str = "e", capacity: int = 100, max_sequences: int = 4) -> None:
-        self.scheduler.engine_arrived(name, capacity=capacity, max_sequences=max_sequences)
+    def engine(
+        self,
+        name: str = "e",
+        capacity: int = 100,
+        max_sequences: int = 4,
+        steps: Callable[[], int] | None = None,
+    ) -> None:
+        self.scheduler.engine_arrived(
+            name, capacity=capacity, max_sequences=max_sequences, steps=steps
+        )
 
     def ticket(self, name: str, *, rank: float = 0.0, need: int = 10, **fields: Any) -> Ticket:
         """A call of the program before the dot."""

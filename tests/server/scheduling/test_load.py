@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conure.server.scheduling.demand import Demand, prefixes_of
-from conure.server.scheduling.load import Load
+from conure.server.scheduling.load import Booking, Load
 
 from .desks import demand, prefixes
 
@@ -33,7 +33,7 @@ def test_shared_tokens_count_once_whoever_comes_and_goes(
     calls: list[tuple[tuple[list[int], list[int]], int, bool]], data: st.DataObject
 ) -> None:
     load = Load("e", capacity=200, max_calls=99)
-    running: list[tuple[Demand, set[object]]] = []
+    running: list[tuple[Booking, set[object]]] = []
     for i, ((ids, cuts), num_output, leaves) in enumerate(calls):
         wanted = demand_of(ids, cuts, num_output)
         last = cuts[-1] if cuts else 0
@@ -41,17 +41,18 @@ def test_shared_tokens_count_once_whoever_comes_and_goes(
         own |= {(i, "own", n) for n in range(len(ids) - last + num_output)}
         held = set[object]().union(*(tokens for _, tokens in running))
         assert load.num_added(wanted) == len(own - held)
-        load.book(wanted)
-        running.append((wanted, own))
+        running.append((load.book(wanted), own))
         if leaves:
             gone, _ = running.pop(data.draw(st.integers(0, len(running) - 1)))
             load.leave(gone)
-        assert load.used == len(set[object]().union(*(tokens for _, tokens in running)))
+        assert (
+            load.used == load.peak == len(set[object]().union(*(tokens for _, tokens in running)))
+        )
         assert load.num_calls == len(running)
         assert load.num_cached == sum(load.cached.values()) <= max(load.capacity - load.used, 0)
         assert not load.cached.keys() & load.held.keys()
-    for wanted, _ in running:
-        load.leave(wanted)
+    for booking, _ in running:
+        load.leave(booking)
     assert (load.used, load.num_calls, load.held) == (0, 0, {})
     assert not load.programs
 
@@ -59,9 +60,8 @@ def test_shared_tokens_count_once_whoever_comes_and_goes(
 def test_of_one_prompt_the_cache_gives_up_the_end_first() -> None:
     load = Load("e", capacity=100, max_calls=9)
     first = demand(need=60, prefixes=prefixes(20, 40, 60, stays=True))
-    load.book(first)
-    assert load.leave(first) == []
-    assert load.book(demand(need=50)) == [b"x60"]
+    assert load.leave(load.book(first)) == []
+    assert load.book(demand(need=50)).evicted == [b"x60"]
     assert load.num_shared(first) == 40
     assert load.num_added(first) == 60, "what nobody reads has to be taken up again"
 
@@ -69,10 +69,9 @@ def test_of_one_prompt_the_cache_gives_up_the_end_first() -> None:
 def test_what_does_not_stay_is_gone_with_its_last_reader() -> None:
     load = Load("e", capacity=100, max_calls=9)
     reader = demand(need=60, prefixes=prefixes(20))
-    load.book(reader)
-    load.book(reader)
-    assert load.leave(reader) == []
-    assert load.leave(reader) == [b"x20"]
+    bookings = [load.book(reader), load.book(reader)]
+    assert load.leave(bookings[0]) == []
+    assert load.leave(bookings[1]) == [b"x20"]
 
 
 def test_keys_name_the_tokens_and_the_salt_and_nothing_else() -> None:

@@ -136,8 +136,9 @@ def test_a_policy_sees_of_a_call_what_it_is_meant_to_know() -> None:
 def offer(load: Load, wanted: Demand, mates: int = 0) -> Offer:
     added = load.num_added(wanted)
     shared = load.num_shared(wanted)
-    is_fit = load.fits(wanted, added)
-    return Offer(load, added, shared, mates, wanted.num_tokens, mates + 1, is_fit)
+    room = load.room(is_strict=wanted.is_strict)
+    is_fit = load.fits(wanted, added, room)
+    return Offer(load, added, room, shared, mates, wanted.num_tokens, mates + 1, is_fit)
 
 
 def cheapest(name: str, wanted: Demand, *loads: Load, mates: int = 0) -> str:
