@@ -31,6 +31,8 @@ MAX_STATES: Final = 20_000
 _MAX_MESSAGE: Final = 300
 _NO_WAY_ON: Final = "NoExtensionBias"
 """How the compiler says that nothing can follow."""
+_MUCH_FORCED: Final = "ff_tokens"
+"""What it names where more text is forced than it follows at once: no choice is reached."""
 
 
 class Compiled(NamedTuple):
@@ -74,9 +76,9 @@ def check_beginning(compiled: Compiled) -> None:
     matcher.consume_tokens(matcher.compute_ff_tokens())
     if not matcher.is_stopped():
         matcher.compute_bitmask()
-    if not matcher.is_error():
+    reason = matcher.get_error() if matcher.is_error() else ""
+    if not reason or _MUCH_FORCED in reason:
         return
-    reason = matcher.get_error()
     if reason.startswith(_NO_WAY_ON):
         raise EngineError(
             "constraint.invalid",
@@ -85,7 +87,7 @@ def check_beginning(compiled: Compiled) -> None:
         )
     raise EngineError(
         "constraint.too_complex",
-        _message(f"the grammar is too ambiguous to be followed; make it smaller: {reason}"),
+        _message(f"the grammar is too complex; make it smaller or less ambiguous: {reason}"),
     )
 
 

@@ -212,10 +212,12 @@ def test_what_is_too_ambiguous_to_be_begun_is_refused_before_it_runs(vetter: Vet
     assert "max is 1000" in error.message
 
 
-def test_a_rule_that_leads_to_itself_besides_other_ways_is_a_grammar(vetter: Vetter) -> None:
+def test_a_grammar_with_an_empty_or_a_long_way_on_is_one(vetter: Vetter) -> None:
     for constraint, text in (
         (lark('start: start "a" | "a"'), "aaa"),
         (lark('start: ""'), ""),
+        (lark('start: "a"~30000'), "a" * 30_000),
+        (schema({"const": "x" * 5_000}), f'"{"x" * 5_000}"'),
         (schema({"anyOf": [{"$ref": "#"}, {"type": "null"}]}), "null"),
     ):
         assert vetter.ask(Question(constraint, text)).matches is True
