@@ -374,6 +374,34 @@ def test_a_failure_that_was_handled_is_not_what_a_later_one_tells(
         assert isinstance(caught.value.__cause__, TypeError)
 
 
+def test_a_later_part_that_fails_in_a_body_tells_what_the_chain_tells(
+    client: Client, llm: ChatConure
+) -> None:
+    def unlike(value: Any) -> Any:
+        raise TypeError("later")
+
+    def worse(value: Any) -> Any:
+        raise ValueError("in its fallback")
+
+    say = ask("{x}") | llm | TEXT
+    handled = (say | broken).with_fallbacks([say])
+    fails: Runnable[Any, Any] = RunnableLambda(unlike)
+    parts: tuple[Runnable[Any, Any], ...] = (
+        RunnableLambda(lambda text: [text]) | (say | fails).map(),
+        (say | fails).with_fallbacks([say | worse]),
+        (say | fails).with_retry(stop_after_attempt=2, wait_exponential_jitter=False),
+        RunnableBranch((lambda text: bool(text), say | fails), say),
+        (say | handled | fails).with_fallbacks([handled | worse]),
+    )
+    for later in parts:
+        chain = handled | later
+        with pytest.raises(TypeError, match="later"):
+            chain.invoke({"x": "tea"})
+        with pytest.raises(ConureError, match="TypeError: later") as caught:
+            to_program(chain).run(client, {"x": "tea"})
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
 @pytest.mark.parametrize("num_failures", [0, 1, 2, 3])
 def test_a_retry_makes_as_many_attempts(client: Client, llm: ChatConure, num_failures: int) -> None:
     seen: list[str] = []
