@@ -65,7 +65,7 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 	grep -v '^triton' constraints.txt > $(KERNELS)/constraints.txt
 	$(KERNELS)/bin/python -m pip install --quiet -c $(KERNELS)/constraints.txt $(TORCH)
 	$(KERNELS)/bin/python -m pip install --quiet -c $(KERNELS)/constraints.txt -e . \
-	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout
+	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 $(LOWEST)/.installed: pyproject.toml constraints.txt
@@ -96,7 +96,7 @@ test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12
 	    -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
 
 test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by Triton 3.6.0
-	$(KERNELS)/bin/python -m pytest -q tests/kernels -m 'not slow'
+	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q -n 2 tests/kernels -m 'not slow'
 
 test-langchain14: $(LOWEST)/.installed ## the LangChain adapter on core 1.4, without await
 	$(LOWEST)/bin/python -m pytest -q tests/adapters/test_chat.py tests/adapters/test_messages.py \
