@@ -15,7 +15,7 @@ these, and an engine keeps no more in it than there is room for.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .demand import Demand
@@ -28,7 +28,7 @@ class Booking:
 
     demand: Demand
     stay: Stay
-    evicted: list[bytes]
+    evicted: Sequence[bytes]
     """Cached prefixes that had to make room for it."""
 
 
@@ -146,7 +146,7 @@ class Load:
                 if prefix.key in self.cached:
                     self.num_cached -= self.cached.pop(prefix.key)
             shared.append(part)
-        stay = self._forecast.enter(demand.num_output, demand.num_own, shared)
+        stay = self._forecast.enter(demand.num_output, demand.num_own, tuple(shared))
         self.num_calls += 1
         self.num_strict += demand.is_strict
         self.programs[demand.program] += 1
@@ -186,9 +186,11 @@ class Load:
         self.programs[demand.program] -= 1
         if not self.programs[demand.program]:
             del self.programs[demand.program]
-        return gone + self._evict()
+        return [*gone, *self._evict()]
 
-    def _evict(self) -> list[bytes]:
+    def _evict(self) -> Sequence[bytes]:
+        if not self.cached:
+            return ()
         gone: list[bytes] = []
         while self.cached and self.num_cached > self.capacity - self._forecast.peak:
             key, num_tokens = self.cached.popitem(last=False)
