@@ -164,12 +164,13 @@ class Client:
         body = exchange.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
-        return Run(self, self._do(exchange.submit(body, self._retry, key=idempotency_key)))
+        accepted = self._do(exchange.submit(body, self._retry, key=idempotency_key))
+        return Run(self, accepted, body["program"])
 
     def attach(self, program_id: str) -> Run:
         """A handle on a program that was submitted before, by anybody."""
         status = self._do(exchange.status(program_id, self._retry))
-        return Run(self, exchange.accepted_of(status), is_new=False)
+        return Run(self, exchange.accepted_of(status))
 
     def run(
         self,
@@ -199,7 +200,8 @@ class Client:
             program, inputs=inputs, objectives=objectives, options=options
         )
         check_functions(body["program"], functions or {})
-        run = Run(self, self._do(exchange.submit(body, self._retry, key=None)))
+        accepted = self._do(exchange.submit(body, self._retry, key=None))
+        run = Run(self, accepted, body["program"])
         try:
             return run.serve_client_steps(functions or {})
         except ConureError:
@@ -269,9 +271,10 @@ class Client:
 class Run:
     """A program on the server."""
 
-    def __init__(self, client: Client, accepted: Accepted, *, is_new: bool = True) -> None:
+    def __init__(self, client: Client, accepted: Accepted, program: Any = None) -> None:
         self._client = client
-        self._is_new = is_new
+        self._program = program
+        """As it was submitted here; None if it was there before."""
         self.id = accepted.id
         self.outputs = accepted.outputs
         """Names of the program's outputs."""
@@ -341,8 +344,8 @@ class Run:
     def serve_client_steps(self, functions: Mapping[str, Function]) -> Result:
         """Run the program's client steps in threads until it ends; see `Client.run`."""
         desk = self._client._settings.desk
-        status = None if self._is_new else self.status()
-        shift = desk.open(self.id, self.outputs, status)
+        status = None if self._program is not None else self.status()
+        shift = desk.open(self.id, self.outputs, status, self._program)
         pool = ThreadPoolExecutor(NUM_STEP_THREADS, thread_name_prefix="conure-step")
         try:
             with contextlib.closing(self.events()) as events:

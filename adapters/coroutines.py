@@ -19,7 +19,7 @@ import weakref
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -120,12 +120,12 @@ class AsyncClient:
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
         accepted = await self._do(exchange.submit(body, self._retry, key=idempotency_key))
-        return AsyncRun(self, accepted)
+        return AsyncRun(self, accepted, body["program"])
 
     async def attach(self, program_id: str) -> AsyncRun:
         """A handle on a program that was submitted before, by anybody."""
         status = await self._do(exchange.status(program_id, self._retry))
-        return AsyncRun(self, exchange.accepted_of(status), is_new=False)
+        return AsyncRun(self, exchange.accepted_of(status))
 
     async def run(
         self,
@@ -141,7 +141,7 @@ class AsyncClient:
         )
         check_functions(body["program"], functions or {})
         accepted = await self._do(exchange.submit(body, self._retry, key=None))
-        run = AsyncRun(self, accepted)
+        run = AsyncRun(self, accepted, body["program"])
         try:
             return await run.serve_client_steps(functions or {})
         except ConureError:
@@ -230,9 +230,10 @@ class AsyncClient:
 class AsyncRun:
     """A program on the server."""
 
-    def __init__(self, client: AsyncClient, accepted: Accepted, *, is_new: bool = True) -> None:
+    def __init__(self, client: AsyncClient, accepted: Accepted, program: Any = None) -> None:
         self._client = client
-        self._is_new = is_new
+        self._program = program
+        """As it was submitted here; None if it was there before."""
         self.id = accepted.id
         self.outputs = accepted.outputs
         """Names of the program's outputs."""
@@ -288,8 +289,8 @@ class AsyncRun:
     async def serve_client_steps(self, functions: Mapping[str, Function]) -> Result:
         """Run the program's client steps until it ends; see `Client.run`."""
         desk = self._client._settings.desk
-        status = None if self._is_new else await self.status()
-        shift = desk.open(self.id, self.outputs, status)
+        status = None if self._program is not None else await self.status()
+        shift = desk.open(self.id, self.outputs, status, self._program)
         answers: set[asyncio.Task[None]] = set()
         try:
             async with aclosing(self.events()) as events:

@@ -1,4 +1,4 @@
-"""Clients that a model makes for itself, when it first needs them.
+"""What a model makes for itself when it first needs it, and the clients among that.
 
 Knows what of a model a connection depends on. Refuses to know models.
 
@@ -8,12 +8,27 @@ client of their own; a copy of a model, here or in another process, makes its cl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from .client import AsyncClient, Client, Retry
 
 
-class OwnClients:
+class Own:
+    """What a model makes for itself in use, which is no part of what the model is: pydantic
+    compares all of it as equal, and a copy of the model begins with one that is new.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+class OwnClients(Own):
     """The clients of one model."""
 
     def __init__(self) -> None:
@@ -46,13 +61,3 @@ class OwnClients:
         """Close the connections for coroutines that belong to the running loop."""
         for asynchronous in self._asynchronous.values():
             await asynchronous.close()
-
-    def __eq__(self, other: object) -> bool:
-        # What was opened is no part of what a model is, and pydantic compares all of it.
-        return isinstance(other, OwnClients)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnClients:
-        return OwnClients()
-
-    def __reduce__(self) -> tuple[type[OwnClients], tuple[()]]:
-        return OwnClients, ()

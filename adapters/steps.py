@@ -29,6 +29,7 @@ from conure.server.program.status import (
 )
 
 from .exchange import failure_of
+from .failures import Failures
 
 Function: TypeAlias = Callable[..., Any]
 """Called with the step's `args` by name; returns JSON, or an awaitable of it."""
@@ -69,17 +70,24 @@ class Desk:
         self._closed: deque[str] = deque()
         self._lock = threading.Lock()
 
-    def open(self, program: str, outputs: list[str], status: ProgramStatus | None = None) -> Shift:
+    def open(
+        self,
+        program: str,
+        outputs: list[str],
+        status: ProgramStatus | None = None,
+        text: Any = None,
+    ) -> Shift:
         """Begin to serve a program.
 
         Args:
             program: its id.
             outputs: names of its outputs.
             status: of a program that was there before: what has ended is not run again.
+            text: the program itself, where it is known.
         """
         variables = {} if status is None else status.variables
         ended = frozenset(name for name, found in variables.items() if found.status in ENDED)
-        return Shift(self, program, outputs, ended)
+        return Shift(self, program, outputs, ended, Failures(text))
 
     def close(self, program: str) -> None:
         """The program has ended; only its latest fellows are remembered as well."""
@@ -102,14 +110,19 @@ class Shift:
     """What one run of a program has said so far."""
 
     def __init__(
-        self, desk: Desk, program: str, outputs: list[str], ended: frozenset[str] = frozenset()
+        self,
+        desk: Desk,
+        program: str,
+        outputs: list[str],
+        ended: frozenset[str],
+        failures: Failures,
     ) -> None:
         self._desk = desk
         self._ended = ended
         self._program = program
         self._outputs = dict.fromkeys(outputs)
         self._values: dict[str, Json] = {}
-        self._failures: dict[str, Problem] = {}
+        self._failures = failures
         self._causes: dict[str, Exception] = {}
         self._end: dict[str, Json] | None = None
 
@@ -130,7 +143,7 @@ class Shift:
             self._values[data["variable"]] = data["value"]
         elif event.type == "node.failed":
             problem = Problem(code=data["code"], message=data.get("message", ""))
-            self._failures.setdefault(data.get("node", ""), problem)
+            self._failures.add(data.get("node", ""), problem)
         elif event.type == "program.finished":
             self._end = data
         return None
@@ -169,21 +182,10 @@ class Shift:
             phase = status.status
             receipt = status.receipt or Receipt()
         if phase != "done":
-            node = self._told()
+            node = self._failures.told()
             raise self._error(phase, node) from (None if node is None else self._causes.get(node))
         outputs = {name: self._values[name] for name in self._outputs if name in self._values}
         return Result(self._program, phase, outputs, receipt)
-
-    def _told(self) -> str | None:
-        """The node whose failure is told: the first of those that one around them tells of as
-        its own, else the last; those before it were handled.
-        """
-        if not self._failures:
-            return None
-        names = list(self._failures)
-        first, last = names[0], names[-1]
-        inner = self._failures[last].message.partition(": ")[0]
-        return first if inner in self._failures else last
 
     def _error(self, phase: str, node: str | None) -> ConureError:
         if node is None:

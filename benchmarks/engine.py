@@ -23,6 +23,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,6 +36,10 @@ from serving import cases, floor
 from serving.sides import Answer, Process, Server, Side, SideError
 
 HERE = Path(__file__).parent
+SETTLE_S = 0.5
+"""Threads of the side before may spin for 0.2 s after their last operation."""
+PLACES = frozenset({"model", "keep", "config", "vllm", "peer", "out"})
+"""Options that say where something lies on this machine, which is no part of a record."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     record = {
         "machine": {"processor": platform.processor() or platform.machine(), **machine._asdict()},
-        "options": {name: str(value) for name, value in vars(options).items()},
+        "options": {key: value for key, value in vars(options).items() if key not in PLACES},
         "cases": [_summary(case, found, model, machine) for case, found in answers],
     }
     _print(record)
@@ -104,6 +109,7 @@ def _run(sides: list[Side], options: argparse.Namespace) -> list[tuple[cases.Cas
         for case in next(source):
             latest[case.name] = case
             for side in sides if number % 2 else sides[::-1]:
+                time.sleep(SETTLE_S)
                 answer = side.ask(case)
                 if number:
                     found[case.name][side.name].append(answer)

@@ -65,7 +65,7 @@ def threads(num_bytes: int, most: int) -> int:
 
     Args:
         num_bytes: Of the model's weights.
-        most: Threads that there may be, the machine's cores.
+        most: Threads that there may be, as `device.num_cores`.
 
     A small model's operations end sooner than other threads wake. Alone on two cores it is as
     fast with two threads as with one, but where anybody else wants a core the two wait for
@@ -101,6 +101,8 @@ def limits(
             num_blocks = min(DEFAULT_CONTEXTS * -(-reachable // block_size), num_blocks)
         num_blocks = max(1, num_blocks)
     _check_fits(context_len, num_blocks, block_size)
+    if wanted.num_blocks is not None or wanted.block_size is not None:
+        _check_memory(num_blocks, block_size, token_bytes, free_bytes)
     return Limits(
         context_len=min(reachable, num_blocks * block_size),
         block_size=block_size,
@@ -108,6 +110,17 @@ def limits(
         step_tokens=step_tokens or STEP_TOKENS[kind],
         max_sequences=max_sequences or MAX_SEQUENCES[kind],
     )
+
+
+def _check_memory(num_blocks: int, block_size: int, token_bytes: int, free_bytes: int) -> None:
+    """Refuse what would be granted now, and end the process when it is written."""
+    num_bytes = num_blocks * block_size * token_bytes
+    if num_bytes > free_bytes:
+        raise EngineError(
+            "engine.bad_option",
+            f"{num_blocks} blocks of {block_size} tokens take {num_bytes / 2**30:,.2f} GiB, and "
+            f"{max(0, free_bytes) / 2**30:,.2f} GiB are free; lower num_blocks or block_size",
+        )
 
 
 def _check_fits(context_len: int | None, num_blocks: int, block_size: int) -> None:

@@ -33,6 +33,7 @@ class Matcher(Protocol):
     """What this file needs of `llguidance.LLMatcher`, which an engine can do without."""
 
     def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
     def is_accepting(self) -> bool: ...
     def is_stopped(self) -> bool: ...
     def compute_ff_tokens(self) -> list[int]: ...
@@ -122,9 +123,11 @@ class Constraint:
             self._matcher = self._renew()
             matcher = self._step(self._taken)
         if matcher.is_error():
+            reason = matcher.get_error().partition("\n")[0]
             self.error = EngineError(
                 "constraint.too_complex",
-                "the grammar became too complex while it was followed; make it less ambiguous",
+                "the grammar became too complex while it was followed; make it less ambiguous: "
+                f"{reason}",
             )
             return
         if self.is_over and not self.is_met:

@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from conure.kernels.blocktable import BlockTable
+
 from .generation import Generation
 from .radix import Node
 from .runner import Row
@@ -49,7 +51,7 @@ class Context:
     arrival: int
     """Order among equal ranks; a fork always comes after its parent."""
     ids: list[int]
-    blocks: list[int] = field(default_factory=list)
+    blocks: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     node: Node | None = None
     """Deepest node of the tree that this context holds as its own; None at depth 0."""

@@ -10,6 +10,8 @@ that `pick` returned exists.
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -87,6 +89,33 @@ def free_bytes(device: torch.device) -> int:
         if ceiling != "max":
             free = min(free, int(ceiling) - int(used.read_text(encoding="ascii")))
     return max(0, free)
+
+
+def num_cores(
+    environment: Mapping[str, str] = os.environ, topology: Path = Path("/sys/devices/system/cpu")
+) -> int:
+    """Return how many threads may compute at once in this process.
+
+    That is what the environment asks for by MKL_NUM_THREADS or OMP_NUM_THREADS, as torch has it,
+    and else the cores that the process may run on. Two processors of one core count once: they
+    share what multiplies. torch itself cannot be asked, for it answers what it was last told.
+
+    Args:
+        environment: Of the process.
+        topology: Where the system tells which processors belong to one core.
+    """
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        # A list is of nested parallel regions, outermost first.
+        asked = environment.get(name, "").partition(",")[0].strip()
+        if asked.isdecimal() and int(asked):
+            return int(asked)
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    siblings = set()
+    for processor in os.sched_getaffinity(0):
+        listed = topology / f"cpu{processor}" / "topology" / "thread_siblings_list"
+        siblings.add(listed.read_text("ascii") if listed.is_file() else str(processor))
+    return len(siblings)
 
 
 def keep_freed_memory() -> None:

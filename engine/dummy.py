@@ -51,7 +51,7 @@ def write(config: str, folder: Path, *, dtype: str = "auto", seed: int = weights
         raise EngineError("engine.bad_option", f"{folder} exists already")
     found = checkpoint.read_dummy(config)
     # Typed as a model, whose methods are typed as modules.
-    model: Any = weights.make(found, dtype, seed=seed)[0]
+    model: Any = weights.make(found, weights.read_config(found), dtype, seed=seed)
     source = found.folder if found.folder.is_dir() else found.folder.parent
     if not (source / "tokenizer.json").is_file():
         ends = list(found.eos_ids)

@@ -10,6 +10,7 @@ Kept true: whatever a grammar is, compiling it ends in a matcher or an EngineErr
 
     constraint.invalid        no grammar, or one that no text can satisfy
     constraint.too_large      more text than MAX_BYTES
+    constraint.too_complex    one that cannot even be begun within `limits`
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ MAX_BYTES: Final = 2 * 1024 * 1024
 MAX_STATES: Final = 20_000
 """Lexer states that all outputs under one compiled grammar may make; about 1.2 kB each."""
 _MAX_MESSAGE: Final = 300
+_NO_WAY_ON: Final = "NoExtensionBias"
+"""How the compiler says that nothing can follow."""
+_MUCH_FORCED: Final = "ff_tokens"
+"""What it names where more text is forced than it follows at once: no choice is reached."""
 
 
 class Compiled(NamedTuple):
@@ -52,8 +57,38 @@ def compile_grammar(tokenizer: LLTokenizer, constraint: str) -> Compiled:
         )
     matcher = LLMatcher(tokenizer, constraint, log_level=0, limits=limits())
     if matcher.is_error():
-        raise EngineError("constraint.invalid", _message(matcher.get_error()))
+        what = "grammar" if schema_of(constraint) is None else "JSON schema"
+        reason = f"the {what} cannot be compiled: {matcher.get_error()}"
+        raise EngineError("constraint.invalid", _message(reason))
     return Compiled(matcher, constraint)
+
+
+def check_beginning(compiled: Compiled) -> None:
+    """Refuse a language that no text of belongs to, or that cannot be followed to its first choice.
+
+    The compiler takes a rule that leads to itself alone. And it builds its lexer only as masks
+    are asked for, which is where an ambiguous grammar grows.
+
+    Raises:
+        EngineError: `constraint.invalid` or `constraint.too_complex`.
+    """
+    matcher = compiled.matcher.deep_copy()
+    matcher.consume_tokens(matcher.compute_ff_tokens())
+    if not matcher.is_stopped():
+        matcher.compute_bitmask()
+    reason = matcher.get_error() if matcher.is_error() else ""
+    if not reason or _MUCH_FORCED in reason:
+        return
+    if reason.startswith(_NO_WAY_ON):
+        raise EngineError(
+            "constraint.invalid",
+            "no text belongs to the language: a rule or $ref leads to itself alone, or a class "
+            "of characters is empty",
+        )
+    raise EngineError(
+        "constraint.too_complex",
+        _message(f"the grammar is too complex; make it smaller or less ambiguous: {reason}"),
+    )
 
 
 def compile_strict_or_relaxed(tokenizer: LLTokenizer, constraint: str) -> Compiled:

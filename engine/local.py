@@ -114,11 +114,12 @@ class LocalRunner(Runner):
         found = named.find(model, is_dummy=dummy)
         config = weights.read_config(found)
         capacity.check(config, wanted)
-        loaded = named.load(model, found, dtype, where, is_dummy=dummy)
+        loaded = named.load(model, found, config, dtype, where, is_dummy=dummy)
         self._model = loaded.model
-        most = torch.get_num_threads()
-        num_bytes = sum(each.nbytes for each in loaded.model.parameters())
-        torch.set_num_threads(capacity.threads(num_bytes, most) if threads is None else threads)
+        if threads is None:
+            num_bytes = sum(each.nbytes for each in loaded.model.parameters())
+            threads = capacity.threads(num_bytes, devices.num_cores())
+        torch.set_num_threads(threads)
         if isinstance(device, str):
             device = backend.of(where, batch_invariant=batch_invariant)
         self._backend = device

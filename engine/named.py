@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from . import builtin, checkpoint, seeded, weights
 from .checkpoint import Checkpoint
@@ -50,12 +50,21 @@ def find(name: str, *, is_dummy: bool) -> Checkpoint:
     return checkpoint.read_dummy(name) if is_dummy else checkpoint.read(_locate(name))
 
 
-def load(name: str, found: Checkpoint, dtype: str, where: torch.device, *, is_dummy: bool) -> Named:
+def load(
+    name: str,
+    found: Checkpoint,
+    config: PretrainedConfig,
+    dtype: str,
+    where: torch.device,
+    *,
+    is_dummy: bool,
+) -> Named:
     """Load the model that was found, or make one of random weights.
 
     Args:
         name: As in `find`.
         found: What that returned.
+        config: As in `weights.load`.
         dtype: As in `weights.load`.
         where: The device.
         is_dummy: As in `find`.
@@ -64,7 +73,7 @@ def load(name: str, found: Checkpoint, dtype: str, where: torch.device, *, is_du
         EngineError: `model.invalid` or `model.unsupported`.
     """
     load_or_make = weights.make if is_dummy else weights.load
-    model = load_or_make(found, dtype, str(where))[0]
+    model = load_or_make(found, config, dtype, str(where))
     if name in _OURS and not is_dummy:
         return Named(name, _OURS[name], found, model)
     description = _describe(model, is_dummy=is_dummy)

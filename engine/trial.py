@@ -226,6 +226,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, variant: _Variant) -> Ten
 def _missing(layers: dict[int, Layer], config: PretrainedConfig) -> str:
     """Say what the config promises and the hook did not see; empty where nothing is amiss."""
     wanted = range(config.num_hidden_layers)
+    if not wanted:
+        return f"its config asks for {config.num_hidden_layers} layers"
     if sorted(layers) != list(wanted):
         return f"{len(layers)} of its {len(wanted)} layers attend through the hook"
     types = getattr(config, "layer_types", None)

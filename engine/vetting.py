@@ -76,8 +76,9 @@ class Vetter:
         """Return the verdict on a constraint that can be kept.
 
         Raises:
-            EngineError: `constraint.invalid` or `constraint.too_large` as `grammar` has it;
-                `constraint.too_complex` if the helper ran out of time or memory.
+            EngineError: `constraint.invalid`, `constraint.too_large` or
+                `constraint.too_complex` as `grammar` has it, the last one also if the helper
+                ran out of time or memory.
         """
         process = self._process or self._start()
         stdin, stdout = _pipes(process)
@@ -146,8 +147,7 @@ def main() -> None:
 
     def look(question: Question) -> Verdict:
         compiled = grammar.compile_strict_or_relaxed(tokenizer, question.constraint)
-        # The lexer is built as masks are asked for.
-        compiled.matcher.deep_copy().compute_bitmask()
+        grammar.check_beginning(compiled)
         is_relaxed = compiled.source != question.constraint
         schema = grammar.schema_of(question.constraint) if is_relaxed else None
         if is_relaxed:

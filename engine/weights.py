@@ -29,22 +29,28 @@ from .checkpoint import Checkpoint
 
 SEED: Final = 0
 _LOCAL: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
+_FAILURES: Final = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+    *(OSError, RuntimeError, SafetensorError),
+)
+"""How model classes and their loaders say that a config or a file is wrong."""
+_MAX_REASON: Final = 300
 
 
 def load(
-    found: Checkpoint, dtype: str, device: str = "cpu"
-) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """Return the model of a folder, and its config as it stands there.
+    found: Checkpoint, config: PretrainedConfig, dtype: str, device: str = "cpu"
+) -> PreTrainedModel:
+    """Return the model of a folder.
 
     Args:
         found: The folder.
+        config: What `read_config` returned for it; it stays as it is.
         dtype: A name of torch's, or `auto`: bfloat16 where the folder says so, else float32.
         device: Where the weights go.
 
     Raises:
         EngineError: see the module's header.
     """
-    config = read_config(found)
     # Bars on stderr have no reader here; problems come back as the report.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
     try:
@@ -57,27 +63,41 @@ def load(
             attn_implementation=architecture.ATTENTION,
             use_safetensors=True,
             output_loading_info=True,
+            # What does not fit is told below; theirs is a table on stderr.
+            ignore_mismatched_sizes=True,
             **_LOCAL,
         )
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+    except _FAILURES as error:
         raise EngineError("model.invalid", f"cannot load {found.folder}: {_line(error)}") from error
     model, report = pair
     if report["missing_keys"]:
         some = ", ".join(sorted(report["missing_keys"])[:3])
         raise EngineError("model.invalid", f"the weights in {found.folder} lack {some}")
-    return _ready(model.to(device)), config
+    if report["mismatched_keys"]:
+        name, there, wanted = min(report["mismatched_keys"])
+        raise EngineError(
+            "model.invalid",
+            f"the weights in {found.folder} are not those of its config.json: {name} is "
+            f"{list(there)}, the config asks for {list(wanted)}",
+        )
+    return _ready(model.to(device))
 
 
 def make(
-    found: Checkpoint, dtype: str, device: str = "cpu", seed: int = SEED
-) -> tuple[PreTrainedModel, PretrainedConfig]:
-    """Return a model of a folder's shape with random weights, and its config.
+    found: Checkpoint,
+    config: PretrainedConfig,
+    dtype: str,
+    device: str = "cpu",
+    seed: int = SEED,
+) -> PreTrainedModel:
+    """Return a model of a folder's shape with random weights.
 
     The weights are what transformers initialises a fresh model with, so vectors of norms are
     ones and biases zeros. One seed gives the same weights on one kind of device.
 
     Args:
         found: The folder; it needs no weights.
+        config: As in `load`.
         dtype: As in `load`.
         device: Where the weights are made.
         seed: Decides them.
@@ -85,7 +105,6 @@ def make(
     Raises:
         EngineError: see the module's header.
     """
-    config = read_config(found)
     devices = [] if device == "cpu" else [device]
     try:
         with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -95,12 +114,12 @@ def make(
                 dtype=_dtype(found, dtype),
                 attn_implementation=architecture.ATTENTION,
             )
-    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
+    except _FAILURES as error:
         raise EngineError(
             "model.invalid", f"cannot make a model of {found.folder}: {_line(error)}"
         ) from error
     _widen(model)
-    return _ready(model), config
+    return _ready(model)
 
 
 def _widen(model: PreTrainedModel) -> None:
@@ -143,5 +162,8 @@ def _dtype(found: Checkpoint, dtype: str) -> torch.dtype:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of what an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return what an error says as one line; of a mere name or number also what it is."""
+    line = " ".join(str(error).split())
+    if not line or isinstance(error, LookupError | ArithmeticError | AssertionError):
+        line = f"{type(error).__name__} {line}".strip()
+    return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ..."

@@ -22,8 +22,7 @@ from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrou
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
-from conure.server.program.errors import ConureError
-from show import cost
+from show import cost, run_example
 
 SHELF = (
     "The inspector was Mira Dolan. Nobody was hurt. The place was Kolvar. The road was closed.",
@@ -65,16 +64,5 @@ def talk(client: Client) -> None:
         print(f"server    {run.num_served} served from the plan; {cost(receipt)}")
 
 
-def main() -> int:
-    """Runs the example; a mistake is one sentence."""
-    try:
-        with Client() as client:
-            talk(client)
-    except ConureError as problem:
-        print(f"langchain_rag: {problem}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_example("langchain_rag", talk))

@@ -17,8 +17,7 @@ from langchain_core.runnables import Runnable, RunnableBranch, RunnablePassthrou
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
-from conure.server.program.errors import ConureError
-from show import cost
+from show import cost, run_example
 
 REPORTS = (
     "The accident hurt Jonas Wenk. The cause was a wet rail. The road was closed.",
@@ -56,16 +55,5 @@ def read(client: Client) -> None:
         print(f"server    {run.num_served} served from the plan; {cost(receipt)}")
 
 
-def main() -> int:
-    """Runs the example; a mistake is one sentence."""
-    try:
-        with Client() as client:
-            read(client)
-    except ConureError as problem:
-        print(f"langchain_router: {problem}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_example("langchain_router", read))

@@ -20,8 +20,7 @@ from langgraph.graph import END, START, StateGraph
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
-from conure.server.program.errors import ConureError
-from show import cost
+from show import cost, run_example
 
 QUESTION, CHECK = "Who was hurt?", "Was anyone hurt?"
 REPORTS = (
@@ -74,16 +73,5 @@ def look(client: Client) -> None:
     print(f"server    one program: {cost(client.attach(run.program).receipt())}")
 
 
-def main() -> int:
-    """Runs the example; a mistake is one sentence."""
-    try:
-        with Client() as client:
-            look(client)
-    except ConureError as problem:
-        print(f"langgraph_agent: {problem}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_example("langgraph_agent", look))

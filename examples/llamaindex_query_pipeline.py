@@ -23,8 +23,7 @@ from llama_index.core.query_pipeline import (
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
 from conure.adapters.llamaindex.pipeline_program import to_program
-from conure.server.program.errors import ConureError
-from show import cost
+from show import cost, run_example
 
 REPORT = "The driver was Pavel Orlin. The road was closed. The guard was Tessa Brook."
 ROLES = ("guard", "driver")
@@ -71,16 +70,5 @@ def compare(client: Client) -> None:
     print(f"server    as one program: {cost(result.receipt)}, 1 client step")
 
 
-def main() -> int:
-    """Runs the example; a mistake is one sentence."""
-    try:
-        with Client() as client:
-            compare(client)
-    except ConureError as problem:
-        print(f"llamaindex_query_pipeline: {problem}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_example("llamaindex_query_pipeline", compare))

@@ -20,8 +20,7 @@ from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, st
 
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
-from conure.server.program.errors import ConureError
-from show import cost
+from show import cost, run_example
 
 REPORTS = (
     "It happened in Malbury. The guard was Tessa Brook. The accident hurt Jonas Wenk.",
@@ -85,16 +84,5 @@ def compare(client: Client) -> None:
     print(f"server    {report.num_planned} served from the plan; {cost(receipt)}")
 
 
-def main() -> int:
-    """Runs the example; a mistake is one sentence."""
-    try:
-        with Client() as client:
-            compare(client)
-    except ConureError as problem:
-        print(f"llamaindex_tree_summary: {problem}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_example("llamaindex_tree_summary", compare))

@@ -1,15 +1,15 @@
 """Runs an example's program and prints its inputs, its answers and its receipt.
 
 Shared by the examples of one shape each (`chain.py`, `router.py`, `critic.py`,
-`extraction.py`); those of other libraries print receipts as it does. Knows the client;
-refuses to know what a program is about.
+`extraction.py`); those of other libraries run and print receipts as it does. Knows the
+client; refuses to know what a program is about.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from conure.adapters.client import Client
@@ -39,20 +39,29 @@ def cost(receipt: Receipt) -> str:
     )
 
 
-def show(program: Mapping[str, Any], runs: Mapping[str, Mapping[str, str]]) -> int:
-    """Submits a program once per set of inputs; returns the exit code of the example."""
+def run_example(name: str, example: Callable[[Client], None]) -> int:
+    """Runs an example; a mistake is one sentence. Returns the exit code."""
     try:
         with Client() as client:
-            for title, inputs in runs.items():
-                print(title)
-                run = client.submit(program, inputs=dict(inputs))
-                for name, value in inputs.items():
-                    print(f"  {name}: {value}")
-                for name, value in run.result().items():
-                    text = value if isinstance(value, str) else json.dumps(value)
-                    print(f"  {name} = {text}")
-                print(f"  {cost(run.receipt())}\n")
+            example(client)
     except ConureError as problem:
-        print(f"{program['name']}: {problem}", file=sys.stderr)
+        print(f"{name}: {problem}", file=sys.stderr)
         return 1
     return 0
+
+
+def show(program: Mapping[str, Any], runs: Mapping[str, Mapping[str, str]]) -> int:
+    """Submits a program once per set of inputs; returns the exit code of the example."""
+
+    def submit(client: Client) -> None:
+        for title, inputs in runs.items():
+            print(title)
+            run = client.submit(program, inputs=dict(inputs))
+            for name, value in inputs.items():
+                print(f"  {name}: {value}")
+            for name, value in run.result().items():
+                text = value if isinstance(value, str) else json.dumps(value)
+                print(f"  {name} = {text}")
+            print(f"  {cost(run.receipt())}\n")
+
+    return run_example(program["name"], submit)

@@ -146,10 +146,6 @@ class Executor:
             _, oldest = self._recent.popitem(last=False)
             self._recent_bytes -= oldest.outbox.num_bytes
 
-    @property
-    def _num_calls(self) -> int:
-        return self.room.num_calls
-
     # --- life -----------------------------------------------------------------------------
 
     async def start(self) -> None:

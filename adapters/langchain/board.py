@@ -24,7 +24,7 @@ import msgspec
 from conure.server.program.errors import ConureError
 from conure.server.program.expression import evaluate, input_expression
 from conure.server.program.ir import Json
-from conure.server.program.status import Event, EventType
+from conure.server.program.status import Event, EventType, ProgramStatus
 from conure.server.program.value import text_of
 
 from .plan import Awaited, Plan, PlannedCall
@@ -33,7 +33,7 @@ from .stream import ENDS
 Listener: TypeAlias = Callable[["Event | ConureError"], None]
 """Hears what happens to one call; an error if nothing more will be heard."""
 
-HEARD: Final[frozenset[EventType]] = frozenset({*ENDS, "node.started", "variable.committed"})
+HEARD: Final[frozenset[EventType]] = frozenset({*ENDS, "variable.committed"})
 """Events that a board makes something of, besides the last one."""
 TEXTS: Final[frozenset[EventType]] = frozenset({"node.delta"})
 """Those that matter only where an answer is streamed."""
@@ -46,6 +46,10 @@ class Answer(NamedTuple):
 
     variable: str
     node: str
+
+
+class NotPlannedError(ConureError):
+    """A planned call was claimed, and then the server refused the plan: claim it again."""
 
 
 class Miss(NamedTuple):
@@ -80,7 +84,8 @@ class _Track:
     program: str = ""
     history: list[Event] = field(default_factory=list)
     listeners: list[Listener] = field(default_factory=list)
-    has_begun: bool = False
+    refusal: ConureError | None = None
+    """Why the server will not make it."""
     has_ended: bool = False
     is_claimed: bool = False
 
@@ -233,12 +238,16 @@ class Board:
             for node in body["nodes"]:
                 self._tracks[self._variable_of[node["id"]]].program = program
 
-    def program_of(self, answer: Answer) -> str:
-        """Id of the program that makes an answer."""
-        return self._tracks[answer.variable].program
+    def has_calls_to_send(self) -> bool:
+        """Whether there are calls that nobody has taken yet to send them."""
+        with self._lock:
+            return bool(self._body["nodes"])
 
     def drop(self, body: dict[str, Any], reason: ConureError) -> None:
-        """The server takes this not: its calls were never planned."""
+        """The server takes this not: its calls were never planned.
+
+        Who claimed a planned one already hears `NotPlannedError`; others who wait, the reason.
+        """
         variables = {self._variable_of[node["id"]] for node in body["nodes"]}
         with self._lock:
             self._sent -= variables
@@ -248,10 +257,15 @@ class Board:
                 for call in gone:
                     calls.remove(call)
             self.tally.refusals.append(reason.message)
-            tracks = [self._tracks[variable] for variable in variables]
-            listeners = [each for track in tracks for each in track.listeners]
-        for listener in listeners:
-            listener(reason)
+            told = []
+            for track in map(self._tracks.__getitem__, variables):
+                track.refusal = reason
+                if track.place and track.is_claimed:
+                    track.refusal = NotPlannedError(reason.code, reason.message)
+                    self.tally.num_served -= 1
+                told += [(listener, track.refusal) for listener in track.listeners]
+        for listener, refusal in told:
+            listener(refusal)
 
     # --- what the server tells ------------------------------------------------------------
 
@@ -260,7 +274,7 @@ class Board:
         track = self._tracks[answer.variable]
         with self._lock:
             past = list(track.history)
-            failure = self._failure
+            failure = track.refusal or self._failure
             if failure is None:
                 track.listeners.append(listener)
         for event in past:
@@ -276,7 +290,6 @@ class Board:
             track = self._tracks.get(variable)
             listeners: list[Listener] = []
             if track is not None:
-                track.has_begun |= event.type in ("node.started", "node.delta")
                 listeners = list(track.listeners)
                 if event.type == "variable.committed":
                     track.has_ended = True
@@ -312,12 +325,19 @@ class Board:
     def end(self) -> Tally:
         """The chain is over: what became of its calls."""
         with self._lock:
-            self.tally.wasted = [
-                track.place
-                for track in self._tracks.values()
-                if (track.has_begun or track.has_ended) and not track.is_claimed
-            ]
+            tracks = self._tracks.values()
+            self.tally.wasted = [t.place for t in tracks if t.has_ended and not t.is_claimed]
             return self.tally
+
+    def stopped(self, status: ProgramStatus) -> None:
+        """A program was stopped after the end: which more of its calls an engine had."""
+        with self._lock:
+            for name, node in status.nodes.items():
+                track = self._tracks.get(self._variable_of.get(name, ""))
+                if track is None or track.is_claimed or node.engine is None:
+                    continue
+                if track.place not in self.tally.wasted:
+                    self.tally.wasted.append(track.place)
 
     # --- rendering ------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ from .settings import (
     session_of,
     tools_of,
 )
-from .stream import AnswerStream, result_of
+from .stream import AnswerStream, Whole, result_of
 from .structured import structured
 
 
@@ -315,7 +315,7 @@ class ChatConure(BaseChatModel):
         """The answer to a call of its own, in pieces."""
         with self._going_on(call):
             run = self._client().submit(call.program(self.timeout))
-            stream = AnswerStream(run.id, ANSWER, CALL)
+            stream = AnswerStream(ANSWER, CALL, run.id)
             with cancelled_unless_done(run), contextlib.closing(run.events()) as events:
                 for event in events:
                     yield from stream.feed(event)
@@ -326,7 +326,7 @@ class ChatConure(BaseChatModel):
         """The answer to a call of its own, in pieces."""
         with self._going_on(call):
             run = await self._aclient().submit(call.program(self.timeout))
-            stream = AnswerStream(run.id, ANSWER, CALL)
+            stream = AnswerStream(ANSWER, CALL, run.id)
             async with acancelled_unless_done(run), aclosing(run.events()) as events:
                 async for event in events:
                     for chunk in stream.feed(event):
@@ -366,7 +366,7 @@ class ChatConure(BaseChatModel):
         return ModelCall(repeated(node, num_answers_of(self.n, kwargs)), thread, resumed)
 
     def _result(self, call: ModelCall, values: list[dict[str, Json]], program: str) -> ChatResult:
-        result = result_of([(value, program) for value in values])
+        result = result_of([Whole(value, program) for value in values])
         self._remember(call, result.generations[0].message, program)
         return result
 

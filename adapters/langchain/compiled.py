@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from langchain_core.runnables import Runnable, RunnableLambda
 
@@ -25,6 +25,8 @@ from ..client import AsyncClient, Client, Result
 from .graph import ClientStep, Graph, Place, unsupported
 from .revival import reviver
 from .values import Answer, Constant, Either, Local, Lost, Many, Record, Rendered, Text, Value
+
+T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
@@ -54,13 +56,11 @@ class Compiled:
         """The program, as JSON."""
         self.inputs: list[str] = [view.variable for view in graph.root.views]
         """The program's inputs; `submission` makes them of the chain's input."""
-        self.functions: dict[str, Callable[..., Any]] = {
-            step.name: functools.partial(_run, step, None) for step in graph.steps
-        }
+        self.functions: dict[str, Callable[..., Any]] = self._functions(_run, None)
         """What the client steps run, by name; to be called with their arguments by name."""
-        self.async_functions: dict[str, Callable[..., Awaitable[Any]]] = {
-            step.name: functools.partial(_arun, step, None) for step in graph.steps
-        }
+        self.async_functions: dict[str, Callable[..., Awaitable[Any]]] = self._functions(
+            _arun, None
+        )
         """The same as coroutine functions."""
         if not self.outputs:
             raise unsupported(place, "the chain calls no model and no function: nothing to run")
@@ -116,19 +116,22 @@ class Compiled:
         """`run`, with the program's id and receipt."""
         lost: Lost = {}
         submission = self._submission(input, lost)
-        functions = {step.name: functools.partial(_run, step, lost) for step in self._steps}
         with _telling(lost):
-            result = client.run(submission, functions=functions, **options)
+            result = client.run(submission, functions=self._functions(_run, lost), **options)
         return self._outcome(input, result)
 
     async def aexecute(self, client: AsyncClient, input: Any, **options: Any) -> Outcome:  # noqa: A002
         """`arun`, with the program's id and receipt."""
         lost: Lost = {}
         submission = self._submission(input, lost)
-        functions = {step.name: functools.partial(_arun, step, lost) for step in self._steps}
+        functions = self._functions(_arun, lost)
         with _telling(lost):
             result = await client.run(submission, functions=functions, **options)
         return self._outcome(input, result)
+
+    def _functions(self, run: Callable[..., T], lost: Lost | None) -> dict[str, Callable[..., T]]:
+        """What runs each client step, by its name."""
+        return {step.name: functools.partial(run, step, lost) for step in self._steps}
 
     def _outcome(self, input: Any, result: Result) -> Outcome:  # noqa: A002
         output = self.output(input, result.outputs, program=result.id)

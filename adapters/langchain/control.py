@@ -41,6 +41,7 @@ from .values import (
     Source,
     Text,
     Value,
+    failure,
 )
 
 CONTROL: Final = (
@@ -95,13 +96,20 @@ Part: TypeAlias = Callable[[], Value]
 """Reads what stands in a body."""
 
 
-def _if(graph: Graph, cond: Late, parts: Sequence[Part], place: Place) -> Either:
-    out = graph.bodies(place.hint, 2)
-    node_id = graph.fresh(f"{place.hint}_if")
+def _either(graph: Graph, parts: Sequence[Part], place: Place) -> Either:
+    """What parts make, each read in a body of its own."""
+    out = graph.bodies(place.hint, len(parts))
     values = []
     for body, part in zip(out.bodies, parts, strict=True):
         with graph.inside(body):
             values.append(part())
+    return Either(out, tuple(values))
+
+
+def _if(graph: Graph, cond: Late, parts: Sequence[Part], place: Place) -> Either:
+    node_id = graph.fresh(f"{place.hint}_if")
+    either = _either(graph, parts, place)
+    out = either.exit
 
     def node() -> Json:
         merge = out.merge()
@@ -110,7 +118,7 @@ def _if(graph: Graph, cond: Late, parts: Sequence[Part], place: Place) -> Either
         return {"id": node_id, "op": "if", "cond": cond(), **branches, "merge": merge}
 
     graph.add(node)
-    return Either(out, tuple(values))
+    return either
 
 
 def _branch(
@@ -183,29 +191,21 @@ def _one_of(names: Sequence[str], found: Any) -> Any:
 
 def _checked(graph: Graph, key: Text, names: list[str], place: Place) -> Late:
     """The key, in a node that fails with any other one."""
-    variable, node_id = graph.fresh(f"{place.hint}_key"), graph.fresh(f"{place.hint}_key_step")
 
-    def node() -> Json:
+    def checked() -> Json:
         found = key.call.text()
-        # There is no operator that fails with a message; this one quotes what it cannot read.
         words = {"concat": ["No runnable associated with key '", found, "'"]}
-        known = {"contains": [names, found]}
-        checked = {"if": [known, found, {"parse_json": words}]}
-        return {"id": node_id, "op": "expr", "expr": checked, "output": variable}
+        return {"if": [{"contains": [names, found]}, found, failure(words)]}
 
-    graph.add(node)
-    return lambda: {"var": variable}
+    return graph.computed(f"{place.hint}_key", checked).text
 
 
 def _try(
     graph: Graph, parts: Sequence[Part], place: Place, *, num_retries: int | None = None
 ) -> Either:
-    out = graph.bodies(place.hint, len(parts))
     node_id = graph.fresh(f"{place.hint}_try")
-    values = []
-    for body, part in zip(out.bodies, parts, strict=True):
-        with graph.inside(body):
-            values.append(part())
+    either = _either(graph, parts, place)
+    out = either.exit
 
     def node() -> Json:
         made: dict[str, Json] = {"id": node_id, "op": "try", "merge": out.merge()}
@@ -214,7 +214,7 @@ def _try(
         return made if num_retries is None else {**made, "retries": num_retries}
 
     graph.add(node)
-    return Either(out, tuple(values))
+    return either
 
 
 def _fallbacks(

@@ -19,11 +19,13 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from conure.server.program.ir import Json
+
+from ..own import Own
 
 MAX_CONVERSATIONS: Final = 1_000
 _SAID = ("role", "content", "tool_calls", "tool_call_id")
@@ -38,7 +40,7 @@ class Resumed(NamedTuple):
     """Of what was said before, hashed."""
 
 
-class Conversations:
+class Conversations(Own):
     """What was said last, and the sessions that it was said in."""
 
     def __init__(self) -> None:
@@ -99,16 +101,6 @@ class Conversations:
         self._num_sessions -= 1
         if not self._sessions[end]:
             del self._sessions[end]
-
-    def __eq__(self, other: object) -> bool:
-        # What was said is no part of what a model is, and pydantic compares all of it.
-        return isinstance(other, Conversations)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Conversations:
-        return Conversations()
-
-    def __reduce__(self) -> tuple[type[Conversations], tuple[()]]:
-        return Conversations, ()
 
 
 def _ends(messages: Sequence[dict[str, Json]]) -> Iterator[bytes]:

@@ -146,8 +146,7 @@ class Graph:
     def each(self, value: Either | Many, of: Callable[[Value], T]) -> list[T]:
         """What a function makes of values in bodies, each where it was made."""
         made = []
-        parts = value.values if isinstance(value, Either) else (value.value,)
-        for body, part in zip(value.exit.bodies, parts, strict=True):
+        for body, part in zip(value.exit.bodies, value.values, strict=True):
             with self.inside(body):
                 made.append(of(part))
         return made
@@ -260,11 +259,10 @@ class Graph:
         """
         found = self._given.get((id(value), is_printed))
         if found is None:
-            parts = value.values if isinstance(value, Either) else (value.value,)
             lates = self.each(
                 value, lambda part: self.expression(part, place, is_printed=is_printed)
             )
-            if not is_printed and not is_of_one_form(parts):
+            if not is_printed and not is_of_one_form(value.values):
                 lates = [_tagged(index, late) for index, late in enumerate(lates)]
             found = self._given[id(value), is_printed] = (value, value.exit.give(lates))
         return found[1]

@@ -1,7 +1,8 @@
 """A run of a chain beside its program: what is sent, what is read, how calls wait.
 
 `Replay` for threads, `AsyncReplay` for coroutines; both keep a `Board` and speak with one
-session of the server. Knows connections and waiting. Refuses to know Runnables.
+session of the server. The first plan travels while the chain begins. Knows connections and
+waiting. Refuses to know Runnables.
 
 Kept true: a plan that the server refuses is forgotten, and its calls are made as if there
 had been none; whatever happens, the session is closed or cancelled at the end, and one whose
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import queue
 import threading
@@ -26,11 +28,14 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from ..client import AsyncClient, AsyncRun, Client, NotReadyError, Run
-from .board import HEARD, TEXTS, Answer, Board, Tally
+from .board import HEARD, TEXTS, Answer, Board, NotPlannedError, Tally
 from .plan import Awaited, Plan
-from .stream import AnswerStream, result_of
+from .stream import AnswerStream, Whole, result_of
 
 logger = logging.getLogger(__name__)
+
+LEAVING_S = 5.0
+"""How long a chain that is over waits for its first plan to arrive, so that it can be ended."""
 
 _CLOSE: dict[str, Json] = {"close": True}
 
@@ -54,6 +59,8 @@ class Replay:
         self._session: Run | None = None
         """Takes more nodes."""
         self._runs: list[Run] = []
+        self._opening: threading.Thread | None = None
+        """Sends the first plan."""
         self._sending = threading.Lock()
         self._is_over = False
 
@@ -64,7 +71,10 @@ class Replay:
     def begin(self, plans: Sequence[tuple[Plan, Mapping[str, Json]]]) -> None:
         """The chain begins something that has a plan, with the values that are there."""
         self.board.add(plans)
-        self._send_plan()
+        if self._opening is None:
+            self._open()
+        else:
+            self._send_plan()
 
     def observe(self, awaited: Awaited, made: Any) -> None:
         """The chain made a value that the plan waits for."""
@@ -79,16 +89,19 @@ class Replay:
             ConureError: if there will be none.
         """
         answers = self._claim(nodes)
-        return result_of([self._whole(answer, timeout_s) for answer in answers])
+        pairs = zip(answers, nodes, strict=True)
+        return result_of([self._whole(answer, node, timeout_s) for answer, node in pairs])
 
-    def _whole(self, answer: Answer, timeout_s: float | None) -> tuple[dict[str, Json], str]:
-        program = self.board.program_of(answer)
-        stream = AnswerStream(program, answer.variable, answer.node)
-        for event in self._events(answer, timeout_s):
-            for _ in stream.feed(event):
-                pass
-            if stream.value is not None:
-                return stream.value, program
+    def _whole(self, answer: Answer, node: dict[str, Json], timeout_s: float | None) -> Whole:
+        stream = AnswerStream(answer.variable, answer.node)
+        try:
+            for event in self._events(answer, timeout_s):
+                stream.hear(event)
+                if stream.value is not None:
+                    return Whole(stream.value, stream.program)
+        except NotPlannedError:
+            (answer,) = self._claim([node])
+            return self._whole(answer, node, timeout_s)
         raise AssertionError("events of a call end with its answer or an error")
 
     def chunks(
@@ -97,33 +110,44 @@ class Replay:
         """The answer to a call of the chain, in pieces; raises as `result`."""
         (answer,) = self._claim([node])
         self._stream()
-        program = self.board.program_of(answer)
-        stream = AnswerStream(program, answer.variable, answer.node)
-        for event in self._events(answer, timeout_s):
-            yield from stream.feed(event)
-            if stream.is_whole:
-                return
+        stream = AnswerStream(answer.variable, answer.node)
+        try:
+            for event in self._events(answer, timeout_s):
+                yield from stream.feed(event)
+                if stream.is_whole:
+                    return
+        except NotPlannedError:
+            yield from self.chunks(node, timeout_s)
 
     def end(self, *, is_failed: bool) -> Tally:
         """The chain is over: let go of the session."""
+        if self._opening is not None:
+            self._opening.join(LEAVING_S)
         self._is_over = True
         tally = self.board.end()
         if is_failed or not self.board.is_settled():
             # Nothing may be left running, and nobody waits for how it went.
             for run in self._runs:
-                _quietly(run.cancel)
+                with _quietly():
+                    self.board.stopped(run.cancel())
         elif self._session is not None:
-            close = self._session.append
-            threading.Thread(target=_quietly, args=(close, _CLOSE), daemon=True).start()
+            threading.Thread(target=self._close, args=(self._session,), daemon=True).start()
         return tally
+
+    def _close(self, session: Run) -> None:
+        with _quietly():
+            session.append(_CLOSE)
 
     def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
         answers = [self.board.claim(node) for node in nodes]
-        self._send()
+        if self.board.has_calls_to_send():
+            self._send()
         return answers
 
     def _stream(self) -> None:
         """Somebody wants an answer in pieces: follow the texts, also of what was sent before."""
+        if self._is_streamed:
+            return
         with self._sending:
             if self._is_streamed:
                 return
@@ -145,33 +169,59 @@ class Replay:
                 raise event
             yield event
 
+    def _open(self) -> None:
+        """Send the first plan while the chain begins; nothing else is sent meanwhile."""
+        self._sending.acquire()
+        body = self.board.take()
+        if body is None:
+            self._sending.release()
+            return
+        deliver = contextvars.copy_context().run
+        arguments = (self._deliver_plan, body)
+        self._opening = threading.Thread(target=deliver, args=arguments, daemon=True)
+        self._opening.start()
+
+    def _deliver_plan(self, body: dict[str, Any]) -> None:
+        try:
+            self._deliver(body)
+        except Exception as problem:
+            _dropped(self._name, problem)
+        finally:
+            self._sending.release()
+
     def _send_plan(self) -> None:
         try:
             self._send()
-        except ConureError as problem:
-            logger.info("plan of %s dropped: %s", self._name, problem)
+        except Exception as problem:
+            _dropped(self._name, problem)
 
     def _send(self) -> None:
         """Send what has come together; whoever comes meanwhile sends along."""
         with self._sending:
             body = self.board.take()
-            if body is None:
+            if body is not None:
+                self._deliver(body)
+
+    def _deliver(self, body: dict[str, Any]) -> None:
+        is_whole = body.pop("whole")
+        try:
+            if self._session is not None:
+                self._session.append(body)
+                self.board.sent(body, self._session.id)
                 return
-            is_whole = body.pop("whole")
-            try:
-                if self._session is not None:
-                    self._session.append(body)
-                    self.board.sent(body, self._session.id)
-                    return
-                run = self._client.submit(_submission(body, self._name), open=not is_whole)
-            except ConureError as problem:
-                self.board.drop(body, problem)
-                raise
-            self._runs.append(run)
-            self._session = None if is_whole else run
-            self.board.sent(body, run.id)
-            types = HEARD | TEXTS if self._is_streamed else HEARD
-            threading.Thread(target=self._read, args=(run, types), daemon=True).start()
+            run = self._client.submit(_submission(body, self._name), open=not is_whole)
+        except Exception as problem:
+            self.board.drop(body, _told(problem))
+            raise
+        self._runs.append(run)
+        self._session = None if is_whole else run
+        self.board.sent(body, run.id)
+        if self._is_over:  # it took too long: nobody is there to end it
+            with _quietly():
+                run.cancel()
+            return
+        types = HEARD | TEXTS if self._is_streamed else HEARD
+        threading.Thread(target=self._read, args=(run, types), daemon=True).start()
 
     def _read(self, run: Run, types: frozenset[EventType]) -> None:
         try:
@@ -182,7 +232,7 @@ class Replay:
         except Exception as problem:
             if not self._is_over:  # else the client may be closed by now
                 logger.exception("events of %s could not be read", run.id)
-            self.board.fail(_lost(problem))
+            self.board.fail(_told(problem))
 
     def _read_texts(self, run: Run) -> None:
         # What else happens, and what goes wrong, is the other reader's to tell: an answer
@@ -203,7 +253,9 @@ class AsyncReplay:
         self._is_streamed = is_streamed
         self._session: AsyncRun | None = None
         self._runs: list[AsyncRun] = []
+        self._opening: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()
+        self._is_over = False
         self._reading: list[asyncio.Task[None]] = []
 
     def is_of(self, client: AsyncClient) -> bool:
@@ -213,7 +265,10 @@ class AsyncReplay:
     async def begin(self, plans: Sequence[tuple[Plan, Mapping[str, Json]]]) -> None:
         """The chain begins something that has a plan, with the values that are there."""
         self.board.add(plans)
-        await self._send_plan()
+        if self._opening is None:
+            await self._open()
+        else:
+            await self._send_plan()
 
     async def observe(self, awaited: Awaited, made: Any) -> None:
         """The chain made a value that the plan waits for."""
@@ -223,16 +278,19 @@ class AsyncReplay:
     async def result(self, nodes: Sequence[dict[str, Json]], timeout_s: float | None) -> ChatResult:
         """The answers to a call of the chain; raises as `Replay.result`."""
         answers = await self._claim(nodes)
-        return result_of([await self._whole(answer, timeout_s) for answer in answers])
+        pairs = zip(answers, nodes, strict=True)
+        return result_of([await self._whole(answer, node, timeout_s) for answer, node in pairs])
 
-    async def _whole(self, answer: Answer, timeout_s: float | None) -> tuple[dict[str, Json], str]:
-        program = self.board.program_of(answer)
-        stream = AnswerStream(program, answer.variable, answer.node)
-        async for event in self._events(answer, timeout_s):
-            for _ in stream.feed(event):
-                pass
-            if stream.value is not None:
-                return stream.value, program
+    async def _whole(self, answer: Answer, node: dict[str, Json], timeout_s: float | None) -> Whole:
+        stream = AnswerStream(answer.variable, answer.node)
+        try:
+            async for event in self._events(answer, timeout_s):
+                stream.hear(event)
+                if stream.value is not None:
+                    return Whole(stream.value, stream.program)
+        except NotPlannedError:
+            (answer,) = await self._claim([node])
+            return await self._whole(answer, node, timeout_s)
         raise AssertionError("events of a call end with its answer or an error")
 
     async def chunks(
@@ -241,21 +299,29 @@ class AsyncReplay:
         """The answer to a call of the chain, in pieces; raises as `Replay.result`."""
         (answer,) = await self._claim([node])
         await self._stream()
-        program = self.board.program_of(answer)
-        stream = AnswerStream(program, answer.variable, answer.node)
-        async for event in self._events(answer, timeout_s):
-            for chunk in stream.feed(event):
+        stream = AnswerStream(answer.variable, answer.node)
+        try:
+            async for event in self._events(answer, timeout_s):
+                for chunk in stream.feed(event):
+                    yield chunk
+                if stream.is_whole:
+                    return
+        except NotPlannedError:
+            async for chunk in self.chunks(node, timeout_s):
                 yield chunk
-            if stream.is_whole:
-                return
 
     async def end(self, *, is_failed: bool) -> Tally:
         """The chain is over: let go of the session."""
+        try:
+            if self._opening is not None:
+                await asyncio.wait([self._opening], timeout=LEAVING_S)
+        finally:
+            self._is_over = True
         tally = self.board.end()
         with contextlib.suppress(ConureError):
             if is_failed or not self.board.is_settled():
                 for run in self._runs:
-                    await asyncio.shield(run.cancel())
+                    self.board.stopped(await asyncio.shield(run.cancel()))
             elif self._session is not None:
                 await asyncio.shield(self._session.append(_CLOSE))
         for reading in self._reading:
@@ -266,11 +332,14 @@ class AsyncReplay:
 
     async def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
         answers = [self.board.claim(node) for node in nodes]
-        await self._send()
+        if self.board.has_calls_to_send():
+            await self._send()
         return answers
 
     async def _stream(self) -> None:
         """Somebody wants an answer in pieces; see `Replay._stream`."""
+        if self._is_streamed:
+            return
         async with self._sending:
             if self._is_streamed:
                 return
@@ -296,33 +365,55 @@ class AsyncReplay:
                 raise event
             yield event
 
+    async def _open(self) -> None:
+        """Send the first plan while the chain begins; nothing else is sent meanwhile."""
+        await self._sending.acquire()
+        body = self.board.take()
+        if body is None:
+            self._sending.release()
+        else:
+            self._opening = asyncio.create_task(self._deliver_plan(body))
+
+    async def _deliver_plan(self, body: dict[str, Any]) -> None:
+        try:
+            await self._deliver(body)
+        except Exception as problem:
+            _dropped(self._name, problem)
+        finally:
+            self._sending.release()
+
     async def _send_plan(self) -> None:
         try:
             await self._send()
-        except ConureError as problem:
-            logger.info("plan of %s dropped: %s", self._name, problem)
+        except Exception as problem:
+            _dropped(self._name, problem)
 
     async def _send(self) -> None:
         async with self._sending:
             body = self.board.take()
-            if body is None:
+            if body is not None:
+                await self._deliver(body)
+
+    async def _deliver(self, body: dict[str, Any]) -> None:
+        is_whole = body.pop("whole")
+        try:
+            if self._session is not None:
+                await self._session.append(body)
+                self.board.sent(body, self._session.id)
                 return
-            is_whole = body.pop("whole")
-            try:
-                if self._session is not None:
-                    await self._session.append(body)
-                    self.board.sent(body, self._session.id)
-                    return
-                submission = _submission(body, self._name)
-                run = await self._client.submit(submission, open=not is_whole)
-            except ConureError as problem:
-                self.board.drop(body, problem)
-                raise
-            self._runs.append(run)
-            self._session = None if is_whole else run
-            self.board.sent(body, run.id)
-            types = HEARD | TEXTS if self._is_streamed else HEARD
-            self._reading.append(asyncio.create_task(self._read(run, types)))
+            run = await self._client.submit(_submission(body, self._name), open=not is_whole)
+        except Exception as problem:
+            self.board.drop(body, _told(problem))
+            raise
+        self._runs.append(run)
+        self._session = None if is_whole else run
+        self.board.sent(body, run.id)
+        if self._is_over:
+            with contextlib.suppress(ConureError):
+                await run.cancel()
+            return
+        types = HEARD | TEXTS if self._is_streamed else HEARD
+        self._reading.append(asyncio.create_task(self._read(run, types)))
 
     async def _read(self, run: AsyncRun, types: frozenset[EventType]) -> None:
         try:
@@ -332,7 +423,7 @@ class AsyncReplay:
             self.board.fail(problem)
         except Exception as problem:
             logger.exception("events of %s could not be read", run.id)
-            self.board.fail(_lost(problem))
+            self.board.fail(_told(problem))
 
     async def _read_texts(self, run: AsyncRun) -> None:
         with contextlib.suppress(ConureError, RuntimeError):
@@ -347,15 +438,21 @@ def _submission(body: dict[str, Any], name: str) -> dict[str, Json]:
     return {"program": program, "inputs": body["inputs"], "options": {"detach": False}}
 
 
-def _quietly(action: Any, *args: Any) -> None:
+def _quietly() -> contextlib.AbstractContextManager[None]:
     # A client that its owner has closed raises RuntimeError; then the lease ends the session.
-    with contextlib.suppress(ConureError, RuntimeError):
-        action(*args)
+    return contextlib.suppress(ConureError, RuntimeError)
 
 
 def _late(timeout_s: float | None) -> NotReadyError:
     return NotReadyError("client.not_ready", f"the call has no answer after {timeout_s:g} s")
 
 
-def _lost(problem: Exception) -> ConureError:
-    return UnavailableError("client.stream", f"events could not be read: {problem!r}")
+def _dropped(name: str, problem: Exception) -> None:
+    logger.info("plan of %s dropped: %s", name, problem)
+
+
+def _told(problem: Exception) -> ConureError:
+    """What a call is told of it."""
+    if isinstance(problem, ConureError):
+        return problem
+    return UnavailableError("client.stream", f"the connection was lost: {problem!r}")

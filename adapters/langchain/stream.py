@@ -10,7 +10,7 @@ anew; the last chunk carries the tool calls, the counts and `chunk_position`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import UsageMetadata
@@ -27,8 +27,9 @@ from .messages import call_chunks_of, from_wire, metadata_of, usage_of
 class AnswerStream:
     """The chunks of one answer, from the events of its program."""
 
-    def __init__(self, program: str, variable: str, node: str) -> None:
-        self._program = program
+    def __init__(self, variable: str, node: str, program: str = "") -> None:
+        self.program = program
+        """Its id; where it was not given, every event tells it."""
         self._variable = variable
         self._node = node
         self._num_sent = 0
@@ -41,22 +42,29 @@ class AnswerStream:
         return self.value is not None
 
     def feed(self, event: Event) -> Iterator[ChatGenerationChunk]:
-        """Chunks that an event is worth.
+        """Chunks that an event is worth; raises as `hear`."""
+        self.hear(event)
+        data: dict[str, Any] = event.data
+        if event.type == "node.delta" and data["variable"] == self._variable:
+            yield from self._text(data["text"], data["offset"])
+        elif event.type == "variable.committed" and data["variable"] == self._variable:
+            yield from self._last(data["value"])
+
+    def hear(self, event: Event) -> None:
+        """Take an event for its answer alone.
 
         Raises:
             ConureError: if the call failed, or its program ended without it.
         """
         data: dict[str, Any] = event.data
-        if event.type == "node.delta" and data["variable"] == self._variable:
-            yield from self._text(data["text"], data["offset"])
-        elif event.type == "variable.committed" and data["variable"] == self._variable:
+        self.program = data.get("program", self.program)
+        if event.type == "variable.committed" and data["variable"] == self._variable:
             self.value = data["value"]
-            yield from self._last(data["value"])
         elif event.type in ENDS and data.get("node") == self._node:
             raise failure_of(Problem(code=data["code"], message=data.get("message", "")))
         elif event.type == "program.finished" and not self.is_whole:
             phase = data["status"]
-            raise RunError(f"run.{phase}", f"program {self._program} is {phase} and has no answer")
+            raise RunError(f"run.{phase}", f"program {self.program} is {phase} and has no answer")
 
     def _text(self, text: str, offset: int) -> Iterator[ChatGenerationChunk]:
         # A restarted call begins again at offset 0 and, its seed being the same, says the
@@ -71,25 +79,33 @@ class AnswerStream:
         last = AIMessageChunk(
             content="",
             tool_call_chunks=call_chunks_of(value),
-            response_metadata=metadata_of(value, program=self._program),
+            response_metadata=metadata_of(value, program=self.program),
             usage_metadata=usage_of(value),
             chunk_position="last",
         )
         yield ChatGenerationChunk(message=last, generation_info=_generation_info(value))
 
 
+class Whole(NamedTuple):
+    """An answer, whole."""
+
+    value: dict[str, Json]
+    program: str
+    """That made it."""
+
+
 ENDS: frozenset[EventType] = frozenset({"node.failed", "node.killed", "node.skipped"})
 """Events that say that a call will have no answer."""
 
 
-def result_of(answers: Sequence[tuple[dict[str, Json], str]]) -> ChatResult:
+def result_of(answers: Sequence[Whole]) -> ChatResult:
     """What a call came to, whole.
 
     Of several answers the first one has the counts of the call: the prompt once, and all that
     was said. So they are right for who sums them up, and for who looks at the first alone.
 
     Args:
-        answers: at least one: the value of each answer, and the program that made it.
+        answers: at least one.
     """
     generations = [
         ChatGeneration(

@@ -100,9 +100,7 @@ class View:
         if self.is_sure:
             return found
         error: Json = {"get": [found, "error"]}
-        # There is no operator that fails with a message; this one quotes what it cannot read.
-        failure: Json = {"parse_json": error}
-        return {"if": [{"eq": [error, None]}, {"get": [found, "value"]}, failure]}
+        return {"if": [{"eq": [error, None]}, {"get": [found, "value"]}, failure(error)]}
 
     def encode(self, root: Any, lost: Lost | None = None) -> Json:
         """The variable's JSON, from what its source turned out to be.
@@ -312,6 +310,11 @@ class Many:
     value: Value
     """What the body makes."""
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """One for each body, as of `Either`."""
+        return (self.value,)
+
 
 Value: TypeAlias = Local | Constant | Text | Answer | Record | Rendered | Either | Many
 
@@ -326,6 +329,13 @@ KINDS: dict[type[Any], str] = {
     Many: "a list that is made on the server",
 }
 """What each value is called in a message."""
+
+
+def failure(words: Json) -> Json:
+    """Expression that fails with the text that `words` is: `parse_json` quotes what it cannot
+    read, and no operator does more.
+    """
+    return {"parse_json": words}
 
 
 def _told(variable: str, problem: Exception) -> str:

@@ -3,17 +3,18 @@
 `from scratch` reads all tables, finds the tree and lays out the work of a GPU; `next step` is
 the same after one more token of each request, as most decode steps are; in `one leaves, one
 joins` a request of the tree also gives its place to another with a prompt of its own behind the
-same prefix. Knows the planner and the work tables, no device.
+same prefix. Tables are the engine's, which count what was replaced in them. Knows the planner and
+the work tables, no device.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from array import array
 from collections.abc import Callable
 from typing import Final
 
+from conure.kernels.blocktable import BlockTable
 from conure.kernels.planner import Planner
 from conure.kernels.work import Kind, Work
 
@@ -46,7 +47,7 @@ def measure(
 
 
 def _builds(row: Row, block_size: int, timer: Callable[[], float]) -> Timing:
-    tables = [array("q", table) for table in lay_out(row, block_size).tables]
+    tables = [BlockTable(table) for table in lay_out(row, block_size).tables]
     samples = []
     for _ in range(BUILDS):
         begin = timer()
@@ -59,7 +60,7 @@ def _steps(
     row: Row, block_size: int, timer: Callable[[], float], *, is_changing: bool = False
 ) -> Timing:
     laid = lay_out(row, block_size)
-    tables = [array("q", table) for table in laid.tables]
+    tables = [BlockTable(table) for table in laid.tables]
     planner, work = Planner(block_size=block_size), Work(KIND)
     lengths = _lengths(row, block_size)
     _plan(planner, work, tables, lengths)
@@ -73,7 +74,7 @@ def _steps(
             left = tables.pop(leaving)
             del lengths[leaving]
             prefix = left[: row.kv_len // block_size - own]
-            tables.append(prefix + array("q", itertools.islice(fresh, own)))
+            tables.append(BlockTable([*prefix, *itertools.islice(fresh, own)]))
             lengths.append(row.kv_len - 1)
         for table, length in zip(tables, lengths, strict=True):
             if length > len(table) * block_size:
@@ -89,5 +90,5 @@ def _lengths(row: Row, block_size: int) -> list[int]:
     return [row.kv_len - number % block_size for number in range(row.num_requests)]
 
 
-def _plan(planner: Planner, work: Work, tables: list[array[int]], lengths: list[int]) -> None:
+def _plan(planner: Planner, work: Work, tables: list[BlockTable], lengths: list[int]) -> None:
     work.update(planner.plan([1] * len(tables), lengths, tables))

@@ -137,8 +137,8 @@ class SingleRequests(Struct, frozen=True, kw_only=True):
     estimated_s: float = 0.0
 
 
-class Receipt(Struct, frozen=True, kw_only=True):
-    """What a program cost."""
+class Receipts(Struct, frozen=True, kw_only=True):
+    """Receipts of several programs, summed; their seconds too, though programs run side by side."""
 
     calls: Count = 0
     prompt_tokens: ReceiptPromptTokens = ReceiptPromptTokens()
@@ -147,25 +147,16 @@ class Receipt(Struct, frozen=True, kw_only=True):
     """Generated tokens that a later canonical prompt had to encode differently."""
     round_trips_saved: Count = 0
     wall_s: float = 0.0
+    critical_path_s: float = 0.0
+    as_single_requests: SingleRequests = SingleRequests()
+    kv_block_seconds: float = 0.0
+
+
+class Receipt(Receipts, frozen=True, kw_only=True):
+    """What a program cost: what sums, and what does not."""
+
     critical_path: list[str] = []
-    critical_path_s: float = 0.0
-    as_single_requests: SingleRequests = SingleRequests()
-    kv_block_seconds: float = 0.0
     blocks_held: Count = 0
-
-
-class Receipts(Struct, frozen=True, kw_only=True):
-    """Receipts of several programs, summed; their seconds too, though programs run side by side."""
-
-    calls: Count = 0
-    prompt_tokens: ReceiptPromptTokens = ReceiptPromptTokens()
-    output_tokens: OutputTokens = OutputTokens()
-    retokenized: Count = 0
-    round_trips_saved: Count = 0
-    wall_s: float = 0.0
-    critical_path_s: float = 0.0
-    as_single_requests: SingleRequests = SingleRequests()
-    kv_block_seconds: float = 0.0
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):

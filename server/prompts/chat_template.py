@@ -251,18 +251,18 @@ class ChatTemplate:
             if low < high:
                 specials = tuple(piece.special for piece in message.content)
                 runs.append(_Run(num_marks, specials, num_before))
-                content = self._mark_content(message.content, num_marks, low, high)
+                content = self._mark_content(message, num_marks, low, high)
                 num_marks += len(specials) + 1
             num_before += len(message.content)
             chat.append(_fields(message, content, mark_leaf))
         return _Marking(chat, marked_tools, runs)
 
-    def _mark_content(self, content: Sequence[Piece], first: int, low: int, high: int) -> str:
+    def _mark_content(self, message: ChatMessage, first: int, low: int, high: int) -> str:
         """Return a content with a mark at each boundary of its segments, from low to high."""
-        text = "".join([piece.text for piece in content])
+        text = message.text
         borders = [low]
         at = 0
-        for piece in content:
+        for piece in message.content:
             at += len(piece.text)
             borders.append(min(max(at, low), high))
         borders[-1] = high

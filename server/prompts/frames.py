@@ -104,9 +104,9 @@ def fill(frame: Frame, messages: Sequence[ChatMessage]) -> RenderedChat:
             pieces.append(Piece(part, special=True))
             offset += len(part)
             continue
-        content = messages[part.message].content
+        message = messages[part.message]
         number = count_segments(messages[: part.message])
-        for piece in _strip(content) if part.is_stripped else content:
+        for piece in _stripped(message) if part.is_stripped else message.content:
             pieces.append(piece)
             offset += len(piece.text)
             ends.setdefault(number, offset)
@@ -114,14 +114,14 @@ def fill(frame: Frame, messages: Sequence[ChatMessage]) -> RenderedChat:
     return finish(pieces, ends, count_segments(messages))
 
 
-def _strip(content: Sequence[Piece]) -> list[Piece]:
+def _stripped(message: ChatMessage) -> list[Piece]:
     """The segments of a content without the blanks around the whole of it."""
-    text = "".join([piece.text for piece in content])
+    text = message.text
     low = len(text) - len(text.lstrip())
     high = low + len(text.strip())
     stripped: list[Piece] = []
     at = 0
-    for piece in content:
+    for piece in message.content:
         end = at + len(piece.text)
         stripped.append(Piece(text[max(at, low) : max(min(end, high), low)], piece.special))
         at = end

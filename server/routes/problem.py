@@ -100,7 +100,10 @@ def _route_failure(request: Request[Any, Any, Any], exc: HTTPException) -> Failu
     if exc.status_code == 404:
         return Failure(404, code, f"there is no route {request.scope['path']}", None, headers)
     if exc.status_code == 413:
-        return Failure(413, code, "the body is larger than this server takes", None, headers)
+        most = request.route_handler.resolve_request_max_body_size()
+        assert most is not None, "without a limit nothing is too large"
+        message = f"the body is larger than the {most:,} bytes that this server takes"
+        return Failure(413, code, message, None, headers)
     path = None
     detail = exc.detail
     if isinstance(exc, ValidationException) and isinstance(exc.extra, list) and exc.extra:

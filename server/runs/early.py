@@ -18,6 +18,7 @@ look at a reader of theirs, however wide a stage is.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -84,7 +85,7 @@ class EarlyFills:
             num_seen = num_chars
             if not self._world.scheduler.num_waiting:
                 text = "".join(self._texts[variable])
-                for slot in self._readers(variable):
+                for slot in self._readers(variable, self._may_begin):
                     self._begin(slot, engine, variable, text)
         self._lens[variable] = (num_chars, num_seen)
 
@@ -114,28 +115,22 @@ class EarlyFills:
     def _look(self) -> None:
         """Look at all that read what began to be written, or was written, in this turn."""
         changed, self._soon = self._soon, {}
-        get_consumers = self._execution.graph.get_consumers
         readers: dict[Slot, Engine] = {}
-        may_begin: dict[Slot, bool] = {}
+        may_begin = functools.cache(self._may_begin)  # many variables have the same readers
         for variable, engine in changed.items():
-            is_useful = False
-            for slot in get_consumers(variable):
-                if slot not in may_begin:
-                    may_begin[slot] = self._may_begin(slot)
-                if may_begin[slot]:
-                    readers[slot] = engine
-                    is_useful = True
-            if not is_useful:
+            found = self._readers(variable, may_begin)
+            readers.update(dict.fromkeys(found, engine))
+            if not found:
                 self.forget(variable)  # its text is of no use to anybody
         if self._world.scheduler.num_waiting:
             return  # somebody needs the engines now
         for slot, engine in readers.items():
             self._begin(slot, engine)
 
-    def _readers(self, variable: str) -> list[Slot]:
+    def _readers(self, variable: str, may_begin: Callable[[Slot], bool]) -> list[Slot]:
         """Slots that may begin and read a variable."""
         consumers = self._execution.graph.get_consumers(variable)
-        return [slot for slot in consumers if self._may_begin(slot)]
+        return [slot for slot in consumers if may_begin(slot)]
 
     def _may_begin(self, slot: Slot) -> bool:
         execution = self._execution

@@ -441,18 +441,20 @@ class Execution:
         return self._count_down(keys)
 
     def absence_for(self, slot: Slot) -> Absence | None:
-        """Why this slot cannot run: the first absence among what it reads.
+        """Why this slot cannot run, by what it reads.
 
         A failure goes on as the same failure, so that whoever asks for the end of a chain
         learns what broke at its beginning; a skipped or killed variable skips its readers.
         """
-        found = [self.absences[name] for name in sorted(slot.reads) if name in self.absences]
-        if not found:
-            return None
-        absence = next((a for a in found if a.phase == "failed"), found[0])
-        if absence.phase in {"killed", "skipped"}:
+        absence = self.absence_among(slot.reads)
+        if absence is not None and absence.phase in {"killed", "skipped"}:
             return Absence("skipped", absence.problem)
         return absence
+
+    def absence_among(self, names: Iterable[str]) -> Absence | None:
+        """The absence that counts most among these: a failure, if there is one."""
+        found = [self.absences[name] for name in sorted(names) if name in self.absences]
+        return next((each for each in found if each.phase == "failed"), found[0] if found else None)
 
     def isolates(self, node_id: str) -> bool:
         """Whether a failure of this node stays with its readers instead of ending the program.

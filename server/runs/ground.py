@@ -106,16 +106,7 @@ class Ground:
 
     def absence_of(self, reference: Expression) -> Absence | None:
         """Why a reference has no value; None if it has one."""
-        return self.absence_among(read_by(reference))
-
-    def absence_among(self, names: frozenset[str]) -> Absence | None:
-        """The absence that counts most among these: a failure, if there is one."""
-        found = [
-            self.execution.absences[name]
-            for name in sorted(names)
-            if name in self.execution.absences
-        ]
-        return next((each for each in found if each.phase == "failed"), found[0] if found else None)
+        return self.execution.absence_among(read_by(reference))
 
     def end_part(self, place: Place, phase: Phase, problem: Problem) -> list[Ready]:
         """End all that is in a part of a node; returns what is ready by it."""

@@ -15,7 +15,7 @@ from msgspec import UNSET
 from ..program.control import ENTER, GIVE
 from ..program.errors import ConureError, ExpressionError, RunError
 from ..program.expression import evaluate, variables
-from ..program.ir import Json, Loop, Round
+from ..program.ir import Expression, Json, Loop, Round
 from ..program.value import is_true
 from .execution import Ready
 from .ground import Ground
@@ -71,8 +71,11 @@ class Loops:
         assert place is not None
         loop = self._execution.graph.nodes[place.control]
         assert isinstance(loop, Loop)
-        values = {name: self._carried(node, name) for name in node.carry}
-        more = not self._is_last(node)
+        values = {
+            name: self._value_of(carried, self._execution.values[node.keeps[name]])
+            for name, carried in node.carry.items()
+        }
+        more = node.until is UNSET or not is_true(self._value_of(node.until, False))
         following = int(place.part) + 1
         if more and following >= loop.max_iter:
             raise RunError(
@@ -93,27 +96,17 @@ class Loops:
             asyncio.get_running_loop().call_soon(self._add_round, loop, following)
         self._host.slot_over(node.id, 0, ready)
 
-    def _carried(self, node: Round, name: str) -> Json:
-        """What a variable is in the next round; as it was if that cannot be told."""
-        absence = self._ground.absence_among(variables(node.carry[name]))
+    def _value_of(self, expression: Expression, otherwise: Json) -> Json:
+        """What an expression is at the end of a round; `otherwise` if what it reads was skipped
+        or killed: a variable stays as it was, and `until` has another round.
+        """
+        absence = self._execution.absence_among(variables(expression))
         try:
-            return evaluate(node.carry[name], self._execution.values)
+            return evaluate(expression, self._execution.values)
         except ExpressionError as error:
             if error.code != "variable.absent" or absence is None or absence.phase == "failed":
                 raise
-            return self._execution.values[node.keeps[name]]
-
-    def _is_last(self, node: Round) -> bool:
-        """What `until` says; if what it reads was skipped or killed, there is another round."""
-        if node.until is UNSET:
-            return False
-        absence = self._ground.absence_among(variables(node.until))
-        try:
-            return is_true(evaluate(node.until, self._execution.values))
-        except ExpressionError as error:
-            if error.code != "variable.absent" or absence is None or absence.phase == "failed":
-                raise
-            return False
+            return otherwise
 
     def give(self, node: Loop) -> None:
         """All rounds are over: what was carried is what the loop gives."""

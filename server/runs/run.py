@@ -21,6 +21,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -51,7 +52,7 @@ from .receipt import receipt
 from .recovery import Past
 from .report import ending
 from .room import Guest
-from .steps import ClientStep, FunctionStep
+from .steps import ClientStep, Steps
 from .world import World
 from .yields import Yields
 
@@ -73,13 +74,14 @@ class Run:
         self.outbox = Outbox(execution.id, world.journal, self.feed, ended)
         self._world = world
         self._calls = Calls(execution, world, self)
-        self._steps: dict[str, ClientStep | FunctionStep] = {}
+        self._steps = Steps(self, world.functions, world.function_threads)
         self._flow = Flow(execution, self, Bodies(execution))
         self._yields = Yields(execution, self.feed)
         self._clocks = Clocks(execution, self, feed=self.feed, outbox=self.outbox)
         self._work: deque[Ready] = deque()
         self._is_working = False
-        self._past = Past()
+        self._started_before: AbstractSet[str] = frozenset()
+        """Nodes that ran in an earlier life of the server, and did not end."""
 
     # --- life -----------------------------------------------------------------------------
 
@@ -91,7 +93,8 @@ class Run:
 
     def resume(self, past: Past) -> None:
         """Go on after a restart: what was on disk is restored in `execution` already."""
-        self._past = past
+        self._started_before = past.started
+        self._steps.asked = past.asked
         self._calls.past = past.outputs
         self._flow.resume()
         # Whatever was before this life has a lower number, committed values included.
@@ -244,7 +247,7 @@ class Run:
         node = state.node
         state.started_at = time.time()
         state.attempt = max(state.attempt, 1)
-        if node.id in self._past.started:
+        if node.id in self._started_before:
             state.attempt += 1
             why = "the server was started again"
             self.emit("node.restarted", node.id, why=why, attempt=state.attempt)
@@ -265,21 +268,10 @@ class Run:
                 state.phase = "running"
                 ready = self._commit(output, evaluate(expr, values), node=node_id)
                 self.slot_over(node_id, slot, ready)
-            case ClientNode() as node:
+            case (ClientNode() | CallNode()) as node:
                 state.phase = "running"
                 args = {name: evaluate(expr, values) for name, expr in node.args.items()}
-                step = ClientStep(self, node, state.attempt, args)
-                self._steps[node_id] = step
-                step.ask(asked_already=step.request_id in self._past.asked)
-            case CallNode() as node:
-                state.phase = "running"
-                args = {name: evaluate(expr, values) for name, expr in node.args.items()}
-                function = self._world.functions.get(node.function)
-                if function is None:
-                    message = f"no function {node.function} is registered on this server any more"
-                    raise RunError("call.unknown_function", message)
-                threads = self._world.function_threads
-                self._steps[node_id] = FunctionStep(self, node, function, args, threads)
+                self._steps.start(node, state.attempt, args)
             case node:
                 self._flow.run(node, slot)
 
@@ -353,7 +345,7 @@ class Run:
 
     def step_done(self, node_id: str, value: Json) -> None:
         """A client step or a function has its value."""
-        step = self._steps.pop(node_id, None)
+        step = self._steps.pop(node_id)
         if step is None or self.is_over:
             return
         try:
@@ -366,7 +358,7 @@ class Run:
     def step_failed(self, node_id: str, error: ConureError) -> None:
         """A step of any kind failed: run it again if `retries` allows, else fail its node."""
         state = self.execution.nodes[node_id]
-        self._steps.pop(node_id, None)
+        self._steps.pop(node_id)
         self._calls.drop(node_id)
         if self.is_over or state.has_ended:
             return
@@ -386,8 +378,7 @@ class Run:
 
     def client_step(self, node_id: str) -> ClientStep | None:
         """The client step of this node, while it waits for its client."""
-        step = self._steps.get(node_id)
-        return step if isinstance(step, ClientStep) else None
+        return self._steps.asked_of_client(node_id)
 
     # --- committing -----------------------------------------------------------------------
 
@@ -449,8 +440,7 @@ class Run:
     def _forget(self, node_id: str) -> None:
         self.feed.hide(node_id)
         self._calls.end(node_id)
-        if (step := self._steps.pop(node_id, None)) is not None:
-            step.abandon()
+        self._steps.drop(node_id)
         self._clocks.forget(node_id)
         self._flow.ended(node_id)
         self._world.room.count(self.execution)
@@ -581,8 +571,7 @@ class Run:
     def _release(self) -> None:
         self._clocks.stop()
         self._calls.abandon()
-        for step in list(self._steps.values()):
-            step.abandon()
+        self._steps.abandon()
 
     def emit(self, event_type: EventType, node: str | None = None, **data: Any) -> None:
         """Write an event, of a node or of the whole program."""

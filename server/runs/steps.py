@@ -13,6 +13,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -51,6 +52,59 @@ class StepHost(Protocol):
     def step_failed(self, node_id: str, error: ConureError) -> None:
         """The step has none."""
         ...
+
+
+class Steps:
+    """The steps of one program that are at work, by node."""
+
+    def __init__(
+        self,
+        host: StepHost,
+        functions: Mapping[str, Callable[..., Any]],
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.asked: AbstractSet[str] = frozenset()
+        """Request ids that clients have seen in an earlier life of the server."""
+        self._host = host
+        self._functions = functions
+        self._threads = threads
+        self._at_work: dict[str, ClientStep | FunctionStep] = {}
+
+    def start(self, node: Client | Call, attempt: int, args: Mapping[str, Json]) -> None:
+        """Begin a step.
+
+        Raises:
+            RunError: `call.unknown_function` if no function has its name.
+        """
+        if isinstance(node, Client):
+            step = ClientStep(self._host, node, attempt, args)
+            self._at_work[node.id] = step
+            step.ask(asked_already=step.request_id in self.asked)
+            return
+        function = self._functions.get(node.function)
+        if function is None:
+            message = f"no function {node.function} is registered on this server any more"
+            raise RunError("call.unknown_function", message)
+        self._at_work[node.id] = FunctionStep(self._host, node, function, args, self._threads)
+
+    def pop(self, node_id: str) -> ClientStep | FunctionStep | None:
+        """The step of a node, which is at work no more; None if it is not."""
+        return self._at_work.pop(node_id, None)
+
+    def asked_of_client(self, node_id: str) -> ClientStep | None:
+        """The client step of a node, while it waits for its client."""
+        step = self._at_work.get(node_id)
+        return step if isinstance(step, ClientStep) else None
+
+    def drop(self, node_id: str) -> None:
+        """Nobody waits for a node's step any more; safe to repeat."""
+        if (step := self.pop(node_id)) is not None:
+            step.abandon()
+
+    def abandon(self) -> None:
+        """Nobody waits for any step any more."""
+        for step in list(self._at_work.values()):
+            step.abandon()
 
 
 class ClientStep:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ import msgspec
 import pytest
 
 from conure.adapters.client import AsyncClient, Client, Retry
+from conure.server.app import create_app
+from conure.server.config import Config
 
 from .left import submitted
 
@@ -185,6 +188,15 @@ def kit() -> Kit:
 @pytest.fixture
 def double() -> Double:
     return Double()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """Of a server with the scripted engine."""
+    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
+    with Client(app=app) as client:
+        yield client
+        gc.collect()  # LangChain leaves streams beside one that failed; they read on when they go
 
 
 class Caller:

@@ -1,14 +1,22 @@
-"""What is left on a server: the programs that it took, and whether all of them have ended."""
+"""What is left on a server: the programs that it took, and whether all of them have ended.
+
+And who is left by one that goes away.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from conure.adapters.client import AsyncClient, Client
+from conure.adapters.client import AsyncClient, Client, Retry
 from conure.server.program.status import ENDED
+
+from ..served import served
 
 
 @pytest.fixture
@@ -39,3 +47,30 @@ async def all_ended(client: Client, ids: list[str]) -> None:
             run = await asyncio.to_thread(client.attach, program)
             while (await asyncio.to_thread(run.status)).status not in ENDED:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def leaving_server() -> AsyncIterator[tuple[Client, Callable[[], Awaitable[None]]]]:
+    """A client of a server on which calls take long, and what makes the server go away."""
+    # Each of those who wait in a thread needs one.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(40))
+    stack = contextlib.ExitStack()
+    server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
+    url = await asyncio.to_thread(stack.enter_context, server)
+    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
+
+    async def leave() -> None:
+        await asyncio.to_thread(stack.close)
+
+    try:
+        with Client(url, retry=retry) as client:
+            yield client, leave
+    finally:
+        stack.close()
+
+
+async def all_submitted(ids: list[str], num_programs: int) -> None:
+    """Until the server took so many programs."""
+    async with asyncio.timeout(20):
+        while len(ids) < num_programs:  # noqa: ASYNC110 - threads submit
+            await asyncio.sleep(0.01)

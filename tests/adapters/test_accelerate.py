@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -26,14 +25,6 @@ from conure.server.program.errors import ConureError, ProgramError, PromptError
 from .shapes import TEXT, ask, shapes
 
 NAMES = list(shapes(ChatConure()))
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
-    with Client(app=app) as client:
-        yield client
-        gc.collect()  # LangChain leaves streams beside one that failed; they read on when they go
 
 
 @pytest.fixture
@@ -293,6 +284,67 @@ def test_a_function_that_raises_leaves_nothing_running(llm: ChatConure, client: 
     assert client.attach(run.program).status().status in ("cancelled", "done")
 
 
+class Held:
+    """A server that takes nothing in until a chain has got somewhere."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.is_reached = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request; one that submits waits."""
+        if scope.get("method") == "POST":
+            await asyncio.to_thread(self.is_reached.wait, 30)
+        await self._app(scope, receive, send)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[tuple[Held, ChatConure]]:
+    app = Held(create_app(Config(engine="fake", data=tmp_path)))
+    with Client(app=app) as client:
+        yield app, ChatConure(client=client, temperature=0)
+
+
+async def test_a_chain_begins_while_its_plan_travels(held: tuple[Held, ChatConure]) -> None:
+    server, llm = held
+    say = ask("{x}") | llm | TEXT
+
+    def search(text: str) -> str:
+        server.is_reached.set()
+        return f"found {text}"
+
+    fast = accelerate(RunnableParallel(docs=RunnableLambda(search), said=say) | ask("{docs}") | llm)
+    for run in (fast.invoke, fast.ainvoke):
+        server.is_reached.clear()
+        made = await asyncio.to_thread(run, "tea")
+        answer = await made if isinstance(made, Awaitable) else made
+        assert answer.content == (await llm.ainvoke("found tea")).content
+    assert {(run.num_served, len(run.misses)) for run in fast.explain().runs} == {(2, 0)}
+    await llm._aclient().close()
+
+
+async def test_a_chain_that_fails_before_its_plan_has_come_ends_it(
+    held: tuple[Held, ChatConure],
+) -> None:
+    server, llm = held
+
+    def broken(text: str) -> str:
+        server.is_reached.set()
+        raise KeyError("oh")
+
+    fast = accelerate(RunnableParallel(a=RunnableLambda(broken), b=ask("{x}") | llm))
+    with pytest.raises(KeyError, match="oh"):
+        await asyncio.to_thread(fast.invoke, "tea")
+    server.is_reached.clear()
+    with pytest.raises(KeyError, match="oh"):
+        await fast.ainvoke("tea")
+    assert llm.client is not None
+    for run in fast.explain().runs:
+        status = await asyncio.to_thread(llm.client.attach, run.program)
+        assert (await asyncio.to_thread(status.status)).status in ("cancelled", "done")
+    await llm._aclient().close()
+
+
 def test_a_call_that_fails_raises_as_it_does_without(llm: ChatConure) -> None:
     long = ask("{x}" * 100) | llm | TEXT
     with pytest.raises(PromptError) as plain:
@@ -399,6 +451,11 @@ def test_a_plan_that_is_refused_costs_nothing_but_itself(llm: ChatConure) -> Non
     bad = llm.bind(constraint={"regex": "(?=a)b"})
     chain = (ask("{x}") | bad | TEXT).with_fallbacks([ask("{x}") | llm | TEXT])
     assert accelerate(chain).invoke("tea") == chain.invoke("tea")
+    beside = RunnableParallel(good=ask("{x}") | llm | TEXT, bad=chain)
+    fast = accelerate(beside)
+    assert fast.invoke("tea") == beside.invoke("tea")
+    (run,) = fast.explain().runs
+    assert (run.num_served, len(run.misses)) == (2, 1)
     with pytest.raises(ProgramError, match="invalid regex"):
         accelerate(ask("{x}") | bad | TEXT).invoke("tea")
 

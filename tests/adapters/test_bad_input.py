@@ -6,23 +6,17 @@ And nothing is left running: the server is asked afterwards.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 from langchain_core.runnables import Runnable, RunnableParallel
 
-from conure.adapters.client import Client, Retry
+from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
-from conure.server.app import create_app
-from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError, PromptError, UnavailableError
 
-from ..served import served
-from .left import all_ended
+from .left import all_ended, all_submitted, leaving_server
 from .shapes import TEXT, ask
 
 WAYS = ("invoke", "ainvoke", "stream", "astream", "batch", "abatch")
@@ -87,14 +81,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
-    with Client(app=app) as client:
-        yield client
-        gc.collect()  # LangChain leaves streams beside one that failed; they read on when they go
-
-
 @pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
@@ -122,28 +108,18 @@ async def test_a_server_that_is_not_there_is_named(way: str, is_fast: bool) -> N
 
 @pytest.mark.timeout(60)
 async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[str]) -> None:
-    stack = contextlib.ExitStack()
-    server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
-    url = await asyncio.to_thread(stack.enter_context, server)
-    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
-    try:
-        with Client(url, retry=retry) as client:
-            llm = ChatConure(client=client)
-            chain = say(llm) | say(llm)
-            ways = [(way, each) for way in WAYS for each in (chain, accelerate(chain))]
-            waiting = [asyncio.create_task(run(way, each, "tea")) for way, each in ways]
-            async with asyncio.timeout(20):
-                while len(submitted) < 16:  # noqa: ASYNC110 - a batch is two programs
-                    await asyncio.sleep(0.01)
-            with ThreadPoolExecutor(1) as own:  # all threads of the loop's wait for the server
-                await asyncio.get_running_loop().run_in_executor(own, stack.close)
-            results = await asyncio.gather(*waiting, return_exceptions=True)
-            wrong = [
-                (way, type(each).__name__, result)
-                for (way, each), result in zip(ways, results, strict=True)
-                if not isinstance(result, ConureError)
-            ]
-            assert wrong == []
-            await llm._aclient().close()
-    finally:
-        stack.close()
+    async with leaving_server() as (client, leave):
+        llm = ChatConure(client=client)
+        chain = say(llm) | say(llm)
+        ways = [(way, each) for way in WAYS for each in (chain, accelerate(chain))]
+        waiting = [asyncio.create_task(run(way, each, "tea")) for way, each in ways]
+        await all_submitted(submitted, 16)  # a batch is two programs
+        await leave()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        wrong = [
+            (way, type(each).__name__, result)
+            for (way, each), result in zip(ways, results, strict=True)
+            if not isinstance(result, ConureError)
+        ]
+        assert wrong == []
+        await llm._aclient().close()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from conure.adapters.langchain.board import Board
+from conure.adapters.langchain.board import Board, NotPlannedError
 from conure.adapters.langchain.plan import Awaited, Plan, PlannedCall
 from conure.adapters.langchain.values import Local, Source
 from conure.server.program.errors import ConureError, ProgramError
 from conure.server.program.ir import Json
-from conure.server.program.status import Event
+from conure.server.program.status import Event, NodeStatus, ProgramStatus
 
 
 def node(variable: str, *segments: Json, **more: Json) -> dict[str, Json]:
@@ -165,12 +165,41 @@ def test_what_is_refused_was_never_planned(case: Case) -> None:
     assert case.board.tally.refusals == ["no such language"]
 
 
+def test_who_asked_for_what_is_refused_asks_again(case: Case) -> None:
+    case.board.add([(case.plan, case.plan.inputs("tea"))])
+    body = case.board.take()
+    assert body is not None
+    heard: list[Event | ConureError] = []
+    planned = case.board.claim(node("z", "say tea"))
+    case.board.listen(planned, heard.append)
+    missed = case.board.claim(node("z", "other"))
+    case.board.listen(missed, heard.append)
+    assert not case.board.tally.misses[1:]
+    more = case.board.take()
+    assert more is not None
+    case.board.drop(body, ProgramError("constraint.invalid", "no such language"))
+    assert [type(each) for each in heard] == [NotPlannedError]
+    late: list[Event | ConureError] = []
+    case.board.listen(planned, late.append)
+    assert [type(each) for each in late] == [NotPlannedError]
+    assert case.board.claim(node("z", "say tea")).variable.startswith("miss")
+    assert (case.board.tally.num_served, len(case.board.tally.misses)) == (0, 2)
+    reason = ProgramError("store.unavailable", "full")
+    case.board.drop(more, reason)
+    assert heard[1:] == [reason]
+
+
 def test_the_end_says_what_was_run_for_nothing(case: Case) -> None:
     case.begin()
     assert not case.board.is_settled()
-    case.board.hear(event("node.started", node="a_call"))
-    assert case.board.end().wasted == ["at a"]
     case.board.hear(committed("a", "A"))
+    tally = case.board.end()
+    assert tally.wasted == ["at a"]
+    ran, waited = NodeStatus(status="cancelled", engine="e"), NodeStatus(status="cancelled")
+    nodes = {"a_call": ran, "b_call": ran, "c_call": waited, "somebody_elses": ran}
+    status = ProgramStatus(id="p", status="cancelled", created_at="now", nodes=nodes)
+    case.board.stopped(status)
+    assert tally.wasted == ["at a", "at b"]
     for name in ("b", "c"):
         case.board.hear(event("node.skipped", node=f"{name}_call", code="x"))
     assert case.board.is_settled()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,6 @@ from conure.server.config import Config
 from conure.server.program.errors import PromptError, RunError
 
 TEXT: Runnable[Any, Any] = StrOutputParser()
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    config = Config(engine="fake", data=tmp_path_factory.mktemp("data"))
-    with Client(app=create_app(config)) as made:
-        yield made
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -23,8 +22,6 @@ from langchain_core.runnables import (
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, to_program
-from conure.server.app import create_app
-from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError
 
 from .shapes import TEXT, ask, shapes
@@ -35,14 +32,6 @@ NAMES = list(shapes(ChatConure()))
 
 def numbered(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "n": 1}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
-    with Client(app=app) as client:
-        yield client
-        gc.collect()  # LangChain leaves streams beside one that failed; they read on when they go
 
 
 @pytest.fixture
@@ -381,6 +370,34 @@ def test_a_failure_that_was_handled_is_not_what_a_later_one_tells(
     for part in (say | broken, missing):
         chain = part.with_fallbacks([say]) | say | unlike
         with pytest.raises(ConureError, match="TypeError: second") as caught:
+            to_program(chain).run(client, {"x": "tea"})
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_later_part_that_fails_in_a_body_tells_what_the_chain_tells(
+    client: Client, llm: ChatConure
+) -> None:
+    def unlike(value: Any) -> Any:
+        raise TypeError("later")
+
+    def worse(value: Any) -> Any:
+        raise ValueError("in its fallback")
+
+    say = ask("{x}") | llm | TEXT
+    handled = (say | broken).with_fallbacks([say])
+    fails: Runnable[Any, Any] = RunnableLambda(unlike)
+    parts: tuple[Runnable[Any, Any], ...] = (
+        RunnableLambda(lambda text: [text]) | (say | fails).map(),
+        (say | fails).with_fallbacks([say | worse]),
+        (say | fails).with_retry(stop_after_attempt=2, wait_exponential_jitter=False),
+        RunnableBranch((lambda text: bool(text), say | fails), say),
+        (say | handled | fails).with_fallbacks([handled | worse]),
+    )
+    for later in parts:
+        chain = handled | later
+        with pytest.raises(TypeError, match="later"):
+            chain.invoke({"x": "tea"})
+        with pytest.raises(ConureError, match="TypeError: later") as caught:
             to_program(chain).run(client, {"x": "tea"})
         assert isinstance(caught.value.__cause__, TypeError)
 

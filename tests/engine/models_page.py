@@ -173,7 +173,8 @@ def keeps(layers: list[trial.Layer]) -> str:
 
 def layers_of(folder: Path) -> list[trial.Layer]:
     """Return the layers of a model of random weights for a folder's config."""
-    return trial.probe(weights.make(checkpoint.read_dummy(str(folder)), "float32")[0], "it")
+    found = checkpoint.read_dummy(str(folder))
+    return trial.probe(weights.make(found, weights.read_config(found), "float32"), "it")
 
 
 def main() -> int:

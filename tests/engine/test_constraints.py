@@ -145,6 +145,9 @@ def test_masks_are_those_of_the_language(made: Constraints) -> None:
 
 def test_a_grammar_that_no_text_can_go_on_with_is_an_error() -> None:
     class Stuck:
+        def get_error(self) -> str:
+            return ""
+
         def is_error(self) -> bool:
             return False
 

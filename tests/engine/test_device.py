@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,49 @@ def test_an_accelerator_gives_its_memory_to_blocks(tmp_path: Path) -> None:
     assert found["cuda"].context_len == found["cpu"].context_len == 256
     assert found["cuda"].step_tokens > found["cpu"].step_tokens
     assert found["cuda"].max_sequences > found["cpu"].max_sequences
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "3,2"}, 3),
+        ({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "5"}, 5),
+        ({"OMP_NUM_THREADS": "many"}, 2),
+        ({"OMP_NUM_THREADS": "0"}, 2),
+        ({}, 2),
+    ],
+)
+def test_cores_are_those_of_the_process_unless_the_environment_names_a_number(
+    environment: dict[str, str], wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four processors, two of each core; another core is not for this process.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
+    for processor, siblings in enumerate(["0,4", "1,5", "2,6", "3,7"] * 2):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert device.num_cores(environment, tmp_path) == wanted
+
+
+def test_processors_of_an_unknown_topology_are_cores_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7, 8}, raising=False)
+    assert device.num_cores({}, tmp_path) == 3
+
+
+def test_a_large_model_after_a_small_one_gets_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shrunk.write(tmp_path, "llama")
+    before = torch.get_num_threads()
+    monkeypatch.setattr(device, "num_cores", lambda: 2)
+    try:
+        LocalRunner(model=str(folder), dtype="float32")
+        assert torch.get_num_threads() == 1
+        monkeypatch.setattr(capacity, "THREAD_BYTES", 1)
+        LocalRunner(model=str(folder), dtype="float32")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

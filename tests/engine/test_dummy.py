@@ -43,9 +43,10 @@ def test_the_written_folder_is_the_model_that_an_engine_makes(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
     config_of(tmp_path, name)
-    folder = dummy.write(str(tmp_path), tmp_path / "out", dtype=dtype)
-    made = weights.make(checkpoint.read_dummy(str(tmp_path)), dtype)[0].state_dict()
-    read = weights.load(checkpoint.read(folder), "auto")[0].state_dict()
+    shape = checkpoint.read_dummy(str(tmp_path))
+    made = weights.make(shape, weights.read_config(shape), dtype).state_dict()
+    written = checkpoint.read(dummy.write(str(tmp_path), tmp_path / "out", dtype=dtype))
+    read = weights.load(written, weights.read_config(written), "auto").state_dict()
     assert made.keys() == read.keys()
     for key, tensor in made.items():
         assert tensor.dtype == read[key].dtype
@@ -56,11 +57,12 @@ def test_weights_follow_the_seed_and_leave_the_random_numbers_of_others_alone(
     tmp_path: Path,
 ) -> None:
     found = checkpoint.read_dummy(str(config_of(tmp_path)))
+    config = weights.read_config(found)
     torch.manual_seed(1)
     wanted = torch.rand(3)
     torch.manual_seed(1)
     one, again, other = (
-        weights.make(found, "float32", seed=seed)[0].state_dict()["model.embed_tokens.weight"]
+        weights.make(found, config, "float32", seed=seed).state_dict()["model.embed_tokens.weight"]
         for seed in (5, 5, 6)
     )
     assert torch.equal(torch.rand(3), wanted)
@@ -87,6 +89,30 @@ def test_a_config_under_another_name_gives_the_model_its_name(tmp_path: Path) ->
     config_of(tmp_path)
     path = (tmp_path / "config.json").rename(tmp_path / "huge-8b.json")
     assert runner_of(path).model == "huge-8b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_attention_heads": 7}, "not a multiple of the number of attention heads"),
+        ({"hidden_size": "big"}, "expected int, got str"),
+        ({"hidden_size": -4}, "-4"),
+        ({"hidden_act": "nosuch"}, "KeyError 'nosuch'"),
+        ({"pad_token_id": 5000}, "Padding_idx must be within num_embeddings"),
+        ({"num_hidden_layers": 0}, "its config asks for 0 layers"),
+        ({"num_key_value_heads": 3}, "must match the size"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    config = json.loads((config_of(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(EngineError) as refused:
+        runner_of(tmp_path)
+    assert refused.value.code in {"model.invalid", "model.unsupported"}
+    assert named in refused.value.message
+    assert "\n" not in refused.value.message
 
 
 def test_ids_behind_the_bytes_are_written_as_numbers(tmp_path: Path) -> None:

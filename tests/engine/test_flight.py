@@ -7,6 +7,7 @@ steps on their way is in `test_memory`.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from conure.engine import api
 from conure.engine.engine import Engine
 from conure.engine.local import LocalRunner
 from conure.engine.runner import Row, Runner
+from conure.kernels.plan import Plan, build
 
 from . import shrunk
 from .graph_double import Recorder, backend
@@ -275,3 +277,49 @@ def test_a_model_says_the_same_one_step_ahead(
         assert found[0] == found[1] == found[2]
     assert num_ahead > 20
     assert recorder.num_replayed > 20
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_no_block_that_an_engine_replaces_is_missed_by_its_plans(
+    tmp_path: Path, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables are told apart by what they count: a plan must still be that of its rows alone.
+
+    Each call is made twice, so that contexts fill the same blocks side by side: a block of one
+    then takes the place of the other's.
+    """
+    runner = LocalRunner(
+        model=str(shrunk.write(tmp_path / "llama", "llama")),
+        dtype="float32",
+        num_blocks=num_blocks,
+        block_size=4,
+        max_sequences=6,
+        step_tokens=24,
+        min_saved=0,
+        threads=1,
+    )
+    planner = runner._planner
+    make, num_replaced = planner.plan, 0
+
+    def checked(new: Sequence[int], lengths: Sequence[int], tables: Sequence[Any]) -> Plan:
+        nonlocal num_replaced
+        num_replaced += sum(table.replaced for table in tables)
+        found = make(new, lengths, tables)
+        wanted = build(new, lengths, [list(table) for table in tables], block_size=4, min_saved=0)
+        assert found.slots.tolist() == wanted.slots.tolist()
+        assert read_by(found) == read_by(wanted)
+        return found
+
+    monkeypatch.setattr(planner, "plan", checked)
+    for seed in range(4):
+        answers(runner, [call for call in calls_of(seed) for _ in range(2)])
+    assert num_replaced > 0, "nothing was put to the test"
+
+
+def read_by(plan: Plan) -> list[list[int]]:
+    """Return the slots that the items of each query read, in any order."""
+    slots: list[list[int]] = [[] for _ in range(plan.num_queries)]
+    for item in plan.items():
+        for query in item.queries.tolist():
+            slots[query] += item.slots(plan.block_size).tolist()
+    return [sorted(each) for each in slots]

@@ -354,6 +354,8 @@ def test_weights_that_give_no_numbers_are_refused(llama: Path, tmp_path: Path) -
         ({"context_len": 300}, "engine.bad_option", "made for 256"),
         ({"context_len": 200, "num_blocks": 3}, "engine.bad_option", "200"),
         ({"block_size": 0}, "engine.bad_option", "block_size"),
+        ({"num_blocks": 10**9}, "engine.bad_option", "1000000000 blocks of 16 tokens take 11,444"),
+        ({"block_size": 10**9}, "engine.bad_option", "1 blocks of 1000000000 tokens take 715"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_sentence(
@@ -386,6 +388,33 @@ def test_weights_that_miss_a_tensor_are_refused_instead_of_made_up(
     del weights["model.layers.1.self_attn.k_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EngineError, match="k_proj") as refused:
+        runner_of(tmp_path)
+    assert refused.value.code == "model.invalid"
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_refused(
+    llama: Path, tmp_path: Path
+) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    wanted = list(weights[name].shape)
+    weights[name] = weights[name][:-1].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError) as refused:
+        runner_of(tmp_path)
+    assert refused.value.code == "model.invalid"
+    there = [wanted[0] - 1, wanted[1]]
+    assert f"{name} is {there}, the config asks for {wanted}" in refused.value.message
+
+
+def test_a_weights_file_that_ends_too_early_is_refused(llama: Path, tmp_path: Path) -> None:
+    for path in llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(EngineError, match="not fully covered") as refused:
         runner_of(tmp_path)
     assert refused.value.code == "model.invalid"
 

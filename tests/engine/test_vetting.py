@@ -57,6 +57,13 @@ def test_a_grammar_is_said_to_be_one_and_texts_to_match(vetter: Vetter) -> None:
         (schema({"enum": []}), "nsatisfiable"),
         (schema({"$ref": "http://127.0.0.1:9/schema"}), "not present in a registry"),
         (schema({"$ref": "file:///etc/passwd"}), "not present in a registry"),
+        (schema({"$ref": "#/$defs/none"}), "the JSON schema cannot be compiled: Pointer"),
+        (schema({"type": 5}), "must be a string or array of strings"),
+        (schema({"$ref": "#"}), "no text belongs"),
+        (schema({"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}), "no text belongs"),
+        (lark("start: start"), "no text belongs"),
+        (lark("start: a\na: b\nb: a"), "no text belongs"),
+        (lark(r"start: /[^\s\S]/"), "no text belongs"),
         ("no grammar at all", "Expected token"),
         ('{"grammars": 5}', ""),
     ],
@@ -195,6 +202,25 @@ def test_a_validation_that_does_not_end_is_ended() -> None:
     assert error.code == "constraint.too_complex"
     assert "0.5 s" in error.message
     impatient.close()
+
+
+def test_what_is_too_ambiguous_to_be_begun_is_refused_before_it_runs(vetter: Vetter) -> None:
+    # All begin with a forced brace, and behind it stand all ways on at once.
+    options = [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(600)]
+    error = refusal(vetter, schema({"anyOf": options}))
+    assert error.code == "constraint.too_complex"
+    assert "max is 1000" in error.message
+
+
+def test_a_grammar_with_an_empty_or_a_long_way_on_is_one(vetter: Vetter) -> None:
+    for constraint, text in (
+        (lark('start: start "a" | "a"'), "aaa"),
+        (lark('start: ""'), ""),
+        (lark('start: "a"~30000'), "a" * 30_000),
+        (schema({"const": "x" * 5_000}), f'"{"x" * 5_000}"'),
+        (schema({"anyOf": [{"$ref": "#"}, {"type": "null"}]}), "null"),
+    ):
+        assert vetter.ask(Question(constraint, text)).matches is True
 
 
 def test_a_helper_that_somebody_ends_is_replaced(vetter: Vetter) -> None:

@@ -2,7 +2,11 @@
 
 A model of a cache is run beside the implementation: contexts decode token by token, join,
 leave, are written to from outside, and blocks are copied. Every step must equal the reference
-on the same caches, which keeps nothing.
+on the same caches, which keeps nothing and computes in float64.
+
+In 16 bits what is kept is of another form: keys turned over, of values only where they lie.
+So what is true of float32 is asked of each of them again, with few and with many heads of a
+group, for many do without.
 """
 
 from __future__ import annotations
@@ -17,13 +21,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conure.kernels import ops, stretch
+from conure.kernels.bags import MOST_ROWS
 from conure.kernels.cpu import Cpu
 from conure.kernels.plan import Plan, build
+from conure.kernels.tiles import COLUMNS
 
-BLOCK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
+BLOCK, KV_HEADS, DIM = 4, 2, 8
 NUM_BLOCKS = 400
-BOUND = 5e-6
-"""float32, results of unit scale."""
+FEW, MANY = MOST_ROWS * KV_HEADS, (MOST_ROWS + 1) * KV_HEADS
+"""Query heads: as many as are multiplied by bags in 16 bits, and more than that."""
+BOUNDS = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of results up to 4, as in `test_ops`."""
+HALVES = (torch.float16, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 KINDS = ("decode", "decode", "decode", "join", "leave", "overwrite", "copy", "prefill", "again")
 
 
@@ -32,7 +43,9 @@ class Contexts:
     """Block tables and lengths, on caches of one implementation."""
 
     seed: int
+    dtype: torch.dtype
     window: int | None = None
+    heads: int = FEW
     rng: random.Random = field(init=False)
     tables: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -45,7 +58,7 @@ class Contexts:
         self.operations = ops.implementation("cpu")
         self.reference = ops.implementation("reference")
         self.keys, self.values = (
-            self.operations.new_cache(NUM_BLOCKS, BLOCK, KV_HEADS, DIM, torch.float32)
+            self.operations.new_cache(NUM_BLOCKS, BLOCK, KV_HEADS, DIM, self.dtype)
             for _ in range(2)
         )
         self.keys.normal_()
@@ -53,6 +66,17 @@ class Contexts:
         self.prefix = [self.free.pop() for _ in range(6)]
         for _ in range(3):
             self.join()
+
+    @property
+    def cpu(self) -> Cpu:
+        """The implementation behind the operations."""
+        kernels = self.operations._kernels
+        assert isinstance(kernels, Cpu)
+        return kernels
+
+    def new(self, num: int) -> Tensor:
+        """Return keys and values of so many new tokens, [2, num, K, D]."""
+        return torch.randn(2, num, KV_HEADS, DIM).to(self.dtype)
 
     def join(self) -> None:
         """Begin a context behind the prefix, or behind a part of it."""
@@ -73,7 +97,7 @@ class Contexts:
             self.lengths[row] += num
             self.cover(row)
         plan = build(num_new, self.lengths, self.tables, block_size=BLOCK, min_saved=0)
-        key, value = torch.randn(2, plan.num_queries, KV_HEADS, DIM)
+        key, value = self.new(plan.num_queries)
         slots = torch.from_numpy(plan.slots)
         if is_stored:
             self.operations.store_kv(key, value, self.keys, self.values, slots)
@@ -81,18 +105,21 @@ class Contexts:
         return plan
 
     def compare(self, plan: Plan) -> None:
-        query = torch.randn(plan.num_queries, HEADS, DIM)
+        query = torch.randn(plan.num_queries, self.heads, DIM).to(self.dtype)
         found, wanted = (
-            one.attention(query, self.keys, self.values, plan, scale=0.3, window=self.window)
-            for one in (self.operations, self.reference)
+            one.attention(query, keys, values, plan, scale=0.3, window=self.window)
+            for one, query, keys, values in (
+                (self.operations, query, self.keys, self.values),
+                (self.reference, query.double(), self.keys.double(), self.values.double()),
+            )
         )
         error = float((found - wanted).abs().max())
-        assert error <= BOUND, f"kv_len {plan.kv_len.tolist()}: {error}"
+        assert error <= BOUNDS[self.dtype], f"kv_len {plan.kv_len.tolist()}: {error}"
 
     def store(self, block: int) -> None:
         """Write a block anew, as a context that is computed again does."""
         slots = torch.arange(block * BLOCK, (block + 1) * BLOCK)
-        key, value = torch.randn(2, BLOCK, KV_HEADS, DIM)
+        key, value = self.new(BLOCK)
         self.operations.store_kv(key, value, self.keys, self.values, slots)
 
     def copy(self, destination: int) -> None:
@@ -102,16 +129,18 @@ class Contexts:
         self.operations.copy_blocks(caches, source, torch.tensor([destination]))
 
 
+@each_dtype
 @given(
     st.integers(0, 2**32),
     st.sampled_from((None, 12, 40)),
+    st.sampled_from((FEW, MANY)),
     st.lists(st.sampled_from(KINDS), min_size=4, max_size=40),
 )
 @settings(deadline=None, max_examples=40, database=None)
 def test_every_step_equals_a_step_that_keeps_nothing(
-    seed: int, window: int | None, kinds: list[str]
+    dtype: torch.dtype, seed: int, window: int | None, heads: int, kinds: list[str]
 ) -> None:
-    contexts = Contexts(seed, window)
+    contexts = Contexts(seed, dtype, window, heads)
     plan = contexts.step([1] * len(contexts.tables))
     for kind in kinds:
         rng = contexts.rng
@@ -137,41 +166,43 @@ def test_every_step_equals_a_step_that_keeps_nothing(
         plan = contexts.step(num_new)
 
 
-def test_an_earlier_plan_can_be_run_again() -> None:
-    contexts = Contexts(0)
+@each_dtype
+def test_an_earlier_plan_can_be_run_again(dtype: torch.dtype) -> None:
+    contexts = Contexts(0, dtype)
     plans = [contexts.step([1] * 3) for _ in range(5)]
     for plan in plans[::-1]:
         contexts.compare(plan)
 
 
-def test_a_plan_that_is_run_again_reads_what_its_own_tokens_are_now() -> None:
+@each_dtype
+def test_a_plan_that_is_run_again_reads_what_its_own_tokens_are_now(dtype: torch.dtype) -> None:
     # The row's slots are one stretch, that of its new token among them.
-    contexts = Contexts(7)
+    contexts = Contexts(7, dtype)
     contexts.tables, contexts.lengths = [[*range(40)]], [159]
     plan = contexts.step([1])
-    key, value = torch.randn(2, 1, KV_HEADS, DIM)
+    key, value = contexts.new(1)
     slots = torch.from_numpy(plan.slots)
     contexts.operations.store_kv(key, value, contexts.keys, contexts.values, slots)
     contexts.compare(plan)
 
 
-def test_a_plan_that_is_run_again_reads_what_other_plans_wrote() -> None:
-    contexts = Contexts(8)
-    cpu = contexts.operations._kernels
-    assert isinstance(cpu, Cpu)
+@each_dtype
+def test_a_plan_that_is_run_again_reads_what_other_plans_wrote(dtype: torch.dtype) -> None:
+    contexts = Contexts(8, dtype)
     plan = contexts.step([1] * 3)
-    kept = cpu._room.num_bytes
+    kept = contexts.cpu._room.num_bytes
     block = contexts.tables[0][-1]
     other = build([BLOCK], [BLOCK], [[block]], block_size=BLOCK)
     for _ in range(3):
         contexts.store(block)
         contexts.compare(other)
         contexts.compare(plan)
-    assert cpu._room.num_bytes == kept
+    assert contexts.cpu._room.num_bytes == kept
 
 
-def test_values_may_be_the_first_part_of_the_keys() -> None:
-    contexts = Contexts(9)
+@each_dtype
+def test_values_may_be_the_first_part_of_the_keys(dtype: torch.dtype) -> None:
+    contexts = Contexts(9, dtype)
     contexts.values = contexts.keys[..., : DIM // 2]
     for _ in range(3):
         for row in range(3):
@@ -179,14 +210,15 @@ def test_values_may_be_the_first_part_of_the_keys() -> None:
             contexts.cover(row)
         plan = build([1] * 3, contexts.lengths, contexts.tables, block_size=BLOCK, min_saved=0)
         for _ in range(2):
-            key = torch.randn(3, KV_HEADS, DIM)
+            key, _ = contexts.new(3)
             value, slots = key[..., : DIM // 2], torch.from_numpy(plan.slots)
             contexts.operations.store_kv(key, value, contexts.keys, contexts.values, slots)
             contexts.compare(plan)
 
 
-def test_what_is_written_from_outside_is_read() -> None:
-    contexts = Contexts(3)
+@each_dtype
+def test_what_is_written_from_outside_is_read(dtype: torch.dtype) -> None:
+    contexts = Contexts(3, dtype)
     contexts.step([1] * 3)
     plan = contexts.step([1] * 3)
     contexts.store(contexts.tables[0][-1])
@@ -195,8 +227,9 @@ def test_what_is_written_from_outside_is_read() -> None:
     contexts.step([1] * 3, is_stored=False)
 
 
-def test_blocks_that_change_hands_in_a_step_of_another_kind_are_read() -> None:
-    contexts = Contexts(5, window=30)
+@each_dtype
+def test_blocks_that_change_hands_in_a_step_of_another_kind_are_read(dtype: torch.dtype) -> None:
+    contexts = Contexts(5, dtype, window=30)
     contexts.tables, contexts.lengths = [[]], [0]
     contexts.step([9])
     for _ in range(3):
@@ -210,20 +243,22 @@ def test_blocks_that_change_hands_in_a_step_of_another_kind_are_read() -> None:
     contexts.step([1])
 
 
-def test_nothing_is_kept_of_steps_that_are_over() -> None:
-    contexts = Contexts(6)
+@each_dtype
+def test_nothing_is_kept_of_steps_that_are_over(dtype: torch.dtype) -> None:
+    contexts = Contexts(6, dtype)
     room = stretch.Room().num_bytes
     for _ in range(4):
         contexts.step([1] * 3)
-    cpu = contexts.operations._kernels
-    assert isinstance(cpu, Cpu)
-    assert cpu._room.num_bytes < room
+    assert contexts.cpu._room.num_bytes < room
     contexts.step([2] * 3)
     contexts.step([2] * 3)
-    assert cpu._room.num_bytes == room
+    assert contexts.cpu._room.num_bytes == room
 
 
-def test_decoding_gathers_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_dtype
+def test_decoding_gathers_only_what_is_new(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gathered: list[int] = []
     select = torch.index_select
 
@@ -231,7 +266,7 @@ def test_decoding_gathers_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
         gathered.append(len(index))
         return select(rows, dim, index, **where)
 
-    contexts = Contexts(1)
+    contexts = Contexts(1, dtype)
     contexts.step([1] * 3)
     contexts.step([1] * 3)
     monkeypatch.setattr(torch.Tensor, "index_select", count)
@@ -243,11 +278,44 @@ def test_decoding_gathers_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
         assert sum(gathered) <= 3 + 2 * (rows + rows), "queries; of keys and values a token each"
 
 
-def test_what_does_not_fit_is_gathered_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    contexts = Contexts(2)
-    cpu = contexts.operations._kernels
-    assert isinstance(cpu, Cpu)
-    monkeypatch.setattr(cpu, "_room", stretch.Room(0))
+@each_dtype
+def test_what_does_not_fit_is_gathered_in_every_step(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = Contexts(2, dtype)
+    monkeypatch.setattr(contexts.cpu, "_room", stretch.Room(0))
     for _ in range(6):
         contexts.step([1] * 3)
-    assert cpu._room.num_bytes == 0
+    assert contexts.cpu._room.num_bytes == 0
+
+
+@each_dtype
+@pytest.mark.parametrize("heads", [FEW, MANY])
+def test_rows_outgrow_their_columns(dtype: torch.dtype, heads: int) -> None:
+    contexts = Contexts(10, dtype, heads=heads)
+    for _ in range(2 * COLUMNS + 2):
+        contexts.step([1] * 3)
+
+
+@each_half
+@pytest.mark.parametrize(("heads", "num_kept"), [(FEW, 1), (MANY, 2)])
+def test_values_that_bags_read_in_place_are_not_kept(
+    dtype: torch.dtype, heads: int, num_kept: int
+) -> None:
+    contexts = Contexts(11, dtype, heads=heads)
+    contexts.tables, contexts.lengths = [[0, 1], [20, 22], [40, 43]], [5, 6, 7]
+    room = contexts.cpu._room.num_bytes
+    for _ in range(4):
+        contexts.step([1] * 3)
+        num_bytes = 3 * COLUMNS * KV_HEADS * DIM * dtype.itemsize
+        assert room - contexts.cpu._room.num_bytes == num_kept * num_bytes
+
+
+@each_dtype
+@pytest.mark.parametrize("heads", [FEW, MANY])
+def test_a_block_that_another_took_the_place_of_is_not_read(dtype: torch.dtype, heads: int) -> None:
+    contexts = Contexts(12, dtype, heads=heads)
+    contexts.lengths = [29, 30, 32]
+    for _ in range(6):
+        contexts.step([1] * 3)
+        contexts.tables[1][-1] = contexts.free.pop()

@@ -135,7 +135,8 @@ async def test_a_body_over_the_limit_is_413_with_and_without_content_length() ->
         contents: tuple[bytes | AsyncIterator[bytes], ...] = (b" " * 2001, pieces())
         for content in contents:
             answer = await client.post("/v1/programs", content=content, headers=headers)
-            check_problem(answer, 413, "request.too_large")
+            problem = check_problem(answer, 413, "request.too_large")
+            assert "2,000 bytes" in problem["detail"]
 
 
 @pytest.mark.parametrize("depth", [65, 5_000, 1_000_000])

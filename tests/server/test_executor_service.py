@@ -60,7 +60,7 @@ async def test_a_session_grows_until_it_is_closed(tmp_path: Path) -> None:
             await program.append(close=True)
         assert refused.value.code == "session.ended"
         assert await desk.num_held() == [(0, 0)]
-        assert desk.executor._num_calls == 0
+        assert desk.executor.room.num_calls == 0
 
 
 async def test_a_variable_of_a_session_gets_its_producer_or_its_value_once(
@@ -132,7 +132,7 @@ async def test_one_key_is_one_program_however_many_send_it(tmp_path: Path) -> No
             await desk.submit([say("x", "bye")], outputs=["x"], key="k")
         assert refused.value.code == "idempotency.conflict"
         await programs[0].end()
-        assert desk.executor._num_calls == 0
+        assert desk.executor.room.num_calls == 0
         again = await desk.submit(nodes, outputs=["x"], key="k")
         assert again.id == programs[0].id
 
@@ -340,7 +340,7 @@ async def test_calls_of_a_session_that_have_ended_leave_room_for_others(tmp_path
             await desk.submit([say("x", "y")])
         assert refused.value.code == "queue.full"
         await session.cancel()
-        assert desk.executor._num_calls == 0
+        assert desk.executor.room.num_calls == 0
 
 
 async def test_an_append_answers_with_what_it_added(tmp_path: Path) -> None:

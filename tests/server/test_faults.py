@@ -221,7 +221,7 @@ async def test_a_disk_that_refuses_costs_no_program_that_runs(
         assert (await putting).value == "go"
         assert await program.value("y") == answer(answer("go"))
         await program.end()
-        assert desk.executor._num_calls == 0
+        assert desk.executor.room.num_calls == 0
         again = await desk.submit([say("z", "new")], key="k")
         assert await again.value("z") == answer("new")
 

@@ -87,7 +87,7 @@ async def run_some(desk: Desk, rng: random.Random, num_programs: int) -> set[str
         ended.add(status.status)
     assert set(await desk.num_held()) <= {(0, 0)}
     assert desk.executor.scheduler.num_waiting == 0
-    assert desk.executor._num_calls == 0
+    assert desk.executor.room.num_calls == 0
     return ended
 
 

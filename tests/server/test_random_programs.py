@@ -120,4 +120,4 @@ async def test_every_text_is_right_and_nothing_is_left_behind(
                 assert values == made.values
             assert set(await desk.num_held()) <= {(0, 0)}
             assert desk.executor.scheduler.num_waiting == 0
-            assert desk.executor._num_calls == 0
+            assert desk.executor.room.num_calls == 0

@@ -6,9 +6,7 @@ And nothing is left running: the server is asked afterwards.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from conure.adapters.client import Client, Retry
+from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
@@ -37,8 +35,7 @@ from conure.server.program.errors import (
     UnavailableError,
 )
 
-from ...served import served
-from ..left import all_ended
+from ..left import all_ended, all_submitted, leaving_server
 
 
 async def told(llm: Conure, way: str, prompt: str, **kwargs: Any) -> None:
@@ -212,29 +209,18 @@ async def test_a_client_that_was_closed_is_named(tmp_path: Path, way: str, is_fa
 
 @pytest.mark.timeout(60)
 async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[str]) -> None:
-    # Each of those who wait in a thread needs one.
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(20))
-    stack = contextlib.ExitStack()
-    server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
-    url = await asyncio.to_thread(stack.enter_context, server)
-    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
-    try:
-        with Client(url, retry=retry) as client:
-            llm = Conure(client=client)
-            apps = [
-                (way, accelerate(app) if is_fast else app)
-                for way in APP_WAYS
-                for is_fast in (False, True)
-                for app in [engine(llm, way, response_mode="tree_summarize")]
-            ]
-            waiting = [asyncio.create_task(asked(app, way)) for way, app in apps]
-            waiting += [asyncio.create_task(told(llm, way, "tea")) for way in LLM_WAYS]
-            async with asyncio.timeout(20):
-                while len(submitted) < len(waiting):  # noqa: ASYNC110 - threads submit
-                    await asyncio.sleep(0.01)
-            await asyncio.to_thread(stack.close)
-            results = await asyncio.gather(*waiting, return_exceptions=True)
-            assert [each for each in results if not isinstance(each, ConureError)] == []
-            await llm._own.aclose()
-    finally:
-        stack.close()
+    async with leaving_server() as (client, leave):
+        llm = Conure(client=client)
+        apps = [
+            (way, accelerate(app) if is_fast else app)
+            for way in APP_WAYS
+            for is_fast in (False, True)
+            for app in [engine(llm, way, response_mode="tree_summarize")]
+        ]
+        waiting = [asyncio.create_task(asked(app, way)) for way, app in apps]
+        waiting += [asyncio.create_task(told(llm, way, "tea")) for way in LLM_WAYS]
+        await all_submitted(submitted, len(waiting))
+        await leave()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [each for each in results if not isinstance(each, ConureError)] == []
+        await llm._own.aclose()

@@ -925,7 +925,7 @@ async def test_instances_of_a_program_are_given_up_with_it(tmp_path: Path) -> No
         assert status.status == "cancelled"
         assert {node.status for node in status.nodes.values()} == {"cancelled"}
         assert await desk.num_held() == [(0, 0)]
-        assert desk.executor._num_calls == 0
+        assert desk.executor.room.num_calls == 0
 
 
 # --- what ends in the middle of itself --------------------------------------------------------

@@ -1,23 +1,14 @@
-"""A server on the scripted engine, in this process, and LlamaIndex LLMs on it, as fixtures."""
+"""LlamaIndex LLMs on a server, as a fixture."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure
-from conure.server.app import create_app
-from conure.server.config import Config
-
-
-@pytest.fixture(scope="session")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    config = Config(engine="fake", data=tmp_path_factory.mktemp("data"))
-    with Client(app=create_app(config)) as made:
-        yield made
 
 
 @pytest.fixture
