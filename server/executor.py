@@ -245,6 +245,7 @@ class Executor:
             capacity=limits.num_blocks * limits.block_size,
             max_sequences=limits.max_sequences,
             steps=lambda: engine.num_steps,
+            block_size=limits.block_size,
         )
 
     def _engine_lost(self, engine: Engine) -> None:

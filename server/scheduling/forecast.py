@@ -26,7 +26,7 @@ when one comes, and is never more than the sum of all sizes.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import add, sub
 
@@ -39,7 +39,7 @@ class Stay:
     """The last step in which it is there; it grows by a token in each until then."""
     size: int
     """Tokens in that step, those that it carries for others among them."""
-    shared: Sequence[Shared]
+    shared: tuple[Shared, ...]
     """What it reads."""
     is_late: bool = False
     """It should be gone, or nobody can tell when it will be: it counts whole until it is."""
@@ -50,7 +50,7 @@ class Shared:
     """Tokens that are held as long as one of their readers is there."""
 
     num_tokens: int
-    readers: set[Stay] = field(default_factory=set)
+    readers: list[Stay] = field(default_factory=list)
     carrier: Stay = field(init=False)
     """The reader that stays longest, and accounts for them. There is one from the first on."""
 
@@ -83,7 +83,7 @@ class Forecast:
             self._pass_time()
         return self._get_highest() + self._late_size
 
-    def enter(self, num_steps: int, size: int, shared: Sequence[Shared] = ()) -> Stay:
+    def enter(self, num_steps: int, size: int, shared: tuple[Shared, ...] = ()) -> Stay:
         """A call comes.
 
         Args:
@@ -97,7 +97,7 @@ class Forecast:
             if not part.readers:
                 part.carrier = stay
                 stay.size += part.num_tokens
-            part.readers.add(stay)
+            part.readers.append(stay)
         self._insert(stay)
         return stay
 
@@ -105,7 +105,7 @@ class Forecast:
         """It is gone, and with it what nobody else reads."""
         self._pass_time()
         for part in stay.shared:
-            part.readers.discard(stay)
+            part.readers.remove(stay)
             if part.carrier is stay and part.readers:
                 self._carry(part, max(part.readers, key=_length))
         self._delete(stay)

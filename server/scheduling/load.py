@@ -15,7 +15,7 @@ these, and an engine keeps no more in it than there is room for.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .demand import Demand
@@ -28,7 +28,7 @@ class Booking:
 
     demand: Demand
     stay: Stay
-    evicted: list[bytes]
+    evicted: Sequence[bytes]
     """Cached prefixes that had to make room for it."""
 
 
@@ -42,6 +42,7 @@ class Load:
         max_calls: int,
         strict_tokens: int | None = None,
         steps: Callable[[], int] | None = None,
+        block_size: int = 1,
     ) -> None:
         """Open the books.
 
@@ -52,11 +53,14 @@ class Load:
             strict_tokens: it may hold while somebody waits for one of its calls by itself; None:
                 any.
             steps: that it has made so far; None: it does not tell, and every call counts whole.
+            block_size: tokens of a block of that memory. Every call counts for all but one more,
+                for its last block may hold a single token.
         """
         self.engine = engine
         self.capacity = capacity
         self.max_calls = max_calls
         self.strict_tokens = strict_tokens
+        self._num_spare = block_size - 1
         self.used = 0
         self.num_calls = 0
         self.num_strict = 0
@@ -99,8 +103,8 @@ class Load:
         held = self.held
         for prefix in reversed(demand.prefixes):
             if prefix.key in held:
-                return demand.num_tokens - prefix.num_tokens
-        return demand.num_tokens
+                return demand.num_tokens - prefix.num_tokens + self._num_spare
+        return demand.num_tokens + self._num_spare
 
     def num_shared(self, demand: Demand) -> int:
         """Leading tokens of the prompt whose KV is here already."""
@@ -136,7 +140,7 @@ class Load:
         added = self.num_added(demand)
         self.used += added
         shared: list[Shared] = []
-        begin = demand.num_tokens - added
+        begin = demand.num_tokens + self._num_spare - added
         for prefix in demand.prefixes:
             part = self.held.get(prefix.key)
             if part is None:
@@ -146,7 +150,8 @@ class Load:
                 if prefix.key in self.cached:
                     self.num_cached -= self.cached.pop(prefix.key)
             shared.append(part)
-        stay = self._forecast.enter(demand.num_output, demand.num_own, shared)
+        num_own = demand.num_own + self._num_spare
+        stay = self._forecast.enter(demand.num_output, num_own, tuple(shared))
         self.num_calls += 1
         self.num_strict += demand.is_strict
         self.programs[demand.program] += 1
@@ -161,7 +166,7 @@ class Load:
         demand = booking.demand
         self._forecast.leave(booking.stay)
         gone: list[bytes] = []
-        freed = demand.num_own
+        freed = demand.num_own + self._num_spare
         above: Shared | None = None
         # Deepest first: that is what the cache should give up first of one prompt.
         for i in range(len(demand.prefixes) - 1, -1, -1):
@@ -186,9 +191,11 @@ class Load:
         self.programs[demand.program] -= 1
         if not self.programs[demand.program]:
             del self.programs[demand.program]
-        return gone + self._evict()
+        return [*gone, *self._evict()]
 
-    def _evict(self) -> list[bytes]:
+    def _evict(self) -> Sequence[bytes]:
+        if not self.cached:
+            return ()
         gone: list[bytes] = []
         while self.cached and self.num_cached > self.capacity - self._forecast.peak:
             key, num_tokens = self.cached.popitem(last=False)

@@ -161,6 +161,7 @@ class Scheduler:
         capacity: int,
         max_sequences: int,
         steps: Callable[[], int] | None = None,
+        block_size: int = 1,
     ) -> None:
         """An engine is there and empty.
 
@@ -170,9 +171,10 @@ class Scheduler:
             max_sequences: calls that decode there at once.
             steps: that it has made so far, by which its calls are taken to advance; None: it does
                 not tell, and every call is booked with all it may write.
+            block_size: tokens of a block of its memory, the least that a call takes of it.
         """
-        max_calls = max_sequences + LOOK_AHEAD
-        self._roster.add(Load(engine, capacity, max_calls, self._strict_tokens, steps))
+        max_calls, strict_tokens = max_sequences + LOOK_AHEAD, self._strict_tokens
+        self._roster.add(Load(engine, capacity, max_calls, strict_tokens, steps, block_size))
         self._change(engine)
         self._unstick()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -45,6 +46,14 @@ class Cost(NamedTuple):
         held = num_held + num_calls * (num_steps - 1) / 2
         each_s = self.step_s + num_calls * self.sequence_s + held * self.held_token_s
         return num_steps * each_s
+
+    def num_steps_in(self, seconds: float, num_calls: int, num_held: int) -> int:
+        """How many of these steps end no sooner than after so long, but for rounding."""
+        growth_s = num_calls * self.held_token_s / 2
+        first_s = self.step_s + num_calls * self.sequence_s + num_held * self.held_token_s
+        linear_s = first_s - growth_s
+        root_s = math.sqrt(linear_s**2 + 4 * growth_s * seconds)
+        return math.ceil(2 * seconds / (linear_s + root_s)) if seconds else 1
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +98,18 @@ class SimulatedEngine:
         self._stretch: tuple[float, int] | None = None
         """When the present stretch of steps began, and how many it was to have."""
         self._version = 0
+        self._counted = (-1.0, 0)
+        """When somebody asked for the steps made so far, and how many they were."""
 
     def steps_now(self) -> int:
         """Steps made so far, the one that runs included."""
-        if self._stretch is None:
-            return self.num_steps
-        began_s, num_planned = self._stretch
-        return self.num_steps + self._num_within(self._clock.now - began_s, num_planned)
+        now = self._clock.now
+        if self._counted[0] != now:
+            num_steps = self.num_steps
+            if self._stretch is not None:
+                num_steps += self._num_within(now - self._stretch[0], self._stretch[1])
+            self._counted = (now, num_steps)
+        return self._counted[1]
 
     def start(self, work: Work) -> None:
         """Take on a call."""
@@ -125,14 +139,14 @@ class SimulatedEngine:
 
     def _num_within(self, elapsed_s: float, num_planned: int) -> int:
         """Steps that end no sooner than now, of those that were planned: at least one."""
-        low, high = 1, num_planned
-        while low < high:
-            middle = (low + high) // 2
-            if self._steps_s(middle) >= elapsed_s:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        held = self._prompt_books.used + self._grown
+        guess = self._cost.num_steps_in(elapsed_s, self._num_decoding, held)
+        found = min(max(guess, 1), num_planned)
+        while found > 1 and self._steps_s(found - 1) >= elapsed_s:
+            found -= 1
+        while found < num_planned and self._steps_s(found) < elapsed_s:
+            found += 1
+        return found
 
     def _steps_s(self, num_steps: int) -> float:
         held = self._prompt_books.used + self._grown
@@ -143,6 +157,7 @@ class SimulatedEngine:
         self._version += 1
         version = self._version
         self._stretch = (began_s, num_steps)
+        self._counted = (-1.0, 0)
         self._clock.at(
             began_s + self._steps_s(num_steps), lambda: self._end_stretch(version, num_steps)
         )

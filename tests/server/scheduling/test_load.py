@@ -74,6 +74,19 @@ def test_what_does_not_stay_is_gone_with_its_last_reader() -> None:
     assert load.leave(bookings[1]) == [b"x20"]
 
 
+def test_a_call_counts_for_a_last_block_that_may_hold_a_single_token() -> None:
+    load = Load("e", capacity=100, max_calls=9, block_size=16)
+    reader = demand(need=60, prefixes=prefixes(32))
+    first = load.book(reader)
+    assert load.used == load.peak == 60 + 15
+    assert load.num_added(reader) == 28 + 15
+    second = load.book(reader)
+    assert load.used == load.peak == 32 + 2 * (28 + 15)
+    for booking in (first, second):
+        load.leave(booking)
+    assert load.used == load.peak == 0
+
+
 def test_keys_name_the_tokens_and_the_salt_and_nothing_else() -> None:
     ids = list(range(40))
     cuts = [(16, True), (20, True), (32, False)]
