@@ -43,7 +43,7 @@ class LocalApp:
     def __init__(self, app: Application) -> None:
         self._app = app
         self._loop: asyncio.AbstractEventLoop
-        self._thread: threading.Thread
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._state = "new"
         self._door = threading.Lock()
@@ -91,7 +91,12 @@ class LocalApp:
 
         Raises:
             ClosedError: if the application is closed, or is before the coroutine has ended.
+            RuntimeError: if this is the application's thread, which cannot wait for itself. A
+                stream that was left may be collected there, and wants to be closed.
         """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("the application's own thread cannot wait for the application")
         try:
             return self._let_in(coroutine).result()
         except CancelledError:
@@ -130,6 +135,7 @@ class LocalApp:
             ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
         ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        assert self._thread is not None
         self._thread.join()
         self._loop.close()
         self._state = "closed"

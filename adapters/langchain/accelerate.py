@@ -154,11 +154,11 @@ class Accelerated(Seam):
 
     def batch(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Run the chain on each input, none of them waiting for another's step."""
-        return Runnable.batch(self, *args, **kwargs)
+        return Runnable.batch(_Batched(bound=self), *args, **kwargs)
 
     async def abatch(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Run the chain on each input, none of them waiting for another's step."""
-        return await Runnable.abatch(self, *args, **kwargs)
+        return await Runnable.abatch(_Batched(bound=self), *args, **kwargs)
 
     def batch_as_completed(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Run the chain on each input; results come as they are there."""
@@ -183,6 +183,23 @@ class Accelerated(Seam):
         if kwargs.get("version") == "v3":
             return super().astream_events(*args, **kwargs)
         return Runnable.astream_events(self, *args, **kwargs)
+
+    def one(self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]) -> Any:
+        """Run the chain as a batch of one input, with the runs and errors of a batch."""
+        if CURRENT.get() is not None:
+            return self.bound.batch([given], config, **kwargs)[0]
+        with self._running(given, config, kwargs, is_streamed=False) as frame, within(frame):
+            return self._planner.copy.batch([given], config, **kwargs)[0]
+
+    async def aone(
+        self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the chain as a batch of one input, with the runs and errors of a batch."""
+        if CURRENT.get() is not None:
+            return (await self.bound.abatch([given], config, **kwargs))[0]
+        async with self._arunning(given, config, kwargs, is_streamed=False) as frame:
+            with within(frame):
+                return (await self._planner.copy.abatch([given], config, **kwargs))[0]
 
     @contextlib.contextmanager
     def _running(
@@ -222,3 +239,15 @@ class Accelerated(Seam):
             is_failed = False
         finally:
             self._runs.append(await replay.end(is_failed=is_failed))
+
+
+class _Batched(Seam):
+    """An accelerated chain whose inputs are batches of their own."""
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        assert isinstance(self.bound, Accelerated)
+        return self.bound.one(input, config, kwargs)
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        assert isinstance(self.bound, Accelerated)
+        return await self.bound.aone(input, config, kwargs)

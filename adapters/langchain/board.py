@@ -49,7 +49,7 @@ class Answer(NamedTuple):
 
 
 class NotPlannedError(ConureError):
-    """A planned call was claimed, and then the server refused the plan: claim it again."""
+    """A claimed call was refused along with others: it has to be sent alone."""
 
 
 class Miss(NamedTuple):
@@ -164,16 +164,29 @@ class Board:
 
     def _miss(self, node: dict[str, Json]) -> Answer:
         self.tally.misses.append(self._reason())
+        answer, named = self._named(node)
+        self._body["nodes"].append(named)
+        return answer
+
+    def claim_alone(self, before: Answer, node: dict[str, Json]) -> tuple[Answer, dict[str, Any]]:
+        """A call that was claimed `before` and refused along with others: what to send for it."""
+        with self._lock:
+            if self._tracks[before.variable].place:
+                self.tally.misses.append(self._reason())
+            answer, named = self._named(node)
+            self._sent.add(answer.variable)
+            body = {**_empty(), "nodes": [named], "outputs": [answer.variable], "whole": False}
+            return answer, body
+
+    def _named(self, node: dict[str, Json]) -> tuple[Answer, dict[str, Json]]:
+        """A call that is in no plan, with names of its own."""
         self._is_whole = False  # where one call was not foreseen, others follow
         self._names += 1
         answer = Answer(f"miss{self._names}", f"miss{self._names}_call")
         output = {**node["output"], "variable": answer.variable}
-        self._body["nodes"].append(
-            {**node, "id": answer.node, "output": output, "on_error": "isolate"}
-        )
         self._track(answer.node, answer.variable, "")
         self._tracks[answer.variable].is_claimed = True
-        return answer
+        return answer, {**node, "id": answer.node, "output": output, "on_error": "isolate"}
 
     def _reason(self) -> Miss:
         """What stands in the way of the first planned call that nobody has asked for."""
@@ -246,7 +259,8 @@ class Board:
     def drop(self, body: dict[str, Any], reason: ConureError) -> None:
         """The server takes this not: its calls were never planned.
 
-        Who claimed a planned one already hears `NotPlannedError`; others who wait, the reason.
+        Whose call was in it along with others hears `NotPlannedError`; that of one alone, the
+        reason.
         """
         variables = {self._variable_of[node["id"]] for node in body["nodes"]}
         with self._lock:
@@ -260,8 +274,9 @@ class Board:
             told = []
             for track in map(self._tracks.__getitem__, variables):
                 track.refusal = reason
-                if track.place and track.is_claimed:
+                if track.place or len(variables) > 1:
                     track.refusal = NotPlannedError(reason.code, reason.message)
+                if track.place and track.is_claimed:
                     self.tally.num_served -= 1
                 told += [(listener, track.refusal) for listener in track.listeners]
         for listener, refusal in told:

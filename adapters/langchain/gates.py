@@ -12,6 +12,7 @@ accelerated run a seam does nothing at all.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -47,6 +48,22 @@ class Watched(Seam):
         """Run the part."""
         made = await self.bound.ainvoke(input, config, **kwargs)
         await self._atell(made)
+        return made
+
+    def batch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the part for each input."""
+        made = self.bound.batch(inputs, *args, **kwargs)
+        for each in made:
+            if not isinstance(each, BaseException):
+                self._tell(each)
+        return made
+
+    async def abatch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the part for each input."""
+        made = await self.bound.abatch(inputs, *args, **kwargs)
+        for each in made:
+            if not isinstance(each, BaseException):
+                await self._atell(each)
         return made
 
     def stream(
@@ -263,21 +280,19 @@ class Entered(Seam):
 
 
 class _InFrame(Seam):
-    """Runs inputs that bring their frames along."""
+    """Runs inputs that bring their frames along, each as a batch of its own: LangChain's
+    batches nest runs otherwise than its single calls, and raise another one of several errors.
+    """
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         frame, given = input
-        if frame is None:
-            return self.bound.invoke(given, config, **kwargs)
-        with within(frame):
-            return self.bound.invoke(given, config, **kwargs)
+        with nullcontext() if frame is None else within(frame):
+            return self.bound.batch([given], config, **kwargs)[0]
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         frame, given = input
-        if frame is None:
-            return await self.bound.ainvoke(given, config, **kwargs)
-        with within(frame):
-            return await self.bound.ainvoke(given, config, **kwargs)
+        with nullcontext() if frame is None else within(frame):
+            return (await self.bound.abatch([given], config, **kwargs))[0]
 
 
 def inside(frame: Frame, pieces: Iterator[Any]) -> Generator[Any, None, None]:

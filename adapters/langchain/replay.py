@@ -100,8 +100,7 @@ class Replay:
                 if stream.value is not None:
                     return Whole(stream.value, stream.program)
         except NotPlannedError:
-            (answer,) = self._claim([node])
-            return self._whole(answer, node, timeout_s)
+            return self._whole(self._claim_alone(answer, node), node, timeout_s)
         raise AssertionError("events of a call end with its answer or an error")
 
     def chunks(
@@ -110,6 +109,11 @@ class Replay:
         """The answer to a call of the chain, in pieces; raises as `result`."""
         (answer,) = self._claim([node])
         self._stream()
+        yield from self._pieces(answer, node, timeout_s)
+
+    def _pieces(
+        self, answer: Answer, node: dict[str, Json], timeout_s: float | None
+    ) -> Generator[ChatGenerationChunk, None, None]:
         stream = AnswerStream(answer.variable, answer.node)
         try:
             for event in self._events(answer, timeout_s):
@@ -117,7 +121,7 @@ class Replay:
                 if stream.is_whole:
                     return
         except NotPlannedError:
-            yield from self.chunks(node, timeout_s)
+            yield from self._pieces(self._claim_alone(answer, node), node, timeout_s)
 
     def end(self, *, is_failed: bool) -> Tally:
         """The chain is over: let go of the session."""
@@ -141,8 +145,15 @@ class Replay:
     def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
         answers = [self.board.claim(node) for node in nodes]
         if self.board.has_calls_to_send():
-            self._send()
+            with contextlib.suppress(ConureError):  # it is told to whoever waits for the calls
+                self._send()
         return answers
+
+    def _claim_alone(self, before: Answer, node: dict[str, Json]) -> Answer:
+        answer, body = self.board.claim_alone(before, node)
+        with self._sending:
+            self._deliver(body)
+        return answer
 
     def _stream(self) -> None:
         """Somebody wants an answer in pieces: follow the texts, also of what was sent before."""
@@ -289,8 +300,7 @@ class AsyncReplay:
                 if stream.value is not None:
                     return Whole(stream.value, stream.program)
         except NotPlannedError:
-            (answer,) = await self._claim([node])
-            return await self._whole(answer, node, timeout_s)
+            return await self._whole(await self._claim_alone(answer, node), node, timeout_s)
         raise AssertionError("events of a call end with its answer or an error")
 
     async def chunks(
@@ -299,6 +309,12 @@ class AsyncReplay:
         """The answer to a call of the chain, in pieces; raises as `Replay.result`."""
         (answer,) = await self._claim([node])
         await self._stream()
+        async for chunk in self._pieces(answer, node, timeout_s):
+            yield chunk
+
+    async def _pieces(
+        self, answer: Answer, node: dict[str, Json], timeout_s: float | None
+    ) -> AsyncGenerator[ChatGenerationChunk, None]:
         stream = AnswerStream(answer.variable, answer.node)
         try:
             async for event in self._events(answer, timeout_s):
@@ -307,7 +323,8 @@ class AsyncReplay:
                 if stream.is_whole:
                     return
         except NotPlannedError:
-            async for chunk in self.chunks(node, timeout_s):
+            answer = await self._claim_alone(answer, node)
+            async for chunk in self._pieces(answer, node, timeout_s):
                 yield chunk
 
     async def end(self, *, is_failed: bool) -> Tally:
@@ -333,8 +350,15 @@ class AsyncReplay:
     async def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
         answers = [self.board.claim(node) for node in nodes]
         if self.board.has_calls_to_send():
-            await self._send()
+            with contextlib.suppress(ConureError):
+                await self._send()
         return answers
+
+    async def _claim_alone(self, before: Answer, node: dict[str, Json]) -> Answer:
+        answer, body = self.board.claim_alone(before, node)
+        async with self._sending:
+            await self._deliver(body)
+        return answer
 
     async def _stream(self) -> None:
         """Somebody wants an answer in pieces; see `Replay._stream`."""

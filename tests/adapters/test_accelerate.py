@@ -460,6 +460,77 @@ def test_a_plan_that_is_refused_costs_nothing_but_itself(llm: ChatConure) -> Non
         accelerate(ask("{x}") | bad | TEXT).invoke("tea")
 
 
+def test_a_call_that_travels_with_one_that_is_refused_is_made(llm: ChatConure) -> None:
+    nope = ask("{x}") | llm.bind(model="nope") | TEXT
+    saved = nope.with_fallbacks([ask("or {x}") | llm | TEXT])
+    beside = RunnableParallel(a=saved, b=ask("{x}") | llm | TEXT) | ask("{a}{b}") | llm | TEXT
+    for chain in (beside, RunnableParallel(a=saved, b=saved)):
+        fast = accelerate(chain)
+        assert fast.invoke("tea") == chain.invoke("tea")
+        assert total(fast.stream("tea")) == total(chain.stream("tea"))
+        assert fast.batch(["tea"] * 3) == chain.batch(["tea"] * 3)
+    with pytest.raises(ProgramError, match="no engine serves nope"):
+        accelerate(RunnableParallel(a=nope, b=ask("{x}") | llm)).invoke("tea")
+
+
+def _inner(llm: ChatConure, name: str) -> Runnable[Any, Any]:
+    say = ask("say {i}") | llm | TEXT
+    seen: set[str] = set()
+
+    def broken(text: str) -> str:
+        raise KeyError("first")
+
+    def unlike(text: str) -> str:
+        raise ValueError("second")
+
+    def frail(text: str) -> str:
+        if text not in seen:
+            seen.add(text)
+            raise ValueError("once")
+        return text
+
+    inner: dict[str, Runnable[Any, Any]] = {
+        "fallbacks": (say | broken).with_fallbacks([say]),
+        "fallbacks that fail": (say | broken).with_fallbacks([say | unlike]),
+        "a retry": (say | frail).with_retry(wait_exponential_jitter=False),
+        "a bound model": ask("say {i}") | llm.bind(seed=3) | TEXT,
+        "a function between": say | str.upper | ask("so {y}") | llm | TEXT,
+    }
+    return inner[name]
+
+
+BATCHED = ["fallbacks", "fallbacks that fail", "a retry", "a bound model", "a function between"]
+
+
+@pytest.mark.parametrize("name", BATCHED)
+async def test_items_have_the_runs_and_the_errors_of_langchains_batches(
+    llm: ChatConure, name: str
+) -> None:
+    def outcome(made: Any) -> Any:
+        return repr(made) if isinstance(made, Exception) else comparable(made)
+
+    found = []
+    for is_fast in (False, True):
+        each: Runnable[Any, Any] = _inner(llm, name)
+        split: Runnable[Any, Any] = RunnableLambda(lambda _: ["p", "q"])
+        mapped: Runnable[Any, Any] = split | _inner(llm, name).map()
+        if is_fast:
+            each, mapped = accelerate(each), accelerate(mapped)
+        recorders = [Recorder() for _ in range(4)]
+        configs: list[Any] = [{"callbacks": [recorder]} for recorder in recorders]
+        batch, abatch = each.batch, each.abatch
+        made = [
+            await asyncio.to_thread(batch, ["p"], configs[0], return_exceptions=True),
+            await abatch(["q"], configs[1], return_exceptions=True),
+            await asyncio.to_thread(mapped.batch, ["x"], configs[2], return_exceptions=True),
+            await mapped.abatch(["x"], configs[3], return_exceptions=True),
+        ]
+        outcomes = [outcome(one) for some in made for one in some]
+        found.append((outcomes, [recorder.tree() for recorder in recorders]))
+    assert found[0] == found[1]
+    await llm._aclient().close()
+
+
 def test_an_accelerated_chain_is_a_runnable_among_others(llm: ChatConure) -> None:
     say = ask("{x}") | llm | TEXT
     inner = accelerate(say)

@@ -154,6 +154,15 @@ def test_a_closed_application_refuses_calls_by_its_name(local: Any) -> None:
         local.start()
 
 
+def test_a_stream_that_is_collected_in_its_application_does_not_stop_it(local: LocalApp) -> None:
+    async def collect() -> None:
+        with pytest.raises(RuntimeError, match="cannot wait"):
+            local.call(asyncio.sleep(0))
+
+    local.call(collect())
+    local.call(asyncio.sleep(0))
+
+
 async def test_so_it_does_with_await(local: Any) -> None:
     await asyncio.to_thread(local.close)
     with pytest.raises(ClosedError, match="was closed"):

@@ -182,11 +182,26 @@ def test_who_asked_for_what_is_refused_asks_again(case: Case) -> None:
     late: list[Event | ConureError] = []
     case.board.listen(planned, late.append)
     assert [type(each) for each in late] == [NotPlannedError]
-    assert case.board.claim(node("z", "say tea")).variable.startswith("miss")
+    again, alone = case.board.claim_alone(planned, node("z", "say tea"))
+    assert [each["id"] for each in alone["nodes"]] == [again.node]
     assert (case.board.tally.num_served, len(case.board.tally.misses)) == (0, 2)
     reason = ProgramError("store.unavailable", "full")
     case.board.drop(more, reason)
     assert heard[1:] == [reason]
+
+
+def test_what_is_refused_along_with_others_is_sent_alone(case: Case) -> None:
+    heard: list[Event | ConureError] = []
+    answers = [case.board.claim(node("z", text)) for text in ("one", "two")]
+    for answer in answers:
+        case.board.listen(answer, heard.append)
+    body = case.board.take()
+    assert body is not None
+    case.board.drop(body, ProgramError("model.unknown", "no such model"))
+    assert [type(each) for each in heard] == [NotPlannedError, NotPlannedError]
+    _, alone = case.board.claim_alone(answers[0], node("z", "one"))
+    assert len(alone["nodes"]) == 1
+    assert len(case.board.tally.misses) == 2
 
 
 def test_the_end_says_what_was_run_for_nothing(case: Case) -> None:
