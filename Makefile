@@ -96,7 +96,8 @@ test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12
 	    -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
 
 test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by Triton 3.6.0
-	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q -n 2 tests/kernels -m 'not slow'
+	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q -n 2 --dist loadfile \
+	    tests/kernels -m 'not slow'
 
 test-langchain14: $(LOWEST)/.installed ## the LangChain adapter on core 1.4, without await
 	$(LOWEST)/bin/python -m pytest -q tests/adapters/test_chat.py tests/adapters/test_messages.py \
