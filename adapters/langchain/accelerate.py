@@ -24,13 +24,14 @@ from pydantic import PrivateAttr
 
 from conure.server.program.errors import ProgramError
 
+from .async_replay import AsyncReplay
 from .board import Tally
 from .chat import ChatConure
 from .current import CURRENT, Frame, within
 from .gates import Seam, ainside, inside
 from .plan import Plan
 from .planning import server_of
-from .replay import AsyncReplay, Replay
+from .replay import Replay
 from .structure import models_of
 from .tailor import Tailor
 

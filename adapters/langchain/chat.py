@@ -43,11 +43,12 @@ from conure.server.program.ir import Json
 from ..client import AsyncClient, Client
 from ..leaving import acancelled_unless_done, cancelled_unless_done
 from ..own import OwnClients
+from .async_replay import AsyncReplay
 from .calls import ANSWER, CALL, ModelCall, repeated
 from .conversations import Conversations
 from .current import CURRENT
 from .messages import from_wire, to_wire
-from .replay import AsyncReplay, Replay
+from .replay import Replay
 from .settings import (
     choice_of,
     constraint_of,

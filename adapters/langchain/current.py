@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from .async_replay import AsyncReplay
 from .plan import Plan
-from .replay import AsyncReplay, Replay
+from .replay import Replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import PrivateAttr
 
+from .async_replay import AsyncReplay
 from .current import CURRENT, Frame, within
 from .plan import Plan
-from .replay import AsyncReplay, Replay
+from .replay import Replay
 
 
 class Seam(RunnableBindingBase[Any, Any]):

@@ -1,7 +1,7 @@
 """A run of a chain beside its program: what is sent, what is read, how calls wait.
 
-`Replay` for threads, `AsyncReplay` for coroutines; both keep a `Board` and speak with one
-session of the server. The first plan travels while the chain begins. Knows connections and
+For threads; `async_replay` is for coroutines. Both keep a `Board` and speak with one session
+of the server. The first plan travels while the chain begins. Knows connections and
 waiting. Refuses to know Runnables.
 
 Kept true: a plan that the server refuses is forgotten, and its calls are made as if there
@@ -11,14 +11,13 @@ client is gone dies of its lease.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
@@ -27,7 +26,7 @@ from conure.server.program.errors import ConureError, UnavailableError
 from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
-from ..client import AsyncClient, AsyncRun, Client, NotReadyError, Run
+from ..client import Client, NotReadyError, Run
 from .board import HEARD, TEXTS, Answer, Board, NotPlannedError, Tally
 from .plan import Awaited, Plan
 from .stream import AnswerStream, Whole, result_of
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 LEAVING_S = 5.0
 """How long a chain that is over waits for its first plan to arrive, so that it can be ended."""
 
-_CLOSE: dict[str, Json] = {"close": True}
+CLOSE: dict[str, Json] = {"close": True}
 
 
 class Replay:
@@ -140,7 +139,7 @@ class Replay:
 
     def _close(self, session: Run) -> None:
         with _quietly():
-            session.append(_CLOSE)
+            session.append(CLOSE)
 
     def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
         answers = [self.board.claim(node) for node in nodes]
@@ -175,7 +174,7 @@ class Replay:
             try:
                 event = inbox.get(timeout=left_s)
             except queue.Empty:
-                raise _late(timeout_s) from None
+                raise late(timeout_s) from None
             if isinstance(event, ConureError):
                 raise event
             yield event
@@ -196,7 +195,7 @@ class Replay:
         try:
             self._deliver(body)
         except Exception as problem:
-            _dropped(self._name, problem)
+            tell_dropped(self._name, problem)
         finally:
             self._sending.release()
 
@@ -204,7 +203,7 @@ class Replay:
         try:
             self._send()
         except Exception as problem:
-            _dropped(self._name, problem)
+            tell_dropped(self._name, problem)
 
     def _send(self) -> None:
         """Send what has come together; whoever comes meanwhile sends along."""
@@ -220,9 +219,9 @@ class Replay:
                 self._session.append(body)
                 self.board.sent(body, self._session.id)
                 return
-            run = self._client.submit(_submission(body, self._name), open=not is_whole)
+            run = self._client.submit(submission_of(body, self._name), open=not is_whole)
         except Exception as problem:
-            self.board.drop(body, _told(problem))
+            self.board.drop(body, as_told(problem))
             raise
         self._runs.append(run)
         self._session = None if is_whole else run
@@ -243,7 +242,7 @@ class Replay:
         except Exception as problem:
             if not self._is_over:  # else the client may be closed by now
                 logger.exception("events of %s could not be read", run.id)
-            self.board.fail(_told(problem))
+            self.board.fail(as_told(problem))
 
     def _read_texts(self, run: Run) -> None:
         # What else happens, and what goes wrong, is the other reader's to tell: an answer
@@ -254,209 +253,8 @@ class Replay:
                     self.board.hear(event)
 
 
-class AsyncReplay:
-    """One run of a chain, for coroutines of one loop; see `Replay`."""
-
-    def __init__(self, client: AsyncClient, name: str, *, is_streamed: bool) -> None:
-        self.board = Board()
-        self._client = client
-        self._name = name
-        self._is_streamed = is_streamed
-        self._session: AsyncRun | None = None
-        self._runs: list[AsyncRun] = []
-        self._opening: asyncio.Task[None] | None = None
-        self._sending = asyncio.Lock()
-        self._is_over = False
-        self._reading: list[asyncio.Task[None]] = []
-
-    def is_of(self, client: AsyncClient) -> bool:
-        """Whether it runs on this client's server."""
-        return self._client.server == client.server
-
-    async def begin(self, plans: Sequence[tuple[Plan, Mapping[str, Json]]]) -> None:
-        """The chain begins something that has a plan, with the values that are there."""
-        self.board.add(plans)
-        if self._opening is None:
-            await self._open()
-        else:
-            await self._send_plan()
-
-    async def observe(self, awaited: Awaited, made: Any) -> None:
-        """The chain made a value that the plan waits for."""
-        self.board.observe(awaited, made)
-        await self._send_plan()
-
-    async def result(self, nodes: Sequence[dict[str, Json]], timeout_s: float | None) -> ChatResult:
-        """The answers to a call of the chain; raises as `Replay.result`."""
-        answers = await self._claim(nodes)
-        pairs = zip(answers, nodes, strict=True)
-        return result_of([await self._whole(answer, node, timeout_s) for answer, node in pairs])
-
-    async def _whole(self, answer: Answer, node: dict[str, Json], timeout_s: float | None) -> Whole:
-        stream = AnswerStream(answer.variable, answer.node)
-        try:
-            async for event in self._events(answer, timeout_s):
-                stream.hear(event)
-                if stream.value is not None:
-                    return Whole(stream.value, stream.program)
-        except NotPlannedError:
-            return await self._whole(await self._claim_alone(answer, node), node, timeout_s)
-        raise AssertionError("events of a call end with its answer or an error")
-
-    async def chunks(
-        self, node: dict[str, Json], timeout_s: float | None
-    ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        """The answer to a call of the chain, in pieces; raises as `Replay.result`."""
-        (answer,) = await self._claim([node])
-        await self._stream()
-        async for chunk in self._pieces(answer, node, timeout_s):
-            yield chunk
-
-    async def _pieces(
-        self, answer: Answer, node: dict[str, Json], timeout_s: float | None
-    ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        stream = AnswerStream(answer.variable, answer.node)
-        try:
-            async for event in self._events(answer, timeout_s):
-                for chunk in stream.feed(event):
-                    yield chunk
-                if stream.is_whole:
-                    return
-        except NotPlannedError:
-            answer = await self._claim_alone(answer, node)
-            async for chunk in self._pieces(answer, node, timeout_s):
-                yield chunk
-
-    async def end(self, *, is_failed: bool) -> Tally:
-        """The chain is over: let go of the session."""
-        try:
-            if self._opening is not None:
-                await asyncio.wait([self._opening], timeout=LEAVING_S)
-        finally:
-            self._is_over = True
-        tally = self.board.end()
-        with contextlib.suppress(ConureError):
-            if is_failed or not self.board.is_settled():
-                for run in self._runs:
-                    self.board.stopped(await asyncio.shield(run.cancel()))
-            elif self._session is not None:
-                await asyncio.shield(self._session.append(_CLOSE))
-        for reading in self._reading:
-            reading.cancel()
-        if self._reading:
-            await asyncio.wait(self._reading)
-        return tally
-
-    async def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
-        answers = [self.board.claim(node) for node in nodes]
-        if self.board.has_calls_to_send():
-            with contextlib.suppress(ConureError):
-                await self._send()
-        return answers
-
-    async def _claim_alone(self, before: Answer, node: dict[str, Json]) -> Answer:
-        answer, body = self.board.claim_alone(before, node)
-        async with self._sending:
-            await self._deliver(body)
-        return answer
-
-    async def _stream(self) -> None:
-        """Somebody wants an answer in pieces; see `Replay._stream`."""
-        if self._is_streamed:
-            return
-        async with self._sending:
-            if self._is_streamed:
-                return
-            self._is_streamed = True
-            self._reading += [asyncio.create_task(self._read_texts(run)) for run in self._runs]
-
-    async def _events(self, answer: Answer, timeout_s: float | None) -> AsyncIterator[Event]:
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Event | ConureError] = asyncio.Queue()
-
-        def put(event: Event | ConureError) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, event)
-
-        self.board.listen(answer, put)
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-            try:
-                event = await asyncio.wait_for(inbox.get(), left_s)
-            except TimeoutError:
-                raise _late(timeout_s) from None
-            if isinstance(event, ConureError):
-                raise event
-            yield event
-
-    async def _open(self) -> None:
-        """Send the first plan while the chain begins; nothing else is sent meanwhile."""
-        await self._sending.acquire()
-        body = self.board.take()
-        if body is None:
-            self._sending.release()
-        else:
-            self._opening = asyncio.create_task(self._deliver_plan(body))
-
-    async def _deliver_plan(self, body: dict[str, Any]) -> None:
-        try:
-            await self._deliver(body)
-        except Exception as problem:
-            _dropped(self._name, problem)
-        finally:
-            self._sending.release()
-
-    async def _send_plan(self) -> None:
-        try:
-            await self._send()
-        except Exception as problem:
-            _dropped(self._name, problem)
-
-    async def _send(self) -> None:
-        async with self._sending:
-            body = self.board.take()
-            if body is not None:
-                await self._deliver(body)
-
-    async def _deliver(self, body: dict[str, Any]) -> None:
-        is_whole = body.pop("whole")
-        try:
-            if self._session is not None:
-                await self._session.append(body)
-                self.board.sent(body, self._session.id)
-                return
-            run = await self._client.submit(_submission(body, self._name), open=not is_whole)
-        except Exception as problem:
-            self.board.drop(body, _told(problem))
-            raise
-        self._runs.append(run)
-        self._session = None if is_whole else run
-        self.board.sent(body, run.id)
-        if self._is_over:
-            with contextlib.suppress(ConureError):
-                await run.cancel()
-            return
-        types = HEARD | TEXTS if self._is_streamed else HEARD
-        self._reading.append(asyncio.create_task(self._read(run, types)))
-
-    async def _read(self, run: AsyncRun, types: frozenset[EventType]) -> None:
-        try:
-            async for event in run.events(types=types):
-                self.board.hear(event)
-        except ConureError as problem:
-            self.board.fail(problem)
-        except Exception as problem:
-            logger.exception("events of %s could not be read", run.id)
-            self.board.fail(_told(problem))
-
-    async def _read_texts(self, run: AsyncRun) -> None:
-        with contextlib.suppress(ConureError, RuntimeError):
-            async for event in run.events(types=TEXTS):
-                if event.type in TEXTS:
-                    self.board.hear(event)
-
-
-def _submission(body: dict[str, Any], name: str) -> dict[str, Json]:
+def submission_of(body: dict[str, Any], name: str) -> dict[str, Json]:
+    """What a board gives to be sent first, as a submission."""
     program = {k: body[k] for k in ("variables", "nodes", "outputs")} | {"name": name[:256]}
     # Attached: a session whose client is gone is nobody's.
     return {"program": program, "inputs": body["inputs"], "options": {"detach": False}}
@@ -467,15 +265,17 @@ def _quietly() -> contextlib.AbstractContextManager[None]:
     return contextlib.suppress(ConureError, RuntimeError)
 
 
-def _late(timeout_s: float | None) -> NotReadyError:
+def late(timeout_s: float | None) -> NotReadyError:
+    """The error of a call whose time is over."""
     return NotReadyError("client.not_ready", f"the call has no answer after {timeout_s:g} s")
 
 
-def _dropped(name: str, problem: Exception) -> None:
+def tell_dropped(name: str, problem: Exception) -> None:
+    """Tell the log of a plan that the server did not take."""
     logger.info("plan of %s dropped: %s", name, problem)
 
 
-def _told(problem: Exception) -> ConureError:
+def as_told(problem: Exception) -> ConureError:
     """What a call is told of it."""
     if isinstance(problem, ConureError):
         return problem
