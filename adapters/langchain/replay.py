@@ -28,9 +28,10 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from ..client import AsyncClient, AsyncRun, Client, NotReadyError, Run
-from .board import HEARD, TEXTS, Answer, Board, NotPlannedError, Tally
+from .board import HEARD, TEXTS, Answer, Board, NotPlannedError
 from .plan import Awaited, Plan
 from .stream import AnswerStream, Whole, result_of
+from .tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,8 @@ class Replay:
     def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
         answers = [self.board.claim(node) for node in nodes]
         if self.board.has_calls_to_send():
-            self._send()
+            with contextlib.suppress(ConureError):  # who listens is told
+                self._send()
         return answers
 
     def _stream(self) -> None:
@@ -333,7 +335,8 @@ class AsyncReplay:
     async def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
         answers = [self.board.claim(node) for node in nodes]
         if self.board.has_calls_to_send():
-            await self._send()
+            with contextlib.suppress(ConureError):
+                await self._send()
         return answers
 
     async def _stream(self) -> None:
