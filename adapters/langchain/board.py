@@ -51,9 +51,7 @@ class Answer(NamedTuple):
 
 
 class NotPlannedError(ConureError):
-    """A call was claimed, and then the server refused a plan that it was part of, or that was
-    sent with it: claim it again.
-    """
+    """What was claimed was refused with a plan: claim it again."""
 
 
 @dataclass(slots=True)

@@ -122,9 +122,11 @@ class Replay:
 
     def end(self, *, is_failed: bool) -> Tally:
         """The chain is over: let go of the session."""
-        if self._opening is not None:
-            self._opening.join(LEAVING_S)
-        self._is_over = True
+        try:
+            if self._opening is not None:
+                self._opening.join(LEAVING_S)
+        finally:
+            self._is_over = True
         tally = self.board.end()
         if is_failed or not self.board.is_settled():
             # Nothing may be left running, and nobody waits for how it went.
@@ -313,19 +315,22 @@ class AsyncReplay:
                 yield chunk
 
     async def end(self, *, is_failed: bool) -> Tally:
-        """The chain is over: let go of the session."""
+        """The chain is over: let go of the session, even if who waits for that is cancelled."""
+        return await asyncio.shield(self._leave(is_failed=is_failed))
+
+    async def _leave(self, *, is_failed: bool) -> Tally:
         try:
             if self._opening is not None:
                 await asyncio.wait([self._opening], timeout=LEAVING_S)
         finally:
             self._is_over = True
         tally = self.board.end()
-        with contextlib.suppress(ConureError):
+        with _quietly():
             if is_failed or not self.board.is_settled():
                 for run in self._runs:
-                    self.board.stopped(await asyncio.shield(run.cancel()))
+                    self.board.stopped(await run.cancel())
             elif self._session is not None:
-                await asyncio.shield(self._session.append(_CLOSE))
+                await self._session.append(_CLOSE)
         for reading in self._reading:
             reading.cancel()
         if self._reading:

@@ -22,6 +22,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError, PromptError
 
+from .left import all_ended
 from .shapes import TEXT, ask, shapes
 
 NAMES = list(shapes(ChatConure()))
@@ -444,6 +445,31 @@ async def test_an_awaited_call_that_is_cancelled_ends_its_program(tmp_path: Path
         (run,) = fast.explain().runs
         status = await asyncio.to_thread(lambda: client.attach(run.program).status())
         assert status.status == "cancelled"
+        await llm._aclient().close()
+
+
+async def test_a_chain_that_is_cancelled_again_as_it_leaves_ends_its_program(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=60.0, drain_s=0.0)
+    with await asyncio.to_thread(lambda: Client(app=create_app(config))) as client:
+        llm = ChatConure(client=client)
+        fast = accelerate(ask("{x}") | llm | TEXT)
+        before = asyncio.all_tasks()
+        for num_turns in range(12):
+            chain = asyncio.create_task(fast.ainvoke("tea"))
+            async with asyncio.timeout(15):
+                while len(submitted) == num_turns:  # noqa: ASYNC110 - as the server comes to it
+                    await asyncio.sleep(0.01)
+            chain.cancel()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            chain.cancel()
+            await asyncio.wait([chain])
+        await all_ended(client, submitted)
+        async with asyncio.timeout(15):
+            while asyncio.all_tasks() - before:  # noqa: ASYNC110 - they are nobody's to wait for
+                await asyncio.sleep(0.01)
         await llm._aclient().close()
 
 
