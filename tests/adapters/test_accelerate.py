@@ -489,7 +489,7 @@ def test_a_plan_that_is_refused_costs_nothing_but_itself(llm: ChatConure) -> Non
 async def test_a_chain_whose_plan_is_refused_goes_on_behind_its_own_steps(llm: ChatConure) -> None:
     bad = llm.bind(constraint={"regex": "(?=a)b"})
     said = (ask("{x}") | bad | TEXT).with_fallbacks([ask("{x}") | llm | TEXT])
-    search = RunnableLambda(lambda text: f"found {text}")
+    search: RunnableLambda[str, str] = RunnableLambda(lambda text: f"found {text}")
     chain = RunnableParallel(said=said, docs=search) | ask("{docs} {said}") | llm | TEXT
     fast = accelerate(chain)
     expected = await asyncio.to_thread(chain.invoke, "tea")
