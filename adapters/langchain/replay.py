@@ -162,6 +162,8 @@ class Replay:
     def _events(self, answer: Answer, timeout_s: float | None) -> Iterator[Event]:
         inbox: queue.SimpleQueue[Event | ConureError] = queue.SimpleQueue()
         self.board.listen(answer, inbox.put)
+        if self._opening is not None:
+            self._opening.join()  # a server that cannot be reached is told as that, not as late
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
@@ -362,6 +364,8 @@ class AsyncReplay:
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
         self.board.listen(answer, put)
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())

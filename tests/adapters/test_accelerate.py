@@ -16,7 +16,13 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 
-from conure.adapters.client import AsyncClient, Client, NotReadyError
+from conure.adapters.client import (
+    AsyncClient,
+    Client,
+    NotReadyError,
+    Retry,
+    ServerUnreachableError,
+)
 from conure.adapters.langchain import Accelerated, ChatConure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
@@ -445,6 +451,18 @@ async def test_an_awaited_call_that_is_cancelled_ends_its_program(tmp_path: Path
         (run,) = fast.explain().runs
         status = await asyncio.to_thread(lambda: client.attach(run.program).status())
         assert status.status == "cancelled"
+        await llm._aclient().close()
+
+
+async def test_a_server_that_is_away_is_told_as_that_however_short_the_timeout() -> None:
+    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.4, first_patience_s=0.4)
+    with Client("http://127.0.0.1:1", retry=retry) as client:
+        llm = ChatConure(client=client, timeout=0.1)
+        fast = accelerate(ask("{x}") | llm | TEXT)
+        with pytest.raises(ServerUnreachableError):
+            await asyncio.to_thread(fast.invoke, "tea")
+        with pytest.raises(ServerUnreachableError):
+            await fast.ainvoke("tea")
         await llm._aclient().close()
 
 
