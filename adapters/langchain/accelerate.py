@@ -25,7 +25,6 @@ from pydantic import PrivateAttr
 from conure.server.program.errors import ProgramError
 
 from .async_replay import AsyncReplay
-from .board import Tally
 from .chat import ChatConure
 from .current import CURRENT, Frame, within
 from .gates import Seam, ainside, inside
@@ -34,6 +33,7 @@ from .planning import server_of
 from .replay import Replay
 from .structure import models_of
 from .tailor import Tailor
+from .tally import Tally
 
 NUM_REMEMBERED = 100
 """Runs whose tallies `explain` tells."""

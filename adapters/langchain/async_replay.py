@@ -19,10 +19,11 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from ..client import AsyncClient, AsyncRun
-from .board import HEARD, TEXTS, Answer, Board, NotPlannedError, Tally
+from .board import HEARD, TEXTS, Answer, Board, NotPlannedError
 from .plan import Awaited, Plan
-from .replay import CLOSE, LEAVING_S, as_told, late, submission_of, tell_dropped
+from .replay import CLOSE, LEAVING_S, as_told, late, quietly, submission_of, tell_dropped
 from .stream import AnswerStream, Whole, result_of
+from .tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -101,19 +102,22 @@ class AsyncReplay:
                 yield chunk
 
     async def end(self, *, is_failed: bool) -> Tally:
-        """The chain is over: let go of the session."""
+        """The chain is over: let go of the session, even if who waits for that is cancelled."""
+        return await asyncio.shield(self._leave(is_failed=is_failed))
+
+    async def _leave(self, *, is_failed: bool) -> Tally:
         try:
             if self._opening is not None:
                 await asyncio.wait([self._opening], timeout=LEAVING_S)
         finally:
             self._is_over = True
         tally = self.board.end()
-        with contextlib.suppress(ConureError):
+        with quietly():
             if is_failed or not self.board.is_settled():
                 for run in self._runs:
-                    self.board.stopped(await asyncio.shield(run.cancel()))
+                    self.board.stopped(await run.cancel())
             elif self._session is not None:
-                await asyncio.shield(self._session.append(CLOSE))
+                await self._session.append(CLOSE)
         for reading in self._reading:
             reading.cancel()
         if self._reading:
@@ -151,6 +155,8 @@ class AsyncReplay:
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
         self.board.listen(answer, put)
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -29,6 +30,7 @@ from conure.server.program.value import text_of
 
 from .plan import Awaited, Plan, PlannedCall
 from .stream import ENDS
+from .tally import Miss, Tally
 
 Listener: TypeAlias = Callable[["Event | ConureError"], None]
 """Hears what happens to one call; an error if nothing more will be heard."""
@@ -49,31 +51,7 @@ class Answer(NamedTuple):
 
 
 class NotPlannedError(ConureError):
-    """A claimed call was refused along with others: it has to be sent alone."""
-
-
-class Miss(NamedTuple):
-    """A call that was not in the plan."""
-
-    place: str
-    """Of the planned call that it may have been; empty if there is none."""
-    why: str
-
-
-@dataclass(slots=True)
-class Tally:
-    """What became of the calls of one run."""
-
-    program: str = ""
-    """Its id on the server; empty if nothing was sent."""
-    num_planned: int = 0
-    num_served: int = 0
-    """Planned, and asked for by the chain."""
-    misses: list[Miss] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-    """What the server said to plans that it did not take."""
-    wasted: list[str] = field(default_factory=list)
-    """Places of calls that the server began and the chain never asked for."""
+    """What was claimed was refused with a plan, or with others: claim it again, alone."""
 
 
 @dataclass(slots=True)
@@ -81,6 +59,9 @@ class _Track:
     """One call on the server."""
 
     place: str
+    reads: frozenset[str] = frozenset()
+    miss: Miss | None = None
+    """Why it was not in the plan; None if it was."""
     program: str = ""
     history: list[Event] = field(default_factory=list)
     listeners: list[Listener] = field(default_factory=list)
@@ -103,6 +84,8 @@ class Board:
         """Planned, by what they ask."""
         self._tracks: dict[str, _Track] = {}
         self._variable_of: dict[str, str] = {}
+        self._declared: set[str] = set()
+        """Variables of plans that the server has not refused, whose values the chain gives."""
         self._awaited: dict[str, Awaited] = {}
         self._broken: dict[str, str] = {}
         self._names = 0
@@ -129,11 +112,14 @@ class Board:
             for plan, inputs in plans:
                 self._values.update(inputs)
                 self._body["inputs"].update(inputs)
-                self._body["variables"].update({name: {} for name in plan.declared()})
+                declared = dict.fromkeys(plan.declared())
+                self._declared |= declared.keys()
+                self._body["variables"].update({name: {} for name in declared})
                 self._is_whole &= not plan.has_parts
                 for call in plan.calls:
                     self._body["nodes"].append({**call.node, "on_error": "isolate"})
-                    self._track(call.node["id"], call.variable, call.place)
+                    track = _Track(call.place, call.reads)
+                    self._track(call.node["id"], call.variable, track)
                 for awaited in plan.awaited.values():
                     self._awaited.update({view.variable: awaited for view in awaited.source.views})
                 self._unknown += plan.calls
@@ -147,7 +133,8 @@ class Board:
             if reason:
                 self._broken[awaited.place] = reason
             self._values.update(values)
-            self._body["inputs"].update(values)
+            wanted = values.keys() & self._declared
+            self._body["inputs"].update({name: values[name] for name in wanted})
             self._render()
 
     def claim(self, node: dict[str, Json]) -> Answer:
@@ -162,30 +149,32 @@ class Board:
                 return Answer(call.variable, call.node["id"])
             return self._miss(node)
 
-    def _miss(self, node: dict[str, Json]) -> Answer:
-        self.tally.misses.append(self._reason())
-        answer, named = self._named(node)
-        self._body["nodes"].append(named)
-        return answer
-
     def claim_alone(self, before: Answer, node: dict[str, Json]) -> tuple[Answer, dict[str, Any]]:
-        """A call that was claimed `before` and refused along with others: what to send for it."""
+        """A call that was claimed `before` and not made: what to send for it alone."""
         with self._lock:
-            if self._tracks[before.variable].place:
-                self.tally.misses.append(self._reason())
-            answer, named = self._named(node)
+            miss = self._tracks[before.variable].miss
+            if miss is None:
+                miss = self._reason()
+                self.tally.misses.append(miss)
+            answer, named = self._named(node, miss)
             self._sent.add(answer.variable)
             body = {**_empty(), "nodes": [named], "outputs": [answer.variable], "whole": False}
             return answer, body
 
-    def _named(self, node: dict[str, Json]) -> tuple[Answer, dict[str, Json]]:
+    def _miss(self, node: dict[str, Json]) -> Answer:
+        miss = self._reason()
+        self.tally.misses.append(miss)
+        answer, named = self._named(node, miss)
+        self._body["nodes"].append(named)
+        return answer
+
+    def _named(self, node: dict[str, Json], miss: Miss) -> tuple[Answer, dict[str, Json]]:
         """A call that is in no plan, with names of its own."""
         self._is_whole = False  # where one call was not foreseen, others follow
         self._names += 1
         answer = Answer(f"miss{self._names}", f"miss{self._names}_call")
         output = {**node["output"], "variable": answer.variable}
-        self._track(answer.node, answer.variable, "")
-        self._tracks[answer.variable].is_claimed = True
+        self._track(answer.node, answer.variable, _Track("", miss=miss, is_claimed=True))
         return answer, {**node, "id": answer.node, "output": output, "on_error": "isolate"}
 
     def _reason(self) -> Miss:
@@ -201,8 +190,8 @@ class Board:
                 return Miss(calls[0].place, f"{calls[0].place}: another prompt, or other settings")
         return Miss("", "not in the plan")
 
-    def _track(self, node: str, variable: str, place: str) -> None:
-        self._tracks[variable] = _Track(place)
+    def _track(self, node: str, variable: str, track: _Track) -> None:
+        self._tracks[variable] = track
         self._variable_of[node] = variable
 
     # --- what the server is told ----------------------------------------------------------
@@ -259,28 +248,44 @@ class Board:
     def drop(self, body: dict[str, Any], reason: ConureError) -> None:
         """The server takes this not: its calls were never planned.
 
-        Whose call was in it along with others hears `NotPlannedError`; that of one alone, the
+        Nor were those that wait on the server for a value in it. Who claimed one of all these
+        or an unplanned call along with others hears `NotPlannedError`; who sent one alone, the
         reason.
         """
-        variables = {self._variable_of[node["id"]] for node in body["nodes"]}
+        dropped = {self._variable_of[node["id"]] for node in body["nodes"]}
+        lost = body["inputs"].keys() - body["variables"].keys()
         with self._lock:
-            self._sent -= variables
-            self._unknown = [call for call in self._unknown if call.variable not in variables]
-            for calls in self._known.values():
-                gone = [call for call in calls if call.variable in variables]
-                for call in gone:
-                    calls.remove(call)
             self.tally.refusals.append(reason.message)
+            self._sent -= dropped
+            self._declared -= body["variables"].keys()
+            for name in body["variables"]:
+                self._body["inputs"].pop(name, None)
+            is_planned = bool(lost) or any(self._tracks[name].miss is None for name in dropped)
+            variables = dropped | self._behind(lost)
+            self._forget(variables)
             told = []
             for track in map(self._tracks.__getitem__, variables):
                 track.refusal = reason
-                if track.place or len(variables) > 1:
+                if track.is_claimed and (is_planned or len(dropped) > 1):
                     track.refusal = NotPlannedError(reason.code, reason.message)
-                if track.place and track.is_claimed:
-                    self.tally.num_served -= 1
+                    self.tally.num_served -= track.miss is None
                 told += [(listener, track.refusal) for listener in track.listeners]
         for listener, refusal in told:
             listener(refusal)
+
+    def _behind(self, names: AbstractSet[str]) -> set[str]:
+        """Variables of the planned calls that wait for these, or for each other's answers."""
+        found: set[str] = set()
+        waiting = {name: each for name, each in self._tracks.items() if not each.has_ended}
+        while more := {v for v, each in waiting.items() if each.reads & (names | found)} - found:
+            found |= more
+        return found
+
+    def _forget(self, variables: AbstractSet[str]) -> None:
+        """Give away no more what was planned for these."""
+        self._unknown = [call for call in self._unknown if call.variable not in variables]
+        for key, calls in self._known.items():
+            self._known[key] = deque(call for call in calls if call.variable not in variables)
 
     # --- what the server tells ------------------------------------------------------------
 

@@ -27,9 +27,10 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from ..client import Client, NotReadyError, Run
-from .board import HEARD, TEXTS, Answer, Board, NotPlannedError, Tally
+from .board import HEARD, TEXTS, Answer, Board, NotPlannedError
 from .plan import Awaited, Plan
 from .stream import AnswerStream, Whole, result_of
+from .tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -124,21 +125,23 @@ class Replay:
 
     def end(self, *, is_failed: bool) -> Tally:
         """The chain is over: let go of the session."""
-        if self._opening is not None:
-            self._opening.join(LEAVING_S)
-        self._is_over = True
+        try:
+            if self._opening is not None:
+                self._opening.join(LEAVING_S)
+        finally:
+            self._is_over = True
         tally = self.board.end()
         if is_failed or not self.board.is_settled():
             # Nothing may be left running, and nobody waits for how it went.
             for run in self._runs:
-                with _quietly():
+                with quietly():
                     self.board.stopped(run.cancel())
         elif self._session is not None:
             threading.Thread(target=self._close, args=(self._session,), daemon=True).start()
         return tally
 
     def _close(self, session: Run) -> None:
-        with _quietly():
+        with quietly():
             session.append(CLOSE)
 
     def _claim(self, nodes: Sequence[dict[str, Json]]) -> list[Answer]:
@@ -168,6 +171,8 @@ class Replay:
     def _events(self, answer: Answer, timeout_s: float | None) -> Iterator[Event]:
         inbox: queue.SimpleQueue[Event | ConureError] = queue.SimpleQueue()
         self.board.listen(answer, inbox.put)
+        if self._opening is not None:
+            self._opening.join()  # a server that cannot be reached is told as that, not as late
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
@@ -227,7 +232,7 @@ class Replay:
         self._session = None if is_whole else run
         self.board.sent(body, run.id)
         if self._is_over:  # it took too long: nobody is there to end it
-            with _quietly():
+            with quietly():
                 run.cancel()
             return
         types = HEARD | TEXTS if self._is_streamed else HEARD
@@ -260,7 +265,8 @@ def submission_of(body: dict[str, Any], name: str) -> dict[str, Json]:
     return {"program": program, "inputs": body["inputs"], "options": {"detach": False}}
 
 
-def _quietly() -> contextlib.AbstractContextManager[None]:
+def quietly() -> contextlib.AbstractContextManager[None]:
+    """Ends a session, if that can be."""
     # A client that its owner has closed raises RuntimeError; then the lease ends the session.
     return contextlib.suppress(ConureError, RuntimeError)
 

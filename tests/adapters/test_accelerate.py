@@ -16,12 +16,19 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 
-from conure.adapters.client import AsyncClient, Client, NotReadyError
+from conure.adapters.client import (
+    AsyncClient,
+    Client,
+    NotReadyError,
+    Retry,
+    ServerUnreachableError,
+)
 from conure.adapters.langchain import Accelerated, ChatConure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError, PromptError
 
+from .left import all_ended
 from .shapes import TEXT, ask, shapes
 
 NAMES = list(shapes(ChatConure()))
@@ -447,6 +454,43 @@ async def test_an_awaited_call_that_is_cancelled_ends_its_program(tmp_path: Path
         await llm._aclient().close()
 
 
+async def test_a_server_that_is_away_is_told_as_that_however_short_the_timeout() -> None:
+    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.4, first_patience_s=0.4)
+    with Client("http://127.0.0.1:1", retry=retry) as client:
+        llm = ChatConure(client=client, timeout=0.1)
+        fast = accelerate(ask("{x}") | llm | TEXT)
+        with pytest.raises(ServerUnreachableError):
+            await asyncio.to_thread(fast.invoke, "tea")
+        with pytest.raises(ServerUnreachableError):
+            await fast.ainvoke("tea")
+        await llm._aclient().close()
+
+
+async def test_a_chain_that_is_cancelled_again_as_it_leaves_ends_its_program(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=60.0, drain_s=0.0)
+    with await asyncio.to_thread(lambda: Client(app=create_app(config))) as client:
+        llm = ChatConure(client=client)
+        fast = accelerate(ask("{x}") | llm | TEXT)
+        before = asyncio.all_tasks()
+        for num_turns in range(12):
+            chain = asyncio.create_task(fast.ainvoke("tea"))
+            async with asyncio.timeout(15):
+                while len(submitted) == num_turns:  # noqa: ASYNC110 - as the server comes to it
+                    await asyncio.sleep(0.01)
+            chain.cancel()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            chain.cancel()
+            await asyncio.wait([chain])
+        await all_ended(client, submitted)
+        async with asyncio.timeout(15):
+            while asyncio.all_tasks() - before:  # noqa: ASYNC110 - they are nobody's to wait for
+                await asyncio.sleep(0.01)
+        await llm._aclient().close()
+
+
 def test_a_plan_that_is_refused_costs_nothing_but_itself(llm: ChatConure) -> None:
     bad = llm.bind(constraint={"regex": "(?=a)b"})
     chain = (ask("{x}") | bad | TEXT).with_fallbacks([ask("{x}") | llm | TEXT])
@@ -530,6 +574,18 @@ async def test_items_have_the_runs_and_the_errors_of_langchains_batches(
         outcomes = [outcome(one) for some in made for one in some]
         found.append((outcomes, [recorder.tree() for recorder in recorders]))
     assert found[0] == found[1]
+    await llm._aclient().close()
+
+
+async def test_a_chain_whose_plan_is_refused_goes_on_behind_its_own_steps(llm: ChatConure) -> None:
+    bad = llm.bind(constraint={"regex": "(?=a)b"})
+    said = (ask("{x}") | bad | TEXT).with_fallbacks([ask("{x}") | llm | TEXT])
+    search: RunnableLambda[str, str] = RunnableLambda(lambda text: f"found {text}")
+    chain = RunnableParallel(said=said, docs=search) | ask("{docs} {said}") | llm | TEXT
+    fast = accelerate(chain)
+    expected = await asyncio.to_thread(chain.invoke, "tea")
+    assert await asyncio.to_thread(fast.invoke, "tea") == expected
+    assert await fast.ainvoke("tea") == expected
     await llm._aclient().close()
 
 

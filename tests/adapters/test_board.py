@@ -204,6 +204,45 @@ def test_what_is_refused_along_with_others_is_sent_alone(case: Case) -> None:
     assert len(case.board.tally.misses) == 2
 
 
+def test_a_value_that_a_refused_plan_waited_for_goes_nowhere(case: Case) -> None:
+    case.board.add([(case.plan, case.plan.inputs("tea"))])
+    body = case.board.take()
+    assert body is not None
+    reason = ProgramError("constraint.invalid", "no such language")
+    case.board.observe(case.awaited, "before")
+    case.board.drop(body, reason)
+    case.board.observe(case.awaited, "behind")
+    case.board.claim(node("z", "other"))
+    more = case.board.take()
+    assert more is not None
+    assert (more["inputs"], more["variables"]) == ({}, {})
+
+
+def test_a_value_that_is_refused_with_something_else_is_waited_for_by_nobody(case: Case) -> None:
+    case.begin()
+    case.board.hear(committed("a", "A"))
+    case.board.observe(case.awaited, "S")
+    heard: dict[str, list[Event | ConureError]] = {"b": [], "c": [], "z": []}
+    claimed = case.board.claim(node("z", "S"))
+    assert claimed.variable == "b"
+    case.board.listen(claimed, heard["b"].append)
+    missed = case.board.claim(node("z", "other"))
+    case.board.listen(missed, heard["z"].append)
+    body = case.board.take()
+    assert body is not None
+    assert body["inputs"]
+    case.board.drop(body, ProgramError("value.too_large", "no"))
+    assert {name: [type(each) for each in told] for name, told in heard.items()} == {
+        "b": [NotPlannedError],
+        "c": [],
+        "z": [NotPlannedError],
+    }
+    assert (case.board.tally.num_served, len(case.board.tally.misses)) == (0, 1)
+    for asked in ("S", "other", "S/A"):
+        assert case.board.claim(node("z", asked)).variable.startswith("miss")
+    assert not case.board.is_settled(), "what waits on the server has to be stopped"
+
+
 def test_the_end_says_what_was_run_for_nothing(case: Case) -> None:
     case.begin()
     assert not case.board.is_settled()
