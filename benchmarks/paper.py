@@ -21,6 +21,8 @@ HEAD = "| | baseline | ours | ratio | min | max | paper | |\n|---|--:|--:|--:|--
 BAR, BARS = "#", 4
 """Characters for every whole one of a ratio."""
 LONGEST = 60
+LEAST = "≥ "
+"""Before what was not seen to end."""
 
 
 def table(points: list[list[Point]]) -> list[str]:
@@ -30,11 +32,12 @@ def table(points: list[list[Point]]) -> list[str]:
         ratios = [point.ratio for point in each]
         middle = statistics.median(ratios)
         paper = "" if math.isnan(each[0].paper) else f"{each[0].paper:g}"
+        least = LEAST if all(point.is_least for point in each) else ""
         lines.append(
             f"| {each[0].label} "
             f"| {statistics.median(point.before for point in each):.4g} "
-            f"| {statistics.median(point.after for point in each):.4g} "
-            f"| {middle:.2f} | {min(ratios):.2f} | {max(ratios):.2f} | {paper} "
+            f"| {least}{statistics.median(point.after for point in each):.4g} "
+            f"| {least}{middle:.2f} | {min(ratios):.2f} | {max(ratios):.2f} | {paper} "
             f"| `{BAR * min(round(BARS * middle), LONGEST)}` |"
         )
     return lines

@@ -28,6 +28,8 @@ class Point(NamedTuple):
     before: float
     after: float
     is_rate: bool = False
+    is_least: bool = False
+    """Ours kept to the bound at the highest rate that was tried: it may be better than this."""
 
     @property
     def ratio(self) -> float:
@@ -188,10 +190,12 @@ GPTS = {
     "data": (2_031, 4, 416),
 }
 """Tokens of system prompt, question and output."""
+GPTS_NUMBER, GPTS_RATE = 500, 32.0
+"""How many the paper sent at a rate, and the highest that it tried: at 32 a second they are all
+there after 16 s."""
 GPTS_S = 600.0
-"""How long they come. What counts is the later half of them, by when whatever is overloaded, even
-slowly, shows it. The paper sent 500 at each rate: at 16 a second these are over in half a minute,
-and so few never bring ours to the bound, however fast they come."""
+"""How long they come where a rate is to be sustained. What counts is the later half of them, by
+when whatever is overloaded, even slowly, shows it."""
 BOUND_S = 0.3
 """For a token; a rate that keeps to it is sustained."""
 
@@ -199,43 +203,56 @@ BOUND_S = 0.3
 def gpts(seed: int) -> Iterator[Point]:
     """Figure 17: four applications with system prompts of their own, on four A6000.
 
-    A rate is sustained if the later half of ten minutes of requests keeps to the bound.
+    The highest rate that keeps to 300 ms a token, in two ways: 500 requests, as many of each
+    application, are sent at it, as in the paper; or the later half of ten minutes of them counts,
+    which is harder: whatever ends before a queue has grown cannot show that it would.
     """
 
-    def at_rate(setting: Setting, rate: float) -> float:
-        draw = random.Random(f"gpts {seed}")
-        sent, at_s = [], 0.0
-        for i in range(round(GPTS_S * rate)):
-            at_s += draw.expovariate(rate)
-            name = draw.choice(list(GPTS))
-            sent.append((single(name, *GPTS[name], i), at_s))
-        return per_token_s(outcomes(setting, sent)[len(sent) // 2 :])
+    def by_number(setting: Setting) -> float:
+        return _highest_rate(lambda rate: per_token_s(outcomes(setting, _gpts(seed, rate))))
+
+    def by_time(setting: Setting) -> float:
+        def late_s(rate: float) -> float:
+            sent = _gpts(seed, rate, round(GPTS_S * rate))
+            return per_token_s(outcomes(setting, sent)[len(sent) // 2 :])
+
+        return _highest_rate(late_s)
 
     common = {"num_engines": 4, "max_sequences": 120}
-    without = ours(A6000_7B, seed, **common, capacity=48_000)
-    before = _sustained(
-        lambda rate: at_rate(baseline(A6000_7B, seed, **common, capacity=30_000), rate)
+    settings = (
+        ours(A6000_7B, seed, **common, capacity=48_000),
+        baseline(A6000_7B, seed, **common, capacity=30_000),
+        ours(A6000_7B, seed, **common, capacity=48_000, reads_shared_once=False),
     )
-    after = _sustained(lambda rate: at_rate(without, rate))
-    yield Point("rate at 300 ms a token", 12.0, before, after, is_rate=True)
-    paged = ours(A6000_7B, seed, **common, capacity=48_000, reads_shared_once=False)
-    yield Point(
-        "against shared prefixes read each time",
-        2.4,
-        _sustained(lambda rate: at_rate(paged, rate)),
-        after,
-        is_rate=True,
-    )
+    for label, highest in (("500 requests", by_number), ("for ten minutes", by_time)):
+        after, before, paged = map(highest, settings)
+        kept = {"is_rate": True, "is_least": after >= GPTS_RATE}
+        yield Point(f"rate at 300 ms a token, {label}", 12.0, before, after, **kept)
+        yield Point(f"against prefixes read each time, {label}", 2.4, paged, after, **kept)
 
 
-def _sustained(per_token: Callable[[float], float]) -> float:
-    """The highest rate that keeps to the bound, within 4 %."""
+def _gpts(seed: int, rate: float, number: int = GPTS_NUMBER) -> list[tuple[Plan, float]]:
+    """So many requests at random times, as many of each application, shuffled."""
+    draw = random.Random(f"gpts {seed}")
+    names = [name for name in GPTS for _ in range(number // len(GPTS))]
+    draw.shuffle(names)
+    sent, at_s = [], 0.0
+    for i, name in enumerate(names):
+        sent.append((single(name, *GPTS[name], i), at_s))
+        at_s += draw.expovariate(rate)
+    return sent
+
+
+def _highest_rate(per_token_s: Callable[[float], float]) -> float:
+    """That keeps to the bound, within 4 %, or the highest that the paper tried."""
     low, high = 0.5, 1.0
-    while per_token(high) <= BOUND_S and high < 200:
+    while per_token_s(high) <= BOUND_S:
+        if high >= GPTS_RATE:
+            return high
         low, high = high, high * 2
     while high / low > 1.04:
         middle = math.sqrt(low * high)
-        if per_token(middle) <= BOUND_S:
+        if per_token_s(middle) <= BOUND_S:
             low = middle
         else:
             high = middle
