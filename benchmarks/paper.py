@@ -33,11 +33,12 @@ def table(points: list[list[Point]]) -> list[str]:
         middle = statistics.median(ratios)
         paper = "" if math.isnan(each[0].paper) else f"{each[0].paper:g}"
         least = LEAST if all(point.is_least for point in each) else ""
+        spread = f"{least}{min(ratios):.2f} | {least}{max(ratios):.2f}"
         lines.append(
             f"| {each[0].label} "
             f"| {statistics.median(point.before for point in each):.4g} "
             f"| {least}{statistics.median(point.after for point in each):.4g} "
-            f"| {least}{middle:.2f} | {min(ratios):.2f} | {max(ratios):.2f} | {paper} "
+            f"| {least}{middle:.2f} | {spread} | {paper} "
             f"| `{BAR * min(round(BARS * middle), LONGEST)}` |"
         )
     return lines
@@ -71,7 +72,7 @@ def main() -> None:
         print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
         lines += section
         if arguments.out is not None:
-            plot = f"paper-{name.replace(' ', '-')}.svg"
+            plot = f"paper-{name.replace(',', '').replace(' ', '-')}.svg"
             title = f"{name[0].upper()}{name[1:]}: how many times as fast"
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / plot).write_text(bars(title, plotted(points), mark="the paper's"))
