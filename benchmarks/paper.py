@@ -25,6 +25,11 @@ LEAST = "≥ "
 """Before what was not seen to end."""
 
 
+def is_least(points: list[Point]) -> bool:
+    """Whether a comparison says no more than how much better ours is at least."""
+    return all(point.is_least for point in points)
+
+
 def table(points: list[list[Point]]) -> list[str]:
     """Lines of a Markdown table; each inner list is one comparison under all seeds."""
     lines = [HEAD]
@@ -32,7 +37,7 @@ def table(points: list[list[Point]]) -> list[str]:
         ratios = [point.ratio for point in each]
         middle = statistics.median(ratios)
         paper = "" if math.isnan(each[0].paper) else f"{each[0].paper:g}"
-        least = LEAST if all(point.is_least for point in each) else ""
+        least = LEAST if is_least(each) else ""
         spread = f"{least}{min(ratios):.2f} | {least}{max(ratios):.2f}"
         lines.append(
             f"| {each[0].label} "
@@ -50,7 +55,8 @@ def plotted(points: list[list[Point]]) -> list[Bar]:
     for each in points:
         ratios = [point.ratio for point in each]
         paper = None if math.isnan(each[0].paper) else each[0].paper
-        rows.append(Bar(each[0].label, min(ratios), statistics.median(ratios), max(ratios), paper))
+        label = each[0].label + (f" ({LEAST.strip()})" if is_least(each) else "")
+        rows.append(Bar(label, min(ratios), statistics.median(ratios), max(ratios), paper))
     return rows
 
 

@@ -21,7 +21,7 @@ is simulated with those, which are each system's own:
                 bars say; 64: 200 and 480 tokens, in its full batches). At 8 and 16 the mean request
                 of figure 15 (8.08, 10.61 s; 8.95, 14.07 s) less 8 or 16 prompts, by its 331
                 tokens. A token of a prompt is 0.137 ms: the 5,107 shared ones take 0.70 s. That
-                figure's times at 32 and 64, and without sharing, follow (within 6 %).
+                figure's times at 32 and 64, and without sharing, follow (within 2 %).
     figure 18, A100, 13B    prompts and calls as above; of a step and of a token held, least
                 squares through the totals with 4, 8, 12 and 16 files:
                     Parrot                 23.8 ms, 0.22 us   (187.2, 196.4, 207.4, 216.4 s)
