@@ -21,6 +21,13 @@ HEAD = "| | baseline | ours | ratio | min | max | paper | |\n|---|--:|--:|--:|--
 BAR, BARS = "#", 4
 """Characters for every whole one of a ratio."""
 LONGEST = 60
+LEAST = "≥ "
+"""Before what was not seen to end."""
+
+
+def is_least(points: list[Point]) -> bool:
+    """Whether a comparison says no more than how much better ours is at least."""
+    return all(point.is_least for point in points)
 
 
 def table(points: list[list[Point]]) -> list[str]:
@@ -30,11 +37,13 @@ def table(points: list[list[Point]]) -> list[str]:
         ratios = [point.ratio for point in each]
         middle = statistics.median(ratios)
         paper = "" if math.isnan(each[0].paper) else f"{each[0].paper:g}"
+        least = LEAST if is_least(each) else ""
+        spread = f"{least}{min(ratios):.2f} | {least}{max(ratios):.2f}"
         lines.append(
             f"| {each[0].label} "
             f"| {statistics.median(point.before for point in each):.4g} "
-            f"| {statistics.median(point.after for point in each):.4g} "
-            f"| {middle:.2f} | {min(ratios):.2f} | {max(ratios):.2f} | {paper} "
+            f"| {least}{statistics.median(point.after for point in each):.4g} "
+            f"| {least}{middle:.2f} | {spread} | {paper} "
             f"| `{BAR * min(round(BARS * middle), LONGEST)}` |"
         )
     return lines
@@ -46,7 +55,8 @@ def plotted(points: list[list[Point]]) -> list[Bar]:
     for each in points:
         ratios = [point.ratio for point in each]
         paper = None if math.isnan(each[0].paper) else each[0].paper
-        rows.append(Bar(each[0].label, min(ratios), statistics.median(ratios), max(ratios), paper))
+        label = each[0].label + (f" ({LEAST.strip()})" if is_least(each) else "")
+        rows.append(Bar(label, min(ratios), statistics.median(ratios), max(ratios), paper))
     return rows
 
 
@@ -68,7 +78,7 @@ def main() -> None:
         print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
         lines += section
         if arguments.out is not None:
-            plot = f"paper-{name.replace(' ', '-')}.svg"
+            plot = f"paper-{name.replace(',', '').replace(' ', '-')}.svg"
             title = f"{name[0].upper()}{name[1:]}: how many times as fast"
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / plot).write_text(bars(title, plotted(points), mark="the paper's"))

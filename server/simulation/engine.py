@@ -17,15 +17,41 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..scheduling.demand import Demand
 from ..scheduling.load import Booking, Load
 from .clock import Clock
 
 
+class Costs(Protocol):
+    """Seconds that an engine takes, whatever they are computed from."""
+
+    @property
+    def prompt_token_s(self) -> float:
+        """For a token of a prompt, as far as the scheduler is told."""
+        ...
+
+    @property
+    def held_token_s(self) -> float:
+        """For a token that a step attends to, as far as the scheduler is told."""
+        ...
+
+    def fill_s(self, num_tokens: int) -> float:
+        """Filling a prompt of so many tokens that are not there yet."""
+        ...
+
+    def steps_s(self, num_steps: int, num_calls: int, num_held: int) -> float:
+        """So many steps of calls that hold so much at first, each growing by one token a step."""
+        ...
+
+    def num_steps_in(self, seconds: float, num_calls: int, num_held: int) -> int:
+        """How many of these steps end no sooner than after so long, but for rounding."""
+        ...
+
+
 class Cost(NamedTuple):
-    """Seconds that an engine takes."""
+    """Costs that are a line in every number."""
 
     prompt_s: float
     """For every prompt, whatever its length."""
@@ -77,7 +103,7 @@ class Work:
 class SimulatedEngine:
     """One engine in virtual time."""
 
-    def __init__(self, name: str, clock: Clock, cost: Cost, *, reads_shared_once: bool) -> None:
+    def __init__(self, name: str, clock: Clock, cost: Costs, *, reads_shared_once: bool) -> None:
         self.name = name
         self.num_steps = 0
         """Made so far."""

@@ -24,7 +24,7 @@ from ..scheduling.policy import policy_named
 from ..scheduling.scheduler import Placement, Scheduler, Ticket
 from .blueprint import Blueprint, CallShape
 from .clock import Clock
-from .engine import Cost, SimulatedEngine, Work
+from .engine import Costs, SimulatedEngine, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Setting:
     """Engines, and how programs reach them."""
 
     policy: str
-    cost: Cost
+    cost: Costs
     num_engines: int = 1
     capacity: int = 45_000
     """Tokens of an engine."""
