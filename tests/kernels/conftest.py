@@ -15,6 +15,7 @@ It runs beside them, and the tests that wait for it come last.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -98,6 +99,24 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[dict[
     if not any(map(waits_for_compiler, request.session.items)):
         yield None
         return
+    with contextlib.ExitStack() as stack:
+        # Of several processes of tests one will ask, and the others have work for the cores.
+        is_alone = "PYTEST_XDIST_WORKER" not in os.environ
+        begun = stack.enter_context(compiling()) if is_alone else None
+
+        def result() -> list[dict[str, Any]]:
+            process = begun or stack.enter_context(compiling())
+            shown, complaints = process.communicate()
+            assert process.returncode == 0, complaints
+            found: list[dict[str, Any]] = json.loads(shown)
+            return found
+
+        yield result
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[subprocess.Popen[str]]:
+    """The compiler in a process of its own, which ends with the block."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     # This checkout, wherever another one is installed.
     environment["PYTHONPATH"] = str(HERE.parents[1] / ".src")
@@ -109,13 +128,8 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[dict[
         text=True,
         start_new_session=True,  # its workers end with it
     ) as process:
-
-        def result() -> list[dict[str, Any]]:
-            shown, complaints = process.communicate()
-            assert process.returncode == 0, complaints
-            found: list[dict[str, Any]] = json.loads(shown)
-            return found
-
-        yield result
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
