@@ -10,14 +10,11 @@ Knows events of failures and where bodies stand in a program. Refuses to know ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from conure.server.program.control import walk
-from conure.server.program.ir import Program, Try
 from conure.server.program.status import Problem
 
-_PARTS = ("nodes", "body", "then", "else", "handlers")
+from .nodes import nodes_of
 
 
 class Failures:
@@ -31,7 +28,11 @@ class Failures:
                 what its handler failed with is told.
         """
         self._problems: dict[str, Problem] = {}
-        self._tried = {} if program is None else dict(_tried(program))
+        self._tried = {
+            node["id"]: frozenset(each["id"] for each in node.get("body") or ())
+            for node in nodes_of(program)
+            if node["op"] == "try"
+        }
 
     def __getitem__(self, node: str) -> Problem:
         return self._problems[node]
@@ -61,20 +62,3 @@ class Failures:
                     return other
         inner = self._problems[node].message.partition(": ")[0]
         return inner if inner in self._problems else None
-
-
-def _tried(program: Any) -> Iterator[tuple[str, frozenset[str]]]:
-    """Every `try`, and the nodes that stand in its body."""
-    if isinstance(program, Program):
-        for _, node in walk(program.nodes, ""):
-            if isinstance(node, Try):
-                yield node.id, frozenset(each.id for each in node.body)
-    elif isinstance(program, Mapping):
-        if program.get("op") == "try":
-            body = program.get("body") or ()
-            yield program["id"], frozenset(each["id"] for each in body)
-        for part in _PARTS:
-            yield from _tried(program.get(part))
-    elif isinstance(program, list | tuple):
-        for node in program:
-            yield from _tried(node)

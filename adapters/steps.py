@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from conure.server.program.control import walk
 from conure.server.program.errors import ConureError, ProgramError, RunError
-from conure.server.program.ir import Client, Json, Program
+from conure.server.program.ir import Json
 from conure.server.program.status import (
     ENDED,
     Event,
@@ -30,14 +29,13 @@ from conure.server.program.status import (
 
 from .exchange import failure_of
 from .failures import Failures
+from .nodes import nodes_of
 
 Function: TypeAlias = Callable[..., Any]
 """Called with the step's `args` by name; returns JSON, or an awaitable of it."""
 
 MAX_CLOSED = 1_000
 """Programs that a desk remembers after their end."""
-
-_BODIES = ("nodes", "body", "then", "else", "handlers")
 
 
 class Result(NamedTuple):
@@ -222,26 +220,14 @@ def check_functions(program: Any, functions: Mapping[str, Function]) -> None:
     Raises:
         ProgramError: `client.no_function` if a step's name is not among the functions.
     """
-    for name in _step_names(program):
-        if name not in functions:
+    for node in nodes_of(program):
+        name = str(node.get("name"))
+        if node["op"] == "client" and name not in functions:
             raise ProgramError(
                 "client.no_function",
                 f"the program has a client step {name!r}, and functions has "
                 f"{sorted(functions) or 'nothing'}",
             )
-
-
-def _step_names(program: Any) -> Iterator[str]:
-    if isinstance(program, Program):
-        yield from (node.name for _, node in walk(program.nodes, "") if isinstance(node, Client))
-    elif isinstance(program, Mapping):
-        if program.get("op") == "client":
-            yield str(program.get("name"))
-        for key in _BODIES:
-            yield from _step_names(program.get(key))
-    elif isinstance(program, list | tuple):
-        for node in program:
-            yield from _step_names(node)
 
 
 class _Unknown:

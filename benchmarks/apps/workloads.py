@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from conure.server.scheduling.scheduler import LOOK_AHEAD
+from conure.server.simulation.engine import Cost
 from conure.server.simulation.simulation import Outcome, Setting, Simulation
 
 from .programs import Plan, chain, logged_coding, map_reduce, single
@@ -291,23 +292,24 @@ def multi_agent_coding(seed: int) -> Iterator[Point]:
 
     Each system's steps take what its own took in that figure.
     """
-    for num_files, (latency, throughput) in CODING.items():
-        after = _coding_s(ours(CODING_OURS, seed, capacity=64_000), num_files)
-        slow = _coding_s(baseline(CODING_LATENCY[num_files], seed, capacity=7_096), num_files)
-        wide = _coding_s(baseline(CODING_THROUGHPUT, seed, capacity=64_000), num_files)
-        yield Point(f"{num_files} files, latency baseline", latency, slow, after)
-        yield Point(f"{num_files} files, throughput baseline", throughput, wide, after)
-        if num_files == 16:
-            again = _coding_s(baseline(CODING_LATENCY_AGAIN, seed, capacity=7_096), num_files)
-            yield Point("16 files, latency baseline run again", 8.9, again, after)
+    points = list(_coding(seed, CODING_OURS, CODING_LATENCY, CODING_THROUGHPUT))
+    yield from points
+    again = _coding_s(baseline(CODING_LATENCY_AGAIN, seed, capacity=7_096), 16)
+    yield Point("16 files, latency baseline run again", 8.9, again, points[-1].after)
 
 
 def coding_alike(seed: int) -> Iterator[Point]:
     """Figure 18 with one line of costs for all systems, that of figures 10 and 14."""
+    return _coding(seed, A100_13B, dict.fromkeys(CODING, A100_13B), A100_13B)
+
+
+def _coding(
+    seed: int, own: Cost, latency_costs: Mapping[int, Cost], throughput_cost: Cost
+) -> Iterator[Point]:
     for num_files, (latency, throughput) in CODING.items():
-        after = _coding_s(ours(A100_13B, seed, capacity=64_000), num_files)
-        slow = _coding_s(baseline(A100_13B, seed, capacity=7_096), num_files)
-        wide = _coding_s(baseline(A100_13B, seed, capacity=64_000), num_files)
+        after = _coding_s(ours(own, seed, capacity=64_000), num_files)
+        slow = _coding_s(baseline(latency_costs[num_files], seed, capacity=7_096), num_files)
+        wide = _coding_s(baseline(throughput_cost, seed, capacity=64_000), num_files)
         yield Point(f"{num_files} files, latency baseline", latency, slow, after)
         yield Point(f"{num_files} files, throughput baseline", throughput, wide, after)
 

@@ -73,6 +73,11 @@ class Ticket:
     """The last turn of its line in which it fitted nowhere."""
     is_withdrawn: bool = False
 
+    def stop_filling(self, load: Load) -> None:
+        """Nothing of its prompt is left for its engine to fill; safe to repeat."""
+        load.num_filling -= self.num_filling
+        self.num_filling = 0
+
 
 @dataclass(slots=True, eq=False)
 class _Line:
@@ -226,8 +231,7 @@ class Scheduler:
         """The engine has filled the call's prompt; safe to repeat."""
         load, booking = ticket.load, ticket.booking
         if load is not None and booking is not None and ticket.num_filling:
-            load.num_filling -= ticket.num_filling
-            ticket.num_filling = 0
+            ticket.stop_filling(load)
             if not ticket.is_withdrawn and self._roster.loads.get(load.engine) is load:
                 self._roster.filled(load, booking)
 
@@ -248,8 +252,7 @@ class Scheduler:
                 self._unstick()
             return
         assert ticket.booking is not None
-        load.num_filling -= ticket.num_filling
-        ticket.num_filling = 0
+        ticket.stop_filling(load)
         if self._roster.loads.get(load.engine) is load:  # else it is gone, with all its books
             self._roster.leave(load, ticket.booking)
             self._change(load.engine)
