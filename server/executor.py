@@ -301,6 +301,8 @@ class Executor:
             created_at=execution.created_at,
         )
         accepted = run.accept(record)
+        # Its calls need not wait for the disk: nothing that they make leaves before it is there.
+        run.start()
         try:
             await asyncio.shield(accepted)
         except asyncio.CancelledError:
@@ -313,14 +315,11 @@ class Executor:
         except ConureError:
             self._forget(run)
             raise
-        run.start()
         return _accepted(execution.id, list(graph.outputs)), False
 
     def _settle(self, run: Run, accepted: asyncio.Future[None]) -> None:
         if accepted.cancelled() or accepted.exception() is not None:
             self._forget(run)
-        else:
-            run.start()
 
     def _forget(self, run: Run) -> None:
         """A program that was not accepted after all."""

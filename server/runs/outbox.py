@@ -7,9 +7,9 @@ ever missing after a crash, and whatever is on disk is preceded by what it depen
 
 Knows the journal, the feed and waiters. Refuses to know why anything happened.
 
-Kept true: batches leave in the order in which their records were added; a waiter is woken
-exactly once, by its variable or by the end of the program, and never before the disk has
-what it is woken for.
+Kept true: batches leave in the order in which their records were added, behind the program
+itself; a waiter is woken exactly once, by its variable or by the end of the program, and
+never before the disk has what it is woken for.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Outbox:
         self._on_ended = ended
         self._batch = _Batch()
         self._is_scheduled = False
+        self._accepting: asyncio.Future[None] | None = None
+        """The program itself is on its way to the disk: what else there is waits for it."""
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -112,19 +114,22 @@ class Outbox:
     def accept(self, record: ProgramRecord) -> asyncio.Future[None]:
         """Put a new program on disk, with what was added so far behind it.
 
-        The future fails if the disk refuses; then nothing of the program was kept.
+        The future fails if the disk refuses; then nothing of the program was kept, and nothing
+        that was added since leaves.
         """
         self._is_scheduled = False
         self.num_bytes += _size(record)
         batch, self._batch = self._batch, _Batch()
-        written = self._journal.append([record, *batch.records], accept=True)
+        accepting = self._accepting = self._journal.append([record, *batch.records], accept=True)
 
         def on_disk(done: asyncio.Future[None]) -> None:
             if not done.cancelled() and done.exception() is None:
+                self._accepting = None
                 self._on_disk(done, batch)
+                self.flush()
 
-        written.add_done_callback(on_disk)
-        return written
+        accepting.add_done_callback(on_disk)
+        return accepting
 
     def end(self) -> None:
         """Nothing comes after what was added: wake everybody once that is on disk."""
@@ -144,15 +149,23 @@ class Outbox:
     def flush(self) -> None:
         """Hand over what there is now instead of at the end of this turn."""
         self._is_scheduled = False
+        if self._accepting is not None:
+            return  # follows once there is a program that it belongs to
         batch, self._batch = self._batch, _Batch()
         if batch.records or batch.settled or batch.is_last:
             written = self._journal.append(batch.records)
             written.add_done_callback(lambda done: self._on_disk(done, batch))
 
-    def barrier(self) -> asyncio.Future[None]:
-        """Resolves when everything that happened so far is on disk."""
+    async def barrier(self) -> None:
+        """Wait until everything that happened so far is on disk.
+
+        Raises:
+            ConureError: of a program that was not accepted, why.
+        """
+        if self._accepting is not None:
+            await asyncio.shield(self._accepting)
         self.flush()
-        return self._journal.barrier()
+        await self._journal.barrier()
 
     def _schedule(self) -> None:
         if not self._is_scheduled:

@@ -86,7 +86,7 @@ class Run:
     # --- life -----------------------------------------------------------------------------
 
     def accept(self, record: ProgramRecord) -> asyncio.Future[None]:
-        """Put the program on disk together with its first event; `start` comes after."""
+        """Put the program on disk together with its first event; all else of it follows."""
         self.emit("program.accepted", outputs=list(self.execution.graph.outputs))
         self.outbox.settle(self.execution.values)
         return self.outbox.accept(record)
@@ -104,9 +104,7 @@ class Run:
         self._flow.go_on()
 
     def start(self) -> None:
-        """Dispatch what is ready; the program is on disk."""
-        if self.is_over:
-            return  # the server went away while the disk took it: it starts with the next one
+        """Dispatch what is ready; the program is on disk, or on its way there."""
         self.execution.phase = "running"
         self._calls.expect(self.execution.graph.nodes)
         self._yields.expect(self.execution.graph.nodes)
