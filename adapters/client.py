@@ -41,9 +41,17 @@ from conure.server.program.status import (
 
 from . import exchange
 from .asgi import Application, SyncTransport
-from .connection import LIMITS, Follower, Settings
+from .connection import LIMITS, Follower, Opened, Settings, is_stream, wanted
 from .coroutines import AsyncClient, AsyncRun
-from .exchange import Flow, NotReadyError, Pause, Reply, Retry, ServerUnreachableError
+from .exchange import (
+    Flow,
+    NotReadyError,
+    Pause,
+    Reply,
+    Request,
+    Retry,
+    ServerUnreachableError,
+)
 from .steps import (
     Function,
     Result,
@@ -146,6 +154,8 @@ class Client:
         *,
         open: bool = False,  # noqa: A002 - the word of the wire
         idempotency_key: str | None = None,
+        follow: bool = False,
+        types: Collection[EventType] | None = None,
     ) -> Run:
         """Submit a program; it is on the server's disk when this returns.
 
@@ -156,6 +166,9 @@ class Client:
             options: how the submission runs.
             open: keep the graph open for `append`.
             idempotency_key: None draws one, so that a repeat after a lost answer is safe.
+            follow: its events come as the answer, a round trip sooner than one could ask for
+                them: to who reads `events` next, which has to be done.
+            types: of those events; as in `Run.events`.
 
         Raises:
             ProgramError: if it cannot be a program.
@@ -164,8 +177,13 @@ class Client:
         body = exchange.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
-        accepted = self._do(exchange.submit(body, self._retry, key=idempotency_key))
-        return Run(self, accepted, body["program"])
+        if not follow:
+            accepted = self._do(exchange.submit(body, self._retry, key=idempotency_key))
+            return Run(self, accepted, body["program"])
+        flow = exchange.follow(body, self._retry, key=idempotency_key, query=wanted(types))
+        accepted, response = self._do(flow)
+        opened = None if response is None else Opened(response, types)
+        return Run(self, accepted, body["program"], opened)
 
     def attach(self, program_id: str) -> Run:
         """A handle on a program that was submitted before, by anybody."""
@@ -200,8 +218,7 @@ class Client:
             program, inputs=inputs, objectives=objectives, options=options
         )
         check_functions(body["program"], functions or {})
-        accepted = self._do(exchange.submit(body, self._retry, key=None))
-        run = Run(self, accepted, body["program"])
+        run = self.submit(body, follow=True)
         try:
             return run.serve_client_steps(functions or {})
         except ConureError:
@@ -240,19 +257,40 @@ class Client:
                 time.sleep(what.delay_s)
                 continue
             try:
-                response = self._http.request(**self._settings.arguments(what))
-                answer = Reply(response.status_code, response.headers, response.content)
+                answer = self._ask(what)
                 self._settings.is_known = True
             except httpx.TransportError as problem:
                 failure = self._settings.unreachable(problem)
 
+    def _ask(self, request: Request) -> Reply:
+        http = self._http.build_request(**self._settings.arguments(request))
+        response = self._http.send(http, stream=request.is_followed)
+        if not request.is_followed:
+            return Reply(response.status_code, response.headers, response.content)
+        if is_stream(response):
+            return Reply(response.status_code, response.headers, b"", response)
+        with contextlib.closing(response):
+            return Reply(response.status_code, response.headers, response.read())
+
     def _events(
-        self, program: str, after: int, types: Collection[EventType] | None
+        self,
+        program: str,
+        after: int,
+        types: Collection[EventType] | None,
+        opened: Opened | None,
     ) -> Generator[Event, None, None]:
         follower = Follower(self._settings, program, after, types)
+        if opened is not None and not opened.serves(after, types):
+            opened.response.close()
+            opened = None
         while not follower.is_over:
+            connected: contextlib.AbstractContextManager[httpx.Response]
+            if opened is not None:
+                connected, opened = contextlib.closing(opened.response), None
+            else:
+                connected = self._http.stream(**follower.arguments())
             try:
-                with self._http.stream(**follower.arguments()) as response:
+                with connected as response:
                     if response.status_code >= 400:
                         body = response.read()
                         follower.refused(Reply(response.status_code, response.headers, body))
@@ -271,10 +309,13 @@ class Client:
 class Run:
     """A program on the server."""
 
-    def __init__(self, client: Client, accepted: Accepted, program: Any = None) -> None:
+    def __init__(
+        self, client: Client, accepted: Accepted, program: Any = None, opened: Opened | None = None
+    ) -> None:
         self._client = client
         self._program = program
         """As it was submitted here; None if it was there before."""
+        self._opened = opened
         self.id = accepted.id
         self.outputs = accepted.outputs
         """Names of the program's outputs."""
@@ -309,7 +350,8 @@ class Run:
             after: what was seen already.
             types: only these, and the last one. None: all.
         """
-        return self._client._events(self.id, after, types)
+        opened, self._opened = self._opened, None
+        return self._client._events(self.id, after, types, opened)
 
     def put(self, variable: str, value: Json, *, request_id: str | None = None) -> VariableStatus:
         """Give a variable its value; the same value again is safe.
@@ -326,6 +368,9 @@ class Run:
 
     def cancel(self) -> ProgramStatus:
         """Stop the program; what has ended stays as it is."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.response.close()
         return self._client._do(exchange.cancel(self.id, self._retry))
 
     def result(self, *, wait_s: float | None = None) -> dict[str, Json]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 
@@ -20,6 +20,8 @@ from conure.server.program.status import Event, EventType
 
 from .asgi import Application, LocalApp
 from .exchange import (
+    EVENT_HEADERS,
+    EVENT_STREAM,
     Outage,
     Reply,
     Request,
@@ -70,15 +72,14 @@ class Settings:
 
     def arguments(self, request: Request) -> dict[str, Any]:
         """Arguments of httpx's `request` for one of ours."""
+        read_s = STREAM_SILENCE_S if request.is_followed else self.timeout_s + request.wait_s
         return {
             "method": request.method,
             "url": request.path,
             "content": request.body,
             "params": request.query or None,
             "headers": request.headers,
-            "timeout": httpx.Timeout(
-                self.timeout_s, connect=CONNECT_S, read=self.timeout_s + request.wait_s
-            ),
+            "timeout": httpx.Timeout(self.timeout_s, connect=CONNECT_S, read=read_s),
         }
 
     def unreachable(self, problem: httpx.TransportError) -> ServerUnreachableError:
@@ -90,6 +91,29 @@ class Settings:
             was_sent=was_sent,
             is_known=self.is_known,
         )
+
+
+def wanted(types: Collection[EventType] | None) -> dict[str, list[str]]:
+    """The query for events of these types; None: of all."""
+    # The last event comes in any case; to name none would be to ask for all.
+    return {} if types is None else {"types": sorted({*types, LAST})}
+
+
+def is_stream(response: httpx.Response) -> bool:
+    """Whether an answer is a stream of events."""
+    content_type: str = response.headers.get("content-type", "")
+    return content_type.startswith(EVENT_STREAM)
+
+
+class Opened(NamedTuple):
+    """The events of a program that came as the answer to its submission."""
+
+    response: httpx.Response
+    types: Collection[EventType] | None
+
+    def serves(self, after: int, types: Collection[EventType] | None) -> bool:
+        """Whether they are what a reader asks for."""
+        return not after and self.types == types
 
 
 class Follower:
@@ -117,10 +141,8 @@ class Follower:
         return {
             "method": "GET",
             "url": self._path,
-            "params": {"after": str(self._cursor.after)}
-            # The last event comes in any case; to name none would be to ask for all.
-            | ({} if self._types is None else {"types": sorted({*self._types, LAST})}),
-            "headers": {"accept": "text/event-stream", "accept-encoding": "identity"},
+            "params": {"after": str(self._cursor.after), **wanted(self._types)},
+            "headers": EVENT_HEADERS,
             "timeout": httpx.Timeout(
                 self._settings.timeout_s, connect=CONNECT_S, read=STREAM_SILENCE_S
             ),

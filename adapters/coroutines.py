@@ -38,8 +38,8 @@ from conure.server.program.status import (
 
 from . import exchange
 from .asgi import Application, AsyncTransport
-from .connection import LIMITS, Follower, Settings
-from .exchange import Flow, Pause, Reply, Retry, ServerUnreachableError
+from .connection import LIMITS, Follower, Opened, Settings, is_stream, wanted
+from .exchange import Flow, Pause, Reply, Request, Retry, ServerUnreachableError
 from .steps import (
     Function,
     Result,
@@ -114,13 +114,20 @@ class AsyncClient:
         *,
         open: bool = False,  # noqa: A002 - the word of the wire
         idempotency_key: str | None = None,
+        follow: bool = False,
+        types: Collection[EventType] | None = None,
     ) -> AsyncRun:
         """Submit a program; see `Client.submit`."""
         body = exchange.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
-        accepted = await self._do(exchange.submit(body, self._retry, key=idempotency_key))
-        return AsyncRun(self, accepted, body["program"])
+        if not follow:
+            accepted = await self._do(exchange.submit(body, self._retry, key=idempotency_key))
+            return AsyncRun(self, accepted, body["program"])
+        flow = exchange.follow(body, self._retry, key=idempotency_key, query=wanted(types))
+        accepted, response = await self._do(flow)
+        opened = None if response is None else Opened(response, types)
+        return AsyncRun(self, accepted, body["program"], opened)
 
     async def attach(self, program_id: str) -> AsyncRun:
         """A handle on a program that was submitted before, by anybody."""
@@ -140,8 +147,7 @@ class AsyncClient:
             program, inputs=inputs, objectives=objectives, options=options
         )
         check_functions(body["program"], functions or {})
-        accepted = await self._do(exchange.submit(body, self._retry, key=None))
-        run = AsyncRun(self, accepted, body["program"])
+        run = await self.submit(body, follow=True)
         try:
             return await run.serve_client_steps(functions or {})
         except ConureError:
@@ -197,20 +203,41 @@ class AsyncClient:
                 await asyncio.sleep(what.delay_s)
                 continue
             try:
-                response = await http.request(**self._settings.arguments(what))
-                answer = Reply(response.status_code, response.headers, response.content)
+                answer = await self._ask(http, what)
                 self._settings.is_known = True
             except httpx.TransportError as problem:
                 failure = self._settings.unreachable(problem)
 
+    async def _ask(self, http: httpx.AsyncClient, request: Request) -> Reply:
+        sent = http.build_request(**self._settings.arguments(request))
+        response = await http.send(sent, stream=request.is_followed)
+        if not request.is_followed:
+            return Reply(response.status_code, response.headers, response.content)
+        if is_stream(response):
+            return Reply(response.status_code, response.headers, b"", response)
+        async with aclosing(response):
+            return Reply(response.status_code, response.headers, await response.aread())
+
     async def _events(
-        self, program: str, after: int, types: Collection[EventType] | None
+        self,
+        program: str,
+        after: int,
+        types: Collection[EventType] | None,
+        opened: Opened | None,
     ) -> AsyncGenerator[Event, None]:
         http = await self._http()
         follower = Follower(self._settings, program, after, types)
+        if opened is not None and not opened.serves(after, types):
+            await opened.response.aclose()
+            opened = None
         while not follower.is_over:
+            connected: contextlib.AbstractAsyncContextManager[httpx.Response]
+            if opened is not None:
+                connected, opened = aclosing(opened.response), None
+            else:
+                connected = http.stream(**follower.arguments())
             try:
-                async with http.stream(**follower.arguments()) as response:
+                async with connected as response:
                     if response.status_code >= 400:
                         body = await response.aread()
                         follower.refused(Reply(response.status_code, response.headers, body))
@@ -230,10 +257,17 @@ class AsyncClient:
 class AsyncRun:
     """A program on the server."""
 
-    def __init__(self, client: AsyncClient, accepted: Accepted, program: Any = None) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        accepted: Accepted,
+        program: Any = None,
+        opened: Opened | None = None,
+    ) -> None:
         self._client = client
         self._program = program
         """As it was submitted here; None if it was there before."""
+        self._opened = opened
         self.id = accepted.id
         self.outputs = accepted.outputs
         """Names of the program's outputs."""
@@ -255,7 +289,8 @@ class AsyncRun:
         self, after: int = 0, *, types: Collection[EventType] | None = None
     ) -> AsyncGenerator[Event, None]:
         """Events to the program's end; see `Run.events`."""
-        return self._client._events(self.id, after, types)
+        opened, self._opened = self._opened, None
+        return self._client._events(self.id, after, types, opened)
 
     async def put(
         self, variable: str, value: Json, *, request_id: str | None = None
@@ -270,6 +305,9 @@ class AsyncRun:
 
     async def cancel(self) -> ProgramStatus:
         """Stop the program; what has ended stays as it is."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.response.aclose()
         return await self._client._do(exchange.cancel(self.id, self._retry))
 
     async def result(self, *, wait_s: float | None = None) -> dict[str, Json]:

@@ -19,8 +19,8 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
-from urllib.parse import quote
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -48,6 +48,9 @@ T = TypeVar("T")
 
 POLL_S = 20.0
 """One long poll; a longer wait is several of them."""
+
+EVENT_STREAM: Final = "text/event-stream"
+EVENT_HEADERS: Final = {"accept": EVENT_STREAM, "accept-encoding": "identity"}
 
 
 class ServerUnreachableError(UnavailableError):
@@ -78,14 +81,18 @@ class Request(NamedTuple):
     wait_s: float = 0.0
     """How long the server may rightly take on top of the client's own timeout."""
     repeatable: bool = True
+    is_followed: bool = False
+    """The answer may be a stream of events, which is left open then."""
 
 
 class Reply(NamedTuple):
-    """One HTTP answer, whole."""
+    """One HTTP answer, whole but for a stream of events."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
+    stream: Any = None
+    """The connection on which the events come, if they do."""
 
 
 class Pause(NamedTuple):
@@ -195,7 +202,10 @@ def ask(request: Request, retry: Retry, shape: type[T]) -> Flow[T]:
     Raises:
         ConureError: the class that belongs to the answer's status, with the server's code.
     """
-    reply = yield from repeat(request, retry)
+    return _read(request, (yield from repeat(request, retry)), shape)
+
+
+def _read(request: Request, reply: Reply, shape: type[T]) -> T:
     if reply.status >= 400:
         raise error_of(reply)
     try:
@@ -241,6 +251,31 @@ def submit(body: Mapping[str, Any], retry: Retry, *, key: str | None) -> Flow[Ac
     headers = {"Idempotency-Key": key or uuid.uuid4().hex}
     request = Request("POST", "/v1/programs", msgspec.json.encode(body), headers=headers)
     return (yield from ask(request, retry, Accepted))
+
+
+def follow(
+    body: Mapping[str, Any], retry: Retry, *, key: str | None, query: Mapping[str, Any]
+) -> Flow[tuple[Accepted, Any]]:
+    """Submit a program, and have its events as the answer: the connection on which they come.
+
+    None comes on it where the server only says that it took the program.
+    """
+    headers = {"Idempotency-Key": key or uuid.uuid4().hex, **EVENT_HEADERS}
+    request = Request(
+        "POST",
+        "/v1/programs",
+        msgspec.json.encode(body),
+        query=dict(query),
+        headers=headers,
+        is_followed=True,
+    )
+    reply = yield from repeat(request, retry)
+    if reply.stream is None:
+        return _read(request, reply, Accepted), None
+    url = reply.headers["location"]
+    outputs = msgspec.to_builtins(body["program"]).get("outputs", [])
+    name = unquote(url.rpartition("/")[2])
+    return Accepted(id=name, status="accepted", outputs=outputs, url=url), reply.stream
 
 
 def get(

@@ -199,12 +199,15 @@ class AsyncReplay:
 
     async def _deliver(self, body: dict[str, Any]) -> None:
         is_whole = body.pop("whole")
+        types = HEARD | TEXTS if self._is_streamed else HEARD
         try:
             if self._session is not None:
                 await self._session.append(body)
                 self.board.sent(body, self._session.id)
                 return
-            run = await self._client.submit(submission_of(body, self._name), open=not is_whole)
+            run = await self._client.submit(
+                submission_of(body, self._name), open=not is_whole, follow=True, types=types
+            )
         except Exception as problem:
             self.board.drop(body, as_told(problem))
             raise
@@ -215,7 +218,6 @@ class AsyncReplay:
             with contextlib.suppress(ConureError):
                 await run.cancel()
             return
-        types = HEARD | TEXTS if self._is_streamed else HEARD
         self._reading.append(asyncio.create_task(self._read(run, types)))
 
     async def _read(self, run: AsyncRun, types: frozenset[EventType]) -> None:

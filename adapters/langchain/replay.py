@@ -219,12 +219,15 @@ class Replay:
 
     def _deliver(self, body: dict[str, Any]) -> None:
         is_whole = body.pop("whole")
+        types = HEARD | TEXTS if self._is_streamed else HEARD
         try:
             if self._session is not None:
                 self._session.append(body)
                 self.board.sent(body, self._session.id)
                 return
-            run = self._client.submit(submission_of(body, self._name), open=not is_whole)
+            run = self._client.submit(
+                submission_of(body, self._name), open=not is_whole, follow=True, types=types
+            )
         except Exception as problem:
             self.board.drop(body, as_told(problem))
             raise
@@ -235,7 +238,6 @@ class Replay:
             with quietly():
                 run.cancel()
             return
-        types = HEARD | TEXTS if self._is_streamed else HEARD
         threading.Thread(target=self._read, args=(run, types), daemon=True).start()
 
     def _read(self, run: Run, types: frozenset[EventType]) -> None:

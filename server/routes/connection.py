@@ -10,7 +10,7 @@ drain; a generator behind a stream is always closed, in the task that ran it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
@@ -123,12 +123,18 @@ class EventStream(ASGIStreamingResponse):
 
     __slots__ = ("_generator",)
 
-    def __init__(self, generator: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        generator: AsyncGenerator[bytes, None],
+        *,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(
             iterator=generator,
-            status_code=200,
+            status_code=status,
             media_type=EVENT_STREAM,
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})},
         )
         self._generator = generator
 

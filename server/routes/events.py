@@ -87,15 +87,23 @@ async def read_events(
     types: Types = None,
 ) -> EventStream:
     """Events of a program: those after a sequence number, then what comes."""
-    service, tenant = service_of(request), tenant_of(request)
     # An unknown program must be a 404, and after the first byte it is too late for one.
-    await service.find(program, tenant=tenant)
+    await service_of(request).find(program, tenant=tenant_of(request))
     start = after if last_event_id is None else last_event_id
+    return EventStream(lines_of(request, program, after=start, types=types))
+
+
+def lines_of(
+    request: Request[Any, Any, Any], program: str, *, after: int, types: list[EventType] | None
+) -> AsyncGenerator[bytes, None]:
+    """The events of a program that there is, on the wire: of these types, and the last one."""
     is_durable = types is not None and TRANSIENT.isdisjoint(types)
-    source = service.events(program, tenant=tenant, after=start, is_durable=is_durable)
+    source = service_of(request).events(
+        program, tenant=tenant_of(request), after=after, is_durable=is_durable
+    )
     if types is not None:
         source = _only(source, frozenset([*types, "program.finished", DRAINING]))
-    return EventStream(_lines(follow(source, draining_of(request), ping_s=PING_S)))
+    return _lines(follow(source, draining_of(request), ping_s=PING_S))
 
 
 async def follow(

@@ -2,21 +2,32 @@
 
 Knows paths, headers and status codes; everything else is `service`'s. A variable that is
 asked for answers 200 with its value, 202 while it has none, and with its own error once it
-never will have one.
+never will have one. Who submits and accepts an event stream gets the program's events in
+the same exchange: a short program is over before a second request would have come.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from litestar import Request, Response, delete, get, post, put
 from litestar.params import FromPath, HeaderParameter, QueryParameter
+from litestar.response.base import ASGIResponse
 
 from ..program.decode import decode_append, decode_json, decode_submission
 from ..program.ir import Append, Submission
 from ..program.status import ENDED, Accepted, ProgramStatus, PutValue, VariableStatus
-from .connection import read_json, service_of, tenant_of, while_connected
+from .connection import (
+    EVENT_STREAM,
+    EventStream,
+    read_json,
+    service_of,
+    tenant_of,
+    while_connected,
+)
 from .document import answers, problems, reads
+from .events import Types, lines_of
 from .problem import AbsentError
 
 MAX_WAIT_S = 600.0
@@ -45,13 +56,18 @@ WaitSeconds = Annotated[
     "/v1/programs",
     status_code=202,
     operation_class=reads(Submission),
-    responses=problems(409),
+    responses={202: answers(Accepted, "On disk; or its events, as they come"), **problems(409)},
     tags=["programs"],
 )
 async def submit_program(
-    request: Request[Any, Any, Any], idempotency_key: IdempotencyKey = None
-) -> Response[Accepted]:
-    """Accepts a whole program; it is on disk when this answers."""
+    request: Request[Any, Any, Any],
+    idempotency_key: IdempotencyKey = None,
+    types: Types = None,
+) -> ASGIResponse:
+    """Accepts a whole program; it is on disk when this answers.
+
+    Who accepts `text/event-stream` gets its events from the first one on; `types` are theirs.
+    """
     body = await read_json(request)
     accepted, is_replay = await service_of(request).submit(
         decode_submission(body),
@@ -62,7 +78,11 @@ async def submit_program(
     headers = {"Location": accepted.url}
     if is_replay:
         headers["Idempotent-Replay"] = "true"
-    return Response(accepted, status_code=202, headers=headers)
+    if request.accept.best_match(["application/json", EVENT_STREAM]) == EVENT_STREAM:
+        lines = lines_of(request, accepted.id, after=0, types=types)
+        return EventStream(lines, status=202, headers=headers)
+    body = msgspec.json.encode(accepted)
+    return ASGIResponse(body=body, status_code=202, media_type="application/json", headers=headers)
 
 
 @get("/v1/programs/{program:str}", responses=problems(404), tags=["programs"])

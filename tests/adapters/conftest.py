@@ -91,7 +91,7 @@ class Double:
         return await self._stream(answer, receive, send)
 
     async def _stream(self, answer: Answer, receive: Any, send: Any) -> None:
-        head = [(b"content-type", b"text/event-stream")]
+        head = [(b"content-type", b"text/event-stream"), *_headers(answer)]
         await send({"type": "http.response.start", "status": answer.status, "headers": head})
         gone = asyncio.create_task(receive())
         try:
@@ -117,10 +117,15 @@ class Double:
 
 
 async def _send(send: Any, answer: Answer) -> None:
-    headers = [(key.encode(), value.encode()) for key, value in answer.headers.items()]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send(
+        {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}
+    )
     body = answer.body if isinstance(answer.body, bytes) else msgspec.json.encode(answer.body)
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+    return [(key.encode(), value.encode()) for key, value in answer.headers.items()]
 
 
 def _problem(status: int, code: str, detail: str, **more: Any) -> dict[str, Any]:
@@ -155,6 +160,12 @@ class Kit:
         """The answer to a submission."""
         body = {"id": "p_1", "status": "accepted", "outputs": ["out"], "url": "/v1/programs/p_1"}
         return Answer(202, body)
+
+    @staticmethod
+    def followed(*chunks: bytes, **more: Any) -> Any:
+        """The answer to a submission that is followed."""
+        headers = {"Location": "/v1/programs/p_1"}
+        return Answer(202, headers=headers, chunks=list(chunks), **more)
 
     @staticmethod
     def status(phase: str, **more: Any) -> Any:

@@ -194,9 +194,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     for kind in (Client, AsyncClient):
         read = kind._events
 
-        def events(self: Any, program: str, after: int, wanted: Any, read: Any = read) -> Any:
+        def events(
+            self: Any, program: str, after: int, wanted: Any, opened: Any, read: Any = read
+        ) -> Any:
+            assert opened is None or opened.serves(after, wanted), "what came with the answer"
             types.append(set(wanted or ()))
-            return read(self, program, after, wanted)
+            return read(self, program, after, wanted, opened)
 
         monkeypatch.setattr(kind, "_events", events)
     return types

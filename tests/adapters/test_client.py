@@ -138,6 +138,72 @@ async def test_events_go_on_where_the_connection_broke(caller: Any, double: Any,
     assert asked == ["after=0", "after=1", "after=1", "after=2", "after=2"]
 
 
+async def test_a_submission_can_be_answered_by_its_events(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    accepted = kit.sse(1, "program.accepted", outputs=["out"])
+    double.on("POST", "/v1/programs", kit.followed(accepted, kit.finished(2)))
+    run = await caller.submit(follow=True)
+    assert (run.id, run.outputs) == ("p_1", ["out"])
+    assert [event.seq for event in await caller.events(run)] == [1, 2]
+    (post,) = double.seen
+    assert (post.headers["accept"], post.query) == ("text/event-stream", "")
+    # Once they are read, they are asked for as others are.
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[accepted, kit.finished(2)]))
+    assert [event.seq for event in await caller.events(run)] == [1, 2]
+    assert [seen.method for seen in double.seen] == ["POST", "GET"]
+
+
+async def test_an_answer_of_events_goes_on_where_it_broke(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    accepted, queued = kit.sse(1, "program.accepted"), kit.sse(2, "node.queued", node="n")
+    broken = kit.followed(accepted, queued[:9], is_cut=True)
+    double.on("POST", "/v1/programs", kit.Answer(is_lost=True), broken)
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[queued, kit.finished(3)]))
+    run = await caller.submit(follow=True)
+    assert [event.seq for event in await caller.events(run)] == [1, 2, 3]
+    assert [seen.query for seen in double.of("GET", f"{PROGRAM}/events")] == ["after=1"]
+    assert len({post.headers["idempotency-key"] for post in double.of("POST", "/v1/programs")}) == 1
+
+
+async def test_only_who_reads_what_was_asked_for_gets_the_answer(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    accepted = kit.sse(1, "program.accepted")
+    double.on("POST", "/v1/programs", kit.followed(accepted, kit.finished(2), gate=lambda: False))
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.finished(2)]))
+    double.on("DELETE", PROGRAM, kit.status("cancelled"))
+    run = await caller.submit(follow=True, types=["variable.committed"])
+    (post,) = double.seen
+    assert post.query == "types=program.finished&types=variable.committed"
+    assert [event.seq for event in await caller.events(run)] == [2], "all types, on another stream"
+    other = await caller.submit(follow=True)
+    await caller(other.cancel)
+    async with asyncio.timeout(5):
+        while double.num_disconnects < 2:  # noqa: ASYNC110 - a double has no event for it
+            await asyncio.sleep(0.001)
+
+
+async def test_a_server_that_only_takes_programs_is_asked_for_their_events(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.finished(2)]))
+    run = await caller.submit(follow=True)
+    assert (run.id, run.outputs) == ("p_1", ["out"])
+    assert [event.seq for event in await caller.events(run)] == [2]
+
+
+async def test_a_refused_program_that_is_followed_is_the_same_error(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    problem = kit.problem(400, "program.cycle", "a -> b -> a", path="program.nodes[1]")
+    double.on("POST", "/v1/programs", kit.Answer(400, problem))
+    with pytest.raises(ProgramError, match="a -> b -> a"):
+        await caller.submit(follow=True)
+
+
 def test_a_stream_that_was_heard_since_has_its_whole_patience_again() -> None:
     now = [0.0]
     retry = Retry(patience_s=15, clock=lambda: now[0])

@@ -20,7 +20,7 @@ from conure.server.program.status import Event
 from conure.server.runs.recovery import Past
 from conure.server.runs.run import Run
 
-from .inprocess import Disk, Program, answer, client, desk_of, expr, read, say, var
+from .inprocess import Disk, Program, answer, call, client, desk_of, expr, read, say, var
 
 
 async def test_a_session_grows_until_it_is_closed(tmp_path: Path) -> None:
@@ -293,6 +293,32 @@ async def test_a_value_is_shown_when_the_disk_has_it_and_not_before(tmp_path: Pa
         assert (await putting).value == "{"
         assert (await program.get("bad")).status == "failed"
         assert (await program.end()).status == "failed"
+
+
+async def test_calls_begin_while_the_disk_takes_their_program_and_nothing_else_does(
+    tmp_path: Path,
+) -> None:
+    noted: list[str] = []
+    async with desk_of(tmp_path, {"note": lambda: noted.append("now")}) as desk:
+        disk = Disk(desk)
+        submitting = asyncio.create_task(
+            desk.submit([say("x", "hi"), call("f", "note", "done"), client("a", "y")])
+        )
+        await disk.came.wait()
+        (run,) = desk.executor._runs.values()
+        async with asyncio.timeout(5):
+            while "x" not in run.execution.values:  # noqa: ASYNC110 - nobody may be told of it
+                await asyncio.sleep(0.001)
+        assert not submitting.done()
+        assert (noted, run.feed._events, run.outbox.settled) == ([], [], set())
+        assert len(disk.batches) == 1
+        disk.let_through()
+        program = await submitting
+        assert await program.value("x") == answer("hi")
+        assert await program.value("done") is None
+        assert noted == ["now"]
+        await program.put("y", 1)
+        await program.end()
 
 
 async def test_whoever_waits_on_a_server_that_stops_is_told_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sqlite3
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,28 @@ async def test_a_disk_that_refuses_costs_no_program_that_runs(
         assert desk.executor.room.num_calls == 0
         again = await desk.submit([say("z", "new")], key="k")
         assert await again.value("z") == answer("new")
+
+
+async def test_calls_of_a_program_that_the_disk_refuses_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
+        is_running = threading.Event()
+
+        def full(group: Any) -> Exception | None:
+            assert is_running.wait(5)
+            return sqlite3.OperationalError("database or disk is full")
+
+        monkeypatch.setattr(desk.executor.journal._writer, "_attempt", full)
+        submitting = asyncio.create_task(desk.submit([say("x", "hi"), say("y", read("x"))]))
+        async with asyncio.timeout(5):
+            while await desk.num_held() == [(0, 0)]:  # noqa: ASYNC110 - nobody may be told
+                await asyncio.sleep(0.001)
+        is_running.set()
+        with pytest.raises(UnavailableError):
+            await submitting
+        assert await desk.num_held() == [(0, 0)]
+        assert (desk.executor._runs, desk.executor.room.num_calls) == ({}, 0)
 
 
 async def test_a_put_that_the_disk_does_not_take_in_time_is_not_confirmed(

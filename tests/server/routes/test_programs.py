@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import httpx
 import pytest
@@ -31,6 +32,26 @@ async def test_a_submission_is_202_with_location_and_a_replay_says_so() -> None:
         again = await client.post("/v1/programs", json=PROGRAM, headers=headers)
         assert again.headers["idempotent-replay"] == "true"
         assert again.json() == first.json()
+
+
+async def test_who_accepts_an_event_stream_gets_the_events_of_what_it_submits() -> None:
+    service = ScriptedService()
+    service.on_submit = lambda program: program.finish()
+    headers = {"Accept": "text/event-stream", "Idempotency-Key": "k1"}
+    async with in_process(app_of(service)) as client:
+        first = await client.post("/v1/programs", json=PROGRAM, headers=headers)
+        assert (first.status_code, first.headers["location"]) == (202, "/v1/programs/p_1")
+        assert first.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert re.findall("event: (.*)", first.text) == ["program.accepted", "program.finished"]
+        query = {"types": "variable.committed"}
+        again = await client.post("/v1/programs", json=PROGRAM, headers=headers, params=query)
+        assert again.headers["idempotent-replay"] == "true"
+        assert re.findall("event: (.*)", again.text) == ["program.finished"]
+        for accept in ("*/*", "text/html", "application/json, text/event-stream"):
+            answer = await client.post("/v1/programs", json=PROGRAM, headers={"Accept": accept})
+            assert answer.headers["content-type"] == "application/json", accept
+        wrong = await client.post("/v1/programs", json={}, headers=headers)
+        check_problem(wrong, 400, "program.invalid")
 
 
 async def test_an_idempotency_key_has_bounds() -> None:

@@ -165,14 +165,14 @@ async def test_a_waiter_that_gives_up_or_leaves_is_forgotten(stage: Stage) -> No
 
 async def test_a_barrier_hands_over_what_there_is_first(stage: Stage) -> None:
     stage.commit("x")
-    done = stage.outbox.barrier()
-    assert stage.journal.kinds == [["x", "variable.committed"], []]
+    done = asyncio.create_task(stage.outbox.barrier())
     await turn()
+    assert stage.journal.kinds == [["x", "variable.committed"], []]
     assert len(stage.journal.batches) == 2, "nothing is written twice"
     await stage.journal.write()
     assert not done.done()
     await stage.journal.write()
-    assert done.done()
+    await done
 
 
 async def test_the_end_comes_last_and_once(stage: Stage) -> None:
@@ -217,6 +217,38 @@ async def test_a_program_that_the_disk_refuses_leaves_no_trace(stage: Stage) -> 
     with pytest.raises(UnavailableError):
         await accepted
     stage.outbox.abandon()
+    await turn()
+    assert (stage.seen, stage.outbox.settled) == ([], set())
+    assert len(stage.journal.batches) == 1
+
+
+async def test_what_happens_while_the_disk_takes_a_program_waits_for_it(stage: Stage) -> None:
+    stage.outbox.emit("program.accepted", outputs=[])
+    stage.outbox.accept(RECORD)
+    stage.commit("x")
+    barrier = asyncio.create_task(stage.outbox.barrier())
+    stage.outbox.end()
+    await turn()
+    assert stage.journal.kinds == [["ProgramRecord", "program.accepted"]]
+    await stage.journal.write()
+    await turn()
+    assert stage.journal.kinds[1:] == [["x", "variable.committed"], []]
+    assert (stage.outbox.settled, barrier.done()) == (set(), False)
+    await stage.journal.write()
+    assert (stage.outbox.settled, stage.outbox.has_ended) == ({"x"}, True)
+    await stage.journal.write()
+    await barrier
+
+
+async def test_what_happens_to_a_program_that_the_disk_refuses_is_never_told(stage: Stage) -> None:
+    stage.outbox.accept(RECORD)
+    stage.commit("x")
+    barrier = asyncio.create_task(stage.outbox.barrier())
+    await turn()
+    await stage.journal.write(UnavailableError("store.unavailable", "full"))
+    with pytest.raises(UnavailableError, match="full"):
+        await barrier
+    stage.commit("y")
     await turn()
     assert (stage.seen, stage.outbox.settled) == ([], set())
     assert len(stage.journal.batches) == 1
