@@ -374,8 +374,26 @@ class Run:
         return self._client._do(exchange.cancel(self.id, self._retry))
 
     def result(self, *, wait_s: float | None = None) -> dict[str, Json]:
-        """Wait for all outputs, at most `wait_s` seconds for each."""
-        return {name: self.get(name, wait_s=wait_s) for name in self.outputs}
+        """Wait for all outputs, at most `wait_s` seconds for each.
+
+        Where the events come with the answer to the submission, that is where they are read.
+        """
+        found: dict[str, Json] = {}
+        if wait_s is None and self._opened is not None:
+            found = self._committed(self._opened.types)
+        return {
+            name: found[name] if name in found else self.get(name, wait_s=wait_s)
+            for name in self.outputs
+        }
+
+    def _committed(self, types: Collection[EventType] | None) -> dict[str, Json]:
+        """All values of the program, once it has ended."""
+        with contextlib.closing(self.events(types=types)) as events:
+            return {
+                event.data["variable"]: event.data["value"]
+                for event in events
+                if event.type == "variable.committed"
+            }
 
     def receipt(self) -> Receipt:
         """Wait for the program's end and return what it cost."""

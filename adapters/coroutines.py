@@ -311,8 +311,23 @@ class AsyncRun:
         return await self._client._do(exchange.cancel(self.id, self._retry))
 
     async def result(self, *, wait_s: float | None = None) -> dict[str, Json]:
-        """Wait for all outputs, at most `wait_s` seconds for each."""
-        return {name: await self.get(name, wait_s=wait_s) for name in self.outputs}
+        """Wait for all outputs; see `Run.result`."""
+        found: dict[str, Json] = {}
+        if wait_s is None and self._opened is not None:
+            found = await self._committed(self._opened.types)
+        return {
+            name: found[name] if name in found else await self.get(name, wait_s=wait_s)
+            for name in self.outputs
+        }
+
+    async def _committed(self, types: Collection[EventType] | None) -> dict[str, Json]:
+        """All values of the program, once it has ended."""
+        async with aclosing(self.events(types=types)) as events:
+            return {
+                event.data["variable"]: event.data["value"]
+                async for event in events
+                if event.type == "variable.committed"
+            }
 
     async def receipt(self) -> Receipt:
         """Wait for the program's end and return what it cost."""

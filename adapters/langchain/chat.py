@@ -259,10 +259,10 @@ class ChatConure(BaseChatModel):
         if (replay := self._replay()) is not None:
             return replay.result(call.nodes, self.timeout)
         with self._going_on(call):
-            run = self._client().submit(call.program(self.timeout))
+            run = self._client().submit(call.program(self.timeout), **self._following())
             with cancelled_unless_done(run):
-                values = [run.get(name, wait_s=self.timeout) for name in call.answers]
-        return self._result(call, values, run.id)
+                values = run.result(wait_s=self.timeout)
+        return self._result(call, [values[name] for name in call.answers], run.id)
 
     async def _agenerate(
         self,
@@ -275,10 +275,10 @@ class ChatConure(BaseChatModel):
         if (replay := self._areplay()) is not None:
             return await replay.result(call.nodes, self.timeout)
         with self._going_on(call):
-            run = await self._aclient().submit(call.program(self.timeout))
+            run = await self._aclient().submit(call.program(self.timeout), **self._following())
             async with acancelled_unless_done(run):
-                values = [await run.get(name, wait_s=self.timeout) for name in call.answers]
-        return self._result(call, values, run.id)
+                values = await run.result(wait_s=self.timeout)
+        return self._result(call, [values[name] for name in call.answers], run.id)
 
     def _stream(
         self,
@@ -315,7 +315,7 @@ class ChatConure(BaseChatModel):
     def _chunks(self, call: ModelCall) -> Generator[ChatGenerationChunk, None, None]:
         """The answer to a call of its own, in pieces."""
         with self._going_on(call):
-            run = self._client().submit(call.program(self.timeout))
+            run = self._client().submit(call.program(self.timeout), follow=True)
             stream = AnswerStream(ANSWER, CALL, run.id)
             with cancelled_unless_done(run), contextlib.closing(run.events()) as events:
                 for event in events:
@@ -326,7 +326,7 @@ class ChatConure(BaseChatModel):
     async def _achunks(self, call: ModelCall) -> AsyncGenerator[ChatGenerationChunk, None]:
         """The answer to a call of its own, in pieces."""
         with self._going_on(call):
-            run = await self._aclient().submit(call.program(self.timeout))
+            run = await self._aclient().submit(call.program(self.timeout), follow=True)
             stream = AnswerStream(ANSWER, CALL, run.id)
             async with acancelled_unless_done(run), aclosing(run.events()) as events:
                 async for event in events:
@@ -334,6 +334,12 @@ class ChatConure(BaseChatModel):
                         yield chunk
         if stream.value is not None:
             self._remember(call, from_wire(stream.value, program=run.id), run.id)
+
+    def _following(self) -> dict[str, Any]:
+        """How a call of its own is submitted: its answer comes with the events of its program,
+        unless it is waited for only so long, which a stream cannot tell in time.
+        """
+        return {} if self.timeout is not None else {"follow": True, "types": ["variable.committed"]}
 
     def _replay(self) -> Replay | None:
         """The run of an accelerated chain that this call belongs to."""

@@ -63,6 +63,10 @@ class Double:
         """Add answers to a path."""
         self._script[method, path].extend(answers)
 
+    def answer(self, method: str, path: str, answer: Answer) -> None:
+        """Answer a path from now on with this alone."""
+        self._script[method, path] = deque([answer])
+
     def of(self, method: str, path: str) -> list[Seen]:
         """Requests to a path."""
         return [seen for seen in self.seen if (seen.method, seen.path) == (method, path)]
@@ -156,9 +160,9 @@ class Kit:
     path = "/v1/programs/p_1"
 
     @staticmethod
-    def accepted() -> Any:
+    def accepted(output: str = "out") -> Any:
         """The answer to a submission."""
-        body = {"id": "p_1", "status": "accepted", "outputs": ["out"], "url": "/v1/programs/p_1"}
+        body = {"id": "p_1", "status": "accepted", "outputs": [output], "url": "/v1/programs/p_1"}
         return Answer(202, body)
 
     @staticmethod

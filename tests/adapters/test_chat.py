@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from langchain_core.runnables import ConfigurableField
 
 from conure.adapters.client import Client, NotReadyError, Retry
 from conure.adapters.langchain import ChatConure
-from conure.server.program.errors import ConureError, RunError
+from conure.server.program.errors import ConureError, RunError, UnavailableError
 
 PROGRAM = "/v1/programs/p_1"
 VALUE = {
@@ -32,7 +33,7 @@ VALUE = {
 
 @pytest.fixture
 def llm(double: Any, kit: Any) -> Iterator[ChatConure]:
-    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("POST", "/v1/programs", kit.accepted("answer"))
     double.on("DELETE", PROGRAM, kit.status("cancelled"))
     path = f"{PROGRAM}/variables/answer"
     double.on("GET", path, kit.Answer(200, {"status": "done", "value": VALUE}))
@@ -66,6 +67,43 @@ def test_a_call_is_a_program_of_one_node(llm: ChatConure, double: Any) -> None:
     assert message.usage_metadata == {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5}
     assert message.response_metadata["model_name"] == "tiny"
     assert message.response_metadata["finish_reason"] == "stop"
+
+
+async def test_a_call_takes_one_exchange(llm: ChatConure, double: Any, kit: Any) -> None:
+    double.answer("POST", "/v1/programs", kit.followed(kit.delta("hello", 0), kit.committed(VALUE)))
+    one = await asyncio.to_thread(llm.invoke, "a")
+    other = await llm.ainvoke("a")
+    assert one.content == other.content == "hello tea"
+    pieces = await asyncio.to_thread(lambda: [piece.content for piece in llm.stream("a")])
+    assert pieces == [piece.content async for piece in llm.astream("a")] == ["hello", " tea", ""]
+    assert [seen.method for seen in double.seen] == ["POST"] * 4
+    whole = "types=program.finished&types=variable.committed"
+    assert [seen.query for seen in double.seen] == [whole, whole, "", ""]
+    await llm._aclient().close()
+
+
+async def test_a_call_whose_stream_breaks_is_gone_on_with(
+    llm: ChatConure, double: Any, kit: Any
+) -> None:
+    double.answer("POST", "/v1/programs", kit.followed(kit.delta("hel", 0), is_cut=True))
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.committed(VALUE)]))
+    assert (await asyncio.to_thread(llm.invoke, "a")).content == "hello tea"
+    assert (await llm.ainvoke("a")).content == "hello tea"
+    await llm._aclient().close()
+
+
+async def test_a_call_that_fails_tells_why_and_is_left(
+    llm: ChatConure, double: Any, kit: Any
+) -> None:
+    double.answer("POST", "/v1/programs", kit.followed(kit.finished(3, "failed")))
+    lost = kit.problem(503, "engine.lost", "three times", variable_status="failed")
+    double.answer("GET", f"{PROGRAM}/variables/answer", kit.Answer(503, lost))
+    with pytest.raises(UnavailableError, match="three times"):
+        await asyncio.to_thread(llm.invoke, "a")
+    with pytest.raises(UnavailableError, match="three times"):
+        await llm.ainvoke("a")
+    assert len(double.of("DELETE", PROGRAM)) == 2
+    await llm._aclient().close()
 
 
 def test_a_stop_of_the_call_wins(llm: ChatConure, double: Any) -> None:
@@ -149,7 +187,7 @@ def test_tokens_reach_callbacks_when_invoke_streams(llm: ChatConure, double: Any
 
 
 def test_a_call_that_takes_too_long_is_cancelled(double: Any, kit: Any) -> None:
-    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("POST", "/v1/programs", kit.accepted("answer"))
     double.on("DELETE", PROGRAM, kit.status("cancelled"))
     double.on("GET", f"{PROGRAM}/variables/answer", kit.Answer(202, {"status": "running"}))
     with Client(app=double) as client:
@@ -262,7 +300,7 @@ def test_the_place_of_a_call_is_told_to_the_server(llm: ChatConure, double: Any)
 
 
 def test_caches_and_limiters_of_langchain_stand_before_the_model(double: Any, kit: Any) -> None:
-    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("POST", "/v1/programs", kit.accepted("answer"))
     path = f"{PROGRAM}/variables/answer"
     double.on("GET", path, kit.Answer(200, {"status": "done", "value": VALUE}))
     limiter = InMemoryRateLimiter(requests_per_second=1000, check_every_n_seconds=0.001)
@@ -333,7 +371,9 @@ def test_a_call_that_fails_is_repeated_in_the_session_that_it_went_on_with(
     double: Any, kit: Any, way: str
 ) -> None:
     refused = kit.Answer(400, kit.problem(400, "prompt.too_long", "too long"))
-    double.on("POST", "/v1/programs", kit.accepted(), refused, refused, kit.accepted())
+    double.on(
+        "POST", "/v1/programs", kit.accepted("answer"), refused, refused, kit.accepted("answer")
+    )
     double.on("DELETE", PROGRAM, kit.status("cancelled"))
     double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.committed(VALUE)]))
     path = f"{PROGRAM}/variables/answer"
