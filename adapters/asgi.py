@@ -46,7 +46,8 @@ class LocalApp:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._state = "new"
-        self._door = threading.Lock()
+        # Reentrant: while somebody is let in, a stream may be collected, and wants to be closed.
+        self._door = threading.RLock()
         self._is_open = False
         """Calls are let in. What was let in runs, or is cancelled at the end."""
         self._lifespan: _Lifespan | None = None
@@ -91,16 +92,28 @@ class LocalApp:
 
         Raises:
             ClosedError: if the application is closed, or is before the coroutine has ended.
-            RuntimeError: if this is the application's thread, which cannot wait for itself. A
-                stream that was left may be collected there, and wants to be closed.
+            RuntimeError: if this is the application's thread, which cannot wait for itself.
         """
-        if threading.current_thread() is self._thread:
+        if self.is_own_thread:
             coroutine.close()
             raise RuntimeError("the application's own thread cannot wait for the application")
         try:
             return self._let_in(coroutine).result()
         except CancelledError:
             raise ClosedError from None
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is the thread that the application runs in."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine on the application's loop, and wait for nothing; from any thread.
+
+        Raises:
+            ClosedError: if the application is closed.
+        """
+        self._let_in(coroutine)
 
     async def acall(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the application's loop, from another loop; raises as `call`."""
@@ -275,8 +288,12 @@ class _SyncBody(httpx.SyncByteStream):
             yield chunk
 
     def close(self) -> None:
+        closing = self._exchange.close()
         with contextlib.suppress(ClosedError):  # then there is nothing left to close
-            self._local.call(self._exchange.close())
+            if self._local.is_own_thread:  # a stream that was left is collected anywhere
+                self._local.run(closing)
+            else:
+                self._local.call(closing)
 
 
 class _AsyncBody(httpx.AsyncByteStream):

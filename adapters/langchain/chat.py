@@ -28,7 +28,7 @@ from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
     CallbackManagerForLLMRun,
 )
-from langchain_core.language_models import LanguageModelInput, ModelProfile
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
@@ -52,9 +52,9 @@ from .replay import Replay
 from .settings import (
     choice_of,
     constraint_of,
+    default_profile,
     hints_of,
     num_answers_of,
-    profile,
     sampling_of,
     session_of,
     tools_of,
@@ -99,6 +99,8 @@ class ChatConure(BaseChatModel):
     """Repeats of a request that was refused or got no answer."""
     streaming: bool = False
     """Let `invoke` stream as well, for callbacks that want tokens."""
+    profile: Any = Field(default_factory=default_profile, exclude=True)
+    """What the model can do, a `ModelProfile`; LangChain asks for it since core 1.1."""
 
     _own: OwnClients = PrivateAttr(default_factory=OwnClients)
     _said: Conversations = PrivateAttr(default_factory=Conversations)
@@ -121,9 +123,6 @@ class ChatConure(BaseChatModel):
     def lc_secrets(self) -> dict[str, str]:
         """Fields that are written down as the name of a variable."""
         return {"api_key": "CONURE_API_KEY"}
-
-    def _resolve_model_profile(self) -> ModelProfile:
-        return profile()
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

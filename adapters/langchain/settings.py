@@ -10,12 +10,14 @@ equal calls give equal nodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from langchain_core.language_models import ModelProfile
 from langchain_core.utils.function_calling import convert_to_json_schema
 
 from conure.server.program.ir import Constraint, Json, Sampling
+
+if TYPE_CHECKING:
+    from langchain_core.language_models import ModelProfile  # since core 1.1
 
 MAX_ANSWERS: Final = 128
 """To one prompt, as OpenAI has it."""
@@ -145,19 +147,19 @@ def choice_of(choice: Any, names: Sequence[str]) -> Json:
     raise ValueError(f"tool_choice={choice!r} names none of the tools: {', '.join(names)}")
 
 
-def profile() -> ModelProfile:
+def default_profile() -> ModelProfile:
     """What every model of a Conure server can do; its context length is the server's to say."""
-    return ModelProfile(
-        text_inputs=True,
-        text_outputs=True,
-        image_inputs=False,
-        audio_inputs=False,
-        video_inputs=False,
-        pdf_inputs=False,
-        tool_calling=True,
-        tool_choice=True,
-        structured_output=True,
-    )
+    return {
+        "text_inputs": True,
+        "text_outputs": True,
+        "image_inputs": False,
+        "audio_inputs": False,
+        "video_inputs": False,
+        "pdf_inputs": False,
+        "tool_calling": True,
+        "tool_choice": True,
+        "structured_output": True,
+    }
 
 
 def hints_of(metadata: Mapping[str, Any], **ids: Any) -> dict[str, Json]:

@@ -163,6 +163,19 @@ def test_a_stream_that_is_collected_in_its_application_does_not_stop_it(local: L
     local.call(asyncio.sleep(0))
 
 
+def test_a_response_that_is_collected_in_its_application_is_closed(
+    app: Stream, local: LocalApp
+) -> None:
+    request = httpx.Request("POST", "http://app/", content=b"x")
+    response = SyncTransport(local).handle_request(request)
+
+    async def collect() -> None:
+        response.close()
+
+    local.call(collect())
+    assert app.saw_disconnect.wait(5)
+
+
 async def test_so_it_does_with_await(local: Any) -> None:
     await asyncio.to_thread(local.close)
     with pytest.raises(ClosedError, match="was closed"):

@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -213,18 +214,23 @@ def test_tracing_knows_provider_model_and_settings() -> None:
     assert llm._identifying_params["model"] == "m"
 
 
+def test_a_model_says_what_it_can_do() -> None:
+    llm = ChatConure()
+    assert (llm.profile["tool_calling"], llm.profile["image_inputs"]) == (True, False)
+    assert ChatConure(profile={"max_input_tokens": 9}).profile == {"max_input_tokens": 9}
+    assert "profile" not in llm.model_dump()
+
+
 def test_a_model_is_written_down_without_its_key_and_read_back(monkeypatch: Any) -> None:
     monkeypatch.setenv("CONURE_API_KEY", "k3y")
     llm = ChatConure(model="m", temperature=0.5, base_url="http://x")
     written = dumpd(llm)
     assert "k3y" not in str(written)
+    since_core_1_2_5 = {"allowed_objects": [ChatConure], "secrets_from_env": True}
+    known = signature(load).parameters
+    arguments: Any = {name: each for name, each in since_core_1_2_5.items() if name in known}
     with pytest.warns(match="`load` is in beta"):
-        read = load(
-            written,
-            allowed_objects=[ChatConure],
-            valid_namespaces=["conure"],
-            secrets_from_env=True,
-        )
+        read = load(written, valid_namespaces=["conure"], **arguments)
     assert read == llm
 
 
