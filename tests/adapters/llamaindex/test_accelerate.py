@@ -520,5 +520,5 @@ def test_an_app_stays_as_it_was(llm: Conure) -> None:
 
 
 def test_only_apps_are_accelerated(llm: Conure) -> None:
-    with pytest.raises(TypeError, match="not a Conure"):
+    with pytest.raises(TypeError, match="class Conure"):
         accelerate(llm)
