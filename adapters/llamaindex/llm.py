@@ -62,7 +62,7 @@ class Conure(FunctionCallingLLM):
         ```
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid")
 
     model: str = "default"
     """Name of a model that the server has."""
@@ -76,6 +76,8 @@ class Conure(FunctionCallingLLM):
     top_p: float | None = None
     stop: list[str] | None = None
     seed: int | None = None
+    additional_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of every call that have no field here, such as `top_k`."""
     timeout: float | None = None
     """Seconds for one call, queueing included. None: as long as it takes."""
     max_retries: int = 4
@@ -90,6 +92,15 @@ class Conure(FunctionCallingLLM):
 
     _own: OwnClients = PrivateAttr(default_factory=OwnClients)
     _pages: dict[str, dict[str, Json]] = PrivateAttr(default_factory=dict)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # LlamaIndex takes what cannot be pickled away from the LLM itself.
+        if self.client is None:
+            return super().__getstate__()
+        if not isinstance(self.client.server, str):
+            self.client.__reduce__()  # raises, and says why
+        travelling = {"client": None, "base_url": self.client.server}
+        return self.model_copy(update=travelling).__getstate__()
 
     @classmethod
     def class_name(cls) -> str:
@@ -307,7 +318,7 @@ class Conure(FunctionCallingLLM):
             name: getattr(self, name)
             for name in ("temperature", "max_tokens", "top_p", "seed", "stop")
         }
-        for name, value in kwargs.items():
+        for name, value in {**self.additional_kwargs, **kwargs}.items():
             if name in _SAMPLING or name in _BESIDE:
                 settings[name] = value
             elif name not in _EXTRA and name != "model" and value is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from conure.server.program.errors import ExpressionError
@@ -144,7 +144,7 @@ def with_slots(call: Call, slots: Sequence[Slot]) -> Call | None:
             {**message, "content": split(message.get("content"))} for message in call.messages
         ]
     prompt = None if call.prompt is None else split(call.prompt)
-    made = Call(call.model, call.output, messages, prompt, call.extra)
+    made = replace(call, messages=messages, prompt=prompt)
     return made if found == {slot.mark for slot in slots} else None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -116,6 +118,34 @@ def test_an_option_of_the_call_wins(llm: Conure, double: Any) -> None:
 def test_an_unknown_argument_is_refused_by_name(llm: Conure) -> None:
     with pytest.raises(ValueError, match="temprature=1"):
         llm.complete("a", temprature=1)
+
+
+def test_options_of_every_call_have_a_field_or_stand_among_the_additional_ones(
+    llm: Conure, double: Any
+) -> None:
+    made = Conure(client=llm.client, additional_kwargs={"top_k": 3, "min_tokens": 1})
+    made.complete("a", min_tokens=2)
+    (node,) = nodes(double)
+    assert node["output"] == {"variable": "answer", "as": "message", "top_k": 3, "min_tokens": 2}
+    with pytest.raises(ValueError, match="beams=4"):
+        Conure(client=llm.client, additional_kwargs={"beams": 4}).complete("a")
+    with pytest.raises(ValueError, match="top_k"):
+        Conure(client=llm.client, top_k=3)  # type: ignore[call-arg]
+
+
+def test_a_pickled_llm_goes_to_the_same_server_and_the_first_one_stays_as_it_is() -> None:
+    with Client("http://127.0.0.1:9") as client:
+        llm = Conure(client=client, temperature=0)
+        made = pickle.loads(pickle.dumps(llm))
+        assert (made.client, made.base_url, made.temperature) == (None, "http://127.0.0.1:9", 0)
+        assert llm.connection() is client
+        assert copy.deepcopy(llm).connection() is client
+
+
+def test_an_llm_on_a_server_in_this_process_cannot_be_pickled(llm: Conure) -> None:
+    with pytest.raises(TypeError, match="base_url"):
+        pickle.dumps(llm)
+    assert llm.complete("a").text
 
 
 def test_messages_keep_their_roles_parts_and_calls(llm: Conure, double: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,13 @@ def test_a_prompt_with_slots_has_the_key_of_the_prompt_that_comes_of_it(
     assert call is not None
     known = chat(answer.join(["", *pieces, ""]))
     assert call.key({"a": message(answer)}) == known.key()
+
+
+def test_a_call_with_slots_is_the_call_in_all_else() -> None:
+    mark = SLOT.format(0)
+    call = Call("m", {"seed": 1}, prompt=[{"text": mark}], extra={"tools": []}, timeout_s=3)
+    made = with_slots(call, [Slot(mark, text_read("a"))])
+    assert made == replace(call, prompt=[{"input": text_read("a")}])
 
 
 def test_a_mark_that_is_nowhere_is_noticed() -> None:
