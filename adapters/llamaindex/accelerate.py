@@ -299,6 +299,7 @@ def _plan(
 ) -> None:
     """Plan what a part of an app is going to ask for."""
     if not isinstance(llm, Conure):
+        scope.note(f"{name}: its LLM is a {type(llm).__name__}")
         return
     arguments = dict(bound_args.arguments)
     arguments |= arguments.pop("response_kwargs", {}) | arguments.pop("kwargs", {})

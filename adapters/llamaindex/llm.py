@@ -189,7 +189,7 @@ class Conure(FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Any:
         """LlamaIndex's own, with the answer held to the schema of `output_cls`."""
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return _without_span(LLM.structured_predict)(
             self, output_cls, prompt, llm_kwargs=held, **prompt_args
         )
@@ -202,7 +202,7 @@ class Conure(FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Any:
         """`structured_predict`, with await."""
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return await _without_span(LLM.astructured_predict)(
             self, output_cls, prompt, llm_kwargs=held, **prompt_args
         )
@@ -214,7 +214,7 @@ class Conure(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return super()._structured_stream_call(output_cls, prompt, held, **prompt_args)
 
     async def _structured_astream_call(
@@ -224,7 +224,7 @@ class Conure(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return await super()._structured_astream_call(output_cls, prompt, held, **prompt_args)
 
     def _prepare_chat_with_tools(
@@ -327,10 +327,12 @@ class Conure(FunctionCallingLLM):
             settings["stop"] = [settings["stop"]]
         return {name: value for name, value in settings.items() if value not in (None, [])}
 
-    def _held(
+    def held(
         self, output_cls: type[BaseModel], llm_kwargs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Arguments of a call whose answer is to be an `output_cls`."""
+        """Arguments of a call whose answer is to be an `output_cls`: with a `constraint`, unless
+        the answer is a call to a tool.
+        """
         given = dict(llm_kwargs or {})
         mode = self.pydantic_program_mode
         is_text = mode == PydanticProgramMode.LLM or (

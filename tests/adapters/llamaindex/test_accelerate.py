@@ -350,7 +350,7 @@ async def test_a_workflow_runs_in_one_program_and_its_parts_are_planned(
 @pytest.mark.parametrize(
     ("settings", "note"),
     [
-        ({"output_cls": Person}, "structured (output_cls)"),
+        ({"output_cls": Person, "streaming": True}, "structured answers (output_cls)"),
         (
             {
                 "summary_template": PromptTemplate(

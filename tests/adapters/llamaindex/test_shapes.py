@@ -10,7 +10,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,12 +19,22 @@ if version("llama-index-core").startswith("0.12."):
 
 from llama_index.core.extractors import KeywordExtractor, TitleExtractor
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.response_synthesizers import Refine, TreeSummarize
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
+from llama_index.core.response_synthesizers import (
+    Accumulate,
+    CompactAndRefine,
+    Generation,
+    Refine,
+    TreeSummarize,
+)
+from llama_index.core.response_synthesizers.compact_and_accumulate import CompactAndAccumulate
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
 
+from .conformance import Person
 from .test_accelerate import Fan, Pair, engine, llm, nodes, pair
 
 __all__ = ["llm", "pair"]
@@ -101,3 +111,163 @@ def test_the_extractors_of_an_ingestion_pipeline_are_planned_in_one_program(
     assert report.num_planned == len(report.calls) == 9
     assert report.num_wasted == 0
     assert len(report.programs) == 1
+
+
+class Shape(NamedTuple):
+    """An app, what it is asked, and how many of its calls come from the plan."""
+
+    make: Callable[[Conure], Any]
+    ask: Callable[[Any], Any]
+    num_planned: int
+    num_calls: int
+
+
+def synthesized(app: Any) -> list[Any]:
+    """All that a response says, but for its text."""
+    made = app.synthesize("Why?", nodes=nodes())
+    return [str(made), type(made), made.metadata, [each.node.node_id for each in made.source_nodes]]
+
+
+def of_texts(*texts: str, query: str = "Why?", **settings: Any) -> Callable[[Any], Any]:
+    return lambda app: app.get_response(query, list(texts), **settings)
+
+
+TONED = PromptTemplate("{tone} {context_str} {query_str}")
+RICH = RichPromptTemplate("{% chat role='user' %}{{ context_str }} {{query_str}}{% endchat %}")
+DRESSED = TextNode(
+    text="tea " * 300,
+    metadata={"kind": "note", "hidden": "h"},
+    excluded_llm_metadata_keys=["hidden"],
+    metadata_template="<{key}>{value}",
+    text_template="{metadata_str}: {content}",
+)
+TWICE = ChatPromptTemplate.from_messages(
+    [("system", "{existing_answer}"), ("user", "{context_msg} {query_str} {existing_answer}")]
+)
+
+SHAPES: dict[str, Shape] = {
+    "a tree of structured answers": Shape(
+        lambda llm: TreeSummarize(llm=llm, output_cls=Person), synthesized, 3, 3
+    ),
+    "structured answers side by side": Shape(
+        lambda llm: Accumulate(llm=llm, output_cls=Person), synthesized, 6, 6
+    ),
+    "structured answers, each refined": Shape(
+        lambda llm: Refine(llm=llm, output_cls=Person), of_texts("a", "b"), 0, 2
+    ),
+    "a query alone": Shape(lambda llm: Generation(llm=llm), synthesized, 1, 1),
+    "a variable of the user's": Shape(
+        lambda llm: TreeSummarize(llm=llm, summary_template=TONED),
+        of_texts(*(each.text for each in nodes()), tone="formal"),
+        3,
+        3,
+    ),
+    "rich templates that print": Shape(
+        lambda llm: Refine(
+            llm=llm,
+            text_qa_template=RICH,
+            refine_template=RichPromptTemplate("{{ existing_answer }}{{context_msg}}{{query_str}}"),
+        ),
+        synthesized,
+        6,
+        6,
+    ),
+    "a rich template with a filter": Shape(
+        lambda llm: Accumulate(
+            llm=llm, text_qa_template=RichPromptTemplate("{{ context_str | upper }}{{ query_str }}")
+        ),
+        of_texts("a", "b"),
+        0,
+        2,
+    ),
+    "an answer in two places": Shape(
+        lambda llm: Refine(llm=llm, refine_template=TWICE), synthesized, 6, 6
+    ),
+    "other names for variables": Shape(
+        lambda llm: TreeSummarize(
+            llm=llm,
+            summary_template=PromptTemplate(
+                "{mine} {asked}",
+                template_var_mappings={"context_str": "mine", "query_str": "asked"},
+            ),
+        ),
+        synthesized,
+        3,
+        3,
+    ),
+    "braces and marks in texts": Shape(
+        lambda llm: Refine(llm=llm),
+        of_texts("\ue0000\ue001 {existing_answer}", "{{x}} \ue0001\ue001", query="{context_str}?"),
+        2,
+        2,
+    ),
+    "other alphabets": Shape(
+        lambda llm: Refine(llm=llm), of_texts("Тест 🍵 " * 50, "e\u0301" * 99, query="ß?"), 2, 2
+    ),
+    "equal texts": Shape(lambda llm: Accumulate(llm=llm), of_texts("a", "a", "a"), 3, 3),
+    "no texts": Shape(lambda llm: Refine(llm=llm), of_texts(), 0, 0),
+    "an empty text first": Shape(lambda llm: Refine(llm=llm), of_texts("", "a"), 2, 2),
+    "a text of many windows": Shape(
+        lambda llm: CompactAndRefine(llm=llm), of_texts("tea is hot. " * 900), 5, 5
+    ),
+    "nodes that are dressed": Shape(
+        lambda llm: TreeSummarize(llm=llm),
+        lambda app: str(app.synthesize("Why?", [NodeWithScore(node=DRESSED)] * 9)),
+        4,
+        4,
+    ),
+    "another LLM around it": Shape(
+        lambda llm: TreeSummarize(llm=llm.as_structured_llm(Person)), of_texts("a"), 0, 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_synthesizer_of_this_shape_does_the_same(
+    make_llm: Callable[..., Conure], pair: Callable[[Any], Pair], name: str
+) -> None:
+    shape = SHAPES[name]
+    max_tokens = 200 if "structured" in name or "another" in name else 40
+    llm = make_llm(context_window=1500, max_tokens=max_tokens, system_prompt="{query_str}")
+    report = pair(shape.make(llm)).same(shape.ask)
+    assert (report.num_planned, len(report.calls)) == (shape.num_planned, shape.num_calls)
+    assert report.num_wasted == 0
+    assert len(report.notes) == (report.num_planned < len(report.calls))
+
+
+def test_a_synthesizer_that_cannot_stream_asks_for_nothing(
+    llm: Conure, submitted: list[str]
+) -> None:
+    for app in (Accumulate(llm=llm, streaming=True), CompactAndAccumulate(llm=llm, streaming=True)):
+        with pytest.raises(ValueError, match="Unable to stream"):
+            accelerate(app).synthesize("Why?", nodes())
+    assert submitted == []
+
+
+@pytest.mark.parametrize(
+    "function", ["completion_to_prompt", "messages_to_prompt", "query_wrapper_prompt", "mapping"]
+)
+def test_a_function_that_makes_prompts_runs_as_often_as_without(
+    make_llm: Callable[..., Conure], function: str
+) -> None:
+    seen: list[str] = []
+
+    def made(*given: Any, **named: Any) -> str:
+        seen.append(f"{given}{named}")
+        return f"[{given}{named.get('query_str')}]"
+
+    wrapper = PromptTemplate("{x}", function_mappings={"x": made})
+    value = wrapper if function == "query_wrapper_prompt" else made
+    settings: dict[str, Any] = {} if function == "mapping" else {function: value}
+    mappings: Any = {"query_str": made} if function == "mapping" else {}
+    template: Any = PromptTemplate("{context_str} {query_str}", function_mappings=mappings)
+    if function == "messages_to_prompt":
+        template = ChatPromptTemplate.from_messages([("user", "{context_str} {query_str}")])
+    llm = make_llm(context_window=1300, is_chat_model=False, **settings)
+    plain = Refine(llm=llm, text_qa_template=template)
+    fast = accelerate(plain)
+    plain.synthesize("Why?", nodes(3))
+    ran, seen[:] = list(seen), []
+    fast.synthesize("Why?", nodes(3))
+    assert seen == ran != []
+    assert explain(fast).num_planned == 0
