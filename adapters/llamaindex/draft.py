@@ -82,6 +82,8 @@ class Draft:
             reads: calls whose answers it reads.
             when: condition under which it runs.
         """
+        if slots and _is_rich_chat(plain(self.llm, template)):
+            return None  # its messages are trimmed and escaped as the text in them demands
         call = predicted(self.llm, template, {**self.prompt_args, **prompt_args}, self.output_cls)
         if slots:
             made = with_slots(call, slots)
@@ -147,6 +149,10 @@ def plain(llm: Conure, template: BasePromptTemplate) -> BasePromptTemplate:
     if not llm.is_chat_model:
         _check_formatters(llm)
     return template
+
+
+def _is_rich_chat(template: BasePromptTemplate) -> bool:
+    return isinstance(template, RichPromptTemplate) and template.is_chat_template
 
 
 def _check_formatters(llm: Conure) -> None:

@@ -134,6 +134,7 @@ def of_texts(*texts: str, query: str = "Why?", **settings: Any) -> Callable[[Any
 
 TONED = PromptTemplate("{tone} {context_str} {query_str}")
 RICH = RichPromptTemplate("{% chat role='user' %}{{ context_str }} {{query_str}}{% endchat %}")
+RICH_ANSWER = RichPromptTemplate("{% chat role='user' %} {{ existing_answer }}{% endchat %}")
 DRESSED = TextNode(
     text="tea " * 300,
     metadata={"kind": "note", "hidden": "h"},
@@ -171,6 +172,12 @@ SHAPES: dict[str, Shape] = {
         synthesized,
         6,
         6,
+    ),
+    "a rich template of messages for an answer": Shape(
+        lambda llm: Refine(llm=llm, text_qa_template=RICH, refine_template=RICH_ANSWER),
+        of_texts("a", "b", "c"),
+        1,
+        3,
     ),
     "a rich template with a filter": Shape(
         lambda llm: Accumulate(
@@ -232,7 +239,7 @@ def test_a_synthesizer_of_this_shape_does_the_same(
     report = pair(shape.make(llm)).same(shape.ask)
     assert (report.num_planned, len(report.calls)) == (shape.num_planned, shape.num_calls)
     assert report.num_wasted == 0
-    assert len(report.notes) == (report.num_planned < len(report.calls))
+    assert len(report.notes) == (report.num_planned == 0 < len(report.calls))
 
 
 def test_a_synthesizer_that_cannot_stream_asks_for_nothing(
