@@ -32,14 +32,12 @@ from llama_index_instrumentation.span.base import BaseSpan
 from llama_index_instrumentation.span_handlers import BaseSpanHandler
 from workflows.handler import WorkflowHandler
 
-from conure.server.program.errors import ConureError
-
 from . import extractors, synthesizers
 from .draft import Draft, NotPlanned
 from .kept import keep
 from .llm import Conure
 from .report import Report
-from .scope import Scope, current, running
+from .scope import OF, Scope, current, own_kind, running
 
 T = TypeVar("T")
 
@@ -71,8 +69,6 @@ PARTS: tuple[tuple[type[Any], tuple[str, ...], str, Planner], ...] = (
 """What can be planned: its class, the methods that are its work, where its LLM is, and how."""
 
 _LAST = "_conure_last_report"
-_OF = "__conure_of__"
-"""Where the class of an accelerated app keeps the app's own class."""
 
 
 def accelerate(app: T) -> T:
@@ -86,9 +82,13 @@ def accelerate(app: T) -> T:
     Raises:
         TypeError: if it is none of these.
     """
-    kind = _accelerated(_own_kind(app))
+    kind = _accelerated(own_kind(app))
     accelerated = copy.copy(app)
     object.__setattr__(accelerated, "__class__", kind)
+    if _has_query_pipelines():
+        from .pipeline_run import accelerate_nested
+
+        accelerate_nested(accelerated, accelerate)
     return accelerated
 
 
@@ -104,10 +104,9 @@ def explain(app: Any) -> Report:
     return cast(Report, report)
 
 
-def _own_kind(app: Any) -> type[Any]:
-    """The class of an app, without what makes it accelerated."""
-    kind: type[Any] = vars(type(app)).get(_OF, type(app))
-    return kind
+def _has_query_pipelines() -> bool:
+    """Whether this is core 0.12."""
+    return find_spec("llama_index.core.query_pipeline") is not None
 
 
 def _accelerated(kind: type[Any]) -> type[Any]:
@@ -116,7 +115,7 @@ def _accelerated(kind: type[Any]) -> type[Any]:
     Raises:
         TypeError: if there are no entrances to such an app.
     """
-    if find_spec("llama_index.core.query_pipeline") is not None:
+    if _has_query_pipelines():
         return _accelerated_pipeline(kind)
     names = next((names for known, names in ENTRANCES if issubclass(kind, known)), None)
     if names is None:
@@ -161,7 +160,7 @@ def _kind(kind: type[Any], names: tuple[str, ...]) -> type[Any]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__reduce_ex__": _reduced,
-        _OF: kind,
+        OF: kind,
     }
     metaclass: Any = type(kind)
     made: type[Any] = metaclass(kind.__name__, (kind,), body)
@@ -176,7 +175,7 @@ def _kind(kind: type[Any], names: tuple[str, ...]) -> type[Any]:
 
 def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
     """How an accelerated app is copied and pickled: its class is made anew where it goes."""
-    kind = getattr(type(self), _OF)
+    kind = getattr(type(self), OF)
     _, _, *state = kind.__reduce_ex__(self, max(protocol, 2))
     return _empty, (kind,), *state
 
@@ -223,7 +222,7 @@ def _entrance(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(app: Any) -> Scope:
-    scope = Scope()
+    scope = Scope(app)
     object.__setattr__(app, _LAST, scope.report)
     root = get_dispatcher()
     if not any(isinstance(handler, Watch) for handler in root.span_handlers):
@@ -309,11 +308,13 @@ def _plan(
     try:
         session = scope.session(llm.connection())
         draft = Draft(llm, name, session.fresh)
-        inner = plan(part, _own_kind(part), draft, arguments)
+        inner = plan(part, own_kind(part), draft, arguments)
         if inner:
             scope.expect(part, inner)
         if draft.calls and not session.is_planned(draft.calls[0].call):
             session.plan(draft.calls)
-    except (NotPlanned, ConureError, ValueError) as problem:
-        # What is an error will show as one when the app itself gets there.
-        scope.note(f"{name}: {problem}")
+    except Exception as problem:
+        # LlamaIndex would drop it without a word. What is an error will show as one when the
+        # app itself gets there.
+        kind = "" if isinstance(problem, NotPlanned) else f"{type(problem).__name__}: "
+        scope.note(f"{name}: {kind}{problem}")

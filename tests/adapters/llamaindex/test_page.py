@@ -142,7 +142,8 @@ async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Con
 def test_the_table_of_core_012_is_what_happens(
     make_llm: Callable[..., Conure], client: Client
 ) -> None:
-    from llama_index.core.query_pipeline import ArgPackComponent, FnComponent
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.query_pipeline import ArgPackComponent, FnComponent, QueryPipeline
 
     from conure.adapters.llamaindex.pipeline_program import to_program
 
@@ -152,6 +153,8 @@ def test_the_table_of_core_012_is_what_happens(
     pipelines = {name: (shapes(llm)[name], inputs_of(name)) for name in NAMES}
     packed = joins(llm, ArgPackComponent(), [FnComponent(fn=join_responses)])
     pipelines["fan, pack and function"] = (packed, {"x": "tea"})
+    nested = QueryPipeline(chain=[shapes(llm)["two calls"], PromptTemplate("{y}"), llm])
+    pipelines["pipeline within a pipeline"] = (nested, {"x": "tea"})
     rows = []
     for name, (pipeline, given) in pipelines.items():
         compiled = to_program(pipeline)
