@@ -10,6 +10,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 if version("llama-index-core").startswith("0.12."):
     pytest.skip("core 0.12: `accelerate` is for 0.13 and 0.14", allow_module_level=True)
 
-from llama_index.core.extractors import KeywordExtractor, TitleExtractor
+from llama_index.core.extractors import KeywordExtractor, SummaryExtractor, TitleExtractor
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
 from llama_index.core.response_synthesizers import (
@@ -32,8 +33,11 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, accelerate, explain
+from conure.adapters.llamaindex import Conure, accelerate, explain, programs
+from conure.server.app import create_app
+from conure.server.config import Config
 
+from ..left import all_ended
 from .conformance import Person
 from .test_accelerate import Fan, Pair, engine, llm, nodes, pair
 
@@ -278,3 +282,37 @@ def test_a_function_that_makes_prompts_runs_as_often_as_without(
     fast.synthesize("Why?", nodes(3))
     assert seen == ran != []
     assert explain(fast).num_planned == 0
+
+
+async def summarised(app: Any) -> list[str]:
+    """What many short nodes are about."""
+    many = [TextNode(id_=f"n{n}", text=f"Fact {n}.") for n in range(40)]
+    return [str(each) for each in await app.aextract(many)]
+
+
+async def test_a_run_of_more_calls_than_a_program_takes_goes_on_in_another(
+    client: Client, make_llm: Callable[..., Conure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "BATCH", 4)
+    monkeypatch.setattr(programs, "MAX_NODES", 10)
+    app = SummaryExtractor(llm=make_llm(), show_progress=False)
+    fast = accelerate(app)
+    assert await summarised(fast) == await summarised(app)
+    report = explain(fast)
+    assert report.num_planned == len(report.calls) == 40
+    assert len(report.programs) == 5
+    await all_ended(client, report.programs)
+
+
+async def test_a_plan_that_is_larger_than_a_request_may_be_is_sent_in_parts(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    config = Config(engine="fake", data=tmp_path, max_body=6_000)
+    with Client(app=create_app(config)) as client:
+        llm = Conure(client=client, temperature=0, max_tokens=5)
+        app = SummaryExtractor(llm=llm, show_progress=False)
+        fast = accelerate(app)
+        assert await summarised(fast) == await summarised(app)
+        assert explain(fast).num_planned == 40
+        await all_ended(client, submitted)
+        await llm._own.aclose()
