@@ -48,7 +48,7 @@ class Scope:
         self._sessions: dict[int, Session] = {}
         self._spans: dict[str, tuple[str, str | None]] = {}
         self._expected: list[tuple[int, list[str]]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is collected ends its run
 
     def session(self, client: Client) -> Session:
         """The open program of this run on a client's server."""

@@ -259,6 +259,15 @@ def test_a_stream_of_a_program_that_fails_is_an_error(llm: Conure, double: Any, 
         list(llm.stream_complete("a"))
 
 
+def test_a_stream_that_takes_too_long_says_so(llm: Conure, double: Any, kit: Any) -> None:
+    code = "program.deadline_exceeded"
+    killed = kit.sse(3, "node.killed", node="call", code=code, message="not within 1 s")
+    end = kit.finished(4, "deadline_exceeded")
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.delta("he", 0), killed, end]))
+    with pytest.raises(RunError, match="not within 1 s"):
+        list(llm.stream_complete("a"))
+
+
 def test_a_call_that_takes_too_long_is_cancelled(double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     double.on("DELETE", PROGRAM, kit.status("cancelled"))
