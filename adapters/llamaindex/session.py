@@ -301,4 +301,7 @@ def _variable(node: str) -> str:
 
 
 async def _awaited(feed: Feed) -> dict[str, Json]:
-    return await asyncio.shield(asyncio.wrap_future(feed.final))
+    final = asyncio.wrap_future(feed.final)
+    # Whoever waits may be cancelled; a failure that comes afterwards is nobody's to hear.
+    final.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(final)

@@ -6,8 +6,11 @@ run that goes ahead.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import gc
 import pickle
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -316,3 +319,28 @@ async def test_a_plan_that_is_larger_than_a_request_may_be_is_sent_in_parts(
         assert explain(fast).num_planned == 40
         await all_ended(client, submitted)
         await llm._own.aclose()
+
+
+async def test_an_app_that_is_cancelled_leaves_no_failure_that_nobody_hears(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    config = Config(engine="fake", data=tmp_path, time_per_call=0.2)
+    with Client(app=create_app(config)) as client:
+        llm = Conure(client=client, context_window=1300, max_tokens=5)
+        asking = asyncio.create_task(accelerate(TreeSummarize(llm=llm)).asynthesize("?", nodes()))
+        async with asyncio.timeout(10):
+            while not submitted:  # noqa: ASYNC110 - a thread submits
+                await asyncio.sleep(0.001)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await all_ended(client, submitted)
+        for thread in threading.enumerate():
+            if thread.name == "conure-events":
+                await asyncio.to_thread(thread.join, 10)
+        await asyncio.sleep(0)
+        await llm._own.aclose()
+    gc.collect()
+    assert told == []
