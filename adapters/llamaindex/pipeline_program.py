@@ -100,12 +100,19 @@ class Compiled:
             What the pipeline's one leaf made; of several leaves a dict, by module.
 
         Raises:
+            ProgramError: if the inputs are not those of the pipeline.
             ConureError: if the program failed; its cause is what a module raised, if one did.
         """
         return self.execute(client, **inputs)[0]
 
     def execute(self, client: Client, **inputs: str) -> tuple[Any, Result]:
         """`run`, with the program's id and receipt."""
+        if inputs.keys() != set(self.inputs):
+            raise ProgramError(
+                "to_program.inputs",
+                f"the pipeline has the inputs {sorted(self.inputs)}, and was given "
+                f"{sorted(inputs)}",
+            )
         result = client.run(self.program, inputs=inputs, functions=self.functions)
         made = {
             key: revive(result.outputs[variable])

@@ -11,6 +11,7 @@ from it; a plan that was wrong costs work, never a different answer.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,8 +110,10 @@ class Plan:
             if not planned.reads <= self.answers.keys():
                 still.append(planned)
             elif holds(planned.when, self.answers):
-                key = planned.call.key(self.answers)
-                self._ready.setdefault(key, deque()).append(planned)
+                # What cannot be put together, or is no text that travels, is nobody's call.
+                with contextlib.suppress(ExpressionError, ValueError):
+                    key = planned.call.key(self.answers)
+                    self._ready.setdefault(key, deque()).append(planned)
         self._waiting = still
 
 

@@ -181,4 +181,5 @@ class Programs:
 
 def _is_of_one(problem: Exception) -> bool:
     """Whether some of the nodes may run, if they are sent apart."""
-    return isinstance(problem, ProgramError) or getattr(problem, "http_status", None) == 413
+    is_too_large = getattr(problem, "http_status", None) == 413
+    return isinstance(problem, ProgramError | ValueError) or is_too_large

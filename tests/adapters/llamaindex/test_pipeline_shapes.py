@@ -32,8 +32,9 @@ from llama_index.core.query_pipeline.components.argpacks import KwargPackCompone
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, Report, accelerate, explain
 from conure.adapters.llamaindex.pipeline_program import to_program
-from conure.server.program.errors import ProgramError
+from conure.server.program.errors import ConureError, ProgramError, RunError
 
+from ..left import all_ended
 from .test_pipeline import linked, shout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
@@ -239,3 +240,40 @@ def test_several_roots_and_leaves_are_the_same(llm: Conure, client: Client) -> N
     assert whole(explain(fast))
     ran = to_program(pipeline).run(client, x="tea", y="milk")
     assert {key: str(each) for key, each in ran.items()} == expected
+
+
+def after_a_step(llm: Conure, made: Any) -> QueryPipeline:
+    """A call, a step that makes this of it, and a call on that."""
+    step = FnComponent(fn=lambda given: made)
+    return QueryPipeline(chain=[PromptTemplate("A {x}"), llm, step, PromptTemplate("{y}"), llm])
+
+
+async def test_text_that_cannot_travel_is_an_error_and_leaves_nothing_running(
+    llm: Conure, client: Client, submitted: list[str]
+) -> None:
+    pipeline = after_a_step(llm, "\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        await accelerate(pipeline).arun(x="tea")
+    with pytest.raises(RunError, match="surrogates") as caught:
+        await asyncio.to_thread(to_program(pipeline).run, client, x="tea")
+    assert isinstance(caught.value.__cause__, UnicodeEncodeError)
+    await all_ended(client, submitted)
+
+
+async def test_a_value_that_is_too_large_is_an_error_and_no_wait(
+    llm: Conure, client: Client, submitted: list[str]
+) -> None:
+    pipeline = after_a_step(llm, "x" * 5_000_000)
+    with pytest.raises(ConureError, match="larger than the 4,194,304 bytes"):
+        await accelerate(pipeline).arun(x="tea")
+    with pytest.raises(RunError, match="its value has 10,0"):
+        await asyncio.to_thread(to_program(pipeline).run, client, x="tea")
+    await all_ended(client, submitted)
+
+
+@pytest.mark.parametrize("given", [{}, {"y": "tea"}, {"x": "tea", "y": "tea"}])
+def test_inputs_that_a_pipeline_lacks_or_does_not_have_are_named(
+    llm: Conure, client: Client, given: dict[str, str]
+) -> None:
+    with pytest.raises(ProgramError, match=r"has the inputs \['x'\], and was given"):
+        to_program(twice(llm)).run(client, **given)
