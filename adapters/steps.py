@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from conure.server.program.decode import MAX_BODY_BYTES
 from conure.server.program.errors import ConureError, ProgramError, RunError
 from conure.server.program.ir import Json
 from conure.server.program.status import (
@@ -33,6 +34,9 @@ from .nodes import nodes_of
 
 Function: TypeAlias = Callable[..., Any]
 """Called with the step's `args` by name; returns JSON, or an awaitable of it."""
+
+MAX_VALUE_BYTES = MAX_BODY_BYTES - 1_000
+"""Of a value as JSON; the rest of the request needs less."""
 
 MAX_CLOSED = 1_000
 """Programs that a desk remembers after their end."""
@@ -198,10 +202,18 @@ def answer_of(step: Step, value: Any) -> PutValue:
 
     Raises:
         TypeError: if the value is not JSON.
+        ProgramError: `client.value_too_large` if no server takes so much at once.
     """
     # Encoded here, in the function's thread, so that what cannot be sent is the step's
     # failure and not the connection's.
-    return PutValue(value=msgspec.Raw(msgspec.json.encode(value)), request_id=step.request_id)
+    encoded = msgspec.json.encode(value)
+    if len(encoded) > MAX_VALUE_BYTES:
+        raise ProgramError(
+            "client.value_too_large",
+            f"its value has {len(encoded):,} bytes as JSON, and a server takes at most "
+            f"{MAX_VALUE_BYTES:,}; let it return less, or where the value is to be found",
+        )
+    return PutValue(value=msgspec.Raw(encoded), request_id=step.request_id)
 
 
 def failure_answer(step: Step, problem: Exception) -> PutValue:

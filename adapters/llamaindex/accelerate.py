@@ -24,6 +24,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.chat_engine.types import BaseChatEngine
 from llama_index.core.extractors import BaseExtractor
+from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.workflow import Workflow
 from llama_index_instrumentation import get_dispatcher
@@ -31,14 +32,12 @@ from llama_index_instrumentation.span.base import BaseSpan
 from llama_index_instrumentation.span_handlers import BaseSpanHandler
 from workflows.handler import WorkflowHandler
 
-from conure.server.program.errors import ConureError
-
 from . import extractors, synthesizers
 from .draft import Draft, NotPlanned
 from .kept import keep
 from .llm import Conure
 from .report import Report
-from .scope import Scope, current, running
+from .scope import OF, Scope, current, own_kind, running
 
 T = TypeVar("T")
 
@@ -50,6 +49,7 @@ ENTRANCES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     ),
     (BaseSynthesizer, ("synthesize", "asynthesize", "get_response", "aget_response")),
     (BaseExtractor, ("extract", "aextract", "process_nodes", "aprocess_nodes")),
+    (IngestionPipeline, ("run", "arun")),
     (Workflow, ("run",)),
 )
 """Methods by which an app is asked for something."""
@@ -69,33 +69,26 @@ PARTS: tuple[tuple[type[Any], tuple[str, ...], str, Planner], ...] = (
 """What can be planned: its class, the methods that are its work, where its LLM is, and how."""
 
 _LAST = "_conure_last_report"
-_OF = "__conure_of__"
-"""Where the class of an accelerated app keeps the app's own class."""
 
 
 def accelerate(app: T) -> T:
     """An app that does the same, sooner.
 
     Args:
-        app: a query engine, chat engine, response synthesizer, extractor or Workflow whose
-            LLM is `Conure`; on core 0.12 a QueryPipeline. It stays as it is; the copy shares
-            its parts.
+        app: a query engine, chat engine, response synthesizer, extractor, ingestion pipeline
+            or Workflow whose LLM is `Conure`; on core 0.12 a QueryPipeline. It stays as it
+            is; the copy shares its parts.
 
     Raises:
         TypeError: if it is none of these.
     """
-    if find_spec("llama_index.core.query_pipeline") is not None:
-        kind = _kind_of_pipeline(app)
-    else:
-        names = next((names for kind, names in ENTRANCES if isinstance(app, kind)), None)
-        if names is None:
-            raise TypeError(
-                f"accelerate takes a query engine, chat engine, response synthesizer, extractor "
-                f"or Workflow, not a {type(app).__name__}"
-            )
-        kind = _kind(type(app), names)
+    kind = _accelerated(own_kind(app))
     accelerated = copy.copy(app)
     object.__setattr__(accelerated, "__class__", kind)
+    if _has_query_pipelines():
+        from .pipeline_run import accelerate_nested
+
+        accelerate_nested(accelerated, accelerate)
     return accelerated
 
 
@@ -111,12 +104,64 @@ def explain(app: Any) -> Report:
     return cast(Report, report)
 
 
+def _has_query_pipelines() -> bool:
+    """Whether this is core 0.12."""
+    return find_spec("llama_index.core.query_pipeline") is not None
+
+
+def _accelerated(kind: type[Any]) -> type[Any]:
+    """The class of an accelerated app, for the app's own class.
+
+    Raises:
+        TypeError: if there are no entrances to such an app.
+    """
+    if _has_query_pipelines():
+        return _accelerated_pipeline(kind)
+    names = next((names for known, names in ENTRANCES if issubclass(kind, known)), None)
+    if names is None:
+        raise TypeError(
+            "accelerate takes a query engine, chat engine, response synthesizer, extractor, "
+            f"ingestion pipeline or Workflow; this is of class {kind.__name__}"
+        )
+    made = _kind(kind, names)
+    if issubclass(kind, Workflow):
+        # Steps that are functions are kept by the class, and those of the app's are meant.
+        del made._step_functions
+    return made
+
+
+def _accelerated_pipeline(kind: type[Any]) -> type[Any]:
+    """The same for core 0.12, which has QueryPipeline, and other parts than are known here."""
+    from .core012 import QueryPipeline
+    from .pipeline_run import next_module_keys
+
+    if not issubclass(kind, QueryPipeline):
+        raise TypeError(
+            f"accelerate takes a QueryPipeline on core 0.12, and this is of class {kind.__name__}; "
+            "query engines, synthesizers and Workflows need core 0.13 or 0.14"
+        )
+    made: Any = _kind(kind, PIPELINE_ENTRANCES)
+    of_kind: Any = kind
+    upstream = of_kind.get_next_module_keys
+
+    def get_next_module_keys(self: Any, run_state: Any) -> list[str]:
+        return next_module_keys(upstream, self, run_state)
+
+    made.get_next_module_keys = get_next_module_keys
+    return cast(type[Any], made)
+
+
 def _kind(kind: type[Any], names: tuple[str, ...]) -> type[Any]:
     """The class of an app, with entrances that begin a run.
 
-    It has the name of the app's own class, which spans and events are named after.
+    It has the name of the app's own class, which spans, events and Workflows are named after.
     """
-    body = {"__module__": kind.__module__, _OF: kind}
+    body = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__reduce_ex__": _reduced,
+        OF: kind,
+    }
     metaclass: Any = type(kind)
     made: type[Any] = metaclass(kind.__name__, (kind,), body)
     for name in names:
@@ -128,25 +173,17 @@ def _kind(kind: type[Any], names: tuple[str, ...]) -> type[Any]:
     return made
 
 
-def _kind_of_pipeline(app: Any) -> type[Any]:
-    """The same for core 0.12, which has QueryPipeline, and other parts than are known here."""
-    from .core012 import QueryPipeline
-    from .pipeline_run import next_module_keys
+def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """How an accelerated app is copied and pickled: its class is made anew where it goes."""
+    kind = getattr(type(self), OF)
+    _, _, *state = kind.__reduce_ex__(self, max(protocol, 2))
+    return _empty, (kind,), *state
 
-    if not isinstance(app, QueryPipeline):
-        raise TypeError(
-            f"accelerate takes a QueryPipeline on core 0.12, not a {type(app).__name__}; query "
-            "engines, synthesizers and Workflows need core 0.13 or 0.14"
-        )
-    kind: Any = type(app)
-    made = _kind(kind, PIPELINE_ENTRANCES)
-    upstream = kind.get_next_module_keys
 
-    def get_next_module_keys(self: Any, run_state: Any) -> list[str]:
-        return next_module_keys(upstream, self, run_state)
-
-    made.get_next_module_keys = get_next_module_keys
-    return made
+def _empty(kind: type[Any]) -> Any:
+    """An accelerated app of a class, before it gets its state."""
+    made: Any = _accelerated(kind)
+    return made.__new__(made)
 
 
 def _entrance(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +222,7 @@ def _entrance(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(app: Any) -> Scope:
-    scope = Scope()
+    scope = Scope(app)
     object.__setattr__(app, _LAST, scope.report)
     root = get_dispatcher()
     if not any(isinstance(handler, Watch) for handler in root.span_handlers):
@@ -261,21 +298,23 @@ def _plan(
 ) -> None:
     """Plan what a part of an app is going to ask for."""
     if not isinstance(llm, Conure):
+        scope.note(f"{name}: its LLM is a {type(llm).__name__}")
         return
     arguments = dict(bound_args.arguments)
     arguments |= arguments.pop("response_kwargs", {}) | arguments.pop("kwargs", {})
     what = list(arguments.get("text_chunks", ()))
     if what and scope.is_expected(part, what):
         return
-    kind = vars(type(part)).get(_OF, type(part))
     try:
         session = scope.session(llm.connection())
         draft = Draft(llm, name, session.fresh)
-        inner = plan(part, kind, draft, arguments)
+        inner = plan(part, own_kind(part), draft, arguments)
         if inner:
             scope.expect(part, inner)
         if draft.calls and not session.is_planned(draft.calls[0].call):
             session.plan(draft.calls)
-    except (NotPlanned, ConureError, ValueError) as problem:
-        # What is an error will show as one when the app itself gets there.
-        scope.note(f"{name}: {problem}")
+    except Exception as problem:
+        # LlamaIndex would drop it without a word. What is an error will show as one when the
+        # app itself gets there.
+        kind = "" if isinstance(problem, NotPlanned) else f"{type(problem).__name__}: "
+        scope.note(f"{name}: {kind}{problem}")

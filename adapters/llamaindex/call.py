@@ -126,7 +126,7 @@ class Answer:
             piece = self._text.more(text_of(data["value"]), 0)
         else:
             piece = ""
-            if event.type == "node.failed" and self._failure is None:
+            if event.type in ("node.failed", "node.killed") and self._failure is None:
                 self._failure = failure_of(
                     Problem(code=data["code"], message=data.get("message", ""))
                 )

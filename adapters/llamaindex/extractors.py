@@ -20,10 +20,10 @@ from llama_index.core.extractors import (
     TitleExtractor,
 )
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.schema import BaseNode, TextNode
+from llama_index.core.schema import BaseNode, Document, TextNode
 
 from .draft import Draft, NotPlanned
-from .plan import SLOT, Slot, text_read
+from .plan import text_read
 
 
 def plan_titles(extractor: TitleExtractor, draft: Draft, nodes: Sequence[BaseNode]) -> None:
@@ -31,9 +31,9 @@ def plan_titles(extractor: TitleExtractor, draft: Draft, nodes: Sequence[BaseNod
     one = PromptTemplate(template=extractor.node_template)
     combined = PromptTemplate(template=extractor.combine_template)
     for document in extractor.separate_nodes_by_ref_id(nodes).values():
-        candidates = [draft.add(one, {"context_str": _text_node(node).text}) for node in document]
+        candidates = [draft.add(one, {"context_str": _text_of(node)}) for node in document]
         known = [each for each in candidates if each is not None]
-        slots = [Slot(SLOT.format(i), text_read(each.variable)) for i, each in enumerate(known)]
+        slots = [draft.slot(text_read(each.variable)) for each in known]
         joined = ", ".join(slot.mark for slot in slots)
         draft.add(combined, {"context_str": joined}, slots, known)
 
@@ -84,6 +84,12 @@ def plan(extractor: Any, kind: type[Any], draft: Draft, arguments: dict[str, Any
 
 def _text_nodes(extractor: Any, nodes: Sequence[BaseNode]) -> list[BaseNode]:
     return [node for node in nodes if isinstance(node, TextNode) or not extractor.is_text_node_only]
+
+
+def _text_of(node: BaseNode) -> str:
+    if not isinstance(node, TextNode | Document):
+        raise NotPlanned(f"a {type(node).__name__} has no text")
+    return node.text
 
 
 def _text_node(node: BaseNode) -> TextNode:

@@ -62,7 +62,7 @@ class Conure(FunctionCallingLLM):
         ```
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid")
 
     model: str = "default"
     """Name of a model that the server has."""
@@ -76,6 +76,8 @@ class Conure(FunctionCallingLLM):
     top_p: float | None = None
     stop: list[str] | None = None
     seed: int | None = None
+    additional_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of every call that have no field here, such as `top_k`."""
     timeout: float | None = None
     """Seconds for one call, queueing included. None: as long as it takes."""
     max_retries: int = 4
@@ -90,6 +92,15 @@ class Conure(FunctionCallingLLM):
 
     _own: OwnClients = PrivateAttr(default_factory=OwnClients)
     _pages: dict[str, dict[str, Json]] = PrivateAttr(default_factory=dict)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # LlamaIndex takes what cannot be pickled away from the LLM itself.
+        if self.client is None:
+            return super().__getstate__()
+        if not isinstance(self.client.server, str):
+            self.client.__reduce__()  # raises, and says why
+        travelling = {"client": None, "base_url": self.client.server}
+        return self.model_copy(update=travelling).__getstate__()
 
     @classmethod
     def class_name(cls) -> str:
@@ -178,7 +189,7 @@ class Conure(FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Any:
         """LlamaIndex's own, with the answer held to the schema of `output_cls`."""
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return _without_span(LLM.structured_predict)(
             self, output_cls, prompt, llm_kwargs=held, **prompt_args
         )
@@ -191,7 +202,7 @@ class Conure(FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Any:
         """`structured_predict`, with await."""
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return await _without_span(LLM.astructured_predict)(
             self, output_cls, prompt, llm_kwargs=held, **prompt_args
         )
@@ -203,7 +214,7 @@ class Conure(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return super()._structured_stream_call(output_cls, prompt, held, **prompt_args)
 
     async def _structured_astream_call(
@@ -213,7 +224,7 @@ class Conure(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        held = self._held(output_cls, llm_kwargs)
+        held = self.held(output_cls, llm_kwargs)
         return await super()._structured_astream_call(output_cls, prompt, held, **prompt_args)
 
     def _prepare_chat_with_tools(
@@ -307,7 +318,7 @@ class Conure(FunctionCallingLLM):
             name: getattr(self, name)
             for name in ("temperature", "max_tokens", "top_p", "seed", "stop")
         }
-        for name, value in kwargs.items():
+        for name, value in {**self.additional_kwargs, **kwargs}.items():
             if name in _SAMPLING or name in _BESIDE:
                 settings[name] = value
             elif name not in _EXTRA and name != "model" and value is not None:
@@ -316,10 +327,12 @@ class Conure(FunctionCallingLLM):
             settings["stop"] = [settings["stop"]]
         return {name: value for name, value in settings.items() if value not in (None, [])}
 
-    def _held(
+    def held(
         self, output_cls: type[BaseModel], llm_kwargs: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Arguments of a call whose answer is to be an `output_cls`."""
+        """Arguments of a call whose answer is to be an `output_cls`: with a `constraint`, unless
+        the answer is a call to a tool.
+        """
         given = dict(llm_kwargs or {})
         mode = self.pydantic_program_mode
         is_text = mode == PydanticProgramMode.LLM or (

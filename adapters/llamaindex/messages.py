@@ -135,8 +135,8 @@ def _content(message: ChatMessage) -> Json:
         elif kind not in _IGNORED:
             raise ProgramError(
                 "llamaindex.block",
-                f"a message has a {type(block).__name__}, which has no place in a chat with this "
-                "server; send text or images",
+                f"a message has content of class {type(block).__name__}, which has no place "
+                "in a chat with this server; send text or images",
             )
     if all("text" in part for part in parts):
         # As `ChatMessage.content` joins them.

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import networkx
+from llama_index.core.base.llms.generic_utils import messages_to_prompt
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.llms.llm import default_completion_to_prompt
 
@@ -38,8 +39,11 @@ from .core012 import (
 from .draft import NotPlanned, plain
 from .llm import Conure
 from .plan import SLOT, Slot, with_slots
+from .scope import own_kind
 
 PACKS = (ArgPackComponent, KwargPackComponent)
+RANDOM = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""Name of a module that is given none, as those of a chain."""
 _MARK = re.compile("\ue000[0-9]+\ue001")
 
 
@@ -61,10 +65,14 @@ class Reading:
     """Makes an LLM's call: module, LLM, call, variables it reads, kind of its response."""
     opaque: Callable[[str, QueryComponent, Mapping[str, Any]], dict[str, Any]]
     """Makes the output of a module that is not read; may raise NotPlanned."""
+    streams: bool = False
+    """Whether calls of modules that stream are made; what reads them is never read."""
     origins: dict[str, Origin] = field(default_factory=dict)
     """By mark."""
     notes: list[str] = field(default_factory=list)
     """What was not read, and why."""
+    within: str = ""
+    """Names of the pipelines that this one is a module of, each with a dot behind it."""
 
     def mark(self, origin: Origin) -> str:
         """A text that stands for something that is not there yet."""
@@ -95,7 +103,8 @@ class Reading:
                 outputs[key] = self._output(key, module, {**inputs, **module.partial_dict})
             except NotPlanned as why:
                 if str(why):
-                    self.notes.append(f"{key}: {why}")
+                    name = RANDOM.sub(type(module).__name__, key)
+                    self.notes.append(f"{self.within}{name}: {why}")
         return outputs
 
     def _inputs(
@@ -121,20 +130,31 @@ class Reading:
         missing = module.free_req_input_keys - inputs.keys()
         if missing:
             raise NotPlanned(f"it waits for {sorted(missing)}")
-        return inputs
+        return in_order_of_links(self.pipeline, key, inputs) if is_join(module) else inputs
 
     def _output(self, key: str, module: QueryComponent, inputs: dict[str, Any]) -> dict[str, Any]:
         kind = type(module)
         if kind is InputComponent:
             return inputs
         if kind in PACKS and getattr(module, "convert_fn", None) is None:
-            made: dict[str, Any] = module.run_component(**inputs)
-            return made
+            return _run(module, inputs)
         if kind is PromptComponent:
             return self._prompt(module, inputs)
         if kind in (LLMChatComponent, LLMCompleteComponent):
             return self._llm(key, module, inputs)
-        return self.opaque(key, module, inputs)
+        if own_kind(module) is QueryPipeline:
+            return self._nested(key, module, inputs)
+        return self.opaque(f"{self.within}{key}", module, inputs)
+
+    def _nested(self, key: str, pipeline: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        roots, leaves = pipeline.get_root_keys(), pipeline.get_leaf_keys()
+        if len(roots) != 1 or len(leaves) != 1:
+            raise NotPlanned("a pipeline within one has one root and one leaf")
+        reading = replace(self, pipeline=pipeline, within=f"{self.within}{key}.")
+        outputs = reading.read({roots[0]: inputs})
+        if leaves[0] not in outputs:
+            raise NotPlanned("")  # the module that was not read says why
+        return outputs[leaves[0]]
 
     def _prompt(self, module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(module.llm, Conure | None):
@@ -142,13 +162,15 @@ class Reading:
         prompt = module.prompt
         plain(module.llm or Conure.model_construct(output_parser=None), prompt)
         given = {name: self._stringable(value) for name, value in inputs.items()}
-        made: dict[str, Any] = module.run_component(**given)
+        made = _run(module, given)
         if set(self.marks(made)) - set(self.marks(given)):
             raise NotPlanned("its template has characters that are used as marks here")
         return made
 
     def _stringable(self, value: Any) -> Any:
         """A list is printed as Python prints it, which the server does for what only it has."""
+        if isinstance(value, dict):
+            raise NotPlanned("a dict is no input of a prompt")
         if not (isinstance(value, list) and self.marks(value)):
             return value
         texts = [self.text(each) for each in value]
@@ -158,14 +180,16 @@ class Reading:
         llm = module.llm
         if not isinstance(llm, Conure):
             raise NotPlanned(f"its LLM is a {type(llm).__name__}")
-        if module.streaming:
+        if module.streaming and not self.streams:
             raise NotPlanned("its response is streamed")
         is_chat = type(module) is LLMChatComponent
         if not is_chat and llm.completion_to_prompt is not default_completion_to_prompt:
             raise NotPlanned("its LLM has a completion_to_prompt of its own")
+        if not llm.is_chat_model and llm.messages_to_prompt is not messages_to_prompt:
+            raise NotPlanned("its LLM has a messages_to_prompt of its own")
         if not (is_chat and _are_messages(inputs["messages"])):
             inputs = {name: self._stringable(value) for name, value in inputs.items()}
-        inputs = module.validate_component_inputs(dict(inputs))
+        inputs = _checked(module, inputs)
         if is_chat:
             call = llm.chat_call(inputs["messages"], {})
         else:
@@ -177,7 +201,10 @@ class Reading:
             assert made is not None  # the marks are there
             call = made
         reads = frozenset().union(*(self.reads(mark) for mark in marks))
-        origin = self.call(key, llm, call, reads, "chat" if is_chat else "completion")
+        kind: Literal["chat", "completion"] = "chat" if is_chat else "completion"
+        origin = self.call(f"{self.within}{key}", llm, call, reads, kind)
+        if module.streaming:
+            raise NotPlanned("")
         return {"output": self.mark(origin)}
 
     def marks(self, value: Any) -> list[str]:
@@ -208,15 +235,48 @@ class Reading:
         return pieces[0] if len(pieces) == 1 else {"concat": pieces}
 
 
+def is_join(module: QueryComponent) -> bool:
+    """Whether a module packs what comes to it."""
+    return isinstance(module, PACKS)
+
+
 def is_held_back(pipeline: QueryPipeline, key: str, executed: set[str]) -> bool:
     """Whether a join still waits for a module that leads to it."""
-    return isinstance(pipeline.module_dict[key], PACKS) and any(
+    return is_join(pipeline.module_dict[key]) and any(
         source not in executed for source, _ in pipeline.dag.in_edges(key)
     )
 
 
+def in_order_of_links(
+    pipeline: QueryPipeline, key: str, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Inputs of a module, those from outside of the pipeline first."""
+    linked = [edge["dest_key"] for _, _, edge in pipeline.dag.in_edges(key, data=True)]
+    names = [*(name for name in inputs if name not in linked), *linked]
+    return {name: inputs[name] for name in names if name in inputs}
+
+
+def _run(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a module of LlamaIndex makes of its inputs; what it refuses it refuses again later."""
+    try:
+        made: dict[str, Any] = module.run_component(**inputs)
+    except ValueError as problem:
+        raise NotPlanned(str(problem)) from problem
+    return made
+
+
+def _checked(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        made: dict[str, Any] = module.validate_component_inputs(dict(inputs))
+    except ValueError as problem:
+        raise NotPlanned(str(problem)) from problem
+    return made
+
+
 def _from(src_key: str | None, outputs: Mapping[str, Any]) -> Any:
     if src_key is not None:
+        if src_key not in outputs:
+            raise NotPlanned(f"its source makes no {src_key!r}")
         return outputs[src_key]
     return outputs[_only(outputs.keys(), "its source")]
 

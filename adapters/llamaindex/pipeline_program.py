@@ -34,7 +34,7 @@ from .core012 import (
 from .draft import NotPlanned
 from .llm import Conure
 from .messages import chat_response, completion_response
-from .pipeline import Origin, Reading
+from .pipeline import RANDOM, Origin, Reading
 from .plan import text_read
 
 Revive: TypeAlias = Callable[[Json], Any]
@@ -100,12 +100,19 @@ class Compiled:
             What the pipeline's one leaf made; of several leaves a dict, by module.
 
         Raises:
+            ProgramError: if the inputs are not those of the pipeline.
             ConureError: if the program failed; its cause is what a module raised, if one did.
         """
         return self.execute(client, **inputs)[0]
 
     def execute(self, client: Client, **inputs: str) -> tuple[Any, Result]:
         """`run`, with the program's id and receipt."""
+        if inputs.keys() != set(self.inputs):
+            raise ProgramError(
+                "to_program.inputs",
+                f"the pipeline has the inputs {sorted(self.inputs)}, and was given "
+                f"{sorted(inputs)}",
+            )
         result = client.run(self.program, inputs=inputs, functions=self.functions)
         made = {
             key: revive(result.outputs[variable])
@@ -160,7 +167,7 @@ class Compiled:
             made = module.run_component(
                 **{name: revivers[name](value) for name, value in given.items()}
             )[output]
-            value: dict[str, Json] = {"value": _encode(made, step)}
+            value: dict[str, Json] = {"value": _encode(made)}
             if variable in self._printed:  # known once all of the pipeline is read
                 value["text"] = validate_and_convert_stringable(made)
             return value
@@ -173,7 +180,7 @@ class Compiled:
         """An expression for a value with marks in it, and what makes the value of its JSON."""
         marks = self._reading.marks(value)
         if not marks:
-            return {"lit": _encode(value, "a module's input")}, _decode
+            return {"lit": _encode(value)}, _decode
         if isinstance(value, list):
             parts = [self._argument(each) for each in value]
             return [each for each, _ in parts], lambda given: [
@@ -203,7 +210,7 @@ class Compiled:
         return variable, revive
 
     def _fresh(self, hint: str) -> str:
-        return fresh(hint, self._taken)
+        return fresh(RANDOM.sub("module", hint), self._taken)
 
 
 def _whole(origin: Origin) -> tuple[Expression, Revive]:
@@ -217,19 +224,19 @@ def _whole(origin: Origin) -> tuple[Expression, Revive]:
     return origin.text, _decode
 
 
-def _encode(value: Any, step: str) -> Json:
+def _encode(value: Any) -> Json:
     """A value as JSON; retrieved nodes are allowed among it."""
     if isinstance(value, NodeWithScore) and type(value.node) is TextNode:
         return {_NODE: {"node": value.node.to_dict(), "score": value.score}}
     if isinstance(value, list):
-        return [_encode(each, step) for each in value]
+        return [_encode(each) for each in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _encode(each, step) for key, each in value.items()}
+        return {key: _encode(each) for key, each in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return msgspec.to_builtins(value)
     raise ProgramError(
         "llamaindex.not_json",
-        f"{step}: a {type(value).__name__} cannot travel as JSON; let the module return text, "
+        f"a {type(value).__name__} cannot travel as JSON; let the module return text, "
         "numbers, lists, dicts with text keys, or text nodes",
     )
 

@@ -11,9 +11,10 @@ from it; a plan that was wrong costs work, never a different answer.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from conure.server.program.errors import ExpressionError
@@ -109,8 +110,10 @@ class Plan:
             if not planned.reads <= self.answers.keys():
                 still.append(planned)
             elif holds(planned.when, self.answers):
-                key = planned.call.key(self.answers)
-                self._ready.setdefault(key, deque()).append(planned)
+                # What cannot be put together, or is no text that travels, is nobody's call.
+                with contextlib.suppress(ExpressionError, ValueError):
+                    key = planned.call.key(self.answers)
+                    self._ready.setdefault(key, deque()).append(planned)
         self._waiting = still
 
 
@@ -144,7 +147,7 @@ def with_slots(call: Call, slots: Sequence[Slot]) -> Call | None:
             {**message, "content": split(message.get("content"))} for message in call.messages
         ]
     prompt = None if call.prompt is None else split(call.prompt)
-    made = Call(call.model, call.output, messages, prompt, call.extra)
+    made = replace(call, messages=messages, prompt=prompt)
     return made if found == {slot.mark for slot in slots} else None
 
 

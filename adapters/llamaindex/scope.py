@@ -24,11 +24,22 @@ from .session import Session
 
 _current: ContextVar[Scope | None] = ContextVar("conure_scope", default=None)
 
+OF = "__conure_of__"
+"""Where the class of an accelerated app keeps the app's own class."""
+
+
+def own_kind(app: Any) -> type[Any]:
+    """The class of an app, without what makes it accelerated."""
+    kind: type[Any] = vars(type(app)).get(OF, type(app))
+    return kind
+
 
 class Scope:
     """One run of an accelerated app."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        """Whose run it is."""
         self.report = Report()
         self.is_over = False
         """The app has ended; calls of what it left behind are calls of their own."""
@@ -37,7 +48,7 @@ class Scope:
         self._sessions: dict[int, Session] = {}
         self._spans: dict[str, tuple[str, str | None]] = {}
         self._expected: list[tuple[int, list[str]]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is collected ends its run
 
     def session(self, client: Client) -> Session:
         """The open program of this run on a client's server."""

@@ -1,11 +1,8 @@
-"""One run of an accelerated app: an open program that its calls go into.
+"""One run of an accelerated app: its calls, those that were planned and those that were not.
 
 Planned calls are submitted at once, and the app's calls get their answers from them; a call
-that was not planned is appended to the same program. Knows threads, the open program and
-its events. Refuses to know LlamaIndex and how plans are made.
-
-One thread writes: it submits, appends and ends the program, in order, and sends together
-what came together. One thread reads events and hands them to whoever waits.
+that was not planned is appended to the same program. Knows the plan, and who waits for which
+answer. Refuses to know LlamaIndex, how plans are made and how nodes are sent.
 
 Kept true: whoever waits gets an answer or an error, also when the server goes away; after
 the end of the run nothing of it is left running on the server, except what somebody still
@@ -22,17 +19,16 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-import msgspec
-
-from conure.server.program.errors import ConureError, ProgramError, RunError
+from conure.server.program.errors import RunError, UnavailableError
 from conure.server.program.ir import Json
 from conure.server.program.status import Event, Problem, Receipt
 
-from ..client import Client, Run
+from ..client import Client
 from ..exchange import failure_of
 from .call import Call, Text, text_of
 from .line import Final
 from .plan import Plan, Planned
+from .programs import Programs
 from .report import CallReport, Report
 
 Listener: TypeAlias = Callable[[str | None], None]
@@ -91,7 +87,7 @@ class Feed:
 
 
 class Session:
-    """A `Line` into one open program."""
+    """A `Line` into the open programs of one run."""
 
     def __init__(self, client: Client, report: Report, path: Callable[[], str]) -> None:
         """Submits nothing until there is a call.
@@ -101,7 +97,7 @@ class Session:
             report: written as the run goes on.
             path: tells which parts of the app are at work in the caller's context.
         """
-        self._client = client
+        self._programs = Programs(client, report.programs, self)
         self._report = report
         self._path = path
         self._plan = Plan()
@@ -109,12 +105,7 @@ class Session:
         self._planned: set[str] = set()
         self._num_reading = 0
         self._lock = threading.RLock()
-        self._outbox: queue.SimpleQueue[list[dict[str, Json]] | str] = queue.SimpleQueue()
         self._names = 0
-        self._writer: threading.Thread | None = None
-        self._reader: threading.Thread | None = None
-        self._run: Run | None = None
-        self._receipt: Future[Receipt] = Future()
         self._is_over = False
 
     def plan(self, calls: Sequence[Planned]) -> None:
@@ -126,7 +117,7 @@ class Session:
                 self._feeds[planned.variable] = Feed()
                 self._planned.add(planned.variable)
             self._plan.add(calls)
-            self._send([planned.node() for planned in calls])
+            self._programs.send([planned.node() for planned in calls])
 
     def is_planned(self, call: Call) -> bool:
         """Whether the plan has such a call already."""
@@ -171,13 +162,11 @@ class Session:
             left = self._plan.unclaimed()
             self._report.num_wasted += len(left)
             is_left = is_failed or any(not self._feeds[each.variable].final.done() for each in left)
-            self._outbox.put("cancel" if is_left and not self._num_reading else "close")
-            if self._writer is None:
-                self._receipt.set_result(Receipt())
+            self._programs.end(is_cancelled=is_left and not self._num_reading)
 
     def receipt(self) -> Receipt:
         """Wait for the program's end and return what it cost."""
-        return self._receipt.result()
+        return self._programs.receipt.result()
 
     def _take(self, call: Call) -> Feed:
         """The feed of a planned call, or of this one, which is then submitted."""
@@ -201,7 +190,7 @@ class Session:
             if self._is_over:  # the server ended the program, or this came too late for it
                 feed.fail(RunError("run.ended", "the program of this run has ended"))
             else:
-                self._send([call.node(f"{variable}_call", variable)])
+                self._programs.send([call.node(f"{variable}_call", variable)])
             return feed
 
     def _final(self, value: dict[str, Json]) -> Final:
@@ -255,92 +244,11 @@ class Session:
             with self._lock:
                 self._num_reading -= 1
                 if is_left and self._is_over and not self._num_reading:
-                    # The writing thread has closed the program; what runs in it is stopped.
-                    threading.Thread(target=self._end, args=(self._run, "cancel")).start()
+                    # The program was closed and not cancelled, for the one who has left now.
+                    self._programs.cancel()
 
-    def _send(self, nodes: list[dict[str, Json]]) -> None:
-        self._outbox.put(nodes)
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="conure-session")
-            self._writer.start()
-
-    def _write(self) -> None:
-        """Body of the writing thread."""
-        run: Run | None = None
-        while True:
-            item = self._outbox.get()
-            ending = item if isinstance(item, str) else None
-            nodes = [] if isinstance(item, str) else list(item)
-            while ending is None:
-                with contextlib.suppress(queue.Empty):
-                    more = self._outbox.get_nowait()
-                    if isinstance(more, str):
-                        ending = more
-                    else:
-                        nodes += more
-                    continue
-                break
-            if nodes:
-                run = self._submit(run, nodes)
-            if ending is not None:
-                self._end(run, ending)
-                return
-
-    def _submit(self, run: Run | None, nodes: list[dict[str, Json]]) -> Run | None:
-        try:
-            if run is None:
-                program = {"name": "Conure.llamaindex", "nodes": nodes}
-                run = self._client.submit(program, options={"detach": False}, open=True)
-                self._run = run
-                self._report.programs.append(run.id)
-                self._reader = threading.Thread(
-                    target=self._read, args=(run,), name="conure-events", daemon=True
-                )
-                self._reader.start()
-            else:
-                run.append({"nodes": nodes})
-        except ProgramError as problem:
-            if len(nodes) > 1:  # one of them is at fault: all but that one can run
-                for node in nodes:
-                    run = self._submit(run, [node])
-            else:
-                self._fail(_variable(nodes[0]), problem)
-        except Exception as problem:  # whatever it is, somebody waits
-            for node in nodes:
-                self._fail(_variable(node), problem)
-        return run
-
-    def _end(self, run: Run | None, ending: str) -> None:
-        if run is None:
-            if not self._receipt.done():
-                self._receipt.set_result(Receipt())
-            return
-        # Where this fails, or the client was closed meanwhile, it ends by its lease.
-        with contextlib.suppress(ConureError, RuntimeError):
-            if ending == "cancel":
-                run.cancel()
-            else:
-                run.append({"close": True})
-
-    def _read(self, run: Run) -> None:
-        """Body of the reading thread."""
-        problem: Exception = RunError("run.ended", f"program {run.id} ended without this answer")
-        try:
-            with contextlib.closing(run.events()) as events:
-                for event in events:
-                    self._hear(event)
-        except Exception as caught:  # told to whoever waits
-            problem = caught
-        with self._lock:
-            feeds = list(self._feeds.values())
-            self._is_over = True
-            if not self._receipt.done():
-                self._receipt.set_result(Receipt())
-        for feed in feeds:
-            feed.fail(problem)
-        self._outbox.put("close")
-
-    def _hear(self, event: Event) -> None:
+    def hear(self, event: Event) -> None:
+        """Something happened in a program of the run; see `programs.Ear`."""
         data: dict[str, Any] = event.data
         if event.type == "node.delta":
             if (feed := self._feeds.get(data["variable"])) is not None:
@@ -352,30 +260,48 @@ class Session:
                     self._plan.learn(data["variable"], data["value"])
                 feed.end(data["value"])
         elif event.type in ("node.failed", "node.killed", "node.skipped"):
-            problem = Problem(code=data.get("code", "run.skipped"), message=data.get("message", ""))
-            variable = str(data.get("node", "")).removesuffix("_call")
-            self._fail(variable, failure_of(problem), is_skipped=event.type == "node.skipped")
-        elif event.type == "program.finished" and not self._receipt.done():
-            self._receipt.set_result(msgspec.convert(data.get("receipt") or {}, Receipt))
+            problem = failure_of(
+                Problem(code=data.get("code", "run.skipped"), message=data.get("message", ""))
+            )
+            # A planned call may be at fault as a plan, not as a call.
+            is_plans_fault = event.type == "node.skipped" or problem.code.startswith(
+                ("expr.", "program.", "variable.")
+            )
+            self._fail(str(data.get("node", "")), problem, is_plans_fault=is_plans_fault)
 
-    def _fail(self, variable: str, problem: Exception, *, is_skipped: bool = False) -> None:
-        """A call has no answer. A planned one may be at fault as a plan, not as a call."""
+    def refuse(self, node: str, problem: Exception) -> None:
+        """A node was not sent; without a plan the same call may be."""
+        self._fail(node, problem, is_plans_fault=not isinstance(problem, UnavailableError))
+
+    def lose(self, nodes: Sequence[str], problem: Exception, *, is_last: bool) -> None:
+        """A program is over; what has no answer by now gets none."""
+        with self._lock:
+            self._is_over = self._is_over or is_last
+            lost = list(self._feeds) if is_last else list(map(_variable, nodes))
+        for variable in lost:
+            self._feeds[variable].fail(problem)
+
+    def _fail(self, node: str, problem: Exception, *, is_plans_fault: bool) -> None:
+        variable = _variable(node)
         feed = self._feeds.get(variable)
         if feed is None:
             return
         with self._lock:
             self._plan.forget(variable)
-        code = getattr(problem, "code", "")
-        is_plans_fault = is_skipped or code.startswith(("expr.", "program.", "variable."))
         if variable in self._planned and is_plans_fault:
-            feed.fail(PlanFellThrough(f"planned, but {code}"))
+            why = getattr(problem, "code", type(problem).__name__)
+            feed.fail(PlanFellThrough(f"planned, but {why}"))
         else:
             feed.fail(problem)
 
 
-def _variable(node: dict[str, Json]) -> str:
-    return str(node["id"]).removesuffix("_call")
+def _variable(node: str) -> str:
+    """Whose answer a node makes."""
+    return node.removesuffix("_call")
 
 
 async def _awaited(feed: Feed) -> dict[str, Json]:
-    return await asyncio.shield(asyncio.wrap_future(feed.final))
+    final = asyncio.wrap_future(feed.final)
+    # Whoever waits may be cancelled; a failure that comes afterwards is nobody's to hear.
+    final.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(final)

@@ -23,29 +23,34 @@ from llama_index.core.response_synthesizers import (
     Accumulate,
     BaseSynthesizer,
     CompactAndRefine,
+    Generation,
     Refine,
     SimpleSummarize,
     TreeSummarize,
 )
 from llama_index.core.response_synthesizers.compact_and_accumulate import CompactAndAccumulate
 
-from .draft import Draft, NotPlanned
-from .plan import SLOT, Planned, Slot, fits, text_read
+from .draft import Draft, NotPlanned, plain
+from .plan import Planned, fits, text_read
 
 MARGIN = 8
 """Tokens by which two texts together may have more than each alone."""
 
 
 def plan_tree(synthesizer: TreeSummarize, draft: Draft, query: str, texts: Sequence[str]) -> None:
-    """A level of the tree, and the root above it if the answers fit into one prompt."""
+    """A level of the tree, and the root above it if the answers fit into one prompt.
+
+    Where answers are structured, what is made of one of them is the app's.
+    """
+    plain(draft.llm, synthesizer._summary_template)
     template = synthesizer._summary_template.partial_format(query_str=query)
     helper = synthesizer._prompt_helper
     chunks = helper.repack(template, text_chunks=texts, llm=draft.llm)
     level = list(_each(draft, template, "context_str", chunks))
-    if len(level) < 2:
+    if len(level) < 2 or synthesizer._output_cls is not None:
         return
     stripped = [{"strip": text_read(each.variable)} for each in level]
-    slots = [Slot(SLOT.format(i), text) for i, text in enumerate(stripped)]
+    slots = [draft.slot(text) for text in stripped]
     size = helper._get_available_chunk_size(template, padding=DEFAULT_PADDING, llm=draft.llm)
     conditions = [{"ne": [text, ""]} for text in stripped]
     conditions.append(fits({"join": [stripped, "\n\n"]}, size - MARGIN))
@@ -57,6 +62,8 @@ def plan_refine(synthesizer: Refine, draft: Draft, query: str, texts: Sequence[s
     """A chain of answers, each of which refines the one before, as far as chunks stay whole."""
     helper = synthesizer._prompt_helper
     first, refine = synthesizer._text_qa_template, synthesizer._refine_template
+    plain(draft.llm, first)
+    plain(draft.llm, refine)
     padding = synthesizer._response_padding_size
     biggest = get_biggest_prompt([first, refine])
     chunks = [
@@ -74,7 +81,7 @@ def plan_refine(synthesizer: Refine, draft: Draft, query: str, texts: Sequence[s
         if before is None or left <= 0:
             return
         answer = text_read(before.variable)
-        slot = Slot(SLOT.format(0), answer)
+        slot = draft.slot(answer)
         template = refine.partial_format(query_str=query, existing_answer=slot.mark)
         when = {"and": [{"ne": [answer, ""]}, fits(answer, left)]}
         before = draft.add(template, {"context_msg": whole}, [slot], [before], when)
@@ -84,6 +91,8 @@ def plan_compact(
     synthesizer: CompactAndRefine, draft: Draft, query: str, texts: Sequence[str]
 ) -> list[str]:
     """The same on chunks that fill the window, on which it calls its base class."""
+    plain(draft.llm, synthesizer._text_qa_template)
+    plain(draft.llm, synthesizer._refine_template)
     chunks = synthesizer._make_compact_text_chunks(query, texts)
     plan_refine(synthesizer, draft, query, chunks)
     return chunks
@@ -93,6 +102,7 @@ def plan_accumulate(
     synthesizer: Accumulate, draft: Draft, query: str, texts: Sequence[str]
 ) -> None:
     """One call per chunk."""
+    plain(draft.llm, synthesizer._text_qa_template)
     template = synthesizer._text_qa_template.partial_format(query_str=query)
     for text in texts:
         chunks = synthesizer._prompt_helper.repack(template, [text], llm=draft.llm)
@@ -103,6 +113,7 @@ def plan_compact_accumulate(
     synthesizer: CompactAndAccumulate, draft: Draft, query: str, texts: Sequence[str]
 ) -> list[str]:
     """The same on chunks that fill the window, on which it calls its base class."""
+    plain(draft.llm, synthesizer._text_qa_template)
     template = synthesizer._text_qa_template.partial_format(query_str=query)
     helper = synthesizer._prompt_helper
     chunks = helper.repack(template, texts, llm=draft.llm)
@@ -114,11 +125,19 @@ def plan_simple(
     synthesizer: SimpleSummarize, draft: Draft, query: str, texts: Sequence[str]
 ) -> None:
     """One call on as much text as fits."""
+    plain(draft.llm, synthesizer._text_qa_template)
     template = synthesizer._text_qa_template.partial_format(query_str=query)
     helper = synthesizer._prompt_helper
     # LlamaIndex prints this list into the prompt as it is.
     texts = helper.truncate(prompt=template, text_chunks=["\n".join(texts)], llm=draft.llm)
     draft.add(template, {"context_str": texts})
+
+
+def plan_generation(
+    synthesizer: Generation, draft: Draft, query: str, texts: Sequence[str]
+) -> None:
+    """One call on the query alone."""
+    draft.add(synthesizer._input_prompt, {"query_str": query})
 
 
 Planner: TypeAlias = Callable[[Any, Draft, str, Sequence[str]], Sequence[str] | None]
@@ -132,6 +151,7 @@ PLANNERS: dict[type[BaseSynthesizer], Planner] = {
     Accumulate: plan_accumulate,
     CompactAndAccumulate: plan_compact_accumulate,
     SimpleSummarize: plan_simple,
+    Generation: plan_generation,
 }
 """By exact class."""
 
@@ -156,15 +176,20 @@ def plan(synthesizer: Any, kind: type[Any], draft: Draft, arguments: dict[str, A
         raise NotPlanned(f"what a {kind.__name__} asks for is not known")
     if type(synthesizer._prompt_helper) is not PromptHelper:
         raise NotPlanned("its prompt helper is not LlamaIndex's own")
-    if synthesizer._output_cls is not None:
-        raise NotPlanned("its answers are structured (output_cls)")
     if getattr(synthesizer, "_structured_answer_filtering", False):
         raise NotPlanned("its answers are filtered (structured_answer_filtering)")
+    if synthesizer._streaming and issubclass(kind, Accumulate):
+        raise NotPlanned("it cannot stream")
+    draft.output_cls = synthesizer._output_cls
+    if draft.output_cls is not None and (synthesizer._streaming or issubclass(kind, Refine)):
+        raise NotPlanned("what it makes of structured answers (output_cls) is not known")
     if arguments.get("prev_response") is not None:
         raise NotPlanned("it goes on from an earlier response")
-    extra = arguments.keys() - {"query_str", "text_chunks", "prev_response", "separator"}
-    if extra:
-        raise NotPlanned(f"it is called with {sorted(extra)}")
+    own = {"query_str", "text_chunks", "prev_response"}
+    own |= {"separator"} if issubclass(kind, Accumulate) else set()
+    draft.prompt_args = {name: arguments[name] for name in arguments.keys() - own}
+    if not all(isinstance(each, str | int | float) for each in draft.prompt_args.values()):
+        raise NotPlanned(f"it is called with {sorted(draft.prompt_args)}")
     texts = list(arguments["text_chunks"])
     return list(planner(synthesizer, draft, arguments["query_str"], texts) or [])
 

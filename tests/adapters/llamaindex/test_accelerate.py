@@ -227,7 +227,8 @@ def test_an_empty_answer_ends_the_plan_and_not_the_app(
 def test_an_answer_that_leaves_a_chunk_no_room_is_left_to_the_app(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair]
 ) -> None:
-    llm = make_llm(context_window=700, max_tokens=300, min_tokens=290, ignore_eos=True)
+    long = {"min_tokens": 290, "ignore_eos": True}
+    llm = make_llm(context_window=700, max_tokens=300, additional_kwargs=long)
     assert llm.metadata.num_output == 300
     tree = TreeSummarize(llm=llm)
     report = pair(tree).same(lambda app: app.synthesize("Why?", nodes=nodes(4, sentences=40)))
@@ -349,7 +350,7 @@ async def test_a_workflow_runs_in_one_program_and_its_parts_are_planned(
 @pytest.mark.parametrize(
     ("settings", "note"),
     [
-        ({"output_cls": Person}, "structured (output_cls)"),
+        ({"output_cls": Person, "streaming": True}, "structured answers (output_cls)"),
         (
             {
                 "summary_template": PromptTemplate(
@@ -520,5 +521,5 @@ def test_an_app_stays_as_it_was(llm: Conure) -> None:
 
 
 def test_only_apps_are_accelerated(llm: Conure) -> None:
-    with pytest.raises(TypeError, match="not a Conure"):
+    with pytest.raises(TypeError, match="class Conure"):
         accelerate(llm)

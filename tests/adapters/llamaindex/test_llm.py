@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -118,6 +120,34 @@ def test_an_unknown_argument_is_refused_by_name(llm: Conure) -> None:
         llm.complete("a", temprature=1)
 
 
+def test_options_of_every_call_have_a_field_or_stand_among_the_additional_ones(
+    llm: Conure, double: Any
+) -> None:
+    made = Conure(client=llm.client, additional_kwargs={"top_k": 3, "min_tokens": 1})
+    made.complete("a", min_tokens=2)
+    (node,) = nodes(double)
+    assert node["output"] == {"variable": "answer", "as": "message", "top_k": 3, "min_tokens": 2}
+    with pytest.raises(ValueError, match="beams=4"):
+        Conure(client=llm.client, additional_kwargs={"beams": 4}).complete("a")
+    with pytest.raises(ValueError, match="top_k"):
+        Conure(client=llm.client, top_k=3)  # type: ignore[call-arg]
+
+
+def test_a_pickled_llm_goes_to_the_same_server_and_the_first_one_stays_as_it_is() -> None:
+    with Client("http://127.0.0.1:9") as client:
+        llm = Conure(client=client, temperature=0)
+        made = pickle.loads(pickle.dumps(llm))
+        assert (made.client, made.base_url, made.temperature) == (None, "http://127.0.0.1:9", 0)
+        assert llm.connection() is client
+        assert copy.deepcopy(llm).connection() is client
+
+
+def test_an_llm_on_a_server_in_this_process_cannot_be_pickled(llm: Conure) -> None:
+    with pytest.raises(TypeError, match="base_url"):
+        pickle.dumps(llm)
+    assert llm.complete("a").text
+
+
 def test_messages_keep_their_roles_parts_and_calls(llm: Conure, double: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     llm.chat(
@@ -226,6 +256,15 @@ def test_a_stream_of_a_program_that_fails_is_an_error(llm: Conure, double: Any, 
     failed = kit.sse(3, "node.failed", node="call", code="engine.lost", message="three times")
     double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[failed, kit.finished(4, "failed")]))
     with pytest.raises(RunError, match="three times"):
+        list(llm.stream_complete("a"))
+
+
+def test_a_stream_that_takes_too_long_says_so(llm: Conure, double: Any, kit: Any) -> None:
+    code = "program.deadline_exceeded"
+    killed = kit.sse(3, "node.killed", node="call", code=code, message="not within 1 s")
+    end = kit.finished(4, "deadline_exceeded")
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.delta("he", 0), killed, end]))
+    with pytest.raises(RunError, match="not within 1 s"):
         list(llm.stream_complete("a"))
 
 

@@ -86,6 +86,7 @@ async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Con
         TitleExtractor,
     )
     from llama_index.core.indices.query.query_transform import HyDEQueryTransform
+    from llama_index.core.ingestion import IngestionPipeline
     from llama_index.core.query_engine import TransformQueryEngine
     from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 
@@ -106,13 +107,13 @@ async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Con
         fast = accelerate(get_response_synthesizer(llm=llm, response_mode=ResponseMode(mode)))
         fast.synthesize("Why?", nodes=nodes(6))
         rows.append(row(f"synthesizer, `{mode}`", explain(fast)))
-    structured = accelerate(
-        get_response_synthesizer(
-            llm=make_llm(max_tokens=200), response_mode=ResponseMode.REFINE, output_cls=Person
+    wide = make_llm(context_window=1500, max_tokens=200)
+    for mode in (ResponseMode.TREE_SUMMARIZE, ResponseMode.ACCUMULATE, ResponseMode.REFINE):
+        structured = accelerate(
+            get_response_synthesizer(llm=wide, response_mode=mode, output_cls=Person)
         )
-    )
-    structured.synthesize("Who?", nodes=nodes(2))
-    rows.append(row("synthesizer with `output_cls`", explain(structured)))
+        structured.synthesize("Who?", nodes=nodes(6))
+        rows.append(row(f"synthesizer, `{mode.value}` with `output_cls`", explain(structured)))
     query = accelerate(engine(llm, "refine"))
     query.query("Why?")
     rows.append(row("query engine on a retriever, `refine`", explain(query)))
@@ -123,6 +124,14 @@ async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Con
         extractor = accelerate(kind(llm=make_llm(), show_progress=False))
         await extractor.aextract([each.node for each in nodes(3, sentences=3)])
         rows.append(row(f"`{kind.__name__}`", explain(extractor)))
+    ingestion = accelerate(
+        IngestionPipeline(
+            transformations=[KeywordExtractor(llm=make_llm(), show_progress=False)],
+            disable_cache=True,
+        )
+    )
+    ingestion.run(nodes=[each.node for each in nodes(3, sentences=3)])
+    rows.append(row("`IngestionPipeline` with an extractor", explain(ingestion)))
     flow = accelerate(Fan(make_llm(context_window=800)))
     await flow.run(topic="tea")
     rows.append(row("Workflow: 3 calls of its own, then a tree summary", explain(flow)))
@@ -133,7 +142,8 @@ async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Con
 def test_the_table_of_core_012_is_what_happens(
     make_llm: Callable[..., Conure], client: Client
 ) -> None:
-    from llama_index.core.query_pipeline import ArgPackComponent, FnComponent
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.query_pipeline import ArgPackComponent, FnComponent, QueryPipeline
 
     from conure.adapters.llamaindex.pipeline_program import to_program
 
@@ -143,6 +153,8 @@ def test_the_table_of_core_012_is_what_happens(
     pipelines = {name: (shapes(llm)[name], inputs_of(name)) for name in NAMES}
     packed = joins(llm, ArgPackComponent(), [FnComponent(fn=join_responses)])
     pipelines["fan, pack and function"] = (packed, {"x": "tea"})
+    nested = QueryPipeline(chain=[shapes(llm)["two calls"], PromptTemplate("{y}"), llm])
+    pipelines["pipeline within a pipeline"] = (nested, {"x": "tea"})
     rows = []
     for name, (pipeline, given) in pipelines.items():
         compiled = to_program(pipeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_a_prompt_with_slots_has_the_key_of_the_prompt_that_comes_of_it(
     assert call is not None
     known = chat(answer.join(["", *pieces, ""]))
     assert call.key({"a": message(answer)}) == known.key()
+
+
+def test_a_call_that_cannot_be_put_together_is_nobodys() -> None:
+    plan = Plan()
+    plan.add([Planned("a", chat("\ud800"), frozenset()), Planned("b", chat("x"), frozenset())])
+    plan.add([Planned("c", reading("a"), frozenset("a"))])
+    plan.learn("a", message("\ud800"))
+    claimed = plan.claim(chat("x"))
+    assert claimed is not None
+    assert claimed.variable == "b"
+    assert plan.unclaimed() == []
+
+
+def test_a_call_with_slots_is_the_call_in_all_else() -> None:
+    mark = SLOT.format(0)
+    call = Call("m", {"seed": 1}, prompt=[{"text": mark}], extra={"tools": []}, timeout_s=3)
+    made = with_slots(call, [Slot(mark, text_read("a"))])
+    assert made == replace(call, prompt=[{"input": text_read("a")}])
 
 
 def test_a_mark_that_is_nowhere_is_noticed() -> None:

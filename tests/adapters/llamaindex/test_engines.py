@@ -1,0 +1,340 @@
+"""Engines, agents and Workflows that decide by what the model says do the same accelerated.
+
+The scripted engine plays a model that chooses, asks sub-questions and calls tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+if version("llama-index-core").startswith("0.12."):
+    pytest.skip("core 0.12: `accelerate` is for 0.13 and 0.14", allow_module_level=True)
+
+from llama_index.core import Settings
+from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
+from llama_index.core.chat_engine import (
+    CondensePlusContextChatEngine,
+    CondenseQuestionChatEngine,
+    ContextChatEngine,
+    SimpleChatEngine,
+)
+from llama_index.core.evaluation import RelevancyEvaluator
+from llama_index.core.indices.query.query_transform import StepDecomposeQueryTransform
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.postprocessor import LLMRerank
+from llama_index.core.query_engine import (
+    CitationQueryEngine,
+    MultiStepQueryEngine,
+    RetrieverQueryEngine,
+    RetryQueryEngine,
+    RouterQueryEngine,
+    SubQuestionQueryEngine,
+)
+from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.response_synthesizers import (
+    ResponseMode,
+    TreeSummarize,
+    get_response_synthesizer,
+)
+from llama_index.core.retrievers import QueryFusionRetriever
+from llama_index.core.selectors import LLMMultiSelector, LLMSingleSelector
+from llama_index.core.tools import QueryEngineTool, ToolMetadata
+from llama_index.core.workflow import (
+    Context,
+    HumanResponseEvent,
+    InputRequiredEvent,
+    StartEvent,
+    StopEvent,
+    Workflow,
+    step,
+)
+
+from conure.adapters.client import Client
+from conure.adapters.llamaindex import Conure, accelerate, explain
+from conure.server.app import create_app
+from conure.server.config import Config
+
+from ..left import all_ended
+from .test_accelerate import Given, Pair, engine, nodes, pair
+
+__all__ = ["pair"]
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 40, "b": 2}}\n</tool_call>'
+SUB_QUESTIONS = {
+    "items": [{"sub_question": f"What is {name}?", "tool_name": name} for name in ("one", "two")]
+}
+SCRIPT = [
+    {"match": "return the choice that is most", "text": '[{"choice": 2, "reason": "it fits"}]'},
+    {
+        "match": "return the top choices",
+        "text": '[{"choice": 1, "reason": "a"}, {"choice": 2, "reason": "b"}]',
+    },
+    {
+        "match": "output a list of relevant sub-questions",
+        "text": f"```json\n{msgspec.json.encode(SUB_QUESTIONS).decode()}\n```",
+    },
+    {"match": "A list of documents is shown below", "text": "Doc: 2, Relevance: 8"},
+    {"match": "evaluate if the response for the query", "text": "YES"},
+    {"match": "REACT.*Observation", "text": "Thought: I know.\nAnswer: It is 42."},
+    {
+        "match": "REACT",
+        "text": 'Thought: I add.\nAction: add\nAction Input: {"a": 40, "b": 2}',
+    },
+    {"match": r"CALL.*\b42\b", "text": "It is 42."},
+    {"match": "CALL", "text": CALL},
+]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("scripted")
+    script = folder / "script.json"
+    script.write_bytes(msgspec.json.encode(SCRIPT))
+    with Client(app=create_app(Config(engine="fake", data=folder, script=script))) as client:
+        yield client
+
+
+@pytest.fixture
+async def llm(scripted: Client) -> AsyncIterator[Conure]:
+    llm = Conure(client=scripted, temperature=0, max_tokens=200, context_window=8000)
+    yield llm
+    await llm._own.aclose()
+
+
+def small(llm: Conure) -> Conure:
+    """The same with a window that takes few nodes."""
+    return llm.model_copy(update={"context_window": 1500})
+
+
+def tools(llm: Conure) -> list[QueryEngineTool]:
+    metadata = [ToolMetadata(name=name, description=f"about {name}") for name in ("one", "two")]
+    engines = engine(small(llm), "refine"), engine(small(llm), "tree_summarize")
+    return [
+        QueryEngineTool(query_engine=each, metadata=data)
+        for each, data in zip(engines, metadata, strict=True)
+    ]
+
+
+def routed(llm: Conure, selector: Any) -> RouterQueryEngine:
+    tree = TreeSummarize(llm=llm)
+    return RouterQueryEngine(selector, tools(llm), llm=llm, summarizer=tree)
+
+
+def sub_questions(llm: Conure) -> SubQuestionQueryEngine:
+    return SubQuestionQueryEngine(
+        LLMQuestionGenerator.from_defaults(llm=llm),
+        get_response_synthesizer(llm=llm),
+        tools(llm),
+        verbose=False,
+        use_async=False,
+    )
+
+
+class Engine(NamedTuple):
+    """A query engine, and how many of its calls come from the plan."""
+
+    make: Callable[[Conure], Any]
+    num_planned: int
+    num_calls: int
+
+
+ENGINES: dict[str, Engine] = {
+    "a router to one": Engine(
+        lambda llm: routed(llm, LLMSingleSelector.from_defaults(llm=llm)), 3, 4
+    ),
+    "a router to several": Engine(
+        lambda llm: routed(llm, LLMMultiSelector.from_defaults(llm=llm)), 8, 9
+    ),
+    "sub-questions": Engine(sub_questions, 8, 9),
+    "several steps": Engine(
+        lambda llm: MultiStepQueryEngine(
+            engine(small(llm)),
+            StepDecomposeQueryTransform(llm=llm),
+            response_synthesizer=get_response_synthesizer(llm=llm),
+            num_steps=2,
+        ),
+        7,
+        9,
+    ),
+    "citations": Engine(
+        lambda llm: CitationQueryEngine(
+            Given(nodes(3)),
+            llm=llm,
+            response_synthesizer=get_response_synthesizer(
+                llm=small(llm), response_mode=ResponseMode.REFINE
+            ),
+            citation_chunk_size=128,
+            citation_chunk_overlap=10,
+        ),
+        12,
+        12,
+    ),
+    "a reranking model": Engine(
+        lambda llm: RetrieverQueryEngine(
+            Given(nodes(4, sentences=5)),
+            get_response_synthesizer(llm=llm),
+            node_postprocessors=[LLMRerank(llm=llm, choice_batch_size=2, top_n=2)],
+        ),
+        1,
+        3,
+    ),
+    "queries of the model's": Engine(
+        lambda llm: RetrieverQueryEngine(
+            QueryFusionRetriever([Given(nodes(3))], llm=llm, num_queries=3, use_async=False),
+            get_response_synthesizer(llm=small(llm), response_mode=ResponseMode.REFINE),
+        ),
+        2,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+async def test_a_query_engine_does_the_same(
+    llm: Conure, pair: Callable[[Any], Pair], name: str
+) -> None:
+    made = ENGINES[name]
+    both = pair(made.make(llm))
+    report = both.same(lambda app: app.query("Why?"))
+    assert (report.num_planned, len(report.calls)) == (made.num_planned, made.num_calls)
+    assert report.num_wasted == 0
+    assert len(report.programs) == 1
+    report = await both.asame(lambda app: app.aquery("Why?"), in_order=False)
+    assert (report.num_planned, len(report.calls)) == (made.num_planned, made.num_calls)
+    assert report.num_wasted == 0
+
+
+def memory(llm: Conure) -> ChatMemoryBuffer:
+    return ChatMemoryBuffer.from_defaults(llm=llm)
+
+
+CHATS: dict[str, Callable[[Conure], Any]] = {
+    "simple": lambda llm: SimpleChatEngine.from_defaults(llm=llm, memory=memory(llm)),
+    "context": lambda llm: ContextChatEngine.from_defaults(
+        Given(nodes(2)), llm=llm, memory=memory(llm)
+    ),
+    "condensed question": lambda llm: CondenseQuestionChatEngine.from_defaults(
+        engine(small(llm), "refine", streaming=True), llm=llm, memory=memory(llm)
+    ),
+    "condensed and context": lambda llm: CondensePlusContextChatEngine.from_defaults(
+        Given(nodes(2)), llm=llm, memory=memory(llm)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+async def test_a_chat_engine_streams_and_remembers_the_same(
+    llm: Conure, submitted: list[str], name: str
+) -> None:
+    plain, fast = CHATS[name](llm), accelerate(CHATS[name](llm))
+    said: list[list[str]] = []
+    for app in (plain, fast):
+        first = await app.astream_chat("Why?")
+        texts = ["".join([piece async for piece in first.async_response_gen()])]
+        second = await asyncio.to_thread(app.stream_chat, "And how?")
+        texts.append(await asyncio.to_thread("".join, second.response_gen))
+        async with asyncio.timeout(5):
+            while len(app.chat_history) < 4:  # noqa: ASYNC110 - LlamaIndex writes in a thread
+                await asyncio.sleep(0.01)
+        said.append([*texts, *(str(each.content) for each in app.chat_history)])
+    assert said[0] == said[1]
+    await all_ended(llm.connection(), submitted)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+AGENTS: dict[str, Callable[[Conure], Any]] = {
+    "REACT": lambda llm: ReActAgent(name="r", description="adds", tools=[add], llm=llm),
+    "CALL": lambda llm: FunctionAgent(name="f", description="adds", tools=[add], llm=llm),
+    "CALL many": lambda llm: AgentWorkflow(
+        agents=[
+            FunctionAgent(
+                name=name, description="adds", tools=[add], llm=llm, can_handoff_to=[other]
+            )
+            for name, other in (("f", "g"), ("g", "f"))
+        ],
+        root_agent="f",
+    ),
+}
+
+
+# LlamaIndex looks at all attributes of an agent, deprecated ones among them.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("prompt", AGENTS)
+async def test_an_agent_calls_its_tools_in_one_program(llm: Conure, prompt: str) -> None:
+    app = AGENTS[prompt](llm)
+    fast = accelerate(app)
+    seen: list[list[str]] = []
+    for agent in (app, fast):
+        handler = agent.run(user_msg=prompt)
+        names = [type(event).__name__ async for event in handler.stream_events()]
+        # How many pieces a text comes in is a matter of time.
+        seen.append([name for name in names if name != "AgentStream"])
+        assert str(await handler) == "It is 42."
+    assert seen[0] == seen[1]
+    assert "ToolCallResult" in seen[0]
+    assert len(explain(fast).calls) == 2
+    assert len(explain(fast).programs) == 1
+
+
+class Asked(InputRequiredEvent):
+    prefix: str
+
+
+class Said(HumanResponseEvent):
+    response: str
+
+
+class Asking(Workflow):
+    """Asks somebody between two calls."""
+
+    def __init__(self, llm: Conure) -> None:
+        super().__init__(timeout=10)
+        self.llm = llm
+
+    @step
+    async def begin(self, ctx: Context, ev: StartEvent) -> StopEvent:
+        first = (await self.llm.acomplete("a")).text
+        answer = await ctx.wait_for_event(Said, waiter_event=Asked(prefix=first))
+        await ctx.store.set("said", answer.response)
+        return StopEvent(result=first + (await self.llm.acomplete(answer.response)).text)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_a_workflow_that_waits_for_somebody_stays_in_its_program(
+    llm: Conure, submitted: list[str], is_left: bool
+) -> None:
+    made: list[str] = []
+    for app in (Asking(llm), accelerate(Asking(llm))):
+        handler = app.run()
+        async for event in handler.stream_events():
+            if isinstance(event, Asked) and is_left:
+                await handler.cancel_run()
+            elif isinstance(event, Asked):
+                assert handler.ctx is not None
+                handler.ctx.send_event(Said(response="yes"))
+        try:
+            made.append(str(await handler))
+        except Exception as problem:
+            made.append(type(problem).__name__)
+    assert made[0] == made[1]
+    assert ("Cancelled" in made[0]) is is_left
+    await all_ended(llm.connection(), submitted)
+
+
+def test_a_judge_within_an_engine_is_planned_as_an_engine(
+    llm: Conure, pair: Callable[[Any], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_llm", llm)
+    app = RetryQueryEngine(engine(small(llm)), RelevancyEvaluator(llm=llm))
+    report = pair(app).same(lambda app: app.query("Why?"))
+    assert report.num_planned == len(report.calls) > 2

@@ -1,0 +1,279 @@
+"""QueryPipelines of many shapes do the same plain, accelerated and as a program.
+
+Where core 0.12 runs joins too early, the accelerated pipeline and the program agree.
+"""
+
+# The core that has it is not installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+if not version("llama-index-core").startswith("0.12."):
+    pytest.skip(
+        "QueryPipeline went with core 0.13: run `make test-llamaindex012`", allow_module_level=True
+    )
+
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_pipeline import (
+    ArgPackComponent,
+    FnComponent,
+    InputComponent,
+    QueryPipeline,
+)
+from llama_index.core.query_pipeline.components.argpacks import KwargPackComponent
+
+from conure.adapters.client import Client
+from conure.adapters.llamaindex import Conure, Report, accelerate, explain
+from conure.adapters.llamaindex.pipeline_program import to_program
+from conure.server.program.errors import ConureError, ProgramError, RunError
+
+from ..left import all_ended
+from .test_pipeline import linked, shout
+
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., Conure]) -> Conure:
+    return make_llm()
+
+
+def whole(report: Report) -> bool:
+    """Whether all calls came from the plan, and none ran for nothing."""
+    return report.num_planned == len(report.calls) > 0 == report.num_wasted
+
+
+def twice(llm: Conure) -> QueryPipeline:
+    return QueryPipeline(chain=[PromptTemplate("A {x}"), llm, PromptTemplate("B {y}"), llm])
+
+
+def pack(llm: Conure, join: Any, *, links_first: str, is_deep: bool = False) -> QueryPipeline:
+    """Two branches, one of them perhaps longer, and a join."""
+    modules = {
+        "in": InputComponent(),
+        "a": PromptTemplate("A {x}"),
+        "la": llm,
+        "b": PromptTemplate("B {x}"),
+        "lb": twice(llm) if is_deep else llm,
+        "join": join,
+        "said": FnComponent(fn=lambda pack: f"{[shout(each) for each in pack]}"),
+    }
+    both = [("la", "output", "join", "a"), ("lb", "output", "join", "b")]
+    if links_first == "b":
+        both.reverse()
+    return linked(
+        modules,
+        ("in", "x", "a", "x"),
+        ("in", "x", "b", "x"),
+        ("a", "la"),
+        ("b", "lb"),
+        *both,
+        ("join", "said"),
+    )
+
+
+@pytest.mark.parametrize("is_deep", [False, True], ids=["even", "deep"])
+@pytest.mark.parametrize("links_first", ["a", "b"])
+@pytest.mark.parametrize("join", [ArgPackComponent, KwargPackComponent])
+def test_a_join_packs_in_the_order_of_its_links(
+    llm: Conure, client: Client, join: Any, links_first: str, is_deep: bool
+) -> None:
+    pipeline = pack(llm, join(), links_first=links_first, is_deep=is_deep)
+    fast = accelerate(pipeline)
+    made = fast.run(x="tea")
+    assert whole(explain(fast))
+    assert asyncio.run(fast.arun(x="tea")) == made
+    assert to_program(pipeline).run(client, x="tea") == made
+    if join is KwargPackComponent:
+        assert made == str([name.upper() for name in sorted("ab", reverse=links_first == "b")])
+
+
+def test_what_reads_a_join_is_planned_in_that_order(llm: Conure, client: Client) -> None:
+    pipeline = pack(llm, ArgPackComponent(), links_first="b")
+    pipeline.add_modules({"p": PromptTemplate("Of {them}"), "l": llm})
+    pipeline.add_link("join", "p")
+    pipeline.add_link("p", "l")
+    fast = accelerate(pipeline)
+    made = fast.run_multi({"in": {"x": "tea"}})
+    assert whole(explain(fast))
+    assert str(to_program(pipeline).run(client, x="tea")["l"]) == str(made["l"]["output"])
+
+
+def test_a_join_goes_on_without_a_branch_that_is_not_taken(llm: Conure) -> None:
+    pipeline = linked(
+        {
+            "p": PromptTemplate("A {x}"),
+            "yes": PromptTemplate("Y {x}"),
+            "m": llm,
+            "no": PromptTemplate("N {x}"),
+            "n": llm,
+            "join": ArgPackComponent(),
+            "of": PromptTemplate("Of {them}"),
+            "l": llm,
+        },
+        ("yes", "m"),
+        ("no", "n"),
+        ("m", "output", "join", "m"),
+        ("n", "output", "join", "n"),
+        ("join", "of"),
+        ("of", "l"),
+    )
+    pipeline.add_link("p", "yes", condition_fn=lambda given: True)
+    pipeline.add_link("p", "no", condition_fn=lambda given: False)
+    fast = accelerate(pipeline)
+    answer = llm.complete("Y A tea").text
+    assert str(fast.run(x="tea").message.content) == llm.complete(f"Of ['{answer}']").text
+    assert whole(explain(fast))
+
+
+def test_pipelines_within_a_pipeline_go_whole(llm: Conure, client: Client) -> None:
+    inner = QueryPipeline(chain=[PromptTemplate("I {x}"), llm, twice(llm)])
+    pipeline = QueryPipeline(
+        chain=[PromptTemplate("O {x}"), llm, inner, PromptTemplate("{z}"), llm]
+    )
+    fast = accelerate(pipeline)
+    made = str(fast.run(x="tea"))
+    assert made == str(pipeline.run(x="tea"))
+    assert whole(explain(fast))
+    assert len(explain(fast).calls) == 5
+    assert str(to_program(pipeline).run(client, x="tea")) == made
+
+
+def test_what_a_pipeline_within_one_is_read_up_to_is_planned(llm: Conure) -> None:
+    inner = linked(
+        {"p": PromptTemplate("I {x}"), "l": llm, "f": FnComponent(fn=shout)},
+        ("p", "l"),
+        ("l", "f"),
+    )
+    pipeline = linked(
+        {"in": PromptTemplate("O {x}"), "inner": inner, "q": PromptTemplate("{z}"), "m": llm},
+        ("in", "inner"),
+        ("inner", "q"),
+        ("q", "m"),
+    )
+    fast = accelerate(pipeline)
+    assert str(fast.run(x="tea")) == str(pipeline.run(x="tea"))
+    assert whole(explain(fast))
+    assert explain(fast).notes == ["inner.f: a FnComponent runs here"]
+
+
+def test_an_accelerated_pipeline_within_an_accelerated_one_is_planned_once(llm: Conure) -> None:
+    pipeline = QueryPipeline(chain=[accelerate(twice(llm)), PromptTemplate("{z}"), llm])
+    fast = accelerate(pipeline)
+    assert str(fast.run(x="tea")) == str(pipeline.run(x="tea"))
+    assert whole(explain(fast))
+
+
+def test_a_response_that_is_streamed_comes_from_the_plan(llm: Conure) -> None:
+    of_this_core: Any = llm
+    last = of_this_core.as_query_component(streaming=True)
+    pipeline = QueryPipeline(chain=[PromptTemplate("A {x}"), llm, PromptTemplate("B {y}"), last])
+    fast = accelerate(pipeline)
+    made = [piece.delta for piece in fast.run(x="tea")]
+    assert "".join(made) == "".join(piece.delta for piece in pipeline.run(x="tea"))
+    assert whole(explain(fast))
+    with pytest.raises(ProgramError, match="module 'LLMChatComponent': its response is streamed"):
+        to_program(pipeline)
+
+
+def test_an_input_that_a_prompt_refuses_is_refused_where_it_is_read(llm: Conure) -> None:
+    pipeline = pack(llm, KwargPackComponent(), links_first="a")
+    pipeline.add_modules({"p": PromptTemplate("Of {them}"), "l": llm})
+    pipeline.add_link("join", "p")
+    pipeline.add_link("p", "l")
+    fast = accelerate(pipeline)
+    with pytest.raises(ValueError, match="is not stringable") as caught:
+        fast.run_multi({"in": {"x": "tea"}})
+    assert "\ue000" not in str(caught.value)
+    assert whole(explain(fast))
+    with pytest.raises(ProgramError, match="module 'p': a dict is no input of a prompt"):
+        to_program(pipeline)
+
+
+@pytest.mark.parametrize("is_awaited", [False, True], ids=["run", "arun"])
+def test_a_batch_is_one_program(llm: Conure, is_awaited: bool) -> None:
+    pipeline = twice(llm)
+    fast = accelerate(pipeline)
+    given = {"x": ["tea", "milk", "ale"]}
+    if is_awaited:
+        made = asyncio.run(fast.arun(batch=True, **given))
+    else:
+        made = fast.run(batch=True, **given)
+    assert [str(each) for each in made] == [str(each) for each in pipeline.run(batch=True, **given)]
+    assert whole(explain(fast))
+    assert len(explain(fast).programs) == 1
+
+
+def test_several_roots_and_leaves_are_the_same(llm: Conure, client: Client) -> None:
+    pipeline = linked(
+        {
+            "p": PromptTemplate("A {x}"),
+            "l": llm,
+            "q": PromptTemplate("B {y}"),
+            "m": llm,
+            "both": PromptTemplate("{one} {two}"),
+            "n": llm,
+            "other": PromptTemplate("C {one}"),
+            "o": llm,
+        },
+        ("p", "l"),
+        ("q", "m"),
+        ("l", "output", "both", "one"),
+        ("m", "output", "both", "two"),
+        ("both", "n"),
+        ("l", "output", "other", "one"),
+        ("other", "o"),
+    )
+    fast = accelerate(pipeline)
+    given = {"p": {"x": "tea"}, "q": {"y": "milk"}}
+    expected = {key: str(each["output"]) for key, each in pipeline.run_multi(given).items()}
+    made, steps = fast.run_multi_with_intermediates(given)
+    assert {key: str(each["output"]) for key, each in made.items()} == expected
+    assert steps.keys() == pipeline.module_dict.keys()
+    assert whole(explain(fast))
+    ran = to_program(pipeline).run(client, x="tea", y="milk")
+    assert {key: str(each) for key, each in ran.items()} == expected
+
+
+def after_a_step(llm: Conure, made: Any) -> QueryPipeline:
+    """A call, a step that makes this of it, and a call on that."""
+    step = FnComponent(fn=lambda given: made)
+    return QueryPipeline(chain=[PromptTemplate("A {x}"), llm, step, PromptTemplate("{y}"), llm])
+
+
+async def test_text_that_cannot_travel_is_an_error_and_leaves_nothing_running(
+    llm: Conure, client: Client, submitted: list[str]
+) -> None:
+    pipeline = after_a_step(llm, "\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        await accelerate(pipeline).arun(x="tea")
+    with pytest.raises(RunError, match="surrogates") as caught:
+        await asyncio.to_thread(to_program(pipeline).run, client, x="tea")
+    assert isinstance(caught.value.__cause__, UnicodeEncodeError)
+    await all_ended(client, submitted)
+
+
+async def test_a_value_that_is_too_large_is_an_error_and_no_wait(
+    llm: Conure, client: Client, submitted: list[str]
+) -> None:
+    pipeline = after_a_step(llm, "x" * 5_000_000)
+    with pytest.raises(ConureError, match="larger than the 4,194,304 bytes"):
+        await accelerate(pipeline).arun(x="tea")
+    with pytest.raises(RunError, match="its value has 10,0"):
+        await asyncio.to_thread(to_program(pipeline).run, client, x="tea")
+    await all_ended(client, submitted)
+
+
+@pytest.mark.parametrize("given", [{}, {"y": "tea"}, {"x": "tea", "y": "tea"}])
+def test_inputs_that_a_pipeline_lacks_or_does_not_have_are_named(
+    llm: Conure, client: Client, given: dict[str, str]
+) -> None:
+    with pytest.raises(ProgramError, match=r"has the inputs \['x'\], and was given"):
+        to_program(twice(llm)).run(client, **given)

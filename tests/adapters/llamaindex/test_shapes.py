@@ -1,0 +1,346 @@
+"""Apps of many shapes, plain and accelerated on one server, do the same.
+
+What an app is made of is LlamaIndex's; what is told here is where it stood in the way of a
+run that goes ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+if version("llama-index-core").startswith("0.12."):
+    pytest.skip("core 0.12: `accelerate` is for 0.13 and 0.14", allow_module_level=True)
+
+from llama_index.core.extractors import KeywordExtractor, SummaryExtractor, TitleExtractor
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate
+from llama_index.core.response_synthesizers import (
+    Accumulate,
+    CompactAndRefine,
+    Generation,
+    Refine,
+    TreeSummarize,
+)
+from llama_index.core.response_synthesizers.compact_and_accumulate import CompactAndAccumulate
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
+
+from conure.adapters.client import Client
+from conure.adapters.llamaindex import Conure, accelerate, explain, programs
+from conure.server.app import create_app
+from conure.server.config import Config
+
+from ..left import all_ended
+from .conformance import Person
+from .test_accelerate import Fan, Pair, engine, llm, nodes, pair
+
+__all__ = ["llm", "pair"]
+
+
+class Open(Workflow):
+    """A Workflow whose one step is a function."""
+
+
+@step(workflow=Open)
+async def answer(ev: StartEvent) -> StopEvent:
+    return StopEvent(result=await ev.tree.aget_response("Why?", ev.texts))
+
+
+async def test_steps_that_are_functions_are_steps_of_the_accelerated_workflow(llm: Conure) -> None:
+    given: Any = {"tree": TreeSummarize(llm=llm), "texts": [each.text for each in nodes()]}
+    plain, fast = Open(), accelerate(Open())
+    assert str(await fast.run(**given)) == str(await plain.run(**given))
+    assert explain(fast).num_planned == len(explain(fast).calls) == 3
+
+
+def test_an_accelerated_workflow_has_the_name_of_the_app(client: Client) -> None:
+    class Local(Fan):
+        pass
+
+    app = Local(Conure(context_window=1300, client=client))
+    assert accelerate(app).workflow_name == app.workflow_name
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        accelerate,
+        copy.copy,
+        copy.deepcopy,
+        lambda app: pickle.loads(pickle.dumps(app)),
+    ],
+    ids=["accelerate", "copy", "deepcopy", "pickle"],
+)
+@pytest.mark.parametrize(
+    "make", [Refine, lambda llm: TitleExtractor(llm=llm), engine], ids=["refine", "title", "engine"]
+)
+def test_copies_of_an_accelerated_app_are_accelerated(
+    make: Callable[..., Any], again: Callable[[Any], Any]
+) -> None:
+    llm = Conure(base_url="http://127.0.0.1:9", context_window=1300)
+    llm._pages["default"] = {"id": "m", "max_model_len": 1300}
+    app = make(llm=llm)
+    made = again(accelerate(app))
+    assert isinstance(made, type(app))
+    assert vars(type(made))["__conure_of__"] is type(app)
+    assert vars(made).keys() == vars(app).keys()
+
+
+def test_an_app_that_is_accelerated_twice_is_planned(
+    llm: Conure, pair: Callable[[Any], Pair]
+) -> None:
+    report = pair(accelerate(Refine(llm=llm))).same(lambda app: app.synthesize("Why?", nodes(3)))
+    assert report.num_planned == len(report.calls) == 3
+
+
+def test_the_extractors_of_an_ingestion_pipeline_are_planned_in_one_program(
+    llm: Conure, pair: Callable[[Any], Pair]
+) -> None:
+    extractors: list[Any] = [
+        TitleExtractor(llm=llm, show_progress=False),
+        KeywordExtractor(llm=llm, show_progress=False),
+    ]
+    app = IngestionPipeline(transformations=extractors, disable_cache=True)
+    report = pair(app).same(
+        lambda app: [each.metadata for each in app.run(nodes=[n.node for n in nodes(4)])],
+        in_order=False,
+    )
+    assert report.num_planned == len(report.calls) == 9
+    assert report.num_wasted == 0
+    assert len(report.programs) == 1
+
+
+class Shape(NamedTuple):
+    """An app, what it is asked, and how many of its calls come from the plan."""
+
+    make: Callable[[Conure], Any]
+    ask: Callable[[Any], Any]
+    num_planned: int
+    num_calls: int
+
+
+def synthesized(app: Any) -> list[Any]:
+    """All that a response says, but for its text."""
+    made = app.synthesize("Why?", nodes=nodes())
+    return [str(made), type(made), made.metadata, [each.node.node_id for each in made.source_nodes]]
+
+
+def of_texts(*texts: str, query: str = "Why?", **settings: Any) -> Callable[[Any], Any]:
+    return lambda app: app.get_response(query, list(texts), **settings)
+
+
+TONED = PromptTemplate("{tone} {context_str} {query_str}")
+RICH = RichPromptTemplate("{% chat role='user' %}{{ context_str }} {{query_str}}{% endchat %}")
+RICH_ANSWER = RichPromptTemplate("{% chat role='user' %} {{ existing_answer }}{% endchat %}")
+DRESSED = TextNode(
+    text="tea " * 300,
+    metadata={"kind": "note", "hidden": "h"},
+    excluded_llm_metadata_keys=["hidden"],
+    metadata_template="<{key}>{value}",
+    text_template="{metadata_str}: {content}",
+)
+TWICE = ChatPromptTemplate.from_messages(
+    [("system", "{existing_answer}"), ("user", "{context_msg} {query_str} {existing_answer}")]
+)
+
+SHAPES: dict[str, Shape] = {
+    "a tree of structured answers": Shape(
+        lambda llm: TreeSummarize(llm=llm, output_cls=Person), synthesized, 3, 3
+    ),
+    "structured answers side by side": Shape(
+        lambda llm: Accumulate(llm=llm, output_cls=Person), synthesized, 6, 6
+    ),
+    "structured answers, each refined": Shape(
+        lambda llm: Refine(llm=llm, output_cls=Person), of_texts("a", "b"), 0, 2
+    ),
+    "a query alone": Shape(lambda llm: Generation(llm=llm), synthesized, 1, 1),
+    "a variable of the user's": Shape(
+        lambda llm: TreeSummarize(llm=llm, summary_template=TONED),
+        of_texts(*(each.text for each in nodes()), tone="formal"),
+        3,
+        3,
+    ),
+    "rich templates that print": Shape(
+        lambda llm: Refine(
+            llm=llm,
+            text_qa_template=RICH,
+            refine_template=RichPromptTemplate("{{ existing_answer }}{{context_msg}}{{query_str}}"),
+        ),
+        synthesized,
+        6,
+        6,
+    ),
+    "a rich template of messages for an answer": Shape(
+        lambda llm: Refine(llm=llm, text_qa_template=RICH, refine_template=RICH_ANSWER),
+        of_texts("a", "b", "c"),
+        1,
+        3,
+    ),
+    "a rich template with a filter": Shape(
+        lambda llm: Accumulate(
+            llm=llm, text_qa_template=RichPromptTemplate("{{ context_str | upper }}{{ query_str }}")
+        ),
+        of_texts("a", "b"),
+        0,
+        2,
+    ),
+    "an answer in two places": Shape(
+        lambda llm: Refine(llm=llm, refine_template=TWICE), synthesized, 6, 6
+    ),
+    "other names for variables": Shape(
+        lambda llm: TreeSummarize(
+            llm=llm,
+            summary_template=PromptTemplate(
+                "{mine} {asked}",
+                template_var_mappings={"context_str": "mine", "query_str": "asked"},
+            ),
+        ),
+        synthesized,
+        3,
+        3,
+    ),
+    "braces and marks in texts": Shape(
+        lambda llm: Refine(llm=llm),
+        of_texts("\ue0000\ue001 {existing_answer}", "{{x}} \ue0001\ue001", query="{context_str}?"),
+        2,
+        2,
+    ),
+    "other alphabets": Shape(
+        lambda llm: Refine(llm=llm), of_texts("Тест 🍵 " * 50, "e\u0301" * 99, query="ß?"), 2, 2
+    ),
+    "equal texts": Shape(lambda llm: Accumulate(llm=llm), of_texts("a", "a", "a"), 3, 3),
+    "no texts": Shape(lambda llm: Refine(llm=llm), of_texts(), 0, 0),
+    "an empty text first": Shape(lambda llm: Refine(llm=llm), of_texts("", "a"), 2, 2),
+    "a text of many windows": Shape(
+        lambda llm: CompactAndRefine(llm=llm), of_texts("tea is hot. " * 900), 5, 5
+    ),
+    "nodes that are dressed": Shape(
+        lambda llm: TreeSummarize(llm=llm),
+        lambda app: str(app.synthesize("Why?", [NodeWithScore(node=DRESSED)] * 9)),
+        4,
+        4,
+    ),
+    "another LLM around it": Shape(
+        lambda llm: TreeSummarize(llm=llm.as_structured_llm(Person)), of_texts("a"), 0, 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_synthesizer_of_this_shape_does_the_same(
+    make_llm: Callable[..., Conure], pair: Callable[[Any], Pair], name: str
+) -> None:
+    shape = SHAPES[name]
+    max_tokens = 200 if "structured" in name or "another" in name else 40
+    llm = make_llm(context_window=1500, max_tokens=max_tokens, system_prompt="{query_str}")
+    report = pair(shape.make(llm)).same(shape.ask)
+    assert (report.num_planned, len(report.calls)) == (shape.num_planned, shape.num_calls)
+    assert report.num_wasted == 0
+    assert len(report.notes) == (report.num_planned == 0 < len(report.calls))
+
+
+def test_a_synthesizer_that_cannot_stream_asks_for_nothing(
+    llm: Conure, submitted: list[str]
+) -> None:
+    for app in (Accumulate(llm=llm, streaming=True), CompactAndAccumulate(llm=llm, streaming=True)):
+        with pytest.raises(ValueError, match="Unable to stream"):
+            accelerate(app).synthesize("Why?", nodes())
+    assert submitted == []
+
+
+@pytest.mark.parametrize(
+    "function", ["completion_to_prompt", "messages_to_prompt", "query_wrapper_prompt", "mapping"]
+)
+def test_a_function_that_makes_prompts_runs_as_often_as_without(
+    make_llm: Callable[..., Conure], function: str
+) -> None:
+    seen: list[str] = []
+
+    def made(*given: Any, **named: Any) -> str:
+        seen.append(f"{given}{named}")
+        return f"[{given}{named.get('query_str')}]"
+
+    wrapper = PromptTemplate("{x}", function_mappings={"x": made})
+    value = wrapper if function == "query_wrapper_prompt" else made
+    settings: dict[str, Any] = {} if function == "mapping" else {function: value}
+    mappings: Any = {"query_str": made} if function == "mapping" else {}
+    template: Any = PromptTemplate("{context_str} {query_str}", function_mappings=mappings)
+    if function == "messages_to_prompt":
+        template = ChatPromptTemplate.from_messages([("user", "{context_str} {query_str}")])
+    llm = make_llm(context_window=1300, is_chat_model=False, **settings)
+    plain = Refine(llm=llm, text_qa_template=template)
+    fast = accelerate(plain)
+    plain.synthesize("Why?", nodes(3))
+    ran, seen[:] = list(seen), []
+    fast.synthesize("Why?", nodes(3))
+    assert seen == ran != []
+    assert explain(fast).num_planned == 0
+
+
+async def summarised(app: Any) -> list[str]:
+    """What many short nodes are about."""
+    many = [TextNode(id_=f"n{n}", text=f"Fact {n}.") for n in range(40)]
+    return [str(each) for each in await app.aextract(many)]
+
+
+async def test_a_run_of_more_calls_than_a_program_takes_goes_on_in_another(
+    client: Client, make_llm: Callable[..., Conure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "BATCH", 4)
+    monkeypatch.setattr(programs, "MAX_NODES", 10)
+    app = SummaryExtractor(llm=make_llm(), show_progress=False)
+    fast = accelerate(app)
+    assert await summarised(fast) == await summarised(app)
+    report = explain(fast)
+    assert report.num_planned == len(report.calls) == 40
+    assert len(report.programs) == 5
+    await all_ended(client, report.programs)
+
+
+async def test_a_plan_that_is_larger_than_a_request_may_be_is_sent_in_parts(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    config = Config(engine="fake", data=tmp_path, max_body=6_000)
+    with Client(app=create_app(config)) as client:
+        llm = Conure(client=client, temperature=0, max_tokens=5)
+        app = SummaryExtractor(llm=llm, show_progress=False)
+        fast = accelerate(app)
+        assert await summarised(fast) == await summarised(app)
+        assert explain(fast).num_planned == 40
+        await all_ended(client, submitted)
+        await llm._own.aclose()
+
+
+async def test_an_app_that_is_cancelled_leaves_no_failure_that_nobody_hears(
+    tmp_path: Path, submitted: list[str]
+) -> None:
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    config = Config(engine="fake", data=tmp_path, time_per_call=0.2)
+    with Client(app=create_app(config)) as client:
+        llm = Conure(client=client, context_window=1300, max_tokens=5)
+        asking = asyncio.create_task(accelerate(TreeSummarize(llm=llm)).asynthesize("?", nodes()))
+        async with asyncio.timeout(10):
+            while not submitted:  # noqa: ASYNC110 - a thread submits
+                await asyncio.sleep(0.001)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await all_ended(client, submitted)
+        for thread in threading.enumerate():
+            if thread.name == "conure-events":
+                await asyncio.to_thread(thread.join, 10)
+        await asyncio.sleep(0)
+        await llm._own.aclose()
+    gc.collect()
+    assert told == []
