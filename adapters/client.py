@@ -26,7 +26,12 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from conure.server.program.errors import ConflictError, ConureError, NotFoundError
+from conure.server.program.errors import (
+    ConflictError,
+    ConureError,
+    NotFoundError,
+    UnavailableError,
+)
 from conure.server.program.ir import Append, Json, Options, Program, Submission
 from conure.server.program.status import (
     ENDED,
@@ -439,11 +444,22 @@ class Run:
             shift.failed(step, problem)
             answer = failure_answer(step, problem)
         try:
-            self._client._do(exchange.put(self.id, step.output, answer, self._retry))
+            self._put(shift, step, answer)
         except (ConflictError, NotFoundError):
             pass  # answered before, or the program is gone
         except ConureError as problem:
             logger.warning("client step not answered step=%s error=%r", step.name, problem)
+
+    def _put(self, shift: Shift, step: Step, answer: PutValue) -> None:
+        """Answer a step; a value that the server does not take is the step's failure."""
+        try:
+            self._client._do(exchange.put(self.id, step.output, answer, self._retry))
+        except (ConflictError, NotFoundError, UnavailableError):
+            raise
+        except ConureError as problem:
+            shift.failed(step, problem)
+            failure = failure_answer(step, problem)
+            self._client._do(exchange.put(self.id, step.output, failure, self._retry))
 
 
 async def _awaited(work: Coroutine[Any, Any, T]) -> T:

@@ -23,7 +23,12 @@ from typing import Any, TypeVar
 
 import httpx
 
-from conure.server.program.errors import ConflictError, ConureError, NotFoundError
+from conure.server.program.errors import (
+    ConflictError,
+    ConureError,
+    NotFoundError,
+    UnavailableError,
+)
 from conure.server.program.ir import Append, Json, Options, Program, Submission
 from conure.server.program.status import (
     ENDED,
@@ -379,8 +384,19 @@ class AsyncRun:
             shift.failed(step, problem)
             answer = failure_answer(step, problem)
         try:
-            await self._client._do(exchange.put(self.id, step.output, answer, self._retry))
+            await self._put(shift, step, answer)
         except (ConflictError, NotFoundError):
             pass  # answered before, or the program is gone
         except ConureError as problem:
             logger.warning("client step not answered step=%s error=%r", step.name, problem)
+
+    async def _put(self, shift: Shift, step: Step, answer: PutValue) -> None:
+        """Answer a step; a value that the server does not take is the step's failure."""
+        try:
+            await self._client._do(exchange.put(self.id, step.output, answer, self._retry))
+        except (ConflictError, NotFoundError, UnavailableError):
+            raise
+        except ConureError as problem:
+            shift.failed(step, problem)
+            failure = failure_answer(step, problem)
+            await self._client._do(exchange.put(self.id, step.output, failure, self._retry))

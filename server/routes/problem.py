@@ -32,7 +32,7 @@ _ROUTE_CODES = {
     413: "request.too_large",
     415: "request.media_type",
 }
-_ABSENCE_STATUS = {"prompt": 400, "program": 400, "expr": 422, "queue": 503, "server": 503}
+_ABSENCE_STATUS = {"prompt": 400, "expr": 422, "queue": 503, "server": 503}
 """HTTP status of a variable that failed, by the first word of its code; else 424."""
 
 

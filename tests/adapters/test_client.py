@@ -360,6 +360,27 @@ async def test_what_a_function_raises_is_told_to_the_server_and_to_the_caller(
     assert error["message"].startswith(f"double: {type(caught.value.__cause__).__name__}")
 
 
+async def test_a_value_that_the_server_refuses_is_its_steps_failure(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    failed = kit.sse(3, "node.failed", node="s", code="request.invalid", message="too deep")
+    chunks = [asks(kit, 2, "r", n=1), failed + kit.finished(4, "failed")]
+    double.on(
+        "POST", "/v1/programs", kit.followed(*chunks, gate=lambda: len(put_bodies(double)) > 1)
+    )
+    refused = kit.Answer(400, kit.problem(400, "request.invalid", "too deep"))
+    double.on("PUT", f"{PROGRAM}/variables/out", refused, kit.Answer(200, {"status": "failed"}))
+    double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(424, kit.problem(424, "c.f", "x")))
+    with pytest.raises(RunError, match="too deep") as caught:
+        await caller(caller.client.run, kit.program, functions={"double": lambda n: [[n]]})
+    assert isinstance(caught.value.__cause__, ProgramError)
+    assert [list(body) for body in put_bodies(double)] == [
+        ["value", "request_id"],
+        ["error", "request_id"],
+    ]
+    assert put_bodies(double)[1]["error"]["code"] == "request.invalid"
+
+
 async def test_a_step_without_a_function_is_refused_before_anything_is_submitted(
     caller: Any, double: Any
 ) -> None:

@@ -124,6 +124,8 @@ async def test_a_dotted_instance_is_a_name() -> None:
         ("failed", "engine.lost", 424),
         ("killed", "run.killed", 424),
         ("skipped", "run.skipped", 424),
+        ("cancelled", "program.cancelled", 424),
+        ("failed", "program.deadline_exceeded", 424),
     ],
 )
 async def test_a_variable_without_a_value_answers_with_its_own_code(
