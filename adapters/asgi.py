@@ -14,7 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -122,7 +130,7 @@ class LocalApp:
 
     def exchange(self, request: httpx.Request, body: bytes) -> Exchange:
         """One request, not started yet."""
-        return Exchange(self._app, _scope(request), body, _read_timeout(request))
+        return Exchange(self._app, _scope(request), body, request.extensions.get("timeout", {}))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -152,12 +160,13 @@ class Exchange:
     """One request and its response; every coroutine here runs on the application's loop."""
 
     def __init__(
-        self, app: Application, scope: Scope, body: bytes, read_timeout_s: float | None
+        self, app: Application, scope: Scope, body: bytes, timeout: Mapping[str, float | None]
     ) -> None:
         self._app = app
         self._scope = scope
         self._body: bytes | None = body
-        self._read_timeout_s = read_timeout_s
+        self._timeout = timeout
+        """Looked at for every message, as a network's transport does."""
         self._sent: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -219,7 +228,7 @@ class Exchange:
 
     async def _next(self) -> MutableMapping[str, Any] | None:
         try:
-            message = await asyncio.wait_for(self._sent.get(), self._read_timeout_s)
+            message = await asyncio.wait_for(self._sent.get(), self._timeout.get("read"))
         except TimeoutError:
             raise httpx.ReadTimeout("the application sent nothing in time") from None
         if message is None and self._task is not None:
@@ -352,8 +361,3 @@ def _scope(request: httpx.Request) -> Scope:
         "client": ("127.0.0.1", 1),
         "state": {},
     }
-
-
-def _read_timeout(request: httpx.Request) -> float | None:
-    timeout: dict[str, float | None] = request.extensions.get("timeout", {})
-    return timeout.get("read")

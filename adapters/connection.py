@@ -72,7 +72,7 @@ class Settings:
 
     def arguments(self, request: Request) -> dict[str, Any]:
         """Arguments of httpx's `request` for one of ours."""
-        read_s = STREAM_SILENCE_S if request.is_followed else self.timeout_s + request.wait_s
+        read_s = self.timeout_s + request.wait_s
         return {
             "method": request.method,
             "url": request.path,
@@ -100,9 +100,16 @@ def wanted(types: Collection[EventType] | None) -> dict[str, list[str]]:
 
 
 def is_stream(response: httpx.Response) -> bool:
-    """Whether an answer is a stream of events."""
-    content_type: str = response.headers.get("content-type", "")
-    return content_type.startswith(EVENT_STREAM)
+    """Whether an answer is the stream of events of a program that it names.
+
+    It may be silent from here on, for longer than an answer may take to begin.
+    """
+    headers = response.headers
+    is_events = headers.get("content-type", "").startswith(EVENT_STREAM)
+    if not (is_events and response.is_success and "location" in headers):
+        return False
+    response.request.extensions["timeout"]["read"] = STREAM_SILENCE_S
+    return True
 
 
 class Opened(NamedTuple):
