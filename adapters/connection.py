@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 
+from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from .asgi import Application, LocalApp
@@ -110,6 +111,20 @@ def is_stream(response: httpx.Response) -> bool:
         return False
     response.request.extensions["timeout"]["read"] = STREAM_SILENCE_S
     return True
+
+
+def committed(events: list[Event]) -> dict[str, Json]:
+    """The values that events tell of, by variable."""
+    return {
+        event.data["variable"]: event.data["value"]
+        for event in events
+        if event.type == "variable.committed"
+    }
+
+
+def ends(events: list[Event]) -> bool:
+    """Whether no more events follow: a stream read to its end leaves its connection to others."""
+    return any(event.type == LAST for event in events)
 
 
 class Opened(NamedTuple):

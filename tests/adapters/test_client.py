@@ -198,6 +198,22 @@ async def test_a_server_that_only_takes_programs_is_asked_for_their_events(
     assert [event.seq for event in await caller.events(run)] == [2]
 
 
+async def test_a_result_that_is_followed_is_there_with_the_outputs_whatever_else_runs(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    value = kit.sse(1, "variable.committed", variable="out", value=7)
+    endless = kit.followed(value, kit.finished(2), gate=lambda: False)
+    double.on("POST", "/v1/programs", endless, kit.followed(value + kit.finished(2)))
+    async with asyncio.timeout(5):
+        run = await caller.submit(follow=True)
+        assert await caller(run.result) == {"out": 7}
+        while double.num_disconnects < 1:  # noqa: ASYNC110 - a double has no event for it
+            await asyncio.sleep(0.001)
+        run = await caller.submit(follow=True)
+        assert await caller(run.result) == {"out": 7}
+    assert [seen.method for seen in double.seen] == ["POST"] * 2
+
+
 async def test_an_answer_of_events_that_names_no_program_is_an_error(
     caller: Any, double: Any, kit: Any
 ) -> None:
