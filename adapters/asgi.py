@@ -132,6 +132,16 @@ class LocalApp:
         """One request, not started yet."""
         return Exchange(self._app, _scope(request), body, request.extensions.get("timeout", {}))
 
+    @contextlib.contextmanager
+    def left_unless_begun(self, exchange: Exchange) -> Iterator[None]:
+        """Leave an exchange whose caller is interrupted, also where its response has just begun."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ClosedError):
+                self._let_in(exchange.close())
+            raise
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
@@ -256,7 +266,8 @@ class SyncTransport(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Run one request; the response streams."""
         exchange = self._local.exchange(request, request.read())
-        head = self._local.call(exchange.start())
+        with self._local.left_unless_begun(exchange):
+            head = self._local.call(exchange.start())
         stream = _SyncBody(self._local, exchange)
         return httpx.Response(head.status, headers=head.headers, stream=stream)
 
@@ -270,7 +281,8 @@ class AsyncTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Run one request; the response streams."""
         exchange = self._local.exchange(request, await request.aread())
-        head = await self._local.acall(exchange.start())
+        with self._local.left_unless_begun(exchange):
+            head = await self._local.acall(exchange.start())
         stream = _AsyncBody(self._local, exchange)
         return httpx.Response(head.status, headers=head.headers, stream=stream)
 
