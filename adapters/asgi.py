@@ -14,7 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -135,7 +143,17 @@ class LocalApp:
 
     def exchange(self, request: httpx.Request, body: bytes) -> Exchange:
         """One request, not started yet."""
-        return Exchange(self._app, _scope(request), body, _read_timeout(request))
+        return Exchange(self._app, _scope(request), body, request.extensions.get("timeout", {}))
+
+    @contextlib.contextmanager
+    def left_unless_begun(self, exchange: Exchange) -> Iterator[None]:
+        """Leave an exchange whose caller is interrupted, also where its response has just begun."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ClosedError):
+                self._let_in(exchange.close())
+            raise
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -165,12 +183,13 @@ class Exchange:
     """One request and its response; every coroutine here runs on the application's loop."""
 
     def __init__(
-        self, app: Application, scope: Scope, body: bytes, read_timeout_s: float | None
+        self, app: Application, scope: Scope, body: bytes, timeout: Mapping[str, float | None]
     ) -> None:
         self._app = app
         self._scope = scope
         self._body: bytes | None = body
-        self._read_timeout_s = read_timeout_s
+        self._timeout = timeout
+        """Looked at for every message, as a network's transport does."""
         self._sent: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -232,7 +251,7 @@ class Exchange:
 
     async def _next(self) -> MutableMapping[str, Any] | None:
         try:
-            message = await asyncio.wait_for(self._sent.get(), self._read_timeout_s)
+            message = await asyncio.wait_for(self._sent.get(), self._timeout.get("read"))
         except TimeoutError:
             raise httpx.ReadTimeout("the application sent nothing in time") from None
         if message is None and self._task is not None:
@@ -260,7 +279,8 @@ class SyncTransport(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Run one request; the response streams."""
         exchange = self._local.exchange(request, request.read())
-        head = self._local.call(exchange.start())
+        with self._local.left_unless_begun(exchange):
+            head = self._local.call(exchange.start())
         stream = _SyncBody(self._local, exchange)
         return httpx.Response(head.status, headers=head.headers, stream=stream)
 
@@ -274,7 +294,8 @@ class AsyncTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Run one request; the response streams."""
         exchange = self._local.exchange(request, await request.aread())
-        head = await self._local.acall(exchange.start())
+        with self._local.left_unless_begun(exchange):
+            head = await self._local.acall(exchange.start())
         stream = _AsyncBody(self._local, exchange)
         return httpx.Response(head.status, headers=head.headers, stream=stream)
 
@@ -369,8 +390,3 @@ def _scope(request: httpx.Request) -> Scope:
         "client": ("127.0.0.1", 1),
         "state": {},
     }
-
-
-def _read_timeout(request: httpx.Request) -> float | None:
-    timeout: dict[str, float | None] = request.extensions.get("timeout", {})
-    return timeout.get("read")

@@ -46,7 +46,7 @@ from conure.server.program.status import (
 
 from . import exchange
 from .asgi import Application, SyncTransport
-from .connection import LIMITS, Follower, Opened, Settings, is_stream, wanted
+from .connection import LIMITS, Follower, Opened, Settings, committed, ends, is_stream, wanted
 from .coroutines import AsyncClient, AsyncRun
 from .exchange import (
     Flow,
@@ -284,6 +284,18 @@ class Client:
         types: Collection[EventType] | None,
         opened: Opened | None,
     ) -> Generator[Event, None, None]:
+        with contextlib.closing(self._batches(program, after, types, opened)) as batches:
+            for events in batches:
+                yield from events
+
+    def _batches(
+        self,
+        program: str,
+        after: int,
+        types: Collection[EventType] | None,
+        opened: Opened | None,
+    ) -> Generator[list[Event], None, None]:
+        """Events in lists of what came at once."""
         follower = Follower(self._settings, program, after, types)
         if opened is not None and not opened.serves(after, types):
             opened.response.close()
@@ -301,7 +313,7 @@ class Client:
                         follower.refused(Reply(response.status_code, response.headers, body))
                     else:
                         for chunk in response.iter_raw():
-                            yield from follower.feed(chunk)
+                            yield follower.feed(chunk)
             except httpx.TransportError as problem:
                 follower.broken(problem)
             if follower.may_have_ended():
@@ -383,22 +395,25 @@ class Run:
 
         Where the events come with the answer to the submission, that is where they are read.
         """
-        found: dict[str, Json] = {}
-        if wait_s is None and self._opened is not None:
-            found = self._committed(self._opened.types)
+        opened, found = self._opened, {}
+        if wait_s is None and opened is not None:
+            self._opened = None
+            found = self._committed(opened)
         return {
             name: found[name] if name in found else self.get(name, wait_s=wait_s)
             for name in self.outputs
         }
 
-    def _committed(self, types: Collection[EventType] | None) -> dict[str, Json]:
-        """All values of the program, once it has ended."""
-        with contextlib.closing(self.events(types=types)) as events:
-            return {
-                event.data["variable"]: event.data["value"]
-                for event in events
-                if event.type == "variable.committed"
-            }
+    def _committed(self, opened: Opened) -> dict[str, Json]:
+        """Values of the program, once it has ended or all outputs are there."""
+        found: dict[str, Json] = {}
+        reading = self._client._batches(self.id, 0, opened.types, opened)
+        with contextlib.closing(reading) as batches:
+            for events in batches:
+                found |= committed(events)
+                if found.keys() >= set(self.outputs) and not ends(events):
+                    break
+        return found
 
     def receipt(self) -> Receipt:
         """Wait for the program's end and return what it cost."""

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 
+from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from .asgi import Application, LocalApp
@@ -72,7 +73,7 @@ class Settings:
 
     def arguments(self, request: Request) -> dict[str, Any]:
         """Arguments of httpx's `request` for one of ours."""
-        read_s = STREAM_SILENCE_S if request.is_followed else self.timeout_s + request.wait_s
+        read_s = self.timeout_s + request.wait_s
         return {
             "method": request.method,
             "url": request.path,
@@ -100,9 +101,30 @@ def wanted(types: Collection[EventType] | None) -> dict[str, list[str]]:
 
 
 def is_stream(response: httpx.Response) -> bool:
-    """Whether an answer is a stream of events."""
-    content_type: str = response.headers.get("content-type", "")
-    return content_type.startswith(EVENT_STREAM)
+    """Whether an answer is the stream of events of a program that it names.
+
+    It may be silent from here on, for longer than an answer may take to begin.
+    """
+    headers = response.headers
+    is_events = headers.get("content-type", "").startswith(EVENT_STREAM)
+    if not (is_events and response.is_success and "location" in headers):
+        return False
+    response.request.extensions["timeout"]["read"] = STREAM_SILENCE_S
+    return True
+
+
+def committed(events: list[Event]) -> dict[str, Json]:
+    """The values that events tell of, by variable."""
+    return {
+        event.data["variable"]: event.data["value"]
+        for event in events
+        if event.type == "variable.committed"
+    }
+
+
+def ends(events: list[Event]) -> bool:
+    """Whether no more events follow: a stream read to its end leaves its connection to others."""
+    return any(event.type == LAST for event in events)
 
 
 class Opened(NamedTuple):

@@ -43,7 +43,7 @@ from conure.server.program.status import (
 
 from . import exchange
 from .asgi import Application, AsyncTransport
-from .connection import LIMITS, Follower, Opened, Settings, is_stream, wanted
+from .connection import LIMITS, Follower, Opened, Settings, committed, ends, is_stream, wanted
 from .exchange import Flow, Pause, Reply, Request, Retry, ServerUnreachableError
 from .steps import (
     Function,
@@ -230,6 +230,19 @@ class AsyncClient:
         types: Collection[EventType] | None,
         opened: Opened | None,
     ) -> AsyncGenerator[Event, None]:
+        async with aclosing(self._batches(program, after, types, opened)) as batches:
+            async for events in batches:
+                for event in events:
+                    yield event
+
+    async def _batches(
+        self,
+        program: str,
+        after: int,
+        types: Collection[EventType] | None,
+        opened: Opened | None,
+    ) -> AsyncGenerator[list[Event], None]:
+        """Events in lists of what came at once."""
         http = await self._http()
         follower = Follower(self._settings, program, after, types)
         if opened is not None and not opened.serves(after, types):
@@ -248,8 +261,7 @@ class AsyncClient:
                         follower.refused(Reply(response.status_code, response.headers, body))
                     else:
                         async for chunk in response.aiter_raw():
-                            for event in follower.feed(chunk):
-                                yield event
+                            yield follower.feed(chunk)
             except httpx.TransportError as problem:
                 follower.broken(problem)
             if follower.may_have_ended():
@@ -317,22 +329,25 @@ class AsyncRun:
 
     async def result(self, *, wait_s: float | None = None) -> dict[str, Json]:
         """Wait for all outputs; see `Run.result`."""
-        found: dict[str, Json] = {}
-        if wait_s is None and self._opened is not None:
-            found = await self._committed(self._opened.types)
+        opened, found = self._opened, {}
+        if wait_s is None and opened is not None:
+            self._opened = None
+            found = await self._committed(opened)
         return {
             name: found[name] if name in found else await self.get(name, wait_s=wait_s)
             for name in self.outputs
         }
 
-    async def _committed(self, types: Collection[EventType] | None) -> dict[str, Json]:
-        """All values of the program, once it has ended."""
-        async with aclosing(self.events(types=types)) as events:
-            return {
-                event.data["variable"]: event.data["value"]
-                async for event in events
-                if event.type == "variable.committed"
-            }
+    async def _committed(self, opened: Opened) -> dict[str, Json]:
+        """Values of the program, once it has ended or all outputs are there."""
+        found: dict[str, Json] = {}
+        reading = self._client._batches(self.id, 0, opened.types, opened)
+        async with aclosing(reading) as batches:
+            async for events in batches:
+                found |= committed(events)
+                if found.keys() >= set(self.outputs) and not ends(events):
+                    break
+        return found
 
     async def receipt(self) -> Receipt:
         """Wait for the program's end and return what it cost."""

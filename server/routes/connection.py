@@ -78,6 +78,18 @@ async def read_json(request: AnyRequest) -> bytes:
         raise DisconnectedError("request.incomplete", "the body ended early") from exc
 
 
+def wants_events(request: AnyRequest) -> bool:
+    """Whether the answer is to be a stream of events rather than JSON.
+
+    Raises:
+        RequestError: if the Accept header has a weight without bounds.
+    """
+    try:
+        return request.accept.best_match(["application/json", EVENT_STREAM]) == EVENT_STREAM
+    except OverflowError as exc:
+        raise RequestError("request.invalid", "a q in Accept must be from 0 to 1") from exc
+
+
 async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> T:
     """Awaits `work`, and cancels it when the client leaves or the server drains.
 

@@ -19,11 +19,11 @@ from ..program.decode import decode_append, decode_json, decode_submission
 from ..program.ir import Append, Submission
 from ..program.status import ENDED, Accepted, ProgramStatus, PutValue, VariableStatus
 from .connection import (
-    EVENT_STREAM,
     EventStream,
     read_json,
     service_of,
     tenant_of,
+    wants_events,
     while_connected,
 )
 from .document import answers, problems, reads
@@ -68,6 +68,7 @@ async def submit_program(
 
     Who accepts `text/event-stream` gets its events from the first one on; `types` are theirs.
     """
+    is_followed = wants_events(request)  # a header that is wrong must be told before all else
     body = await read_json(request)
     accepted, is_replay = await service_of(request).submit(
         decode_submission(body),
@@ -78,7 +79,7 @@ async def submit_program(
     headers = {"Location": accepted.url}
     if is_replay:
         headers["Idempotent-Replay"] = "true"
-    if request.accept.best_match(["application/json", EVENT_STREAM]) == EVENT_STREAM:
+    if is_followed:
         lines = lines_of(request, accepted.id, after=0, types=types)
         return EventStream(lines, status=202, headers=headers)
     body = msgspec.json.encode(accepted)

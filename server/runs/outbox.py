@@ -126,7 +126,8 @@ class Outbox:
             if not done.cancelled() and done.exception() is None:
                 self._accepting = None
                 self._on_disk(done, batch)
-                self.flush()
+                if not self._ended.done():  # else the server went away meanwhile, maybe the journal
+                    self.flush()
 
         accepting.add_done_callback(on_disk)
         return accepting

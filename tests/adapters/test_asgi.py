@@ -21,6 +21,7 @@ class Stream:
     """Sends one chunk, then waits for permission or for the reader to leave."""
 
     def __init__(self) -> None:
+        self.has_begun = threading.Event()
         self.may_end = threading.Event()
         self.saw_disconnect = threading.Event()
         self.threads: set[int] = set()
@@ -36,6 +37,7 @@ class Stream:
         body = (await receive())["body"]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"<" + body, "more_body": True})
+        self.has_begun.set()
         gone = asyncio.ensure_future(receive())
         while not self.may_end.is_set():
             await asyncio.sleep(0.001)
@@ -93,6 +95,21 @@ def test_a_reader_that_leaves_is_a_disconnect(app: Stream, local: LocalApp) -> N
     ):
         next(response.iter_raw())
     assert app.saw_disconnect.wait(5)
+
+
+async def test_who_is_cancelled_just_as_the_response_begins_has_left(
+    app: Stream, local: LocalApp
+) -> None:
+    async with httpx.AsyncClient(transport=AsyncTransport(local), base_url="http://a") as client:
+        asking = asyncio.create_task(client.send(client.build_request("GET", "/"), stream=True))
+        while not app.has_begun.wait(0.01):  # noqa: ASYNC110 - no news may get to this loop
+            await asyncio.sleep(0)
+        for _ in range(20):
+            local.call(asyncio.sleep(0))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert await asyncio.to_thread(app.saw_disconnect.wait, 5)
 
 
 def test_silence_is_a_read_timeout(app: Stream, local: LocalApp) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -19,9 +20,11 @@ from conure.adapters.client import (
     Run,
     ServerUnreachableError,
 )
-from conure.adapters.connection import Follower, Settings
+from conure.adapters.connection import STREAM_SILENCE_S, Follower, Settings, is_stream
+from conure.adapters.exchange import Request
 from conure.server.program.errors import (
     ConflictError,
+    ConureError,
     NotFoundError,
     ProgramError,
     RunError,
@@ -193,6 +196,44 @@ async def test_a_server_that_only_takes_programs_is_asked_for_their_events(
     run = await caller.submit(follow=True)
     assert (run.id, run.outputs) == ("p_1", ["out"])
     assert [event.seq for event in await caller.events(run)] == [2]
+
+
+async def test_a_result_that_is_followed_is_there_with_the_outputs_whatever_else_runs(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    value = kit.sse(1, "variable.committed", variable="out", value=7)
+    endless = kit.followed(value, kit.finished(2), gate=lambda: False)
+    double.on("POST", "/v1/programs", endless, kit.followed(value + kit.finished(2)))
+    async with asyncio.timeout(5):
+        run = await caller.submit(follow=True)
+        assert await caller(run.result) == {"out": 7}
+        while double.num_disconnects < 1:  # noqa: ASYNC110 - a double has no event for it
+            await asyncio.sleep(0.001)
+        run = await caller.submit(follow=True)
+        assert await caller(run.result) == {"out": 7}
+    assert [seen.method for seen in double.seen] == ["POST"] * 2
+
+
+async def test_an_answer_of_events_that_names_no_program_is_an_error(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    double.on("POST", "/v1/programs", kit.Answer(202, chunks=[kit.finished(2)]))
+    with pytest.raises(ConureError) as caught:
+        await caller.submit(follow=True)
+    assert caught.value.code == "client.answer"
+
+
+def test_an_answer_has_to_begin_in_time_and_its_events_may_be_silent_for_longer() -> None:
+    headers = {"content-type": "text/event-stream", "location": PROGRAM}
+    transport = httpx.MockTransport(lambda _: httpx.Response(202, headers=headers))
+    settings = Settings("http://there", app=None, timeout_s=2, retry=None, headers=None)
+    request = Request("POST", "/v1/programs", is_followed=True)
+    with httpx.Client(base_url=settings.base_url, transport=transport) as http:
+        sent = http.build_request(**settings.arguments(request))
+        assert sent.extensions["timeout"]["read"] == 2
+        with contextlib.closing(http.send(sent, stream=True)) as response:
+            assert is_stream(response)
+            assert response.request.extensions["timeout"]["read"] == STREAM_SILENCE_S
 
 
 async def test_a_refused_program_that_is_followed_is_the_same_error(

@@ -54,6 +54,15 @@ async def test_who_accepts_an_event_stream_gets_the_events_of_what_it_submits() 
         check_problem(wrong, 400, "program.invalid")
 
 
+async def test_an_accept_header_without_bounds_is_told_before_anything_is_accepted() -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        headers = {"Accept": "text/event-stream;q=1e400"}
+        answer = await client.post("/v1/programs", json=PROGRAM, headers=headers)
+        check_problem(answer, 400, "request.invalid")
+        assert service.programs == {}
+
+
 async def test_an_idempotency_key_has_bounds() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         for key in ("", "k" * 256):

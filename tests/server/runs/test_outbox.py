@@ -254,6 +254,18 @@ async def test_what_happens_to_a_program_that_the_disk_refuses_is_never_told(sta
     assert len(stage.journal.batches) == 1
 
 
+async def test_a_program_that_the_disk_takes_while_the_server_goes_away_is_left_as_it_is(
+    stage: Stage,
+) -> None:
+    stage.outbox.accept(RECORD)
+    stage.commit("x")
+    await turn()
+    stage.outbox.abandon()
+    await stage.journal.write()
+    await turn()
+    assert stage.journal.kinds == [["ProgramRecord"]], "the journal may be closed by now"
+
+
 async def test_a_batch_that_is_refused_tells_no_reader_and_fails_whoever_waits_for_it(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
