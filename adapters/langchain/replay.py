@@ -24,7 +24,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
 from conure.server.program.errors import ConureError, UnavailableError
 from conure.server.program.ir import Json
-from conure.server.program.status import Event, EventType
+from conure.server.program.status import Event
 
 from ..client import Client, NotReadyError, Run
 from .board import HEARD, TEXTS, Answer, Board, NotPlannedError
@@ -238,11 +238,13 @@ class Replay:
             with quietly():
                 run.cancel()
             return
-        threading.Thread(target=self._read, args=(run, types), daemon=True).start()
+        # Taken here: whoever asks for texts next has a stream of its own.
+        events = run.events(types=types)
+        threading.Thread(target=self._read, args=(run, events), daemon=True).start()
 
-    def _read(self, run: Run, types: frozenset[EventType]) -> None:
+    def _read(self, run: Run, events: Generator[Event, None, None]) -> None:
         try:
-            for event in run.events(types=types):
+            for event in events:
                 self.board.hear(event)
         except ConureError as problem:
             self.board.fail(problem)

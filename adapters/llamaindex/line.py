@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from conure.server.program.ir import Json
 
@@ -58,17 +58,17 @@ class Direct:
         self._asynchronous = asynchronous
 
     def answer(self, call: Call) -> Final:
-        run = self._client.submit(program_of(call))
+        run = self._client.submit(program_of(call), **_following(call))
         with cancelled_unless_done(run):
-            return Final(run.get(ANSWER, wait_s=call.timeout_s), run.id)
+            return Final(run.result(wait_s=call.timeout_s)[ANSWER], run.id)
 
     async def aanswer(self, call: Call) -> Final:
-        run = await self._asynchronous.submit(program_of(call))
+        run = await self._asynchronous.submit(program_of(call), **_following(call))
         async with acancelled_unless_done(run):
-            return Final(await run.get(ANSWER, wait_s=call.timeout_s), run.id)
+            return Final((await run.result(wait_s=call.timeout_s))[ANSWER], run.id)
 
     def stream(self, call: Call) -> Generator[str | Final, None, None]:
-        run = self._client.submit(program_of(call))
+        run = self._client.submit(program_of(call), follow=True)
         answer = Answer(run.id)
         with cancelled_unless_done(run):
             with closing(run.events()) as events:
@@ -77,7 +77,7 @@ class Direct:
             yield Final(answer.final(), run.id)
 
     async def astream(self, call: Call) -> AsyncGenerator[str | Final, None]:
-        run = await self._asynchronous.submit(program_of(call))
+        run = await self._asynchronous.submit(program_of(call), follow=True)
         answer = Answer(run.id)
         async with acancelled_unless_done(run):
             async with aclosing(run.events()) as events:
@@ -85,3 +85,8 @@ class Direct:
                     for piece in answer.feed(event):
                         yield piece
             yield Final(answer.final(), run.id)
+
+
+def _following(call: Call) -> dict[str, Any]:
+    """A call's answer comes with its program's events, unless it is waited for only so long."""
+    return {"follow": True, "types": ["variable.committed"]} if call.timeout_s is None else {}

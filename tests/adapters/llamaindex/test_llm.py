@@ -35,7 +35,7 @@ MODELS = {
 
 @pytest.fixture
 async def llm(double: Any, kit: Any) -> AsyncIterator[Conure]:
-    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("POST", "/v1/programs", kit.accepted("answer"))
     double.on("DELETE", PROGRAM, kit.status("cancelled"))
     double.on("GET", "/v1/models", kit.Answer(200, MODELS))
     path = f"{PROGRAM}/variables/answer"
@@ -269,7 +269,7 @@ def test_a_stream_that_takes_too_long_says_so(llm: Conure, double: Any, kit: Any
 
 
 def test_a_call_that_takes_too_long_is_cancelled(double: Any, kit: Any) -> None:
-    double.on("POST", "/v1/programs", kit.accepted())
+    double.on("POST", "/v1/programs", kit.accepted("answer"))
     double.on("DELETE", PROGRAM, kit.status("cancelled"))
     double.on("GET", "/v1/models", kit.Answer(200, MODELS))
     double.on("GET", f"{PROGRAM}/variables/answer", kit.Answer(202, {"status": "running"}))
