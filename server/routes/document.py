@@ -17,9 +17,18 @@ import msgspec
 from litestar import Request
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
-from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody
+from litestar.openapi.spec import (
+    OpenAPIMediaType,
+    OpenAPIResponse,
+    OpenAPIType,
+    Operation,
+    Reference,
+    RequestBody,
+    Schema,
+)
 from msgspec import Struct
 
+from .connection import EVENT_STREAM
 from .problem import PROBLEM_JSON, ProblemDetails
 
 _ERRORS = (400, 403, 413, 415, 429, 500, 503)
@@ -44,8 +53,13 @@ def answers(content: type[Struct], description: str) -> ResponseSpec:
     return ResponseSpec(content, generate_examples=False, description=description)
 
 
-def reads(body: type[Struct]) -> type[Operation]:
-    """An operation whose body is the JSON of `body`."""
+def reads(body: type[Struct], *, streams: int | None = None) -> type[Operation]:
+    """An operation whose body is the JSON of `body`.
+
+    Args:
+        body: the struct.
+        streams: the status with which it answers by events as well, to who accepts them.
+    """
 
     @dataclass
     class Reading(Operation):
@@ -53,6 +67,10 @@ def reads(body: type[Struct]) -> type[Operation]:
             schema = Reference(ref=f"#/components/schemas/{body.__name__}")
             content = {"application/json": OpenAPIMediaType(schema=schema)}
             self.request_body = RequestBody(content=content, required=True)
+            answer = (self.responses or {}).get(str(streams))
+            if isinstance(answer, OpenAPIResponse) and answer.content is not None:
+                text = Schema(type=OpenAPIType.STRING)
+                answer.content[EVENT_STREAM] = OpenAPIMediaType(schema=text)
 
     return Reading
 

@@ -55,7 +55,7 @@ WaitSeconds = Annotated[
 @post(
     "/v1/programs",
     status_code=202,
-    operation_class=reads(Submission),
+    operation_class=reads(Submission, streams=202),
     responses={202: answers(Accepted, "On disk; or its events, as they come"), **problems(409)},
     tags=["programs"],
 )

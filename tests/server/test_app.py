@@ -269,6 +269,11 @@ def unbounded(schema: Any, path: str = "", ends: frozenset[str] = frozenset()) -
     return [*found, path] if is_open else found
 
 
+async def test_the_page_says_that_events_may_answer_a_submission() -> None:
+    answers = (await document())["paths"]["/v1/programs"]["post"]["responses"]
+    assert set(answers["202"]["content"]) == {"application/json", "text/event-stream"}
+
+
 async def test_no_request_takes_an_integer_of_any_size() -> None:
     whole = await document()
     bodies = {body.__name__ for body in (*programs.BODIES, *paper.BODIES, *openai.BODIES)}
