@@ -115,14 +115,6 @@ class LocalApp:
         """Whether this is the thread that the application runs in."""
         return threading.current_thread() is self._thread
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine on the application's loop, and wait for nothing; from any thread.
-
-        Raises:
-            ClosedError: if the application is closed.
-        """
-        self._let_in(coroutine)
-
     async def acall(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the application's loop, from another loop; raises as `call`."""
         future = asyncio.wrap_future(self._let_in(coroutine))
@@ -151,9 +143,13 @@ class LocalApp:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(ClosedError):
-                self._let_in(exchange.close())
+            self.leave(exchange)
             raise
+
+    def leave(self, exchange: Exchange) -> None:
+        """Close an exchange and wait for nothing; from any thread."""
+        with contextlib.suppress(ClosedError):  # then there is nothing left to close
+            self._let_in(exchange.close())
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -309,12 +305,11 @@ class _SyncBody(httpx.SyncByteStream):
             yield chunk
 
     def close(self) -> None:
-        closing = self._exchange.close()
-        with contextlib.suppress(ClosedError):  # then there is nothing left to close
-            if self._local.is_own_thread:  # a stream that was left is collected anywhere
-                self._local.run(closing)
-            else:
-                self._local.call(closing)
+        if self._local.is_own_thread:  # a stream that was left is collected anywhere
+            self._local.leave(self._exchange)
+            return
+        with contextlib.suppress(ClosedError):
+            self._local.call(self._exchange.close())
 
 
 class _AsyncBody(httpx.AsyncByteStream):

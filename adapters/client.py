@@ -21,17 +21,13 @@ import logging
 import time
 from collections.abc import Collection, Coroutine, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from conure.server.program.errors import (
-    ConflictError,
-    ConureError,
-    NotFoundError,
-    UnavailableError,
-)
+from conure.server.program.errors import ConflictError, ConureError, NotFoundError
 from conure.server.program.ir import Append, Json, Options, Program, Submission
 from conure.server.program.status import (
     ENDED,
@@ -64,7 +60,6 @@ from .steps import (
     Step,
     answer_of,
     check_functions,
-    failure_answer,
 )
 
 __all__ = [
@@ -456,25 +451,15 @@ class Run:
                 value = asyncio.run(_awaited(value))
             answer = answer_of(step, value)
         except Exception as problem:  # told to the server as the step's error
-            shift.failed(step, problem)
-            answer = failure_answer(step, problem)
+            answer = shift.failed(step, problem)
+        refused = partial(shift.failed, step)
+        flow = exchange.answer(self.id, step.output, answer, self._retry, refused=refused)
         try:
-            self._put(shift, step, answer)
+            self._client._do(flow)
         except (ConflictError, NotFoundError):
             pass  # answered before, or the program is gone
         except ConureError as problem:
             logger.warning("client step not answered step=%s error=%r", step.name, problem)
-
-    def _put(self, shift: Shift, step: Step, answer: PutValue) -> None:
-        """Answer a step; a value that the server does not take is the step's failure."""
-        try:
-            self._client._do(exchange.put(self.id, step.output, answer, self._retry))
-        except (ConflictError, NotFoundError, UnavailableError):
-            raise
-        except ConureError as problem:
-            shift.failed(step, problem)
-            failure = failure_answer(step, problem)
-            self._client._do(exchange.put(self.id, step.output, failure, self._retry))
 
 
 async def _awaited(work: Coroutine[Any, Any, T]) -> T:

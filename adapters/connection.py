@@ -73,14 +73,15 @@ class Settings:
 
     def arguments(self, request: Request) -> dict[str, Any]:
         """Arguments of httpx's `request` for one of ours."""
-        read_s = self.timeout_s + request.wait_s
         return {
             "method": request.method,
             "url": request.path,
             "content": request.body,
             "params": request.query or None,
             "headers": request.headers,
-            "timeout": httpx.Timeout(self.timeout_s, connect=CONNECT_S, read=read_s),
+            "timeout": httpx.Timeout(
+                self.timeout_s, connect=CONNECT_S, read=self.timeout_s + request.wait_s
+            ),
         }
 
     def unreachable(self, problem: httpx.TransportError) -> ServerUnreachableError:
@@ -98,6 +99,13 @@ def wanted(types: Collection[EventType] | None) -> dict[str, list[str]]:
     """The query for events of these types; None: of all."""
     # The last event comes in any case; to name none would be to ask for all.
     return {} if types is None else {"types": sorted({*types, LAST})}
+
+
+def following(wait_s: float | None) -> dict[str, Any]:
+    """How a program is submitted whose outputs are all that is waited for: they come with its
+    events, unless somebody waits only so long, which a stream cannot tell in time.
+    """
+    return {"follow": True, "types": ["variable.committed"]} if wait_s is None else {}
 
 
 def is_stream(response: httpx.Response) -> bool:

@@ -18,17 +18,13 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 
-from conure.server.program.errors import (
-    ConflictError,
-    ConureError,
-    NotFoundError,
-    UnavailableError,
-)
+from conure.server.program.errors import ConflictError, ConureError, NotFoundError
 from conure.server.program.ir import Append, Json, Options, Program, Submission
 from conure.server.program.status import (
     ENDED,
@@ -52,7 +48,6 @@ from .steps import (
     Step,
     answer_of,
     check_functions,
-    failure_answer,
 )
 
 T = TypeVar("T")
@@ -396,22 +391,12 @@ class AsyncRun:
                 value = await asyncio.to_thread(step.function, **step.args)
             answer = answer_of(step, value)
         except Exception as problem:  # told to the server as the step's error
-            shift.failed(step, problem)
-            answer = failure_answer(step, problem)
+            answer = shift.failed(step, problem)
+        refused = partial(shift.failed, step)
+        flow = exchange.answer(self.id, step.output, answer, self._retry, refused=refused)
         try:
-            await self._put(shift, step, answer)
+            await self._client._do(flow)
         except (ConflictError, NotFoundError):
             pass  # answered before, or the program is gone
         except ConureError as problem:
             logger.warning("client step not answered step=%s error=%r", step.name, problem)
-
-    async def _put(self, shift: Shift, step: Step, answer: PutValue) -> None:
-        """Answer a step; a value that the server does not take is the step's failure."""
-        try:
-            await self._client._do(exchange.put(self.id, step.output, answer, self._retry))
-        except (ConflictError, NotFoundError, UnavailableError):
-            raise
-        except ConureError as problem:
-            shift.failed(step, problem)
-            failure = failure_answer(step, problem)
-            await self._client._do(exchange.put(self.id, step.output, failure, self._retry))

@@ -324,6 +324,24 @@ def put(program: str, variable: str, value: PutValue, retry: Retry) -> Flow[Vari
     return (yield from ask(request, retry, VariableStatus))
 
 
+def answer(
+    program: str,
+    variable: str,
+    value: PutValue,
+    retry: Retry,
+    *,
+    refused: Callable[[ConureError], PutValue],
+) -> Flow[VariableStatus]:
+    """Answer a client step; for a value that the server does not take, what `refused` makes."""
+    try:
+        return (yield from put(program, variable, value, retry))
+    except (ConflictError, NotFoundError, UnavailableError):
+        raise  # answered before, or the program is gone, or the server
+    except ConureError as problem:
+        failure = refused(problem)
+    return (yield from put(program, variable, failure, retry))
+
+
 def append(program: str, more: Append | Mapping[str, Json], retry: Retry) -> Flow[ProgramStatus]:
     """Add nodes to an open program, or close it."""
     path = f"{program_path(program)}/nodes"

@@ -150,9 +150,14 @@ class Shift:
             self._end = data
         return None
 
-    def failed(self, step: Step, problem: Exception) -> None:
-        """A function failed here; its exception explains the run's failure."""
+    def failed(self, step: Step, problem: Exception) -> PutValue:
+        """A function failed here; its exception explains the run's failure.
+
+        Returns:
+            The answer that says why the step has no value.
+        """
         self._causes[step.node] = problem
+        return _failure_answer(step, problem)
 
     def missing(self) -> list[str]:
         """Outputs whose values were not among the events."""
@@ -216,7 +221,7 @@ def answer_of(step: Step, value: Any) -> PutValue:
     return PutValue(value=msgspec.Raw(encoded), request_id=step.request_id)
 
 
-def failure_answer(step: Step, problem: Exception) -> PutValue:
+def _failure_answer(step: Step, problem: Exception) -> PutValue:
     """The answer that says why a step has no value."""
     if isinstance(problem, ConureError):
         code, message = problem.code, problem.message

@@ -41,6 +41,7 @@ from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, SecretStr
 from conure.server.program.ir import Json
 
 from ..client import AsyncClient, Client
+from ..connection import following
 from ..leaving import acancelled_unless_done, cancelled_unless_done
 from ..own import OwnClients
 from .async_replay import AsyncReplay
@@ -258,7 +259,7 @@ class ChatConure(BaseChatModel):
         if (replay := self._replay()) is not None:
             return replay.result(call.nodes, self.timeout)
         with self._going_on(call):
-            run = self._client().submit(call.program(self.timeout), **self._following())
+            run = self._client().submit(call.program(self.timeout), **following(self.timeout))
             with cancelled_unless_done(run):
                 values = run.result(wait_s=self.timeout)
         return self._result(call, [values[name] for name in call.answers], run.id)
@@ -274,7 +275,9 @@ class ChatConure(BaseChatModel):
         if (replay := self._areplay()) is not None:
             return await replay.result(call.nodes, self.timeout)
         with self._going_on(call):
-            run = await self._aclient().submit(call.program(self.timeout), **self._following())
+            run = await self._aclient().submit(
+                call.program(self.timeout), **following(self.timeout)
+            )
             async with acancelled_unless_done(run):
                 values = await run.result(wait_s=self.timeout)
         return self._result(call, [values[name] for name in call.answers], run.id)
@@ -333,12 +336,6 @@ class ChatConure(BaseChatModel):
                         yield chunk
         if stream.value is not None:
             self._remember(call, from_wire(stream.value, program=run.id), run.id)
-
-    def _following(self) -> dict[str, Any]:
-        """How a call of its own is submitted: its answer comes with the events of its program,
-        unless it is waited for only so long, which a stream cannot tell in time.
-        """
-        return {} if self.timeout is not None else {"follow": True, "types": ["variable.committed"]}
 
     def _replay(self) -> Replay | None:
         """The run of an accelerated chain that this call belongs to."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from conure.server.program.ir import Json
 
 from ..client import AsyncClient, Client
+from ..connection import following
 from ..leaving import acancelled_unless_done, cancelled_unless_done
 from .call import ANSWER, Answer, Call, program_of
 
@@ -58,12 +59,12 @@ class Direct:
         self._asynchronous = asynchronous
 
     def answer(self, call: Call) -> Final:
-        run = self._client.submit(program_of(call), **_following(call))
+        run = self._client.submit(program_of(call), **following(call.timeout_s))
         with cancelled_unless_done(run):
             return Final(run.result(wait_s=call.timeout_s)[ANSWER], run.id)
 
     async def aanswer(self, call: Call) -> Final:
-        run = await self._asynchronous.submit(program_of(call), **_following(call))
+        run = await self._asynchronous.submit(program_of(call), **following(call.timeout_s))
         async with acancelled_unless_done(run):
             return Final((await run.result(wait_s=call.timeout_s))[ANSWER], run.id)
 
@@ -85,8 +86,3 @@ class Direct:
                     for piece in answer.feed(event):
                         yield piece
             yield Final(answer.final(), run.id)
-
-
-def _following(call: Call) -> dict[str, Any]:
-    """A call's answer comes with its program's events, unless it is waited for only so long."""
-    return {"follow": True, "types": ["variable.committed"]} if call.timeout_s is None else {}

@@ -189,7 +189,8 @@ class Reading:
             raise NotPlanned("its LLM has a messages_to_prompt of its own")
         if not (is_chat and _are_messages(inputs["messages"])):
             inputs = {name: self._stringable(value) for name, value in inputs.items()}
-        inputs = _checked(module, inputs)
+        given = dict(inputs)
+        inputs = _accepted(lambda: module.validate_component_inputs(given))
         if is_chat:
             call = llm.chat_call(inputs["messages"], {})
         else:
@@ -257,20 +258,16 @@ def in_order_of_links(
 
 
 def _run(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a module of LlamaIndex makes of its inputs; what it refuses it refuses again later."""
-    try:
-        made: dict[str, Any] = module.run_component(**inputs)
-    except ValueError as problem:
-        raise NotPlanned(str(problem)) from problem
-    return made
+    """What a module of LlamaIndex makes of its inputs."""
+    return _accepted(lambda: module.run_component(**inputs))
 
 
-def _checked(module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What LlamaIndex makes; what it refuses, it refuses again when the pipeline gets there."""
     try:
-        made: dict[str, Any] = module.validate_component_inputs(dict(inputs))
+        return make()
     except ValueError as problem:
         raise NotPlanned(str(problem)) from problem
-    return made
 
 
 def _from(src_key: str | None, outputs: Mapping[str, Any]) -> Any:
