@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := server,engine,langchain,llamaindex,dev
+EXTRAS := all,python,dev
 
 # LlamaIndex's QueryPipeline went with core 0.13, which current integrations need: what is
 # said of core 0.12 is tested in an environment of its own.
@@ -24,6 +24,9 @@ KERNELS_TRITON := triton==3.6.0
 LOWEST := .venv-langchain10
 LOWEST_CORE := langchain-core==1.0.0
 
+# A demo needs neither the tests nor the tools for the checks. It uses .venv where that is installed.
+DEMO := $(if $(wildcard $(STAMP)),$(STAMP),.venv-demo/.installed)
+
 # Exactly one torch fits: a looser request would bring another build than the tested one.
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
@@ -38,7 +41,7 @@ SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check demo test test-all test-llamaindex012 test-langchain10 test-triton36 \
-    bench bench-kernels clean
+    chaos fuzz bench bench-kernels clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -51,6 +54,12 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+.venv-demo/.installed: pyproject.toml constraints.txt
+	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet -c constraints.txt $(TORCH)
+	.venv-demo/bin/python -m pip install --quiet -c constraints.txt -e '.[serve,langchain]'
 	@touch $@
 
 $(OLD)/.installed: pyproject.toml constraints.txt
@@ -80,8 +89,8 @@ $(LOWEST)/.installed: pyproject.toml constraints.txt
 check: setup ## lint, formatting, types and architecture
 	@.ci/check
 
-demo: setup ## a LangChain map-reduce on the built-in model, as one program and by request
-	@.ci/demo
+demo: $(DEMO) ## what a whole program gains, on the built-in model
+	@$(dir $(DEMO))bin/conure demo
 
 test: check test-llamaindex012 test-langchain10 ## the checks, then every test that fits the time budget above
 	$(PYTEST) $(SHARED) -m 'not slow'
@@ -101,15 +110,22 @@ test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by
 	    tests/kernels -m 'not slow'
 
 test-langchain10: $(LOWEST)/.installed ## the LangChain adapter on core 1.0
-	$(LOWEST)/bin/python -m pytest -q tests/adapters/test_chat.py tests/adapters/test_messages.py \
-	    tests/adapters/test_accelerate.py tests/adapters/test_bad_input.py
+	$(LOWEST)/bin/python -m pytest -q $(addprefix tests/adapters/langchain/, \
+	    test_chat.py test_messages.py test_accelerate.py test_bad_input.py)
+
+chaos: setup ## 500 damaged journals and 1,000 kills; takes an hour
+	$(BIN)/python -m tests.server.store.damaged_journals --num 504
+	$(BIN)/python -m tests.server.chaos --kills 1000
+
+fuzz: setup ## mutated requests to all routes, 500,000 bodies
+	CONURE_FUZZ_BODIES=500000 $(BIN)/pytest -q --timeout 0 tests/server/bounds/test_fuzz.py
 
 bench: setup ## latency of chains and of wide programs over HTTP
 	$(BIN)/python benchmarks/latency.py
 
 bench-kernels: setup ## shared attention against its rivals, on a GPU where there is one
-	$(BIN)/python benchmarks/kernels.py --out benchmarks/results
+	$(BIN)/python benchmarks/kernels.py --out benchmarks/results/kernels
 
 clean: ## remove caches and build outputs; .venv stays
-	rm -rf build dist .src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find adapters benchmarks engine examples kernels server tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,1 +1,6 @@
-"""Other people's programs become Conure programs: client, LangChain."""
+"""Clients of a Conure server, and adapters for other libraries.
+
+`client` holds `Client` and `AsyncClient`, `authoring` sends Python functions as programs.
+`langchain` and `llamaindex` turn programs of these libraries into Conure programs. `names` makes
+unique names for generated nodes and variables, and `nodes` iterates over the nodes of a program.
+"""

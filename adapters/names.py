@@ -1,7 +1,4 @@
-"""Names for the nodes and variables of a program that is read off somebody else's.
-
-Kept true: what comes out is a name that programs may use, and nothing else has it.
-"""
+"""Unique names for the nodes and variables of generated programs."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import re
 from typing import Final
 
 MAX_LENGTH: Final = 100
-"""Of what is taken over: a number may still be put behind it."""
+"""Of the part taken from a hint; a number may be appended."""
 
 
-def fresh(hint: str, taken: set[str]) -> str:
-    """A name like `hint` that is not taken yet; it is from now on."""
+def unique_name(hint: str, taken: set[str]) -> str:
+    """Return a valid name similar to `hint` that is not in `taken`, and add it to `taken`."""
     base = re.sub(r"\W", "_", hint)[:MAX_LENGTH] or "value"
     if not re.match(r"[^\W\d]|_", base):
         base = f"_{base}"

@@ -1,8 +1,4 @@
-"""The nodes of a program that a client was given, as a record or as JSON.
-
-Knows where bodies stand. Refuses to judge: what is no program has no nodes, and the server
-says why.
-"""
+"""Iteration over the nodes of a program, given as a record or as JSON."""
 
 from __future__ import annotations
 
@@ -13,18 +9,21 @@ import msgspec
 
 from conure.server.program.ir import Program
 
-_PARTS = ("nodes", "body", "then", "else", "handlers")
+_FIELDS_WITH_NODES = ("nodes", "body", "then", "else", "handlers")
 
 
-def nodes_of(program: Any) -> Iterator[Mapping[str, Any]]:
-    """Every node as JSON, also those in bodies."""
+def iter_nodes(program: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every node as JSON, including those in bodies.
+
+    Invalid programs are not an error here: the server reports them.
+    """
     if isinstance(program, Program):
         program = msgspec.to_builtins(program)
     if isinstance(program, Mapping):
         if "op" in program:
             yield program
-        for part in _PARTS:
-            yield from nodes_of(program.get(part))
+        for field in _FIELDS_WITH_NODES:
+            yield from iter_nodes(program.get(field))
     elif isinstance(program, list | tuple):
         for node in program:
-            yield from nodes_of(node)
+            yield from iter_nodes(node)

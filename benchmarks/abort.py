@@ -1,14 +1,13 @@
-"""From a decision to the frame that tells the engine: races whose losers run, on a busy server.
+"""Time from a decision to the abort frame for the losing call of a race, on a busy server.
 
-A race is a call that has much to say and a step of the client; the client's answer decides it.
-Beside the races run other programs, so that the loop has something else to do too. The clock
-runs from the turn in which the winner's value is committed in memory to the end of the write
-of the frame with the abort. (A step of the engine that runs when the frame comes is not in it:
-the engine reads frames between steps.)
+A race consists of a long call and a client step; the client's answer decides it. Other programs run
+at the same time to keep the event loop busy. The clock runs from the commit of the winner's value
+in memory to the end of the write of the abort frame. (A running engine step is not included,
+because the engine reads frames between steps.)
 
     python benchmarks/abort.py [--races N] [--beside N]
 
-In one process with the server, on the engine that plays its model at 5 ms a step.
+The benchmark runs in one process with the server, on the fake engine at 5 ms per step.
 """
 
 from __future__ import annotations
@@ -24,41 +23,41 @@ from typing import Any
 
 import msgspec
 
-from conure.engine import api
+from conure.engine import protocol
 from conure.server.config import Config
-from conure.server.engines.engine import Engine
+from conure.server.engines.connection import EngineConnection
 from conure.server.executor import Executor
 from conure.server.program.ir import Submission
 from conure.server.program.status import PutValue
-from conure.server.runs.run import Run
+from conure.server.runtime.node_context import NodeContext
 
 TENANT = "t"
 TARGET_MS = 5.0
 WAIT_S = 30.0
 
 
-class Watch:
-    """Notes when races are decided and when their aborts have left."""
+class AbortTimer:
+    """Measures the time from the decision of each race to its abort frame."""
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
         self._decided: dict[str, float] = {}
-        commit, flush = Run._commit, Engine._flush
+        commit, flush = NodeContext.publish, EngineConnection._flush
 
-        def decide(run: Run, variable: str, *rest: Any, **named: Any) -> Any:
+        def decide(context: NodeContext, variable: str, *rest: Any, **named: Any) -> Any:
             if variable == "fast":
-                self._decided[run.execution.id] = time.perf_counter()
-            return commit(run, variable, *rest, **named)
+                self._decided[context.state.id] = time.perf_counter()
+            return commit(context, variable, *rest, **named)
 
-        def leave(engine: Engine) -> None:
-            num_aborts = sum(isinstance(each, api.Abort) for each in engine._outgoing)
+        def leave(engine: EngineConnection) -> None:
+            num_aborts = sum(isinstance(each, protocol.Abort) for each in engine._outgoing)
             flush(engine)
             now = time.perf_counter()
             for race in list(self._decided)[:num_aborts]:
                 self.took_s.append(now - self._decided.pop(race))
 
-        setattr(Run, "_commit", decide)  # noqa: B010 - mypy forbids the plain one
-        setattr(Engine, "_flush", leave)  # noqa: B010
+        setattr(NodeContext, "publish", decide)  # noqa: B010 - mypy forbids the plain one
+        setattr(EngineConnection, "_flush", leave)  # noqa: B010
 
 
 def _say(name: str, text: str, num_tokens: int) -> dict[str, Any]:
@@ -76,14 +75,14 @@ RACE: dict[str, Any] = {
     ],
     "outputs": ["pick"],
 }
-BESIDE: dict[str, Any] = {
+BACKGROUND: dict[str, Any] = {
     "nodes": [_say(f"c{i}", f"Item {i} of many. " * 20, 40) for i in range(16)],
     "outputs": [f"c{i}" for i in range(16)],
 }
 
 
 async def submit(executor: Executor, program: dict[str, Any]) -> str:
-    """Submit a program; returns its id."""
+    """Submit a program; return its id."""
     raw = msgspec.json.encode({"program": program})
     accepted, _ = await executor.submit(
         msgspec.json.decode(raw, type=Submission), body=raw, tenant=TENANT
@@ -92,7 +91,7 @@ async def submit(executor: Executor, program: dict[str, Any]) -> str:
 
 
 async def race(executor: Executor) -> None:
-    """One race: the loser writes when the client answers."""
+    """Run one race: the client answers once the losing call generates text."""
     program = await submit(executor, RACE)
     asked = None
     async for event in executor.events(program, tenant=TENANT, after=0):
@@ -109,34 +108,34 @@ async def race(executor: Executor) -> None:
 
 
 async def work(executor: Executor) -> None:
-    """Programs one after another, until cancelled."""
+    """Run programs one after another until cancelled."""
     while True:
-        program = await submit(executor, BESIDE)
-        for name in BESIDE["outputs"]:
+        program = await submit(executor, BACKGROUND)
+        for name in BACKGROUND["outputs"]:
             await executor.get(program, name, tenant=TENANT, wait_s=WAIT_S)
 
 
-async def measure(num_races: int, num_beside: int) -> list[float]:
-    """Seconds from decision to frame, of every race."""
-    watch = Watch()
+async def measure(num_races: int, num_background: int) -> list[float]:
+    """Return the seconds from decision to frame for every race."""
+    watch = AbortTimer()
     with tempfile.TemporaryDirectory(prefix="conure-") as data:
         config = Config(data=Path(data), engine="fake", time_per_output_token=0.005)
         executor = Executor(config)
         await executor.start()
-        beside = [asyncio.create_task(work(executor)) for _ in range(num_beside)]
+        background = [asyncio.create_task(work(executor)) for _ in range(num_background)]
         try:
             for _ in range(num_races):
                 await race(executor)
         finally:
-            for task in beside:
+            for task in background:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*background, return_exceptions=True)
             await executor.stop()
     return watch.took_s
 
 
 def main() -> int:
-    """Print the figures; returns 0 if the 99th percentile meets its target."""
+    """Print the figures; return 0 if the 99th percentile meets its target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--races", type=int, default=300)
     parser.add_argument("--beside", type=int, default=4, help="programs of 16 calls at a time")
@@ -147,7 +146,7 @@ def main() -> int:
     p99 = statistics.quantiles(took_ms, n=100)[98]
     verdict = "met" if p99 <= TARGET_MS else "MISSED"
     print(
-        f"decision to frame, {arguments.races} races beside {arguments.beside} programs of 16 "
+        f"decision to frame, {arguments.races} races next to {arguments.beside} programs of 16 "
         f"calls: median {statistics.median(took_ms):.2f} ms, p99 {p99:.2f}, "
         f"max {max(took_ms):.2f}; target {TARGET_MS:g}: {verdict}"
     )

@@ -1,22 +1,22 @@
-"""What `accelerate` is worth to a LangChain app, and what it costs: the app's own clock.
+"""Gain and cost of `accelerate` for a LangChain app, measured in the app.
 
-    wide     RunnableParallel of 20 calls, and one that reads them
-    chain    8 calls, each reading the one before
+    wide     RunnableParallel of 20 calls, followed by one call that reads them
+    chain    8 calls, each reading the previous one
     map      `.map()` over 4 inputs whose slow call is the first or the second of two
-    call     processor time of the app for one call more, against the same chain on a model
-             that answers at once in the same process
-    token    likewise for one token more of a streamed answer
+    call     processor time of the app per additional call, relative to the same chain on a
+             model that answers immediately in the same process
+    token    the same per additional token of a streamed answer
 
     python benchmarks/accelerated.py [--repeats N] [--round-trip S] [--only NAME]
 
-Every server is `conure serve --engine fake` behind a relay (`relay.py`) that adds the round
-trip. A call takes 20 ms, in `map` as long as its answer. The ideal is the time of the calls
-that must follow one another, plus one round trip. Nothing is subtracted from times; a run
-before the first is not counted. Processor times of the app and of the same chain on a model
-in its own process are both taken without a relay, and told apart by subtraction.
+Every server is `conure serve --engine fake` with a proxy (`conure.cli.delayed_connection`) that
+adds the round trip. A call takes 20 ms; in `map` it takes as long as its answer. The ideal is the
+time of consecutive calls plus one round trip. Nothing is subtracted from times, and the first run
+is not counted. Processor times are measured without the proxy; the cost is the difference to the
+same chain with an in-process model.
 
-Kept true: whatever runs accelerated gives the plain chain's output, all of it planned, or
-there is no figure.
+A figure is reported only if the accelerated chain returns the plain chain's output and all of
+its calls were planned.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from langchain_core.runnables import Runnable, RunnableParallel, RunnablePassthr
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
-from own_server import served
-from relay import distant
+from conure.cli.delayed_connection import delayed
+from temporary_server import served
 
 CALL_S = 0.020
 WIDTH = 20
 LENGTH = 8
 TOKEN_S = 0.005
 SLOW, QUICK = 32, 8
-"""Tokens of the answers in `map`, the one that ends them included."""
+"""Tokens of the answers in `map`, including the end of the answer."""
 NUM_TOKENS = 400
 
 
 class Result(NamedTuple):
-    """Figures of one measurement; `bound` is what we promise of `value`."""
+    """Figures of one measurement; `bound` is the promised bound of `value`."""
 
     name: str
     value: float
@@ -62,25 +62,25 @@ class Result(NamedTuple):
     detail: str
 
     def line(self) -> str:
-        """One line of the table."""
+        """Return one line of the table."""
         verdict = "met" if self.is_met else "MISSED"
         figure = f"{self.name:6} {self.value:7.2f} {self.unit:14} {self.bound:8} {verdict:7}"
         return f"{figure} {self.detail}"
 
 
 def ask(template: str, llm: BaseChatModel) -> Runnable[Any, str]:
-    """A prompt, the model, its text."""
+    """Return a prompt, the model and a text parser."""
     return PromptTemplate.from_template(template) | llm | StrOutputParser()
 
 
 def wide(llm: BaseChatModel) -> Runnable[Any, str]:
-    """Many at once, and one that reads them."""
+    """Return many parallel calls, and one that reads them."""
     sides = {f"p{i}": ask(f"Side {i} of {{topic}}", llm) for i in range(WIDTH)}
     return RunnableParallel(sides) | ask(" ".join(f"{{p{i}}}" for i in range(WIDTH)), llm)
 
 
 def chain(llm: BaseChatModel, length: int = LENGTH) -> Runnable[Any, str]:
-    """One after the other."""
+    """Return a chain of consecutive calls."""
     whole = ask("Begin with {topic}", llm)
     for _ in range(length - 1):
         whole = {"text": whole} | ask("Go on: {text}", llm)
@@ -88,7 +88,7 @@ def chain(llm: BaseChatModel, length: int = LENGTH) -> Runnable[Any, str]:
 
 
 def mapped(llm: BaseChatModel) -> Runnable[Any, list[str]]:
-    """Two calls for each input."""
+    """Return two calls for each input."""
     first = RunnablePassthrough.assign(draft=ask("First {first}", llm))
     return (first | ask("Second {second} {draft}", llm)).map()
 
@@ -105,17 +105,17 @@ SCRIPT = [
 
 @contextmanager
 def model(round_trip_s: float, *options: str) -> Iterator[ChatConure]:
-    """A model on a server of its own, so far away."""
+    """Yield a model on a temporary server with the given round trip."""
     with (
         served("--engine", "fake", *options) as url,
-        distant(url, round_trip_s) as far,
+        delayed(url, round_trip_s) as far,
         Client(far if round_trip_s else url) as client,
     ):
         yield ChatConure(client=client, temperature=0, max_tokens=2 * NUM_TOKENS)
 
 
 def clocked(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of every run but the first."""
+    """Return the seconds of every run except the first."""
     took = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -127,7 +127,7 @@ def clocked(run: Callable[[], Any], repeats: int) -> list[float]:
 def compared(
     make: Callable[[ChatConure], Runnable[Any, Any]], llm: ChatConure, given: Any, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of the plain chain and of the accelerated one."""
+    """Return the seconds of the plain chain and of the accelerated chain."""
     plain, fast = make(llm), accelerate(make(llm), model=llm)
     if plain.invoke(given) != fast.invoke(given):
         raise SystemExit("the accelerated chain gives something else")
@@ -139,10 +139,10 @@ def compared(
     return plain_s, fast_s
 
 
-def against_ideal(
+def ratio_to_ideal(
     name: str, ideal_s: float, most: float, times: tuple[list[float], list[float]]
 ) -> Result:
-    """How much longer than it must it takes."""
+    """Return the ratio of the accelerated chain to its ideal time."""
     plain, fast = times
     ratio = statistics.median(fast) / ideal_s
     detail = f"{_ms(fast)}; ideal {1000 * ideal_s:.0f}; plain {_ms(plain)}"
@@ -155,14 +155,14 @@ def _ms(taken: Sequence[float]) -> str:
 
 
 def measure_wide(repeats: int, round_trip_s: float) -> Result:
-    """A wide step and one behind it."""
+    """Measure a wide stage and a call that reads it."""
     with model(round_trip_s, "--time-per-call", str(CALL_S)) as llm:
         times = compared(wide, llm, {"topic": "tea"}, repeats)
-    return against_ideal("wide", 2 * CALL_S + round_trip_s, 1.3, times)
+    return ratio_to_ideal("wide", 2 * CALL_S + round_trip_s, 1.3, times)
 
 
 def measure_chain(repeats: int, round_trip_s: float) -> Result:
-    """Calls in a row; here the promise is what is gained."""
+    """Measure consecutive calls; the promise is the speedup."""
     with model(round_trip_s, "--time-per-call", str(CALL_S)) as llm:
         plain, fast = compared(chain, llm, {"topic": "tea"}, repeats)
     gain = statistics.median(plain) / statistics.median(fast)
@@ -171,18 +171,18 @@ def measure_chain(repeats: int, round_trip_s: float) -> Result:
 
 
 def measure_map(repeats: int, round_trip_s: float) -> Result:
-    """Uneven items: nobody waits for another item's slow step."""
+    """Measure uneven items, which must not wait for the slow step of another item."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
         json.dump(SCRIPT, script)
         script.flush()
         options = ("--time-per-output-token", str(TOKEN_S), "--script", script.name)
         with model(round_trip_s, *options) as llm:
             times = compared(mapped, llm, UNEVEN, repeats)
-    return against_ideal("map", (SLOW + QUICK) * TOKEN_S + round_trip_s, 1.2, times)
+    return ratio_to_ideal("map", (SLOW + QUICK) * TOKEN_S + round_trip_s, 1.2, times)
 
 
 def measure_call(repeats: int, round_trip_s: float) -> Result:
-    """What one call more costs the app itself."""
+    """Measure the processor time of the app for an additional call."""
     del round_trip_s
     with model(0.0) as llm:
         fast = accelerate(wide(llm), model=llm)
@@ -196,9 +196,10 @@ def measure_call(repeats: int, round_trip_s: float) -> Result:
 
 
 def measure_token(repeats: int, round_trip_s: float) -> Result:
-    """What one token more of a stream costs the app itself, as fast as the server gives them.
+    """Measure the processor time of the app for an additional streamed token.
 
-    Tokens that come one by one cost more, a wake-up each: that is told beside it.
+    Tokens arrive as fast as the server produces them. Tokens that arrive one by one cost more,
+    one wake-up each; the detail reports that figure too.
     """
     del round_trip_s
     paced_ms, num_pieces = _streamed_ms("0.002", repeats)
@@ -212,7 +213,7 @@ def measure_token(repeats: int, round_trip_s: float) -> Result:
 
 
 def _streamed_ms(time_per_token: str, repeats: int) -> tuple[float, int]:
-    """Processor time of the app for a token of a stream, and how many pieces there were."""
+    """Return the processor time of the app per streamed token in ms, and the number of chunks."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
         json.dump([{"text": "abc " * (NUM_TOKENS // 4)}], script)
         script.flush()
@@ -229,7 +230,7 @@ def _forever(message: AIMessage) -> Iterator[AIMessage]:
 
 
 def _processor_s(run: Callable[[], Any], repeats: int) -> float:
-    """Median processor time of this process, all threads, after one run."""
+    """Return the median processor time of this process, all threads, after one run."""
     taken = []
     for _ in range(repeats + 1):
         start = time.process_time()
@@ -248,7 +249,7 @@ MEASUREMENTS: dict[str, Callable[[int, float], Result]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints, and returns 0 if every promise is kept."""
+    """Measure and print; return 0 if every bound is met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=15, help="counted runs (15)")
     parser.add_argument("--round-trip", type=float, default=0.025, help="seconds (0.025)")

@@ -1,23 +1,23 @@
-"""What a step of the local engine costs beside what the machine allows.
+"""Cost of an engine step, compared with the lower bound of the machine.
 
-    decode     one token for each of B contexts, against the time in which the weights and the
-               KV of these contexts can be read at the bandwidth measured here
-    prefill    the tokens of one prompt in one step, against the rate of a large matrix product
-               measured here
+    decode     one token for each of B contexts, compared with the time to read the weights and
+               the KV of these contexts at the bandwidth measured here
+    prefill    one prompt in one step, compared with the rate of a large matrix product measured
+               here
 
     python benchmarks/decode_step.py [--device cuda] [--config FILE] [--batch 1 64]
         [--context 1024] [--prefill 4096] [--repeats 30] [--tiny] [--profile] [--out FOLDER]
 
-The model has the shape of Llama 3 8B, or of another config, and random weights made on the
-device. A step is timed from the rows to the ids of its next tokens, as the engine core calls
-it: planning, copies, the model, sampling and reading are in the figure. Beside it stand the
-recorded part alone (`replay`, by events of the device) and the same step not recorded.
+The model has the shape of Llama 3 8B or of another config, and random weights created on the
+device. A step is timed from the rows to the ids of the next tokens, as the engine core calls it:
+planning, copies, the model, sampling and reading are included. The captured part alone
+(`replay`, by device events) and the same step without capture (`eager`) are reported, too.
 
-Correctness comes first: a small model of the same family has to give the tokens and logprobs
-on this device that it gives on the CPU in float32, recorded and not; and the recorded step of
-the large model has to tell the logprobs of the one that is not. Nothing is timed otherwise.
+Accuracy is checked first: a small model of the same family must produce the same tokens and
+logprobs on this device as on the CPU in float32, captured and not captured, and captured steps
+of the large model must have the same logprobs as others. Otherwise nothing is timed.
 
-`--tiny` rehearses all of it with a small shape, also on `--device cpu`; figures mean nothing.
+`--tiny` runs everything with a small shape, also on `--device cpu`; the figures are meaningless.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from typing import Any, Final, NamedTuple
 import torch
 import transformers
 
-from conure.engine import dummy
-from conure.engine.api import Sampling
-from conure.engine.local import LocalRunner
-from conure.engine.runner import Row
+from conure.engine.config import EngineConfig
+from conure.engine.protocol import SamplingParams
+from conure.engine.runner.base import ScheduledSequence
+from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.engine.testing import dummy_checkpoint
 
-GOALS: Final = {"decode": 0.80, "prefill": 0.55}
-"""Share of what the machine allows that we promise."""
+TARGETS: Final = {"decode": 0.80, "prefill": 0.55}
+"""Target shares of the lower bound."""
 RESULTS: Final = Path(__file__).parent / "results"
 BLOCK: Final = 16
 WARM_STEPS: Final = 5
 COPY_BYTES: Final = 2**32
 MATRIX: Final = 8192
 LOGPROB_ERROR: Final = {"float32": 2e-3, "bfloat16": 0.25}
-"""Most that a logprob may differ: rounding of another order of additions."""
+"""Maximum difference of a logprob, for additions in another order."""
 
 LLAMA_3_8B: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,103 +85,106 @@ SMALL: Final = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
     "eos_token_id": 258,
-    # Wide enough that a token depends on its context.
+    # Large enough that a token depends on its context.
     "initializer_range": 0.1,
 }
 
 
-class Machine(NamedTuple):
-    """What the device can do, measured."""
+class MachineRates(NamedTuple):
+    """Measured rates of the device."""
 
     bytes_per_s: float
-    """Of a large copy, bytes read and written."""
+    """Bandwidth of a large copy, counting bytes read and written."""
     flops: float
-    """Of a large matrix product in the model's dtype."""
+    """Rate of a large matrix product in the model's dtype."""
 
 
-class Figure(NamedTuple):
-    """One step, times in milliseconds."""
+class StepFigure(NamedTuple):
+    """The measurement of one step; times in milliseconds."""
 
     name: str
     batch: int
     context: int
     tokens: int
     step_ms: float
-    floor_ms: float
+    lower_bound_ms: float
     share: float
-    """Of what the machine allows: floor / step."""
+    """Lower bound divided by the step time."""
     replay_ms: float | None
     eager_ms: float | None
     runs: list[float]
 
     def line(self) -> str:
-        """The figure as one line of a table."""
-        goal = GOALS[self.name]
+        """Return the figure as one line of a table."""
+        target = TARGETS[self.name]
         others = ", ".join(
             f"{name} {value:.3f} ms"
             for name, value in (("replay", self.replay_ms), ("eager", self.eager_ms))
             if value is not None
         )
-        verdict = "met" if self.share >= goal else "MISSED"
+        verdict = "met" if self.share >= target else "MISSED"
         return (
             f"{self.name:8} batch {self.batch:3} after {self.context:5} tokens: "
-            f"{self.step_ms:8.3f} ms, floor {self.floor_ms:8.3f} ms: {self.share:6.1%}, "
-            f"goal {goal:.0%} {verdict} ({others})"
+            f"{self.step_ms:8.3f} ms, bound {self.lower_bound_ms:8.3f} ms: {self.share:6.1%}, "
+            f"target {target:.0%} {verdict} ({others})"
         )
 
 
-class Contexts:
-    """Rows that decode, driven as the engine core drives them; blocks lie in any order."""
+class DecodingContexts:
+    """Rows that decode, driven like the engine core does; blocks are in random order."""
 
-    def __init__(self, runner: LocalRunner, num: int, length: int, *, seed: int = 0) -> None:
+    def __init__(self, runner: TorchModelRunner, num: int, length: int, *, seed: int = 0) -> None:
         chance = random.Random(seed)
         self.runner = runner
         self._free = list(range(runner.limits.num_blocks))
         chance.shuffle(self._free)
         width = runner.limits.step_tokens
         self.rows = [
-            Row(index, chance.choices(range(256), k=length), 0, 0, []) for index in range(num)
+            ScheduledSequence(index, chance.choices(range(256), k=length), 0, 0, [])
+            for index in range(num)
         ]
         for row in self.rows:
-            # All but the last token: that one is the first to decode.
+            # Prefill all but the last token, which is the first one to decode.
             while row.start < length - 1:
                 self._grow(row, min(width, length - 1 - row.start))
                 runner.run([row], [])
                 row.start += row.num_new
 
-    def step(self, sampling: Sampling, tokens: Sequence[int] | None = None) -> list[int]:
-        """Decode one token of each; append what was sampled, or `tokens`. Returns the sampled."""
-        self.ready(sampling)
-        found = self.runner.run(self.rows, [])
-        for row, token in zip(self.rows, tokens or found, strict=True):
+    def step(self, sampling: SamplingParams, tokens: Sequence[int] | None = None) -> list[int]:
+        """Decode one token per row; append it, or `tokens`. Return the sampled tokens."""
+        self.prepare(sampling)
+        result = self.runner.run(self.rows, [])
+        for row, token in zip(self.rows, tokens or result, strict=True):
             row.start += 1
             row.ids.append(token)
-        return found
+        return result
 
-    def ready(self, sampling: Sampling) -> None:
-        """Make the rows of the next step."""
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Prepare the rows of the next step."""
         for row in self.rows:
             self._grow(row, 1)
             row.sampling, row.num_prompt = sampling, len(row.ids)
 
-    def _grow(self, row: Row, num_new: int) -> None:
+    def _grow(self, row: ScheduledSequence, num_new: int) -> None:
         row.num_new = num_new
         while len(row.blocks) * BLOCK < row.start + num_new:
             row.blocks.append(self._free.pop())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check, measure, print and write; return 1 where something is wrong."""
+    """Check, measure, print and write the results."""
     options = _parse(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         checked = check(folder, options.device)
-        print(f"small model: {checked} tokens and logprobs as on the CPU, recorded and not")
+        print(
+            f"small model: {checked} tokens and logprobs as on the CPU, captured and not captured"
+        )
         config = options.config or _write(folder / "large.json", SMALL if options.tiny else {})
         runner = _runner(str(config), options)
         print(f"{runner.description} on {_device_name(runner)}")
         worst = check_recorded(runner, max(options.batch))
-        print(f"large model: logprobs of recorded steps within {worst:.3f} of the others")
+        print(f"large model: logprobs of captured steps within {worst:.3f} of the others")
         machine = measure(runner, tiny=options.tiny)
         rates = machine.bytes_per_s / 1e9, machine.flops / 1e12
         print("copy {:.0f} GB/s, product {:.1f} TFLOP/s".format(*rates))
@@ -213,59 +217,66 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(folder: Path, device: str) -> int:
-    """Compare a small model on the device with the same on the CPU; return tokens compared.
+    """Compare a small model on the device with the CPU; return the number of tokens.
 
     Raises:
-        AssertionError: where they differ by more than rounding.
+        AssertionError: if they differ by more than rounding.
     """
     config = _write(folder / "small.json", {**SMALL, "dtype": "float32"})
-    model = dummy.write(str(config), folder / "small", dtype="float32")
+    model = dummy_checkpoint.write(str(config), folder / "small", dtype="float32")
     limits: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "max_sequences": 8}
-    there = LocalRunner(model=str(model), dtype="float32", device=device, **limits)
-    here = LocalRunner(model=str(model), dtype="float32", device="cpu", **limits)
-    told = Sampling(max_tokens=64, logprobs=2)
-    drawn = Sampling(max_tokens=64, temperature=0.8, top_p=0.95, seed=11)
+    device_runner = TorchModelRunner(
+        EngineConfig(model=str(model), dtype="float32", device=device, **limits)
+    )
+    cpu_runner = TorchModelRunner(
+        EngineConfig(model=str(model), dtype="float32", device="cpu", **limits)
+    )
+    with_logprobs = SamplingParams(max_tokens=64, logprobs=2)
+    sampled = SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=11)
     num = 0
     for batch in (1, 3, 8):
-        pairs = [Contexts(runner, batch, 40, seed=batch) for runner in (here, there)]
-        recorded = there._graphs
-        for sampling in (told, Sampling(max_tokens=64), drawn) * 4:
-            # Every third round is not recorded.
-            there._graphs = None if num % 3 == 2 else recorded
-            wanted = pairs[0].step(sampling)
-            found = pairs[1].step(sampling, wanted)
+        pairs = [
+            DecodingContexts(runner, batch, 40, seed=batch)
+            for runner in (cpu_runner, device_runner)
+        ]
+        recorded = device_runner._graphs
+        for sampling in (with_logprobs, SamplingParams(max_tokens=64), sampled) * 4:
+            # Every third round is not captured.
+            device_runner._graphs = None if num % 3 == 2 else recorded
+            expected = pairs[0].step(sampling)
+            result = pairs[1].step(sampling, expected)
             for ours, theirs, row, other in zip(
-                wanted, found, pairs[0].rows, pairs[1].rows, strict=True
+                expected, result, pairs[0].rows, pairs[1].rows, strict=True
             ):
-                if sampling is told:
-                    _same_chance(row, other)
+                if sampling is with_logprobs:
+                    _assert_same_logprob(row, other)
                 else:
                     assert ours == theirs, f"the device chose {theirs}, the CPU {ours}"
                 num += 1
-        there._graphs = recorded
+        device_runner._graphs = recorded
     return num
 
 
-def check_recorded(runner: LocalRunner, batch: int) -> float:
-    """Compare recorded decode steps with others; return the largest difference of a logprob.
+def check_recorded(runner: TorchModelRunner, batch: int) -> float:
+    """Compare captured decode steps with others; return the largest logprob difference.
 
     Raises:
-        AssertionError: where it is larger than rounding explains.
+        AssertionError: if it exceeds rounding.
     """
-    told = Sampling(max_tokens=64, logprobs=1)
+    with_logprobs = SamplingParams(max_tokens=64, logprobs=1)
     recorded = runner._graphs
-    contexts = [Contexts(runner, batch, 50, seed=1)]
+    contexts = [DecodingContexts(runner, batch, 50, seed=1)]
     worst = 0.0
     for _ in range(4):
-        contexts[0].ready(told)
-        found = []
-        # The same rows twice: the second run writes the same keys and values again.
+        contexts[0].prepare(with_logprobs)
+        result = []
+        # Run the same rows twice: the second run writes the same keys and values again.
         for graphs in (recorded, None):
             runner._graphs = graphs
             tokens = runner.run(contexts[0].rows, [])
-            found.append([row.chance for row in contexts[0].rows])
+            result.append([row.logprob for row in contexts[0].rows])
         runner._graphs = recorded
-        for one, other in zip(*found, strict=True):
+        for one, other in zip(*result, strict=True):
             assert one is not None
             assert other is not None
             worst = max(worst, abs(one.top[0][1] - other.top[0][1]))
@@ -273,12 +284,12 @@ def check_recorded(runner: LocalRunner, batch: int) -> float:
             row.start += 1
             row.ids.append(token)
     bound = LOGPROB_ERROR.get(_dtype_name(runner), 0.25)
-    assert worst <= bound, f"a recorded step tells a logprob that is {worst} off"
+    assert worst <= bound, f"a logprob of a captured step is {worst} off"
     return worst
 
 
-def measure(runner: LocalRunner, *, tiny: bool) -> Machine:
-    """Measure the device's bandwidth and its rate of products."""
+def measure(runner: TorchModelRunner, *, tiny: bool) -> MachineRates:
+    """Measure the device's bandwidth and its rate of matrix products."""
     device, dtype = runner._model.device, runner._model.dtype
     size = COPY_BYTES >> 8 if tiny else COPY_BYTES
     copy_s = _copy_s(size, device)
@@ -286,7 +297,7 @@ def measure(runner: LocalRunner, *, tiny: bool) -> Machine:
     one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(one)
     product_s = _seconds(lambda: torch.mm(one, other, out=out), device)
-    return Machine(2 * size / copy_s, 2 * side**3 / product_s)
+    return MachineRates(2 * size / copy_s, 2 * side**3 / product_s)
 
 
 def _copy_s(size: int, device: torch.device) -> float:
@@ -296,16 +307,14 @@ def _copy_s(size: int, device: torch.device) -> float:
 
 
 def decode(
-    runner: LocalRunner, batch: int, options: argparse.Namespace, machine: Machine
-) -> Figure:
-    """Time decode steps of so many contexts."""
-    contexts = Contexts(runner, batch, options.context)
-    greedy = Sampling(max_tokens=options.repeats * 4)
+    runner: TorchModelRunner, batch: int, options: argparse.Namespace, machine: MachineRates
+) -> StepFigure:
+    """Time decode steps of `batch` contexts."""
+    contexts = DecodingContexts(runner, batch, options.context)
+    greedy = SamplingParams(max_tokens=options.repeats * 4)
     runs = _steps(contexts, greedy, options.repeats)
     replay_ms = None
-    if runner._graphs is not None and len(runner._graphs):
-        # The last one used is the one of this size.
-        replay = next(reversed(runner._graphs._replays.values()))
+    if runner._graphs is not None and (replay := runner._graphs.last_replay) is not None:
         with torch.inference_mode():
             replay_ms = 1e3 * _seconds(replay, runner._model.device)
     recorded, runner._graphs = runner._graphs, None
@@ -313,45 +322,51 @@ def decode(
     runner._graphs = recorded
     length = len(contexts.rows[0].ids)
     num_bytes = _weight_bytes(runner) + batch * options.context * _token_bytes(runner)
-    floor_ms = 1e3 * num_bytes / machine.bytes_per_s
+    lower_bound_ms = 1e3 * num_bytes / machine.bytes_per_s
     step_ms = statistics.median(runs)
     assert length < runner.limits.context_len
-    return Figure(
+    return StepFigure(
         name="decode",
         batch=batch,
         context=options.context,
         tokens=batch,
         step_ms=step_ms,
-        floor_ms=floor_ms,
-        share=floor_ms / step_ms,
+        lower_bound_ms=lower_bound_ms,
+        share=lower_bound_ms / step_ms,
         replay_ms=replay_ms,
         eager_ms=statistics.median(eager) if recorded is not None else None,
         runs=runs,
     )
 
 
-def prefill(runner: LocalRunner, options: argparse.Namespace, machine: Machine) -> Figure:
-    """Time one prompt in one step."""
+def prefill(
+    runner: TorchModelRunner, options: argparse.Namespace, machine: MachineRates
+) -> StepFigure:
+    """Time the prefill of one prompt in one step."""
     num = min(options.prefill, runner.limits.step_tokens, runner.limits.context_len - 1)
     chance = random.Random(2)
     blocks = list(range(-(-num // BLOCK)))
     chance.shuffle(blocks)
-    row = Row(0, chance.choices(range(256), k=num), 0, num, blocks, Sampling(max_tokens=1), num)
+    row = ScheduledSequence(
+        0, chance.choices(range(256), k=num), 0, num, blocks, SamplingParams(max_tokens=1), num
+    )
     runs = []
     for _ in range(2 + max(3, options.repeats // 3)):
         begin = time.perf_counter()
         runner.run([row], [])
         runs.append(1e3 * (time.perf_counter() - begin))
     runs = runs[2:]
-    floor_ms = 1e3 * _prefill_flops(runner, num) / machine.flops
+    lower_bound_ms = 1e3 * _prefill_flops(runner, num) / machine.flops
     step_ms = statistics.median(runs)
-    return Figure("prefill", 1, 0, num, step_ms, floor_ms, floor_ms / step_ms, None, None, runs)
+    return StepFigure(
+        "prefill", 1, 0, num, step_ms, lower_bound_ms, lower_bound_ms / step_ms, None, None, runs
+    )
 
 
-def profile(runner: LocalRunner, batch: int, length: int) -> None:
-    """Print which kernels a decode step spends its time in."""
-    contexts = Contexts(runner, batch, length)
-    greedy = Sampling(max_tokens=64)
+def profile(runner: TorchModelRunner, batch: int, length: int) -> None:
+    """Print the time of each kernel in a decode step."""
+    contexts = DecodingContexts(runner, batch, length)
+    greedy = SamplingParams(max_tokens=64)
     for _ in range(WARM_STEPS):
         contexts.step(greedy)
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -363,15 +378,15 @@ def profile(runner: LocalRunner, batch: int, length: int) -> None:
     print(profiler.key_averages().table(sort_by=order, row_limit=25))
 
 
-def _steps(contexts: Contexts, sampling: Sampling, repeats: int) -> list[float]:
+def _steps(contexts: DecodingContexts, sampling: SamplingParams, repeats: int) -> list[float]:
     """Return the milliseconds of each decode step."""
     runs = []
     for index in range(WARM_STEPS + repeats):
-        contexts.ready(sampling)
+        contexts.prepare(sampling)
         begin = time.perf_counter()
-        found = contexts.runner.run(contexts.rows, [])
+        result = contexts.runner.run(contexts.rows, [])
         end = time.perf_counter()
-        for row, token in zip(contexts.rows, found, strict=True):
+        for row, token in zip(contexts.rows, result, strict=True):
             row.start += 1
             row.ids.append(token)
         if index >= WARM_STEPS:
@@ -380,8 +395,8 @@ def _steps(contexts: Contexts, sampling: Sampling, repeats: int) -> list[float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Return what one round of some work on the device takes, at best of three series."""
-    found = []
+    """Return the seconds of one call on the device, the best of three series."""
+    result = []
     for _ in range(3):
         work()
         _wait(device)
@@ -389,8 +404,8 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 10
         for _ in range(repeats):
             work()
         _wait(device)
-        found.append((time.perf_counter() - begin) / repeats)
-    return min(found)
+        result.append((time.perf_counter() - begin) / repeats)
+    return min(result)
 
 
 def _wait(device: torch.device) -> None:
@@ -398,16 +413,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _same_chance(row: Row, other: Row) -> None:
-    ours, theirs = row.chance, other.chance
+def _assert_same_logprob(row: ScheduledSequence, other: ScheduledSequence) -> None:
+    ours, theirs = row.logprob, other.logprob
     assert ours is not None
     assert theirs is not None
     difference = abs(ours.top[0][1] - theirs.top[0][1])
     assert difference <= LOGPROB_ERROR["float32"], f"a logprob is {difference} off"
 
 
-def _weight_bytes(runner: LocalRunner) -> int:
-    """Return the weights that a step reads: all but the rows of the embedding."""
+def _weight_bytes(runner: TorchModelRunner) -> int:
+    """Return the bytes of the weights that a step reads: all but the input embedding."""
     model: Any = runner._model
     total: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     embedding = model.get_input_embeddings().weight
@@ -417,7 +432,7 @@ def _weight_bytes(runner: LocalRunner) -> int:
     return total
 
 
-def _token_bytes(runner: LocalRunner) -> int:
+def _token_bytes(runner: TorchModelRunner) -> int:
     element: int = runner._model.dtype.itemsize
     return element * sum(
         layer.kv_heads * (layer.key_dim + layer.value_dim)
@@ -426,8 +441,8 @@ def _token_bytes(runner: LocalRunner) -> int:
     )
 
 
-def _prefill_flops(runner: LocalRunner, num: int) -> float:
-    """Return the operations of a prompt: products with weights, attention as far as it sees."""
+def _prefill_flops(runner: TorchModelRunner, num: int) -> float:
+    """Return the operations of a prompt: products with weights, and causal attention."""
     model: Any = runner._model
     config = model.config
     output = model.get_output_embeddings()
@@ -442,18 +457,19 @@ def _prefill_flops(runner: LocalRunner, num: int) -> float:
     return float(2 * inner * num + 2 * output.weight.numel() + attention)
 
 
-def _runner(config: str, options: argparse.Namespace) -> LocalRunner:
-    most = max(options.batch)
+def _runner(config: str, options: argparse.Namespace) -> TorchModelRunner:
+    max_batch = max(options.batch)
     length = max(options.context + 5 * WARM_STEPS + 2 * options.repeats, 256)
-    num_blocks = most * -(-length // BLOCK) + -(-options.prefill // BLOCK) + 16
-    return LocalRunner(
-        model=config,
-        dummy=True,
-        device=options.device,
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_sequences=most,
-        step_tokens=max(options.prefill, 512),
+    num_blocks = max_batch * -(-length // BLOCK) + -(-options.prefill // BLOCK) + 16
+    return TorchModelRunner(
+        EngineConfig(
+            dummy_weights=config,
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_sequences=max_batch,
+            step_tokens=max(options.prefill, 512),
+            device=options.device,
+        )
     )
 
 
@@ -462,12 +478,12 @@ def _write(path: Path, changes: dict[str, Any]) -> Path:
     return path
 
 
-def _device_name(runner: LocalRunner) -> str:
+def _device_name(runner: TorchModelRunner) -> str:
     device = runner._model.device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def _dtype_name(runner: LocalRunner) -> str:
+def _dtype_name(runner: TorchModelRunner) -> str:
     return str(runner._model.dtype).removeprefix("torch.")
 
 
@@ -476,12 +492,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--config", type=Path, help="a config.json; default: Llama 3 8B")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64], metavar="B")
-    parser.add_argument("--context", type=int, default=1024, help="tokens behind a decode step")
+    parser.add_argument("--context", type=int, default=1024, help="context length of a decode step")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--tiny", action="store_true", help="a small shape: a rehearsal")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use a small shape, to test the benchmark"
+    )
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
-    parser.add_argument("--out", type=Path, help="for the figures; on a GPU benchmarks/results")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results; on a GPU benchmarks/results"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,17 +1,16 @@
-"""Our engine against others on the same checkpoint: tokens per second, latency, the floor.
+"""Conure's engine and other engines on the same checkpoint: tokens per second and latency.
 
-    python benchmarks/engine.py                                      ours alone
-    python benchmarks/engine.py --vllm /path/to/env/bin/python       against vLLM, in process
+    python benchmarks/engine.py                                      Conure alone
+    python benchmarks/engine.py --vllm /path/to/env/bin/python       and vLLM, in process
     python benchmarks/engine.py --model FOLDER --peer http://host:port
-                                         our server against any OpenAI-compatible one, over HTTP
+                                         and any OpenAI-compatible server, over HTTP
 
-Without --model a folder of seeded random weights is made (24 M parameters, a Llama over
+Without --model, a folder with seeded random weights is created (24 M parameters, a Llama over
 bytes, bfloat16), which any program that reads Hugging Face folders can load; `--keep FOLDER`
-leaves it there for a peer to serve. Sides take turns within each round, and the order turns
-from round to round; a ratio is of two neighbours in time. Greedy, ids beyond the end of text
-ignored, so that every answer has its full length. One round before the first is not counted.
-
-Kept true: what is compared did the same work; nothing is subtracted.
+keeps it for a peer. The systems alternate within each round, and the order alternates between
+rounds; a ratio compares two consecutive runs. Decoding is greedy and ignores the end of text, so
+that every answer has its full length. The first round is not counted. All systems do the same
+work, and nothing is subtracted. Each time is also compared with a lower bound.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from conure.engine import dummy
-from own_server import served
-from serving import cases, floor
-from serving.sides import Answer, Process, Server, Side, SideError
+from conure.engine.testing import dummy_checkpoint
+from serving import cases, lower_bound
+from serving.systems import Answer, Process, Server, System, SystemFailedError
+from temporary_server import served
 
 HERE = Path(__file__).parent
 SETTLE_S = 0.5
-"""Threads of the side before may spin for 0.2 s after their last operation."""
+"""Threads of the previous system may spin for 0.2 s after their last operation."""
 PLACES = frozenset({"model", "keep", "config", "vllm", "peer", "out"})
-"""Options that say where something lies on this machine, which is no part of a record."""
+"""Options that name places on this machine; they are not part of the record."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,12 +46,12 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     with ExitStack() as stack:
         folder = _folder(options, stack)
-        model = floor.read(folder)
-        machine = floor.measure(model, options.threads)
+        model = lower_bound.read(folder)
+        machine = lower_bound.measure(model, options.threads)
         try:
             sides = _sides(options, folder, stack)
             answers = _run(sides, options)
-        except SideError as error:
+        except SystemFailedError as error:
             print(error, file=sys.stderr)
             return 1
     record = {
@@ -71,12 +70,12 @@ def _folder(options: argparse.Namespace, stack: ExitStack) -> Path:
         return Path(options.model)
     parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="conure-"))
     folder = Path(options.keep or Path(parent) / "llama-24m")
-    return folder if folder.exists() else dummy.write(str(options.config), folder)
+    return folder if folder.exists() else dummy_checkpoint.write(str(options.config), folder)
 
 
-def _sides(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[Side]:
-    """Start everybody; whoever is up ends with the stack."""
-    sides: list[Side] = []
+def _sides(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[System]:
+    """Start all systems; the exit stack stops them."""
+    sides: list[System] = []
     if options.peer:
         url = stack.enter_context(served(str(folder), "--engine", "local"))
         sides += [Server("conure", url), Server("peer", options.peer)]
@@ -93,8 +92,8 @@ def _sides(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[
 Found = dict[str, list[Answer]]
 
 
-def _run(sides: list[Side], options: argparse.Namespace) -> list[tuple[cases.Case, Found]]:
-    """Serve every case in every round by every side."""
+def _run(sides: list[System], options: argparse.Namespace) -> list[tuple[cases.Case, Found]]:
+    """Serve every case of every round by every system."""
     found: dict[str, Found] = defaultdict(lambda: defaultdict(list))
     latest: dict[str, cases.Case] = {}
     source = cases.rounds(
@@ -117,9 +116,9 @@ def _run(sides: list[Side], options: argparse.Namespace) -> list[tuple[cases.Cas
 
 
 def _summary(
-    case: cases.Case, found: Found, model: floor.Model, machine: floor.Machine
+    case: cases.Case, found: Found, model: lower_bound.Model, machine: lower_bound.Machine
 ) -> dict[str, Any]:
-    least = floor.seconds(case, model, machine)
+    least = lower_bound.seconds(case, model, machine)
     summary: dict[str, Any] = {"case": case.name, "floor_s": least, "sides": {}}
     for name, answers in found.items():
         rates = [case.num_output / answer.seconds for answer in answers]

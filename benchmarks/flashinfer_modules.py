@@ -1,13 +1,13 @@
-"""Builds the FlashInfer kernels that `kernels.py` compares with, on a machine with nvcc.
+"""Compile the FlashInfer kernels that `kernels.py` compares with, on a machine with nvcc.
 
     python benchmarks/flashinfer_modules.py [--fa3] [--jobs N]
 
-Each is laid where FlashInfer looks for what came with its package, so that the folder it is
-installed in can be carried to a machine with the GPU and loads there without compiling. No
-GPU is needed to build, and no CUDA build of torch. One core takes 2 minutes for FA2 and 8
-for FA3, which also wants the headers of curand (`CPATH`).
+The compiled kernels are placed where FlashInfer looks for its packaged ones, so the folder in
+which it is installed can be copied to a machine with a GPU. Compiling needs neither a GPU nor a
+CUDA build of torch. On one core FA2 takes 2 minutes and FA3 8 minutes; FA3 also needs the headers
+of curand (`CPATH`).
 
-Knows FlashInfer 0.6 and 0.7.
+Supports FlashInfer 0.6 and 0.7.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import torch
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Build what is not there yet."""
-    parser = argparse.ArgumentParser(description="Build FlashInfer kernels ahead of time.")
-    parser.add_argument("--fa3", action="store_true", help="the default of its cascade, too")
-    parser.add_argument("--jobs", type=int, default=1, help="files compiled at a time (1)")
+    """Compile the modules that are missing."""
+    parser = argparse.ArgumentParser(description="Compile FlashInfer kernels ahead of time.")
+    parser.add_argument(
+        "--fa3", action="store_true", help="also compile FA3, the default of the cascade"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="parallel compiler jobs (1)")
     options = parser.parse_args(arguments)
-    # FlashInfer reads these when it is imported.
+    # FlashInfer reads these variables at import.
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     os.environ.setdefault("MAX_JOBS", str(options.jobs))
     from attention.flashinfer_contenders import cascade_module, prefill_module

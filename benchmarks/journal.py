@@ -1,13 +1,12 @@
-"""How many records a second the journal makes durable, beside one fsync of the same disk.
+"""Throughput of the journal in durable records per second, compared with an fsync of the same disk.
 
     python benchmarks/journal.py [--seconds 2] [--folder PATH]
 
-A producer appends one batch (a value of 300 bytes and its event), waits until it is on disk
-and goes on: what a running program does. `accept` is one producer of whole submissions. The
-disk is shared with everything else on the machine, so compare within one run: the fsync is
-measured before and after.
+Like a running program, a producer appends one batch (a value of 300 bytes and its event), waits
+until it is durable, and repeats. `accept` is one producer of whole submissions. Other processes use
+the disk, too, so compare figures within one run only: the fsync is measured before and after.
 
-The last part fills a journal with programs that have not ended and times what a start does.
+The last part fills a journal with unfinished programs and measures how long a start takes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PRODUCERS = (1, 8, 64, 512)
 
 
 def program(id_: str, body: bytes = b"{}") -> ProgramRecord:
-    """A program that was just accepted."""
+    """Return an accepted program."""
     return ProgramRecord(
         id=id_,
         tenant="bench",
@@ -39,12 +38,12 @@ def program(id_: str, body: bytes = b"{}") -> ProgramRecord:
 
 
 def event(journal: Journal, id_: str, type_: str, data: bytes = b"{}") -> EventRecord:
-    """An event that happens now."""
+    """Return an event that happens now."""
     return EventRecord(program=id_, seq=journal.next_seq(), type=type_, data=data, at=time.time())
 
 
 def value(id_: str, variable: str) -> ValueRecord:
-    """A value of 300 bytes that a model made."""
+    """Return a value of 300 bytes that a model wrote."""
     return ValueRecord(
         program=id_,
         variable=variable,
@@ -58,7 +57,7 @@ def value(id_: str, variable: str) -> ValueRecord:
 
 
 def fsync_ms(folder: Path, *, num: int = 100) -> list[float]:
-    """Durations of appending 4 KB to a file and waiting until the disk has it."""
+    """Return durations of appending 4 KB to a file and syncing it, in milliseconds."""
     durations = []
     descriptor = os.open(folder / "fsync", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for _ in range(num):
@@ -71,26 +70,26 @@ def fsync_ms(folder: Path, *, num: int = 100) -> list[float]:
 
 
 def quantiles(durations: list[float]) -> str:
-    """Median and 99th percentile, for people."""
+    """Return the median and 99th percentile as text."""
     ordered = sorted(durations)
     p99 = ordered[int(len(ordered) * 0.99)]
     return f"p50 {statistics.median(ordered):6.2f} ms  p99 {p99:6.2f} ms"
 
 
 async def accepts(journal: Journal, *, seconds: float) -> list[float]:
-    """One producer of submissions: the program and its first event, one at a time."""
+    """Submit programs one at a time; return the durations in milliseconds."""
     durations: list[float] = []
     stop = time.perf_counter() + seconds
     while (start := time.perf_counter()) < stop:
         id_ = f"accept-{len(durations)}"
         records: list[Record] = [program(id_, VALUE * 8), event(journal, id_, "program.accepted")]
-        await journal.append(records, accept=True)
+        await journal.append(records, fail_fast=True)
         durations.append((time.perf_counter() - start) * 1e3)
     return durations
 
 
 async def produce(journal: Journal, id_: str, *, stop: float) -> list[float]:
-    """One running program: commits a value, waits for the disk, goes on."""
+    """Commit values of one program one at a time; return the durations in milliseconds."""
     await journal.append([program(id_)])
     durations: list[float] = []
     while (start := time.perf_counter()) < stop:
@@ -101,7 +100,7 @@ async def produce(journal: Journal, id_: str, *, stop: float) -> list[float]:
 
 
 async def throughput(journal: Journal, num_producers: int, *, seconds: float) -> None:
-    """Let so many programs run at once and print what the journal made of it."""
+    """Run `num_producers` programs concurrently and print the journal's throughput."""
     before, start = journal.status(), time.perf_counter()
     lists = await asyncio.gather(
         *(
@@ -121,7 +120,7 @@ async def throughput(journal: Journal, num_producers: int, *, seconds: float) ->
 
 
 async def start_up(folder: Path, *, num_programs: int = 10_000, num_nodes: int = 10) -> None:
-    """Time what a start reads when many programs have not ended."""
+    """Measure reading a journal with many unfinished programs."""
     journal = Journal.open(folder)
     for i in range(num_programs):
         id_ = f"p{i}"
@@ -161,7 +160,7 @@ async def run(folder: Path, *, seconds: float) -> None:
 
 
 def main() -> None:
-    """Run everything and print it."""
+    """Run all measurements and print the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

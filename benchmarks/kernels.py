@@ -1,16 +1,15 @@
-"""Attention over shared prefixes, against its rivals: correctness first, then time.
+"""Attention over shared prefixes, compared with other libraries: first accuracy, then time.
 
     python benchmarks/kernels.py [--device cpu] [--out DIR] [--rows TEXT] [--rounds N]
 
-On a CUDA device the `triton` implementation runs the two-level and tree grids in bfloat16, on
-a CPU the `cpu` implementation runs a smaller grid in bfloat16 and float32. Each row is
-computed by every contender that is there (`attention/contenders.py`), held against float64,
-and timed in turns. Who cannot take part is named with the reason. A table is printed; `--out`
-writes `kernels-<device>.json` and `.md`, after each row, so that a run that is cut off leaves
-what it had.
+On a CUDA device the `triton` implementation runs the two-level and tree grids in bfloat16. On a
+CPU the `cpu` implementation runs a smaller grid in bfloat16 and float32. Every available
+contender (`attention/contenders.py`) computes each row, is compared with float64 and timed in
+turn. Contenders that are not available are listed with the reason. A table is printed. `--out`
+writes `kernels-<device>.json` and `.md` after each row, so an interrupted run leaves its results.
 
-Kept true: a wrong answer of ours ends in status 1, and rows that did not fit into `--budget-s`
-are named.
+The exit status is 1 if one of our results is inaccurate. Rows that do not fit into `--budget-s`
+are listed.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from pathlib import Path
 
 import torch
 
-from attention import checks, clock, contenders, flashinfer_contenders, planning, rows, scene
-from attention.report import NOMINAL, Measured, Report, line
+from attention import case, checks, clock, contenders, flashinfer_contenders, planning, rows
+from attention.report import NOMINAL, KernelReport, RowResult, line
 from conure.kernels import ops
 
 
-def names_of(device: torch.device) -> dict[str, torch.dtype]:
+def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
     """Return the dtypes of a device's grid."""
     if device.type == "cuda":
         return {"bfloat16": torch.bfloat16}
@@ -40,7 +39,7 @@ def names_of(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def describe(device: torch.device) -> str:
-    """Return the name of the device as its maker has it."""
+    """Return the manufacturer's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -52,84 +51,86 @@ def describe(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what took part."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    """Return the versions of the libraries."""
+    result = {"python": platform.python_version(), "torch": torch.__version__}
     with contextlib.suppress(ImportError):
-        found["triton"] = importlib.import_module("triton").__version__
+        result["triton"] = importlib.import_module("triton").__version__
     with contextlib.suppress(flashinfer_contenders.UnusableError):
-        found["flashinfer"] = flashinfer_contenders.version()
-    return found
+        result["flashinfer"] = flashinfer_contenders.version()
+    return result
 
 
 def measure(
-    row: rows.Row,
+    row: rows.BenchmarkRow,
     implementation: str,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    rates: rows.Rates,
-    wanted: Callable[[str], bool],
+    rates: rows.DeviceRates,
+    is_selected: Callable[[str], bool],
     rounds: int,
     timer: Callable[[], float],
     block_size: int,
-) -> Measured:
-    """Check and time one row. A rival that fails is absent; ours raises."""
+) -> RowResult:
+    """Check and time one row. A competitor that fails is skipped; our errors are raised."""
     operations = ops.implementation(implementation)
-    made = scene.make(row, operations, block_size=block_size, dtype=dtype, device=device)
+    created = case.make(row, operations, block_size=block_size, dtype=dtype, device=device)
     outputs: dict[str, torch.Tensor] = {}
     passes: dict[str, Callable[[], object]] = {}
-    answers: dict[str, checks.Check] = {}
-    absent: dict[str, str] = {}
-    for contender in contenders.prepare(made, implementation, wanted):
+    checks_by_name: dict[str, checks.AccuracyCheck] = {}
+    skipped: dict[str, str] = {}
+    for contender in contenders.prepare(created, implementation, is_selected):
         if not isinstance(contender, contenders.Contender):
-            absent[contender[0]] = contender[1]
+            skipped[contender[0]] = contender[1]
             continue
         name, attend = contender.name, contender.attend
         try:
-            error = checks.error(made, 0, attend(0))
-        except Exception as raised:
-            if name in contenders.OURS:
+            error = checks.error(created, 0, attend(0))
+        except Exception as exception:
+            if name in contenders.OUR_CONTENDERS:
                 raise
-            absent[name] = checks.first_line(raised)
+            skipped[name] = checks.first_line(exception)
             continue
-        answers[name] = checks.Check(f"{row.name}: {name}", error, checks.bounds(device)[dtype])
-        passes[name] = _pass(attend, made.layers)
+        checks_by_name[name] = checks.AccuracyCheck(
+            f"{row.name}: {name}", error, checks.BOUNDS[dtype]
+        )
+        passes[name] = _pass(attend, created.layers)
         if contender.out is not None:
             outputs[name] = contender.out
-    timings = clock.take_turns(passes, device, layers=made.layers, rounds=rounds, timer=timer)
+    timings = clock.take_turns(passes, device, layers=created.layers, rounds=rounds, timer=timer)
     for name, out in outputs.items():
-        # What was timed last must be as right as what was checked first.
-        replayed = checks.error(made, made.layers - 1, out)
-        if not replayed <= answers[name].error:
-            answers[name] = answers[name]._replace(error=replayed)
+        # The last timed output must be as accurate as the first one.
+        replayed = checks.error(created, created.layers - 1, out)
+        if not replayed <= checks_by_name[name].error:
+            checks_by_name[name] = checks_by_name[name]._replace(error=replayed)
     element = dtype.itemsize
     nominal = next((NOMINAL[part] for part in NOMINAL if part in describe(device)), None)
-    return Measured(
+    return RowResult(
         row,
         str(dtype).removeprefix("torch."),
         element,
         rates.ideal_s(row, element),
         None if nominal is None else nominal.ideal_s(row, element),
         timings,
-        answers,
-        absent,
+        checks_by_name,
+        skipped,
     )
 
 
-def run(options: argparse.Namespace, device: torch.device) -> Report:
-    """Check, measure and print; write after each row."""
+def run(options: argparse.Namespace, device: torch.device) -> KernelReport:
+    """AccuracyCheck, measure and print; write after each row."""
     began = time.monotonic()
     implementation = "triton" if device.type == "cuda" else "cpu"
-    dtypes = names_of(device)
+    dtypes = dtypes_of(device)
     timer = time.process_time if options.processor_time else time.perf_counter
-    report = Report(
+    report = KernelReport(
         device=describe(device),
         is_gpu=device.type == "cuda",
         versions=versions(),
         threads=torch.get_num_threads(),
         rates={name: clock.measure_rates(device, dtype, timer) for name, dtype in dtypes.items()},
         block_size=options.block_size,
-        checks=_announced(checks.variants(ops.implementation(implementation), device)),
+        checks=_announced(_checks(implementation, device)),
         planning=planning.measure(timer),
     )
     if options.processor_time:
@@ -138,7 +139,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
     grid = rows.GPU_ROWS if report.is_gpu else rows.CPU_ROWS
     for row, (name, dtype) in _work(grid, dtypes, options):
         if time.monotonic() - began > options.budget_s:
-            report.notes.append(f"not run, {options.budget_s:g} s were over: {row.name} {name}")
+            report.notes.append(f"not run, {options.budget_s:g} s exceeded: {row.name} {name}")
             continue
         try:
             measured = measure(
@@ -147,13 +148,13 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
                 dtype=dtype,
                 device=device,
                 rates=report.rates[name],
-                wanted=lambda contender: contender not in options.skip,
+                is_selected=lambda contender: contender not in options.skip,
                 rounds=options.rounds,
                 timer=timer,
                 block_size=options.block_size,
             )
-        except Exception as raised:  # the other rows are still worth having
-            report.failed.append(f"{row.name} {name}: {checks.first_line(raised)}")
+        except Exception as exception:  # measure the other rows
+            report.failed.append(f"{row.name} {name}: {checks.first_line(exception)}")
             print(f"FAILED: {report.failed[-1]}", flush=True)
             continue
         report.measured.append(measured)
@@ -161,31 +162,31 @@ def run(options: argparse.Namespace, device: torch.device) -> Report:
         if options.out is not None:
             report.write(options.out)
         if report.is_gpu:
-            gc.collect()  # graphs and gathered copies of the row before
+            gc.collect()  # graphs and gathered copies of the previous row
             torch.cuda.empty_cache()
-    report.notes.append(f"the whole run took {time.monotonic() - began:.0f} s")
+    report.notes.append(f"total time: {time.monotonic() - began:.0f} s")
     return report
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if everything that is ours was right."""
+    """Return 0 if all our results are accurate."""
     parser = argparse.ArgumentParser(description="Attention over shared prefixes, measured.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--skip", action="append", default=[], help="a contender to leave out")
+    parser.add_argument("--skip", action="append", default=[], help="name of a contender to skip")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (16)")
     parser.add_argument("--rounds", type=int, default=21, help="samples of each contender (21)")
-    parser.add_argument("--budget-s", type=float, default=460, help="begin no row after this")
-    parser.add_argument("--threads", type=int, help="threads of a CPU")
+    parser.add_argument("--budget-s", type=float, default=460, help="start no row after this")
+    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument(
-        "--processor-time", action="store_true", help="of one thread, where a CPU is shared"
+        "--processor-time", action="store_true", help="measure the processor time of one thread"
     )
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     if options.processor_time:
-        options.threads = 1  # several would count their waiting for each other
+        options.threads = 1  # with several threads, waiting would count
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with torch.inference_mode():
@@ -200,12 +201,20 @@ def main(arguments: Sequence[str]) -> int:
         check
         for measured in report.measured
         for name, check in measured.checks.items()
-        if name in contenders.OURS
+        if name in contenders.OUR_CONTENDERS
     ]
-    wrong = [check for check in (*report.checks, *ours) if not check.is_right]
+    wrong = [check for check in (*report.checks, *ours) if not check.is_accurate]
     for check in wrong:
         print(f"WRONG: {check.name}: relative error {check.error:.2g} above {check.bound:g}")
     return int(bool(wrong or report.failed))
+
+
+def _checks(implementation: str, device: torch.device) -> Iterator[checks.AccuracyCheck]:
+    yield from checks.variants(ops.implementation(implementation), device)
+    if device.type == "cuda":
+        from attention.configuration_checks import check_configurations  # needs triton
+
+        yield from check_configurations(device)
 
 
 def _pass(attend: Callable[[int], object], layers: int) -> Callable[[], None]:
@@ -217,22 +226,22 @@ def _pass(attend: Callable[[int], object], layers: int) -> Callable[[], None]:
 
 
 def _work(
-    grid: Sequence[rows.Row], dtypes: dict[str, torch.dtype], options: argparse.Namespace
-) -> Iterator[tuple[rows.Row, tuple[str, torch.dtype]]]:
+    grid: Sequence[rows.BenchmarkRow], dtypes: dict[str, torch.dtype], options: argparse.Namespace
+) -> Iterator[tuple[rows.BenchmarkRow, tuple[str, torch.dtype]]]:
     for row in grid:
         if options.rows in row.name and row.fits(options.block_size):
             for dtype in dtypes.items():
                 yield row, dtype
 
 
-def _announced(found: Iterable[checks.Check]) -> list[checks.Check]:
-    """Print each check when it is there: a kernel that crashes is the one after the last."""
-    kept = []
-    for check in found:
-        verdict = "right" if check.is_right else f"WRONG {check.reason}"
+def _announced(result: Iterable[checks.AccuracyCheck]) -> list[checks.AccuracyCheck]:
+    """Print each check at once, so that the next one is known if a kernel crashes."""
+    printed = []
+    for check in result:
+        verdict = "ok" if check.is_accurate else f"WRONG {check.reason}"
         print(f"{check.name:24} error {check.error:.1e} {verdict}", flush=True)
-        kept.append(check)
-    return kept
+        printed.append(check)
+    return printed
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""What the server itself costs: three programs on an engine that needs no time.
+"""Overhead of the server: three programs on an engine that needs no time.
 
-    chain    50 calls, each reading the one before: the price of one dependent step
-    wide     2,000 calls that read nothing of each other: the price of a big program
-    map      the same 2,000 calls as one node over a list that comes with the submission
+    chain    50 calls, each reading the one before: the cost of one dependent step
+    wide     2,000 independent calls: the cost of a large program
+    map      the same 2,000 calls as one map over a list in the submission
 
     python benchmarks/latency.py [--repeats N] [--json] [--url URL]
 
-Starts `conure serve --engine fake` (0 s per token) and speaks to it over HTTP alone, so
-that accepting, journaling with fsync, scheduling, engine frames, committing and telling are
-all in the figures. The clock runs from before the submission to the answer that shows the
-end. Nothing is subtracted; one run of each before the first is not counted.
+Starts `conure serve --engine fake` (0 s per token) and uses HTTP only, so the figures include
+accepting, journaling with fsync, scheduling, engine frames, committing and events. The clock runs
+from before the submission until the response that shows the end. One warm-up run of each program is
+not counted.
 
-Kept true: a run that did not decode every token is an error and not a figure.
+A run that did not decode every token is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from own_server import served
+from temporary_server import served
 
 CHAIN_CALLS = 50
 WIDE_CALLS = 2_000
@@ -36,8 +36,8 @@ MAX_TOKENS = 8
 WAIT_S = 60
 
 
-class Result(NamedTuple):
-    """Figures of one program over its repeats, in `unit`; `target` is what we promise."""
+class LatencyResult(NamedTuple):
+    """Durations of one program over its repeats, in `unit`, and its target."""
 
     name: str
     calls: int
@@ -47,16 +47,16 @@ class Result(NamedTuple):
 
     @property
     def median(self) -> float:
-        """What is held against the target."""
+        """Return the figure that is compared with the target."""
         return statistics.median(self.runs)
 
     def record(self) -> dict[str, Any]:
-        """The figures as JSON."""
+        """Return the figures as JSON."""
         spread = {"min": min(self.runs), "median": self.median, "max": max(self.runs)}
         return {**self._asdict(), **spread}
 
     def line(self) -> str:
-        """The figures as one line of a table."""
+        """Return the figures as one line of a table."""
         verdict = "met" if self.median <= self.target else "MISSED"
         return (
             f"{self.name:6} {self.calls:6} calls   min {min(self.runs):8.3f}   "
@@ -66,13 +66,13 @@ class Result(NamedTuple):
 
 
 def call(name: str, variable: str, prompt: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """A `generate` node that writes a few greedy tokens into one variable."""
+    """Return a `generate` node that writes a few greedy tokens into one variable."""
     output = {"output": variable, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     return {"id": name, "op": "generate", "prompt": [*prompt, output]}
 
 
 def chain(length: int) -> dict[str, Any]:
-    """A program in which every call reads what the one before it wrote."""
+    """Return a program in which every call reads the output of the one before."""
     first = call("call_0", "v_0", [{"text": "Begin:"}])
     later = [
         call(f"call_{i}", f"v_{i}", [{"text": "Go on:"}, {"input": f"v_{i - 1}"}])
@@ -82,20 +82,20 @@ def chain(length: int) -> dict[str, Any]:
 
 
 def wide(width: int) -> dict[str, Any]:
-    """A program of calls that do not read each other."""
+    """Return a program of independent calls."""
     nodes = [call(f"call_{i}", f"v_{i}", [{"text": f"Item {i}:"}]) for i in range(width)]
     return {"name": "wide", "nodes": nodes, "outputs": [f"v_{i}" for i in range(width)]}
 
 
 def mapped(width: int) -> dict[str, Any]:
-    """The calls of `wide`, as the items of one map."""
+    """Return the calls of `wide` as the items of one map."""
     body = call("call", "v", [{"text": "Item "}, {"input": "i"}, {"text": ":"}])
     node = {"id": "all", "op": "map", "items": {"range": [width]}, "as": "i", "body": [body]}
     return {"name": "map", "nodes": [{**node, "collect": {"vs": "v"}}], "outputs": ["vs"]}
 
 
 def submit(client: httpx.Client, program: dict[str, Any]) -> str:
-    """Submits a program; returns its URL."""
+    """Submit a program; return its URL."""
     answer = client.post("/v1/programs", json={"program": program})
     if answer.status_code != 202:
         raise SystemExit(f"the program was not accepted: {answer.status_code} {answer.text}")
@@ -104,7 +104,7 @@ def submit(client: httpx.Client, program: dict[str, Any]) -> str:
 
 
 def check(client: httpx.Client, url: str, calls: int) -> None:
-    """Ends the benchmark if a program did not do all of its work."""
+    """Exit if a program did not do all of its work."""
     status = client.get(url).json()
     decoded = status["receipt"]["output_tokens"]["decoded"] if status["status"] == "done" else 0
     if decoded != calls * MAX_TOKENS:
@@ -114,7 +114,7 @@ def check(client: httpx.Client, url: str, calls: int) -> None:
 
 
 def run_chain(client: httpx.Client) -> float:
-    """Milliseconds a call, from the submission to the value of the last one."""
+    """Return milliseconds per call, from the submission to the last value."""
     program = chain(CHAIN_CALLS)
     start = time.perf_counter()
     url = submit(client, program)
@@ -129,17 +129,17 @@ def run_chain(client: httpx.Client) -> float:
 
 
 def run_wide(client: httpx.Client) -> float:
-    """Seconds of `wide`."""
+    """Return the duration of `wide` in seconds."""
     return run_whole(client, wide(WIDE_CALLS))
 
 
 def run_map(client: httpx.Client) -> float:
-    """Seconds of `map`."""
+    """Return the duration of `map` in seconds."""
     return run_whole(client, mapped(WIDE_CALLS))
 
 
 def run_whole(client: httpx.Client, program: dict[str, Any]) -> float:
-    """Seconds from the submission to the event that says that the program is finished."""
+    """Return the seconds from the submission to the `program.finished` event."""
     start = time.perf_counter()
     url = submit(client, program)
     with client.stream("GET", f"{url}/events") as events:
@@ -150,8 +150,8 @@ def run_whole(client: httpx.Client, program: dict[str, Any]) -> float:
     return took_s
 
 
-def measure(url: str, repeats: int) -> list[Result]:
-    """Runs each program `repeats` times, after one run that is not counted."""
+def measure(url: str, repeats: int) -> list[LatencyResult]:
+    """Run each program `repeats` times after a warm-up run."""
 
     def repeat(run: Callable[[httpx.Client], float]) -> list[float]:
         run(client)
@@ -159,18 +159,18 @@ def measure(url: str, repeats: int) -> list[Result]:
 
     with httpx.Client(base_url=url, timeout=WAIT_S + 10) as client:
         return [
-            Result("chain", CHAIN_CALLS, "ms/call", 5.0, repeat(run_chain)),
-            Result("wide", WIDE_CALLS, "s", 4.0, repeat(run_wide)),
-            Result("map", WIDE_CALLS, "s", 4.0, repeat(run_map)),
+            LatencyResult("chain", CHAIN_CALLS, "ms/call", 5.0, repeat(run_chain)),
+            LatencyResult("wide", WIDE_CALLS, "s", 4.0, repeat(run_wide)),
+            LatencyResult("map", WIDE_CALLS, "s", 4.0, repeat(run_map)),
         ]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures, prints, and returns 0 if all medians meet their targets."""
+    """Run the benchmark, print the figures, and return 0 if all medians meet their targets."""
     parser = argparse.ArgumentParser(description="Latency of the server on a fake engine.")
     parser.add_argument("--repeats", type=int, default=5, help="counted runs (5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--url", help="a running server instead of one of our own")
+    parser.add_argument("--url", help="use a running server instead of starting one")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")

@@ -1,8 +1,8 @@
-"""How long KV is held and how much of it is filled again, beside what a clairvoyant would do.
+"""KV lifetimes and recomputed tokens, relative to an oracle that knows the future.
 
-The multi-agent workload runs whole on the real server and engine core, with scripted text and a
-step of fixed prices, in KV memory of two thirds of what it holds with room for everything.
-The engine writes down which blocks each step uses; the oracles are told the whole trace.
+The multi-agent workload runs as whole programs on the real server and engine core, with scripted
+text and fixed step times, in two thirds of the KV memory that it uses when memory is unlimited.
+The engine records the blocks of each step; the oracles read the whole trace.
 
     python benchmarks/lifetimes.py [--programs N] [--files N] [--share X]
 """
@@ -21,46 +21,46 @@ from typing import Any
 import msgspec
 
 import conure.server.executor as executor_module
-from apps.programs import coding
-from conure.server.config import Config
-from conure.server.engines.command import Command, command_of
-from conure.server.executor import Executor
-from conure.server.program.ir import Submission
-from oracle import (
+from apps.oracle import (
     StepTrace,
     block_seconds,
     last_use_block_seconds,
     next_use_num_refilled,
 )
+from apps.programs import coding
+from conure.server.config import Config
+from conure.server.engines.command_line import EngineCommandLine
+from conure.server.executor import Executor
+from conure.server.program.ir import Submission
 
 ENGINE = Path(__file__).parent / "apps" / "recorded_engine.py"
 BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """How a recorded engine is started."""
+class RecordedCommandLine:
+    """The command line of a recorded engine."""
 
-    command: Command
+    command: EngineCommandLine
     file: Path
 
-    def argv(self, descriptor: int, epoch: int) -> list[str]:
-        """As `Command.argv`."""
-        python, _, _, *rest = self.command.argv(descriptor, epoch)
+    def argv(self, descriptor: int, heartbeat: int, epoch: int) -> list[str]:
+        """See `EngineCommandLine.argv`."""
+        python, _, _, *rest = self.command.argv(descriptor, heartbeat, epoch)
         return [python, str(ENGINE), str(self.file), *rest]
 
 
 async def record(
     programs: list[dict[str, Any]], num_blocks: int | None, context_len: int
 ) -> list[StepTrace]:
-    """The trace of one run of all programs at once."""
+    """Run all programs at once and return the trace."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace"
 
         def recorded(config: Config) -> Any:
-            return Recorded(command_of(config), file)
+            return RecordedCommandLine(EngineCommandLine(config), file)
 
-        executor_module.command_of = recorded  # type: ignore[attr-defined]
+        executor_module.EngineCommandLine = recorded  # type: ignore[attr-defined,assignment]
         config = Config(
             data=Path(folder) / "data",
             engine="fake",

@@ -1,8 +1,8 @@
-"""The paper's workloads in the paper's setting, simulated: our ratios beside its own.
+"""The paper's workloads in the paper's setting, simulated: Conure's ratios and the paper's.
 
     python benchmarks/paper.py [--seeds N] [--only WORKLOAD] [--out FOLDER]
 
-Prints a table for every workload; with a folder, writes them there, each with a plot.
+Prints a table for every workload; with --out, also writes the tables and plots to a folder.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from apps.workloads import WORKLOADS, Point
 
 HEAD = "| | baseline | ours | ratio | min | max | paper | |\n|---|--:|--:|--:|--:|--:|--:|---|"
 BAR, BARS = "#", 4
-"""Characters for every whole one of a ratio."""
+"""Characters of a bar per unit of a ratio."""
 LONGEST = 60
 LEAST = "≥ "
-"""Before what was not seen to end."""
+"""Prefix of a value that is only a lower bound."""
 
 
 def is_least(points: list[Point]) -> bool:
-    """Whether a comparison says no more than how much better ours is at least."""
+    """Return whether a comparison is only a lower bound."""
     return all(point.is_least for point in points)
 
 
 def table(points: list[list[Point]]) -> list[str]:
-    """Lines of a Markdown table; each inner list is one comparison under all seeds."""
+    """Return the lines of a Markdown table; each inner list is one comparison for all seeds."""
     lines = [HEAD]
     for each in points:
         ratios = [point.ratio for point in each]
@@ -50,7 +50,7 @@ def table(points: list[list[Point]]) -> list[str]:
 
 
 def plotted(points: list[list[Point]]) -> list[Bar]:
-    """The ratios of a table."""
+    """Return the ratios of a table as bars."""
     rows = []
     for each in points:
         ratios = [point.ratio for point in each]
@@ -78,13 +78,13 @@ def main() -> None:
         print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
         lines += section
         if arguments.out is not None:
-            plot = f"paper-{name.replace(',', '').replace(' ', '-')}.svg"
+            plot = f"{name.replace(',', '').replace(' ', '-')}.svg"
             title = f"{name[0].upper()}{name[1:]}: how many times as fast"
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / plot).write_text(bars(title, plotted(points), mark="the paper's"))
             lines += [f"![{name}]({plot})", ""]
     if arguments.out is not None:
-        (arguments.out / "paper-tables.md").write_text("\n".join(lines))
+        (arguments.out / "tables.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How fast the simulator is, and what policies make of one load on many engines.
+"""Speed of the simulator, and the effect of policies on one load on many engines.
 
-Map-reduce programs of ten calls and single chats, five to one in calls, come at random times
-in such numbers that the engines are about as busy as told.
+Map-reduce programs of ten calls and single chats, five to one in calls, arrive at random times.
+Their number is chosen so that the engines have about the requested load.
 
     python benchmarks/simulator.py [--calls N] [--engines N] [--load X] [--policy NAME]
 """
@@ -15,19 +15,19 @@ import statistics
 import time
 
 from apps.programs import map_reduce, single
-from apps.setting import A100_13B, ours, strict_tokens
+from apps.setting import A100_13B, latency_tokens, ours
 from conure.server.scheduling.policy import POLICIES
-from conure.server.simulation.simulation import Simulation
+from simulation.simulation import Simulation
 
-RARELY = (200_000, 20, 100)
-"""Python looks for garbage so seldom: what lives on is large, and looking took half of the time."""
+GC_THRESHOLDS = (200_000, 20, 100)
+"""Collect rarely: there are many live objects, and collections took half of the time."""
 NUM_CHUNKS = 9
 SECONDS_PER_CALL = 0.20
-"""Of an engine, about, with others beside it."""
+"""Approximate engine time per call, when it shares the engine with others."""
 
 
 def main() -> None:
-    """Simulate and print."""
+    """Run the simulation and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--engines", type=int, default=1_000)
@@ -43,9 +43,9 @@ def main() -> None:
             0,
             policy=policy,
             num_engines=arguments.engines,
-            strict_tokens=strict_tokens(A100_13B),
+            latency_tokens=latency_tokens(A100_13B),
         )
-        began = time.process_time()  # of this process alone, whoever else the machine serves
+        began = time.process_time()  # Processor time excludes other processes on the machine.
         simulation = Simulation(setting)
         batches, chats, num_calls = [], [], 0
         while num_calls < arguments.calls:
@@ -57,7 +57,7 @@ def main() -> None:
                 chats.append(simulation.submit(chat.blueprint, draw.random() * during_s))
             num_calls += NUM_CHUNKS + 3
         gc.freeze()
-        gc.set_threshold(*RARELY)
+        gc.set_threshold(*GC_THRESHOLDS)
         simulation.run()
         took_s = time.process_time() - began
         busy = sum(engine.busy_s for engine in simulation.engines.values())

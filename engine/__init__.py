@@ -1,1 +1,1 @@
-"""Tokens and KV memory of one model: fill, generate, free."""
+"""An engine: a process that runs one model, with fill, generate and free as its operations."""

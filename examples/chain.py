@@ -1,6 +1,6 @@
-"""A chain: where it happened, who is the doctor there, and a line that calls the doctor.
+"""A chain of three calls: find the place, look up its doctor, write a line to the doctor.
 
-Every call reads what the one before it found; none of it comes back to the client between.
+Each call reads the output of the one before. Intermediate values do not return to the client.
 Start a server first: `conure serve`.
 """
 

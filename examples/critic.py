@@ -1,8 +1,9 @@
-"""An answer, then a critic of it and follow-up questions, all of these at the same time.
+"""An answer, then a critic and follow-up questions that run in parallel.
 
-The critic judges two answers: the one of the call before, and one that somebody gave. All
-calls read one report; what they begin with alike is computed once. Start a server first:
-`conure serve`.
+The critic judges two answers: that of the first call, and one given as an input. All calls read
+the same report; the common beginning of their prompts is computed once.
+
+Start a server first: `conure serve`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from show import ask, show
 QUESTION = "Who was the guard?"
 
 
-def criticise(answer: str, *, into: str) -> dict[str, Any]:
-    """A call that says what is right, and whether an answer to the question is that."""
+def critique(answer: str, *, into: str) -> dict[str, Any]:
+    """Return a call that states the right answer, and whether the given one is the same."""
     return ask(
-        f"criticise_{answer}",
+        f"critique_{answer}",
         {"input": "report"},
         f"\n\nThe question was: {QUESTION}\nThe answer was: ",
         {"input": answer},
@@ -29,21 +30,21 @@ def criticise(answer: str, *, into: str) -> dict[str, Any]:
 
 PROGRAM = {
     "name": "critic",
-    "variables": {"report": {"type": "string"}, "told": {"type": "string"}},
+    "variables": {"report": {"type": "string"}, "claim": {"type": "string"}},
     "nodes": [
         ask("answer_it", {"input": "report"}, f"\n\n{QUESTION}", into="guard"),
-        criticise("guard", into="verdict"),
-        criticise("told", into="verdict_on_told"),
+        critique("guard", into="verdict"),
+        critique("claim", into="verdict_on_claim"),
         ask("ask_place", {"input": "report"}, "\n\nWhere did it happen?", into="place"),
         ask("ask_witnesses", {"input": "report"}, "\n\nList the witnesses.", into="witnesses"),
     ],
-    "outputs": ["guard", "verdict", "verdict_on_told", "place", "witnesses"],
+    "outputs": ["guard", "verdict", "verdict_on_claim", "place", "witnesses"],
 }
 RUNS = {
     "a theft": {
         "report": "The guard was Tessa Brook. It happened in Kolvar. "
         "The witnesses were Ruth Sandberg, Emil Hartson and Lena Moritz.",
-        "told": "Emil Hartson",
+        "claim": "Emil Hartson",
     }
 }
 

@@ -1,7 +1,6 @@
-"""Extraction to JSON under a schema: the answer is a value, not a text.
+"""Extraction to JSON: the output follows a schema and is a JSON value, not a text.
 
-The grammar keeps the output to the schema, and the model fills it in. Start a server first:
-`conure serve`.
+Start a server first: `conure serve`.
 """
 
 from __future__ import annotations

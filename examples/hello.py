@@ -1,4 +1,4 @@
-"""The smallest client: a program of two calls, the second reading what the first found.
+"""The smallest client: a program of two calls, where the second reads the output of the first.
 
 Start a server first: `conure serve`.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from conure.adapters.client import Client
-from conure.server.program.errors import ConureError
+from conure import Client, ConureError
 
 PROGRAM = {
     "name": "find-and-join",
@@ -45,7 +44,7 @@ REPORT = "The cook was Pavel Orlin. The guests were Mira Dolan, Jonas Wenk and R
 
 
 def main() -> int:
-    """Submits the program and prints its values as they come."""
+    """Submit the program and print its values as they become available."""
     try:
         with Client() as client:
             for model in client.models()[:1]:

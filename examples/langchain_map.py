@@ -1,8 +1,7 @@
-"""A LangChain map-reduce whose width the model decides: a list, one question each, the whole.
+"""A LangChain map-reduce whose width the model decides: a list, a question per item, a summary.
 
-The model lists the villages of a report; a regex holds it to a list, so that nothing has to be
-repaired. When the list is there, `.map()` makes as many calls as it has villages, all of them
-at once, and a last one joins what they found.
+The model lists the villages of a report; a regex constraint guarantees a well-formed list.
+`.map()` then makes one call per village, all in parallel, and a last call joins the findings.
 
 Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
 """
@@ -16,7 +15,7 @@ from langchain_core.output_parsers import CommaSeparatedListOutputParser, StrOut
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 
-from conure.adapters.client import Client
+from conure import Client
 from conure.adapters.langchain import ChatConure, accelerate
 from show import cost, run_example
 
@@ -30,7 +29,7 @@ NAMES = r"[A-Z][a-z]+(, [A-Z][a-z]+)*"
 
 
 def build_chain(llm: ChatConure) -> Runnable[Any, dict[str, Any]]:
-    """The chain: {"report": ...} in; its villages, their doctors and all of them out."""
+    """Return the chain from {"report": ...} to its villages, their doctors and all of them."""
     listing = ChatPromptTemplate.from_template("{report}\n\nList the villages.")
     asking = ChatPromptTemplate.from_template("{report}\n\nWho is the doctor in {village}?")
     joining = ChatPromptTemplate.from_template("Join the findings:\n{findings}")
@@ -54,14 +53,14 @@ def _findings(state: dict[str, Any]) -> dict[str, str]:
 
 
 def read(client: Client) -> None:
-    """Reads the reports, both at once, and prints what was found in each."""
+    """Run the chain on all reports in parallel and print the results."""
     llm = ChatConure(client=client, temperature=0, max_tokens=48)
     chain = accelerate(build_chain(llm))
-    for made in chain.batch([{"report": report} for report in REPORTS]):
-        print(f"report    {made['report']}")
-        for village, doctor in zip(made["villages"], made["doctors"], strict=True):
+    for result in chain.batch([{"report": report} for report in REPORTS]):
+        print(f"report    {result['report']}")
+        for village, doctor in zip(result["villages"], result["doctors"], strict=True):
             print(f"doctor    {village}: {doctor}")
-        print(f"joined    {made['all']}\n")
+        print(f"joined    {result['all']}\n")
     for run in chain.explain().runs:
         receipt = client.attach(run.program).receipt()
         print(f"server    {run.num_served} served from the plan; {cost(receipt)}")

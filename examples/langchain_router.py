@@ -1,7 +1,7 @@
-"""A LangChain router: the answer of one call decides what is asked next.
+"""A LangChain router: the answer of one call decides the next question.
 
-The deciding call is held to yes or no, so nothing has to be parsed, repaired or asked again.
-Which branch it takes is known when the chain gets there; its call then joins the same program.
+A constraint limits the deciding call to yes or no, so its answer needs no parsing or retry. The
+branch is known when the chain reaches it; its call is then appended to the same program.
 
 Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
 """
@@ -15,7 +15,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableBranch, RunnablePassthrough
 
-from conure.adapters.client import Client
+from conure import Client
 from conure.adapters.langchain import ChatConure, accelerate
 from show import cost, run_example
 
@@ -27,7 +27,7 @@ REPORTS = (
 
 
 def build_chain(llm: ChatConure) -> Runnable[Any, dict[str, str]]:
-    """The chain: {"report": ...} in; that, "is_hurt" and an "answer" out."""
+    """Return the chain from {"report": ...} to the report, "is_hurt" and "answer"."""
 
     def ask(question: str, model: Runnable[Any, Any] = llm) -> Runnable[Any, str]:
         prompt = ChatPromptTemplate.from_template(f"{{report}}\n\n{question}")
@@ -44,12 +44,12 @@ def build_chain(llm: ChatConure) -> Runnable[Any, dict[str, str]]:
 
 
 def read(client: Client) -> None:
-    """Reads all reports at once and prints what was asked of each."""
+    """Run the chain on all reports in parallel and print the results."""
     llm = ChatConure(client=client, temperature=0, max_tokens=48)
     chain = accelerate(build_chain(llm))
-    for made in chain.batch([{"report": report} for report in REPORTS]):
-        print(f"report    {made['report']}\nis hurt   {made['is_hurt']}")
-        print(f"{'who' if made['is_hurt'] == 'yes' else 'cause':9} {made['answer']}\n")
+    for result in chain.batch([{"report": report} for report in REPORTS]):
+        print(f"report    {result['report']}\nis hurt   {result['is_hurt']}")
+        print(f"{'who' if result['is_hurt'] == 'yes' else 'cause':9} {result['answer']}\n")
     for run in chain.explain().runs:
         receipt = client.attach(run.program).receipt()
         print(f"server    {run.num_served} served from the plan; {cost(receipt)}")

@@ -1,11 +1,11 @@
-"""A LlamaIndex QueryPipeline, run as it is, planned ahead, and as one program.
+"""A LlamaIndex QueryPipeline, run by LlamaIndex, accelerated, and as one program.
 
-Two questions about a report are asked side by side, put together by a function, and joined.
-QueryPipeline went with llama-index-core 0.13; this needs the last core that has it:
+Two questions about a report are asked in parallel, combined by a function, and joined by a last
+call. llama-index-core 0.13 removed QueryPipeline; this example needs the last core that has it:
 `pip install conure 'llama-index-core==0.12.52.post1'`. Start a server first: `conure serve`.
 """
 
-# The core that has it is not installed where types are checked.
+# That core is not installed where types are checked.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from llama_index.core.query_pipeline import (
     QueryPipeline,
 )
 
-from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, accelerate, explain
-from conure.adapters.llamaindex.pipeline_program import to_program
+from conure import Client
+from conure.adapters.llamaindex import Conure, accelerate, explain, to_program
 from show import cost, run_example
 
 REPORT = "The driver was Pavel Orlin. The road was closed. The guard was Tessa Brook."
@@ -30,12 +29,12 @@ ROLES = ("guard", "driver")
 
 
 def findings(guard: Any, driver: Any) -> str:
-    """Both answers, under each other; any function of yours could stand here."""
+    """Return both answers as a list. Any Python function works here."""
     return "\n".join(f"- {answer.message.content}" for answer in (guard, driver))
 
 
 def build(llm: Conure) -> QueryPipeline:
-    """The pipeline: a report in, who its people were out."""
+    """Return the pipeline from a report to its people."""
     pipeline = QueryPipeline()
     pipeline.add_modules(
         {
@@ -56,7 +55,7 @@ def build(llm: Conure) -> QueryPipeline:
 
 
 def compare(client: Client) -> None:
-    """Runs the pipeline in all three ways and prints what came of each."""
+    """Run the pipeline in all three ways and print the answers."""
     pipeline = build(Conure(client=client, temperature=0, max_tokens=48))
     fast = accelerate(pipeline)
     print(f"report    {REPORT}\nasked     who was the {' and who the '.join(ROLES)}")

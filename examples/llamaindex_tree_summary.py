@@ -1,9 +1,8 @@
-"""A LlamaIndex summary of reports as a tree, its calls planned ahead.
+"""A LlamaIndex tree summary of reports, accelerated.
 
-The Workflow is ordinary LlamaIndex: one question to every report (the leaves), and then what was
-found, joined (the root); every call is a request. `accelerate` gives back the same Workflow:
-all calls of a run are one program, and when a synthesizer begins, its calls are submitted
-together and find their answers there.
+The Workflow is ordinary LlamaIndex: one question about each report (the leaves), and a call that
+joins the findings (the root). Each call is a request. `accelerate` returns the same Workflow with
+all calls of a run in one program: when a synthesizer starts, its calls are submitted together.
 
 Start a server first: `conure serve`. Needs `pip install conure[llamaindex]`.
 """
@@ -18,7 +17,7 @@ from llama_index.core.response_synthesizers import Accumulate, TreeSummarize
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
 
-from conure.adapters.client import Client
+from conure import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
 from show import cost, run_example
 
@@ -32,14 +31,14 @@ REPORTS = (
 QUESTION = "Who was hurt?"
 
 
-class Found(Event):
-    """What the leaves said, a line for each."""
+class Findings(Event):
+    """Findings of the leaves, one per line."""
 
     lines: str
 
 
 class Summary(Workflow):
-    """A question to every report, and the answers joined."""
+    """Asks a question about each report and joins the answers."""
 
     def __init__(self, llm: Conure) -> None:
         super().__init__()
@@ -49,37 +48,37 @@ class Summary(Workflow):
         self._root = TreeSummarize(llm=llm, summary_template=join)
 
     @step
-    async def ask(self, _: StartEvent) -> Found:
-        """Asks each report."""
-        said = await self._leaves.asynthesize(QUESTION, nodes=nodes(*REPORTS), separator="\n")
-        # LlamaIndex numbers them as "Response 1: ..."; the model knows reports.
-        return Found(lines=str(said).replace("Response", "Report"))
+    async def ask(self, _: StartEvent) -> Findings:
+        """Ask the question about each report."""
+        answers = await self._leaves.asynthesize(QUESTION, nodes=nodes(*REPORTS), separator="\n")
+        # LlamaIndex writes "Response 1: ..."; the model was trained on "Report 1: ...".
+        return Findings(lines=str(answers).replace("Response", "Report"))
 
     @step
-    async def join(self, found: Found) -> StopEvent:
-        """Joins what they said."""
-        whole = await self._root.asynthesize("", nodes=nodes(found.lines))
-        return StopEvent(result=f"{found.lines}\n{whole}")
+    async def join(self, findings: Findings) -> StopEvent:
+        """Join the findings."""
+        summary = await self._root.asynthesize("", nodes=nodes(findings.lines))
+        return StopEvent(result=f"{findings.lines}\n{summary}")
 
 
 def nodes(*texts: str) -> list[NodeWithScore]:
-    """Texts as a retriever would give them."""
+    """Return texts in the form that a retriever returns."""
     return [NodeWithScore(node=TextNode(text=text)) for text in texts]
 
 
 async def summarise(app: Summary) -> str:
-    """What the Workflow comes to."""
+    """Run the Workflow; return its summary."""
     return str(await app.run())
 
 
 def compare(client: Client) -> None:
-    """Summarises the reports twice, plain and accelerated, and prints what came of it."""
+    """Summarise the reports with and without acceleration, and compare."""
     plain = Summary(Conure(client=client, temperature=0, max_tokens=48))
-    fast = accelerate(plain)
+    accelerated = accelerate(plain)
     print("\n".join(f"report    {report}" for report in REPORTS))
-    asked, ahead = (asyncio.run(summarise(app)) for app in (plain, fast))
-    print(f"\n{QUESTION}\n{ahead}\n\nsame      {'yes' if asked == ahead else 'no'}")
-    report = explain(fast)
+    expected, summary = (asyncio.run(summarise(app)) for app in (plain, accelerated))
+    print(f"\n{QUESTION}\n{summary}\n\nsame      {'yes' if expected == summary else 'no'}")
+    report = explain(accelerated)
     receipt = client.attach(report.programs[0]).receipt()
     print(f"server    {report.num_planned} served from the plan; {cost(receipt)}")
 

@@ -1,17 +1,16 @@
 """A LangChain map-reduce over incident reports, as one program or request by request.
 
-The chain is ordinary LangChain: one small chain per report, all of them in parallel, and a
-last prompt that joins what they found. `to_program` turns it into one program; the server
-sees all calls at once, computes the text that they start with once, and starts the last
-call the moment the last report is read. With `--by-request` the same chain runs as LangChain
-runs it, every call a request of its own.
+The chain is ordinary LangChain: one small chain per report, all in parallel, and a last prompt
+that joins the findings. `to_program` turns it into one program: the server sees all calls at once,
+computes their common prompt prefix once, and starts the last call as soon as the last finding is
+complete. With `--by-request` LangChain runs the same chain, each call as a request of its own.
 
     conure serve &
     python examples/map_reduce.py --save program.json
     python examples/map_reduce.py --by-request --compare program.json
 
-Both ways are measured fairly on a server that has seen neither: `make demo` gives each one
-of its own. Needs `pip install conure[langchain]`.
+For a fair comparison, start the server anew before each of the two: the second run would find the
+cache of the first. Needs `pip install conure[langchain]`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 
-from conure.adapters.client import Client
+from conure import Client, ConureError, Receipt
 from conure.adapters.langchain import ChatConure, to_program
-from conure.server.program.errors import ConureError
-from conure.server.program.status import Receipt
 
 RULES = (
     "You read reports. Answer from the report alone. Give names as they are written. "
@@ -53,26 +50,26 @@ JOIN = "Join these findings into one sentence:"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one way of running the chain gave and cost."""
+class Measurement:
+    """Answers and costs of one way to run the chain."""
 
     findings: list[str]
     answer: str
     wall_s: float
     requests: int
-    """Calls of the application to the server."""
+    """From the application to the server."""
     logical: int
     computed: int
     shared: int
 
 
 def build_chain(num_reports: int, llm: Runnable[Any, Any]) -> Runnable[Any, Any]:
-    """The chain: {"report_1": ..., ...} in, the findings and their reduction out."""
+    """Return the chain from {"report_1": ..., ...} to the findings and the answer."""
     read = ChatPromptTemplate.from_messages(
         [("system", RULES), ("human", f"Report: {{report}}\n\nQuestion: {QUESTION}")]
     )
     numbers = range(1, num_reports + 1)
-    found = RunnableParallel(
+    findings = RunnableParallel(
         {
             f"finding_{n}": {"report": itemgetter(f"report_{n}")} | read | llm | StrOutputParser()
             for n in numbers
@@ -80,52 +77,52 @@ def build_chain(num_reports: int, llm: Runnable[Any, Any]) -> Runnable[Any, Any]
     )
     lines = "\n".join(f"{n}. {{finding_{n}}}" for n in numbers)
     join = ChatPromptTemplate.from_messages([("human", f"{JOIN}\n{lines}")])
-    return found.assign(answer=join | llm | StrOutputParser())
+    return findings.assign(answer=join | llm | StrOutputParser())
 
 
-def as_program(client: Client, reports: Sequence[str], llm: ChatConure) -> Measured:
-    """Runs the chain as one program and prints its receipt."""
+def as_program(client: Client, reports: Sequence[str], llm: ChatConure) -> Measurement:
+    """Run the chain as one program and print its receipt."""
     compiled = to_program(build_chain(len(reports), llm), name="map-reduce")
     inputs = {f"report_{n}": report for n, report in enumerate(reports, 1)}
-    began = time.perf_counter()
-    outcome = compiled.execute(client, inputs)
-    wall_s = time.perf_counter() - began
-    print_receipt(outcome.receipt)
-    return _measured(outcome.output, wall_s, 1, [outcome.receipt])
+    start_s = time.perf_counter()
+    result = compiled.execute(client, inputs)
+    wall_s = time.perf_counter() - start_s
+    print_receipt(result.receipt)
+    return _measurement(result.output, wall_s, 1, [result.receipt])
 
 
-def by_request(client: Client, reports: Sequence[str], llm: ChatConure) -> Measured:
-    """Runs the chain as LangChain does, every call a request."""
+def by_request(client: Client, reports: Sequence[str], llm: ChatConure) -> Measurement:
+    """Run the chain with LangChain, one request per call."""
     programs: list[str] = []
 
-    def note(message: AIMessage) -> AIMessage:
+    def record(message: AIMessage) -> AIMessage:
         programs.append(message.response_metadata["program"])
         return message
 
-    chain = build_chain(len(reports), llm | RunnableLambda(note))
-    began = time.perf_counter()
+    chain = build_chain(len(reports), llm | RunnableLambda(record))
+    start_s = time.perf_counter()
     output = chain.invoke({f"report_{n}": report for n, report in enumerate(reports, 1)})
-    wall_s = time.perf_counter() - began
+    wall_s = time.perf_counter() - start_s
     receipts = [client.attach(program).receipt() for program in programs]
-    return _measured(output, wall_s, len(programs), receipts)
+    return _measurement(output, wall_s, len(programs), receipts)
 
 
-def _measured(
+def _measurement(
     output: dict[str, str], wall_s: float, requests: int, receipts: Sequence[Receipt]
-) -> Measured:
+) -> Measurement:
     findings = [value for name, value in output.items() if name != "answer"]
     prompts = [receipt.prompt_tokens for receipt in receipts]
     logical, computed = (
         sum(prompt.logical for prompt in prompts),
         sum(prompt.computed for prompt in prompts),
     )
-    return Measured(
+    return Measurement(
         findings, output["answer"], wall_s, requests, logical, computed, logical - computed
     )
 
 
 def print_receipt(receipt: Receipt) -> None:
-    """Prints what the program cost."""
+    """Print the costs of the program."""
     prompt = receipt.prompt_tokens
     shared = prompt.shared
     total = shared.static + shared.dynamic + shared.generated + shared.cache
@@ -145,15 +142,15 @@ def print_receipt(receipt: Receipt) -> None:
     print(f"  blocks held      {receipt.blocks_held}\n")
 
 
-def print_answers(reports: Sequence[str], measured: Measured) -> None:
-    """Prints every report with what was found in it, and what came of all."""
-    for number, (report, finding) in enumerate(zip(reports, measured.findings, strict=True), 1):
+def print_answers(reports: Sequence[str], measurement: Measurement) -> None:
+    """Print each report with its finding, and the answer."""
+    for number, (report, finding) in enumerate(zip(reports, measurement.findings, strict=True), 1):
         print(f"{number}. {report}\n   {QUESTION} {finding}")
-    print(f"\nanswer: {measured.answer}\n")
+    print(f"\nanswer: {measurement.answer}\n")
 
 
-def print_table(program: Measured, requests: Measured) -> None:
-    """Prints both ways side by side."""
+def print_table(program: Measurement, requests: Measurement) -> None:
+    """Print the measurements side by side."""
     rows = (
         ("wall time", f"{program.wall_s:.2f} s", f"{requests.wall_s:.2f} s"),
         ("requests of the app", str(program.requests), str(requests.requests)),
@@ -169,30 +166,36 @@ def print_table(program: Measured, requests: Measured) -> None:
 
 
 def run(client: Client, options: argparse.Namespace) -> None:
-    """Runs the chain one way; prints, keeps and compares what came of it."""
+    """Run the chain one way; print, save and compare its measurement."""
     llm = ChatConure(client=client, temperature=0, max_tokens=options.max_tokens)
     if not options.by_request:
         for model in client.models()[:1]:
             print(f"model {model['id']}: {model.get('description') or 'no description'}\n")
-    way = by_request if options.by_request else as_program
-    measured = way(client, REPORTS, llm)
+    measure = by_request if options.by_request else as_program
+    measurement = measure(client, REPORTS, llm)
     if options.compare is None:
-        print_answers(REPORTS, measured)
+        print_answers(REPORTS, measurement)
     else:
-        other = Measured(**json.loads(options.compare.read_text(encoding="utf-8")))
-        print_table(*((other, measured) if options.by_request else (measured, other)))
+        other = Measurement(**json.loads(options.compare.read_text(encoding="utf-8")))
+        print_table(*((other, measurement) if options.by_request else (measurement, other)))
     if options.save is not None:
-        options.save.write_text(json.dumps(asdict(measured)), encoding="utf-8")
+        options.save.write_text(json.dumps(asdict(measurement)), encoding="utf-8")
 
 
 def main() -> int:
-    """Reads the arguments and runs the example."""
+    """Parse the arguments and run the example."""
     parser = argparse.ArgumentParser(description="LangChain map-reduce over incident reports")
-    parser.add_argument("--url", help="of the server (CONURE_URL, else http://127.0.0.1:8400)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of each answer")
+    parser.add_argument(
+        "--url", help="URL of the server (default: CONURE_URL, or http://127.0.0.1:8400)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=48, help="limit of each answer")
     parser.add_argument("--by-request", action="store_true", help="let LangChain run the chain")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="keep answers and cost here")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="what the other way saved")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="save answers and costs to this file"
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="file that the other way saved"
+    )
     try:
         options = parser.parse_args()
         with Client(options.url) as client:

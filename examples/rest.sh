@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Conure from the shell: nothing but curl. Start a server first: conure serve
+# Conure from the shell, with curl only. Start a server first: conure serve
 set -euo pipefail
 
 URL="${CONURE_URL:-http://127.0.0.1:8400}"
 
-# One request; errors of the server stop the script after their text is shown.
+# Send one request. An error of the server is printed and stops the script.
 call() {
   local method="$1" path="$2" body="${3:-}"
   local args=(--silent --show-error --fail-with-body --max-time 120 -X "$method" "$URL$path")
@@ -14,7 +14,7 @@ call() {
   curl "${args[@]}"
 }
 
-# The text of every field of this name in a JSON answer, one per line.
+# Print the string values of a field in a JSON reply, one per line.
 field() {
   grep -o "\"$1\" *: *\"[^\"]*\"" | sed 's/^[^:]*: *"\(.*\)"$/\1/'
 }
@@ -23,11 +23,11 @@ say() {
   printf '\n== %s\n' "$1"
 }
 
-say "the models"
+say "models"
 call GET /v1/models
 echo
 
-say "a whole program: two calls, the second reads what the first writes"
+say "submit a program: two calls, the second reads the output of the first"
 accepted="$(call POST /v1/programs '{
   "program": {
     "name": "find-and-write",
@@ -50,10 +50,10 @@ say "wait for a value (long poll)"
 call GET "/v1/programs/$id/variables/letter?wait_s=60"
 echo
 
-say "its events, from the first to the last"
+say "events, from the first to the last"
 call GET "/v1/programs/$id/events?after=0"
 
-say "its status and receipt"
+say "status and receipt"
 status="$(call GET "/v1/programs/$id")"
 if command -v python3 > /dev/null; then
   python3 -m json.tool <<< "$status"
@@ -61,7 +61,7 @@ else
   echo "$status"
 fi
 
-say "the paper's calls: submit a prompt, set its input, get its output"
+say "Parrot's API: submit a prompt, set its input, get its output"
 submitted="$(call POST /v1/submit '{
   "prompt": "{{input:report}}\n\nWho was the guard? {{output:guard}}",
   "placeholders": [
@@ -77,7 +77,7 @@ call POST /v1/get "{\"semantic_var_id\": \"$guard\", \"criteria\": \"latency\"}"
 echo
 call DELETE "/v1/programs/$session" > /dev/null
 
-say "a chat completion, as OpenAI's clients ask for it"
+say "OpenAI's API: a chat completion"
 call POST /v1/chat/completions '{
   "model": "default", "max_tokens": 32, "temperature": 0,
   "messages": [{"role": "user", "content": "Repeat this sentence: The road was closed."}]}'

@@ -1,6 +1,6 @@
-"""A router: a yes or no decides which question is asked next.
+"""A router: a yes-or-no answer decides which question is asked next.
 
-The branch that is not taken never starts. Start a server first: `conure serve`.
+The other branch never starts. Start a server first: `conure serve`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PROGRAM = {
     "outputs": ["is_hurt", "answer"],
 }  # fmt: skip
 RUNS = {
-    "somebody was hurt": {
+    "an accident with one person hurt": {
         "report": "The accident hurt Jonas Wenk. The cause was a wet rail. The road was closed."
     },
-    "nobody was": {
+    "an accident with nobody hurt": {
         "report": "The cause was a broken valve. Nobody was hurt. It happened in Malbury."
     },
 }

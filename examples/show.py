@@ -1,9 +1,4 @@
-"""Runs an example's program and prints its inputs, its answers and its receipt.
-
-Shared by the examples of one shape each (`chain.py`, `router.py`, `critic.py`,
-`extraction.py`); those of other libraries run and print receipts as it does. Knows the
-client; refuses to know what a program is about.
-"""
+"""Shared code of the examples: run a program, print its inputs, outputs and receipt."""
 
 from __future__ import annotations
 
@@ -12,15 +7,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conure.adapters.client import Client
-from conure.server.program.errors import ConureError
-from conure.server.program.status import Receipt
+from conure import Client, ConureError, Receipt
 
 GREEDY: dict[str, Any] = {"max_tokens": 48, "temperature": 0}
 
 
 def ask(node: str, *parts: str | dict[str, Any], into: str, **output: Any) -> dict[str, Any]:
-    """A call in the chat form: strings of the prompt are text, `{"input": name}` is a value."""
+    """Return a generate node with one user message: strings are text, `{"input": name}` a value."""
     content = [{"text": part} if isinstance(part, str) else part for part in parts]
     return {
         "id": node,
@@ -31,7 +24,7 @@ def ask(node: str, *parts: str | dict[str, Any], into: str, **output: Any) -> di
 
 
 def cost(receipt: Receipt) -> str:
-    """What a program came to, in one line."""
+    """Return the costs of a program in one line."""
     prompt = receipt.prompt_tokens
     return (
         f"{receipt.calls} calls, {prompt.computed} of {prompt.logical} prompt tokens "
@@ -40,7 +33,7 @@ def cost(receipt: Receipt) -> str:
 
 
 def run_example(name: str, example: Callable[[Client], None]) -> int:
-    """Runs an example; a mistake is one sentence. Returns the exit code."""
+    """Run an example and print an error as one line. Return the exit code."""
     try:
         with Client() as client:
             example(client)
@@ -51,7 +44,7 @@ def run_example(name: str, example: Callable[[Client], None]) -> int:
 
 
 def show(program: Mapping[str, Any], runs: Mapping[str, Mapping[str, str]]) -> int:
-    """Submits a program once per set of inputs; returns the exit code of the example."""
+    """Submit a program once per set of inputs. Return the exit code."""
 
     def submit(client: Client) -> None:
         for title, inputs in runs.items():

@@ -1,22 +1,23 @@
-"""Attention over shared, paged keys and values: one signature per operation.
+"""Attention over shared, paged keys and values: one signature for all implementations.
 
-`implementation(name)` picks who computes; callers hold the `Operations` it returns and pass
-it down. All implementations mean the same (`reference` defines what), read the same caches
-and obey the same plan. Here arguments are checked, once for all of them.
+`implementation(name)` returns the `AttentionOperations` of one implementation. All
+implementations have the same results (`reference` defines them), read the same caches and use
+the same plan. The arguments are checked here.
 
-    reference    plain torch, float64-able, slow
-    cpu          fast torch: each shared stretch once, packed heads, one softmax
-    invariant    as cpu, but the same bits for a query whatever else is in the step
-    triton       kernels for a GPU: all stretches of a step in one launch
+    reference    plain torch, on any device, also in float64; slow
+    cpu          C++ kernels, compiled for an instruction set of the processor
+    invariant    like cpu, but bitwise independent of the rest of the step
+    triton       GPU kernels: all ranges of a step in one launch
 
-Knows no model and no context: a plan says which queries read which blocks. A key/value
-cache is [N, B, K, D] whose first two dimensions flatten, so that blocks that follow each
-other in memory are one stretch that is read in place; `new_cache` returns one in the layout
-that its implementation reads fastest, and each implementation takes any. Nothing here knows
-gradients, so it does not matter in which of torch's modes an operation is called.
+A KV cache is [N, B, K, D] and its first two dimensions flatten, so that consecutive blocks are
+one contiguous range that is read in place. `new_cache` returns a cache in the layout that its
+implementation reads fastest; each implementation accepts any layout. The operations have no
+gradients and can be called in any grad mode.
 
-Shapes: T queries or new tokens - H query heads - K kv heads - D head dim - E value head dim -
-B tokens of a block - N blocks - S parts - W most parts of one query.
+Out of scope: models and contexts; a plan says which queries read which blocks.
+
+Shapes: T queries or new tokens - H query heads - K KV heads - D head dim - E value head dim -
+B tokens of a block - N blocks - S partials - W maximum partials of one query.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from . import arguments, cpu, reference
-from .invariant import Invariant
-from .plan import Plan
+from . import checks, reference
+from .cpu import library
+from .cpu.attention import CpuKernels, NativeLibrary
+from .planning.plan import Plan
 
 NAMES: Final = ("reference", "cpu", "invariant", "triton")
 
 
-class Kernels(Protocol):
-    """What a file of implementations defines; arguments are checked before."""
+class KernelBackend(Protocol):
+    """The functions of an implementation; their arguments have been checked."""
 
     def attention(
         self,
@@ -51,11 +53,11 @@ class Kernels(Protocol):
         sinks: Tensor | None,
         out: Tensor,
     ) -> Tensor:
-        """Attend, write to `out`, return it."""
+        """Attend, write to `out` and return it."""
         ...
 
     def merge(self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None) -> Tensor:
-        """Put parts together."""
+        """Merge partials."""
         ...
 
     def store_kv(
@@ -76,8 +78,8 @@ class Kernels(Protocol):
 
 
 @runtime_checkable
-class Replayable(Protocol):
-    """What an implementation defines whose launches can be captured and replayed."""
+class ReplayableBackend(Protocol):
+    """The function of implementations whose launches can be captured and replayed."""
 
     def prepare(
         self,
@@ -88,41 +90,45 @@ class Replayable(Protocol):
         *,
         window: int | None,
     ) -> Hashable:
-        """Bring a step to the device; say what a launch depends on."""
+        """Copy a step to the device; return the values that a launch depends on."""
         ...
 
 
-def implementation(name: str) -> Operations:
+def implementation(name: str, instructions: str = library.AUTO) -> AttentionOperations:
     """Return the operations of one implementation.
 
+    Args:
+        name: One of `NAMES`.
+        instructions: Instruction set of a CPU, one of `library.NAMES`, or the fastest.
+
     Raises:
-        ValueError: if `name` is not one of `NAMES`.
+        ValueError: if `name` is not one of `NAMES`, or the processor lacks the instructions.
+        LibraryUnavailableError: if the C++ kernels are needed and cannot be compiled.
     """
     if name == "reference":
-        return Operations(name, reference)
-    if name == "cpu":
-        return Operations(name, cpu.Cpu())
-    if name == "invariant":
-        return Operations(name, Invariant())
+        return AttentionOperations(name, reference)
+    if name in ("cpu", "invariant"):
+        native = NativeLibrary(library.find(instructions))
+        return AttentionOperations(name, CpuKernels(native, is_invariant=name == "invariant"))
     if name == "triton":
-        # Loaded where it is asked for: a machine without a GPU needs no triton.
+        # Imported on demand: a machine without a GPU does not need triton.
         try:
-            from .gpu.gpu import Gpu
+            from .gpu.launcher import TritonKernels
         except ImportError as error:
             raise ValueError(f"implementation 'triton' cannot be loaded: {error}") from error
-        return Operations(name, Gpu())
+        return AttentionOperations(name, TritonKernels())
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
 
 
 def _without_gradients() -> contextlib.AbstractContextManager[None]:
-    """Return inference mode, or nothing where a step is in it: to enter costs microseconds."""
+    """Return inference mode, or a null context if it is on: entering takes microseconds."""
     return contextlib.nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
-class Operations:
-    """The operations of one implementation, arguments checked."""
+class AttentionOperations:
+    """The operations of one implementation, with argument checks."""
 
-    def __init__(self, name: str, kernels: Kernels) -> None:
+    def __init__(self, name: str, kernels: KernelBackend) -> None:
         self.name: Final = name
         self._kernels: Final = kernels
 
@@ -141,32 +147,28 @@ class Operations:
     ) -> Tensor:
         """Attend every query to the positions of its context up to its own.
 
-        The new tokens' keys and values must be stored before. Slots that the plan does not
-        name are never read into a result, whatever they hold. An implementation may keep
-        copies of what it has read: from then on a cache is written by `store_kv` and
-        `copy_blocks` of these operations alone.
+        The keys and values of the new tokens must have been stored. Slots outside the plan do
+        not affect the result. An implementation may copy what it has read: after the first
+        read, a cache must be written only by `store_kv` and `copy_blocks` of this object.
 
         Args:
-            query: [T, H, D], rows in the plan's order; strides are free but for the last.
-                What lies behind the plan's queries fills a step up: it attends to nothing, and
-                its part of the result means nothing.
-            key_cache: [N, B, K, D] with K a divisor of H, blocks that follow each other.
+            query: [T, H, D], rows in the plan's order; only the last dimension must be
+                contiguous. Queries after those of the plan are padding: they attend to
+                nothing, and their results are undefined.
+            key_cache: [N, B, K, D] with consecutive blocks; K divides H.
             value_cache: [N, B, K, E].
-            plan: Of this step's rows.
+            plan: Plan of this step.
             scale: Factor of the scores.
-            window: Positions that a query sees, its own included; None sees all.
+            window: Positions that a query sees, including its own; None for all.
             softcap: Scores become `softcap * tanh(scores / softcap)`.
-            sinks: [H], one score per head that takes weight and has no value.
-            out: [T, H, E] in the query's dtype, overwritten; None makes one.
-
-        Returns:
-            [T, H, E] in the query's dtype; `out` if it was given.
+            sinks: [H], one score per head that takes weight but has no value.
+            out: [T, H, E] in the query's dtype, overwritten and returned; None allocates it.
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
         """
-        arguments.check_attention(query, key_cache, value_cache, plan)
-        arguments.check_variants(query, scale, window, softcap, sinks)
+        checks.check_attention(query, key_cache, value_cache, plan)
+        checks.check_variants(query, scale, window, softcap, sinks)
         shape = (query.shape[0], query.shape[1], value_cache.shape[3])
         if out is None:
             out = query.new_empty(shape)
@@ -175,8 +177,8 @@ class Operations:
                 f"out must be {list(shape)} {query.dtype}, got {list(out.shape)} {out.dtype}"
             )
         elif out.stride(2) != 1:
-            raise ValueError(f"out must have vectors in one stretch, got strides {out.stride()}")
-        arguments.check_one_device(
+            raise ValueError(f"out must have contiguous vectors, got strides {out.stride()}")
+        checks.check_one_device(
             query=query, key_cache=key_cache, value_cache=value_cache, sinks=sinks, out=out
         )
         with _without_gradients():
@@ -201,44 +203,44 @@ class Operations:
         *,
         window: int | None = None,
     ) -> Hashable:
-        """Do what `attention` does on the host, so that a CUDA graph of it can be replayed.
+        """Do the host work of `attention`, so that a CUDA graph of it can be replayed.
 
-        A step's tables go to the device; each kind of layer needs them once. A graph that was
-        captured with the same tensors is good for any plan of at most as many queries for
-        which this returns what it returned before the capture. Outputs of queries that the
-        plan does not have are left as they are. Without a device this does nothing.
+        Copies a step's work table to the device, once per kind of layer. A graph that was
+        captured with the same tensors is valid for any plan with at most as many queries for
+        which this method returns the same value as before the capture. Outputs of queries
+        outside the plan are not written. Without a device this method does nothing.
 
         Args:
-            query: As in `attention`; it may have more tokens than the plan.
+            query: As in `attention`.
             key_cache: As in `attention`.
             value_cache: As in `attention`.
-            plan: Of this step's rows.
+            plan: Plan of this step.
             window: As in `attention`.
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
         """
-        arguments.check_attention(query, key_cache, value_cache, plan)
-        arguments.check_window(window)
-        arguments.check_one_device(query=query, key_cache=key_cache, value_cache=value_cache)
-        if not isinstance(self._kernels, Replayable):
+        checks.check_attention(query, key_cache, value_cache, plan)
+        checks.check_window(window)
+        checks.check_one_device(query=query, key_cache=key_cache, value_cache=value_cache)
+        if not isinstance(self._kernels, ReplayableBackend):
             return None
         return self._kernels.prepare(query, key_cache, value_cache, plan, window=window)
 
     def merge(
         self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None = None
     ) -> Tensor:
-        """Put together what each query found in disjoint stretches of its context.
+        """Merge the partials of each query over disjoint ranges of its context.
 
         Args:
-            outputs: [S, H, E] parts, each normalised for itself.
-            lse: [S, H] natural log of the sum of the exponentials behind each part.
-            slots: [T, W] int64 below S, the parts of each query; -1 fills up, one is a part at
-                least.
+            outputs: [S, H, E] partials, each normalised.
+            lse: [S, H] natural log of the sum of exponentials of each partial.
+            slots: [T, W] int64 indices of the partials of each query, padded with -1; each
+                query has at least one.
             sinks: [H] as in `attention`.
 
         Returns:
-            [T, H, E] in float32, or float64 where the parts are.
+            [T, H, E] in float32, or in float64 if the partials are.
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
@@ -250,12 +252,12 @@ class Operations:
         if slots.dim() != 2 or slots.dtype != torch.int64:
             raise ValueError(f"slots must be [T, W] int64, got {list(slots.shape)} {slots.dtype}")
         for name, tensor in (("outputs", outputs), ("lse", lse)):
-            arguments.check_floats(name, tensor)
-        arguments.check_sinks(sinks, outputs.shape[1])
-        arguments.check_one_device(outputs=outputs, lse=lse, slots=slots, sinks=sinks)
-        arguments.check_range("slots", slots, -1, len(outputs))
+            checks.check_floats(name, tensor)
+        checks.check_sinks(sinks, outputs.shape[1])
+        checks.check_one_device(outputs=outputs, lse=lse, slots=slots, sinks=sinks)
+        checks.check_range("slots", slots, -1, len(outputs))
         if slots.device.type == "cpu" and len(slots) and not (slots >= 0).any(dim=1).all():
-            raise ValueError("slots must name one part of each query at least")
+            raise ValueError("slots must name at least one partial of each query")
         return self._kernels.merge(outputs, lse, slots, sinks=sinks)
 
     def store_kv(
@@ -264,18 +266,18 @@ class Operations:
         """Write the keys and values of new tokens into the caches, in place.
 
         Args:
-            key: [T, K, D], strides are free.
+            key: [T, K, D] with any strides.
             value: [T, K, E].
-            key_cache: [N, B, K, D], blocks that follow each other.
+            key_cache: [N, B, K, D] with consecutive blocks.
             value_cache: [N, B, K, E].
-            slots: [T] int64, block * B + offset, each slot at most once. On a GPU the host does
-                not read them; what lies outside of the caches is not written there.
+            slots: [T] int64, block * B + offset, each slot at most once. On a GPU they are not
+                checked, and tokens with a slot outside the caches are not written.
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
         """
         for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
-            arguments.check_layout(name, cache)
+            checks.check_layout(name, cache)
             if new.dim() != 3 or new.shape[1:] != cache.shape[2:]:
                 raise ValueError(
                     f"{name} must be [T, {cache.shape[2]}, {cache.shape[3]}], got {list(new.shape)}"
@@ -288,22 +290,22 @@ class Operations:
             raise ValueError(
                 f"value_cache must be {[*key_cache.shape[:3], 'E']}, got {list(value_cache.shape)}"
             )
-        arguments.check_one_device(
+        checks.check_one_device(
             key=key, value=value, key_cache=key_cache, value_cache=value_cache, slots=slots
         )
-        arguments.check_range("slots", slots, 0, key_cache.shape[0] * key_cache.shape[1])
+        checks.check_range("slots", slots, 0, key_cache.shape[0] * key_cache.shape[1])
         with _without_gradients():
             self._kernels.store_kv(key, value, key_cache, value_cache, slots)
 
     def copy_blocks(self, caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
-        """Copy whole blocks inside each cache, in place; no pairs is a no-op.
+        """Copy whole blocks inside each cache, in place.
 
         All sources are read before any destination is written.
 
         Args:
             caches: Any number of [N, B, K, D].
-            source: [C] int64 blocks of every cache. On a GPU the host does not read them, and
-                pairs that are outside of a cache are left out there.
+            source: [C] int64 blocks of every cache. On a GPU they are not checked, and pairs
+                outside a cache are skipped.
             destination: [C] int64 blocks, each at most once.
 
         Raises:
@@ -321,11 +323,11 @@ class Operations:
                 raise ValueError(f"caches[{index}] must be [N, B, K, D], got {list(cache.shape)}")
             if cache.device != source.device:
                 raise ValueError(f"caches[{index}] is on {cache.device}, source on {source.device}")
-        arguments.check_one_device(source=source, destination=destination)
+        checks.check_one_device(source=source, destination=destination)
         num_blocks = min((len(cache) for cache in caches), default=0)
         if caches:
-            arguments.check_range("source", source, 0, num_blocks)
-            arguments.check_range("destination", destination, 0, num_blocks)
+            checks.check_range("source", source, 0, num_blocks)
+            checks.check_range("destination", destination, 0, num_blocks)
         if len(source):
             with _without_gradients():
                 self._kernels.copy_blocks(caches, source, destination)
@@ -336,12 +338,12 @@ class Operations:
         """Return zeros [num_blocks, block_size, heads, dim] in this implementation's layout.
 
         Raises:
-            ValueError: if a size is below 1 or `dtype` no floating point; the message names it.
+            ValueError: if a size is below 1 or `dtype` is not floating point.
         """
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "heads": heads, "dim": dim}
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating point, got {dtype}")
+            raise ValueError(f"dtype must be floating point, got {dtype}")
         return self._kernels.new_cache(num_blocks, block_size, heads, dim, dtype)

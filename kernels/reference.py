@@ -1,11 +1,11 @@
-"""What the operations mean, in plain torch, written to be read.
+"""Reference implementation of the operations in plain torch, which defines their results.
 
-Every row for itself, every query against all positions it sees, no work items: the
-definition that other implementations are tested against. Runs in the dtype of its
-arguments, float64 included; lower precisions compute in float32.
+Every row is computed separately, every query against all positions that it sees, without work
+items. Other implementations are tested against this one. It computes in the dtype of its
+arguments if that is float32 or float64, and in float32 for lower precisions.
 
-Shapes: T queries or new tokens - H query heads - K kv heads - D head dim - E value head dim -
-B tokens of a block - N blocks - S parts - W most parts of one query.
+Shapes: T queries or new tokens - H query heads - K KV heads - D head dim - E value head dim -
+B tokens of a block - N blocks - S partials - W maximum partials of one query.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .plan import Plan, slots_of
+from .planning.plan import Plan, kv_slots
 
 
 def attention(
@@ -30,14 +30,16 @@ def attention(
     sinks: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Attend each row's queries to its context; see `ops.Operations.attention`."""
+    """Attend each row's queries to its context; see `ops.AttentionOperations.attention`."""
     for row in range(plan.num_rows):
         begin, end = int(plan.query_start[row]), int(plan.query_start[row + 1])
         length = int(plan.kv_len[row])
-        slots = torch.from_numpy(slots_of(plan.tables[row], 0, length, plan.block_size))
-        keys = _wide(key_cache.flatten(0, 1)[slots.to(key_cache.device)])  # [length, K, D]
-        values = _wide(value_cache.flatten(0, 1)[slots.to(value_cache.device)])
-        queries = _wide(query[begin:end])
+        slots = torch.from_numpy(kv_slots(plan.tables[row], 0, length, plan.block_size))
+        keys = _at_least_float32(
+            key_cache.flatten(0, 1)[slots.to(key_cache.device)]
+        )  # [length, K, D]
+        values = _at_least_float32(value_cache.flatten(0, 1)[slots.to(value_cache.device)])
+        queries = _at_least_float32(query[begin:end])
         group = queries.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
@@ -46,13 +48,13 @@ def attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(length - (end - begin), length, device=query.device)[:, None]
-        seen = torch.arange(length, device=query.device)[None, :]
-        visible = seen <= positions
+        keys_at = torch.arange(length, device=query.device)[None, :]
+        visible = keys_at <= positions
         if window is not None:
-            visible &= seen > positions - window
+            visible &= keys_at > positions - window
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
-            # A sink is one more score of each head that has no value behind it.
+            # A sink is one more score of each head, without a value.
             sink = sinks.to(scores)[:, None, None].expand(-1, end - begin, 1)
             scores = torch.cat([scores, sink], dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., :length]
@@ -61,37 +63,37 @@ def attention(
 
 
 def merge(outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None) -> Tensor:
-    """Put the parts of each query together; see `ops.Operations.merge`."""
-    lse, outputs = _wide(lse), _wide(outputs)
+    """Merge the partials of each query; see `ops.AttentionOperations.merge`."""
+    lse, outputs = _at_least_float32(lse), _at_least_float32(outputs)
     used = slots >= 0
-    parts = slots.clamp(min=0)
-    scores = lse[parts].masked_fill(~used[..., None], float("-inf"))  # [T, W, H]
+    partials = slots.clamp(min=0)
+    scores = lse[partials].masked_fill(~used[..., None], float("-inf"))  # [T, W, H]
     total = torch.logsumexp(scores, dim=1)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(total).expand_as(total))
     weights = torch.exp(scores - total[:, None])
-    gathered = outputs[parts].masked_fill(~used[..., None, None], 0.0)  # [T, W, H, E]
+    gathered = outputs[partials].masked_fill(~used[..., None, None], 0.0)  # [T, W, H, E]
     return (weights[..., None] * gathered).sum(dim=1)
 
 
 def store_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """Write new keys and values to their slots; see `ops.Operations.store_kv`."""
+    """Write new keys and values to their slots; see `ops.AttentionOperations.store_kv`."""
     key_cache.flatten(0, 1)[slots] = key.to(key_cache.dtype)
     value_cache.flatten(0, 1)[slots] = value.to(value_cache.dtype)
 
 
 def copy_blocks(caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
-    """Copy whole blocks inside each cache; see `ops.Operations.copy_blocks`."""
+    """Copy whole blocks inside each cache; see `ops.AttentionOperations.copy_blocks`."""
     for cache in caches:
         cache[destination] = cache[source]
 
 
 def new_cache(num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in the order of their dimensions; see `ops.Operations.new_cache`."""
+    """Return a contiguous cache of zeros; see `ops.AttentionOperations.new_cache`."""
     return torch.zeros(num_blocks, block_size, heads, dim, dtype=dtype)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,1 +1,5 @@
-"""What a program means and where its calls run."""
+"""The server: HTTP routes, programs, scheduling, prompts, the journal and its engines.
+
+`cli` and `commands` start it, `app` builds the ASGI application, `service` is the interface that
+the routes use, and `executor` implements it.
+"""

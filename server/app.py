@@ -1,39 +1,34 @@
-"""The HTTP application: all routes, their errors, and the life of the service behind them.
+"""The HTTP application: routes, error handlers and the lifespan of the service.
 
-Knows how the pieces are joined. Refuses to know what they do: routes live in `routes`, the
-executor behind `service.Service`.
+Out of scope: the endpoints (`routes`) and the execution of programs (`service.Service`).
 
-Kept true: importing this file loads neither an engine nor the executor; the service starts
-and stops with the application, however the application is run.
+Invariants: importing this module loads neither an engine nor the executor; the service starts and
+stops with the application, whichever ASGI server runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from typing import Any
 
 from litestar import Litestar, Router
 from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
+from conure import __version__
+
 from .config import Config
-from .routes import accounts, events, grammar, health, openai, paper, programs
-from .routes.document import openapi_config
-from .routes.gate import LocalOnly, add_request_id
-from .routes.problem import answer_problem
+from .routes import grammar, health, openai, parrot, tokenize, usage
+from .routes.methods import MethodsApp
+from .routes.middleware import BodyMemoryMiddleware, LoopbackOnlyMiddleware, add_request_id
+from .routes.openapi import openapi_config
+from .routes.problem import problem_response
+from .routes.programs import events, explain, procedures, programs
+from .routes.programs import functions as function_routes
 from .service import Service
-
-
-def version() -> str:
-    """The version of Conure that runs."""
-    try:
-        return installed_version("conure")
-    except PackageNotFoundError:
-        return "0+source"
 
 
 def create_app(
@@ -42,28 +37,37 @@ def create_app(
     functions: Mapping[str, Callable[..., Any]] | None = None,
     service: Service | None = None,
 ) -> Litestar:
-    """Makes the application.
+    """Create the application.
 
     Args:
         config: settings of this process.
-        functions: what `call` nodes may name.
-        service: what runs programs; None makes the executor, which `functions` go to.
+        functions: functions that `call` nodes may name.
+        service: runs programs; None creates an executor with `functions`.
     """
     if service is None:
         service = _executor(config, functions or {})
     state = State()
     state.service = service
     state.draining = asyncio.Event()
-    state.version = version()
-    state.requests = requests = accounts.Requests(state.version)
-    bodies = (*programs.BODIES, *paper.BODIES, *openai.BODIES, *grammar.BODIES)
-    return Litestar(
+    state.version = __version__
+    state.session_idle_s = config.session_idle_s
+    state.decoding_threads = ThreadPoolExecutor(1, thread_name_prefix="decode")
+    state.requests = requests = usage.RequestMetricsMiddleware(state.version)
+    bodies = (
+        *programs.BODIES,
+        *procedures.BODIES,
+        *parrot.BODIES,
+        *openai.BODIES,
+        *grammar.BODIES,
+        *tokenize.BODIES,
+    )
+    return MethodsApp(
         route_handlers=_routes(),
-        lifespan=[_life(service)],
+        lifespan=[_lifespan(service)],
         state=state,
-        middleware=[requests, LocalOnly()],
+        middleware=[requests, LoopbackOnlyMiddleware(), BodyMemoryMiddleware(config.max_body)],
         before_send=[add_request_id],
-        exception_handlers={Exception: answer_problem},
+        exception_handlers={Exception: problem_response},
         request_max_body_size=config.max_body,
         openapi_config=openapi_config(state.version, bodies),
         logging_config=None,
@@ -72,10 +76,10 @@ def create_app(
 
 
 async def drain(app: Litestar, *, timeout_s: float) -> None:
-    """Ends the application's work: no new programs, then no waiters.
+    """End the application's work: no new programs, then no waits.
 
-    The service gets `timeout_s` seconds to let calls run to their end; whatever still
-    waits for one afterwards is told `server.draining`.
+    Running calls get `timeout_s` seconds to end. Requests that still wait then fail with
+    `server.draining`.
     """
     service: Service = app.state.service
     try:
@@ -90,34 +94,44 @@ async def drain(app: Litestar, *, timeout_s: float) -> None:
 def _routes() -> list[ControllerRouterHandler]:
     own = (
         *programs.ROUTES,
+        *explain.ROUTES,
+        *procedures.ROUTES,
         *events.ROUTES,
-        *paper.ROUTES,
+        *parrot.PAPER_ROUTES,
         *grammar.ROUTES,
-        *accounts.ROUTES,
+        *function_routes.ROUTES,
+        *tokenize.ROUTES,
+        *usage.ROUTES,
         *health.ROUTES,
     )
     compatible = Router(
         "/",
         route_handlers=list(openai.ROUTES),
-        exception_handlers={Exception: openai.answer_error},
+        exception_handlers={Exception: openai.error_response},
     )
-    return [*own, compatible]
+    parrot_client = Router(
+        "/",
+        route_handlers=list(parrot.CLIENT_ROUTES),
+        exception_handlers={Exception: parrot.error_response},
+    )
+    return [*own, compatible, parrot_client]
 
 
-def _life(service: Service) -> Callable[[Litestar], Any]:
+def _lifespan(service: Service) -> Callable[[Litestar], Any]:
     @asynccontextmanager
-    async def life(_: Litestar) -> AsyncGenerator[None, None]:
+    async def life(app: Litestar) -> AsyncGenerator[None, None]:
         await service.start()
         try:
             yield
         finally:
             await service.stop()
+            app.state.decoding_threads.shutdown(wait=False)
 
     return life
 
 
 def _executor(config: Config, functions: Mapping[str, Callable[..., Any]]) -> Service:
-    # Loaded on demand: whoever brings a service of his own needs no journal and no engine.
+    # Loaded on demand: an app with its own service needs no journal and no engine.
     from .executor import Executor
 
     executor: Service = Executor(config, functions=functions)

@@ -1,45 +1,47 @@
-"""What one server process is told at its start: where it listens, what it runs, its bounds.
+"""Configuration of one server process: address, engines, scheduling and limits.
 
-Built once, by the command line or by a test, and passed down; nothing reads the
-environment or a file behind its back. Refuses to know how an engine takes its options.
+The command line or a test builds a `Config` once and passes it down. No module reads settings
+from the environment. The fields are the single source of the command line's flags and help.
 
-Kept true: a Config that exists is within bounds.
-
-    ConfigError              a setting is out of its bounds; the message names it
+Invariants: every field of a `Config` is within bounds.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated
+
+from conure.engine.config import ConfigError, EngineConfig, Option, check_bounds
 
 from .program.decode import MAX_BODY_BYTES
 from .scheduling.policy import DEFAULT_POLICY, POLICIES
 
-EngineKind: TypeAlias = Literal["local", "fake"]
+__all__ = [
+    "DEFAULT_HOST",
+    "DEFAULT_PORT",
+    "Config",
+    "ConfigError",
+    "default_data_folder",
+    "is_loopback",
+]
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
 
 
-class ConfigError(ValueError):
-    """A setting is out of its bounds."""
-
-
-def default_data(environ: Mapping[str, str] = os.environ) -> Path:
-    """The data folder of a server that was given none: below XDG_STATE_HOME."""
+def default_data_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the default journal directory, below XDG_STATE_HOME."""
     state = environ.get("XDG_STATE_HOME") or ""
-    # The XDG specification: a relative path is to be ignored.
+    # The XDG specification requires relative paths to be ignored.
     root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return root / "conure"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
+    """Return whether a server at `host` is reachable from this machine only."""
     if host.lower() == "localhost":
         return True
     try:
@@ -48,100 +50,184 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """Settings of one server process; None leaves a choice to the engine."""
+class Config(EngineConfig, frozen=True, kw_only=True):
+    """Settings of one server process, and the options of its engines.
 
-    data: Path
-    """Folder of the journal; one server at a time."""
-    host: str = DEFAULT_HOST
-    port: int = DEFAULT_PORT
-    """0 lets the system choose."""
+    Raises:
+        ConfigError: if a setting is out of bounds, or two settings contradict each other.
+    """
 
-    engine: EngineKind = "local"
-    num_engines: int = 1
-    model: str | None = None
-    """Folder or name of a model. None: the built-in one."""
-    dummy_weights: str | None = None
-    """A config, file or folder, that the engine makes random weights for; instead of `model`."""
-    dtype: str | None = None
-    device: str | None = None
-    context_len: int | None = None
-    """Tokens of one context at most."""
-    num_blocks: int | None = None
-    block_size: int | None = None
-    step_tokens: int | None = None
-    max_sequences: int | None = None
-    threads: int | None = None
-    """Threads of the engine's tensor library."""
-    batch_invariant: bool = False
-    """Of a local engine: an output is the same whatever else is in its steps, in bfloat16 too."""
+    data: Annotated[
+        Path,
+        Option(
+            help="journal directory, used by one server at a time "
+            "(default: conure in XDG_STATE_HOME, or in ~/.local/state)",
+            group="options",
+            metavar="DIR",
+        ),
+    ]
+    recover: Annotated[
+        bool,
+        Option(
+            help="continue with what is left of a damaged journal; the damaged files are kept",
+            group="options",
+        ),
+    ] = False
+    host: Annotated[str, Option(help="loopback address to listen on", group="options")] = (
+        DEFAULT_HOST
+    )
+    port: Annotated[
+        int, Option(help="port; 0 chooses a free one", group="options", bounds=(0, 65_535))
+    ] = DEFAULT_PORT
+    drain_s: Annotated[
+        float,
+        Option(
+            help="seconds that running calls may take to finish after SIGTERM or Ctrl-C",
+            group="options",
+            metavar="S",
+            bounds=(0, 3600),
+        ),
+    ] = 30.0
+    """Calls that are still running afterwards run again at the next start."""
 
-    script: Path | None = None
-    """Answers of the fake engine; None: a published function of the prompt."""
-    time_per_call: float = 0.0
-    """Of the fake engine, in seconds; likewise the next two."""
-    time_per_prompt_token: float = 0.0
-    time_per_output_token: float = 0.0
+    keep_days: Annotated[
+        float,
+        Option(
+            help="days after which an ended program is deleted from the journal; 0: never",
+            group="retention",
+            metavar="DAYS",
+            bounds=(0, 36_500),
+        ),
+    ] = 30.0
+    keep_gb: Annotated[
+        float,
+        Option(
+            help="gigabytes of the journal above which the oldest ended programs are deleted; "
+            "0: no limit",
+            group="retention",
+            metavar="GB",
+            bounds=(0, 1_000_000),
+        ),
+    ] = 10.0
+    idle_s: Annotated[
+        float,
+        Option(
+            help="seconds without a request after which a program is ended that waits for its "
+            "client, such as an open session; 0: never",
+            group="retention",
+            metavar="S",
+            bounds=(0, 31_536_000),
+        ),
+    ] = 86_400.0
 
-    policy: str = DEFAULT_POLICY
-    """How calls are ordered and placed, by name."""
-    latency_tokens: int | None = None
-    """Tokens that an engine may hold while somebody waits for one of its calls by itself, so
-    that its steps stay short; None: as many as fit."""
+    num_engines: Annotated[
+        int,
+        Option(
+            help="number of engine processes",
+            group="engine",
+            flag="engines",
+            metavar="N",
+            bounds=(1, 64),
+        ),
+    ] = 1
 
-    max_queued_calls: int = 100_000
-    """Calls accepted and not ended, over all programs; beyond it submissions get 429."""
-    max_body: int = MAX_BODY_BYTES
-    """Bytes of a request's body at most; the decoder takes no more than the default."""
-    drain_s: float = 30.0
-    """How long a terminated server lets calls run before it parks them."""
+    session_idle_s: Annotated[
+        float,
+        Option(
+            help="seconds after which an unused session of the Parrot API ends",
+            group="options",
+            metavar="S",
+            bounds=(1, 7 * 86_400),
+        ),
+    ] = 3_600.0
+
+    policy: Annotated[
+        str,
+        Option(
+            help="how waiting calls are ordered and assigned to engines",
+            group="scheduling",
+            choices=tuple(POLICIES),
+        ),
+    ] = DEFAULT_POLICY
+    latency_tokens: Annotated[
+        int | None,
+        Option(
+            help="maximum tokens held by an engine while it runs a latency-critical call, "
+            "to keep its steps short (default: no limit)",
+            group="scheduling",
+            metavar="TOKENS",
+            bounds=(1, 1_000_000_000),
+        ),
+    ] = None
+
+    retrieve: Annotated[
+        Path | None,
+        Option(
+            help="folder of texts (.txt, .md, .rst) that the function `retrieve` searches",
+            group="functions",
+            metavar="DIR",
+        ),
+    ] = None
+    allow: Annotated[
+        str | None,
+        Option(
+            help="capabilities of functions that programs may use, separated by commas: `python`, "
+            "or names of entry points of installed packages",
+            group="functions",
+            metavar="NAMES",
+        ),
+    ] = None
+
+    max_programs: Annotated[
+        int,
+        Option(
+            help="programs that may be open at once; more are refused with 429",
+            group="limits",
+            metavar="N",
+            bounds=(1, 10_000_000),
+        ),
+    ] = 10_000
+    max_queued_calls: Annotated[
+        int,
+        Option(
+            help="LLM calls of all programs that may be open at once; programs with more are "
+            "refused with 429",
+            group="limits",
+            metavar="N",
+            bounds=(1, 10_000_000),
+        ),
+    ] = 100_000
+    max_wait_s: Annotated[
+        float,
+        Option(
+            help="estimated seconds until the engines have done the work that was accepted; a new "
+            "program that would wait longer is refused with 429; 0: no limit",
+            group="limits",
+            metavar="S",
+            bounds=(0, 86_400),
+        ),
+    ] = 600.0
+    max_body: Annotated[int, Option(bounds=(1, MAX_BODY_BYTES))] = MAX_BODY_BYTES
+    """Maximum bytes of a request body. The decoder accepts at most the default."""
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The names in `allow`."""
+        return frozenset(filter(None, (name.strip() for name in (self.allow or "").split(","))))
 
     def __post_init__(self) -> None:
-        self._check_host()
-        if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"the port is {self.port}; it must be within 0 and 65535")
-        if self.engine not in ("local", "fake"):
-            raise ConfigError(f"there is no engine {self.engine!r}; choose local or fake")
-        if self.policy not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise ConfigError(f"there is no policy {self.policy!r}; choose one of {known}")
-        for name, most in _COUNTS.items():
-            count = getattr(self, name)
-            if count is not None and not 1 <= count <= most:
-                raise ConfigError(f"{name} is {count}; it must be within 1 and {most}")
-        for name in _TIMES:
-            seconds = getattr(self, name)
-            if not 0 <= seconds <= 3600:
-                raise ConfigError(f"{name} is {seconds}; it must be within 0 and 3600 seconds")
-        if self.engine == "fake" and self.batch_invariant:
-            raise ConfigError("batch_invariant is for a local engine; the fake one always is")
-        if self.engine == "fake" and self.model is not None:
-            raise ConfigError("the fake engine takes no model; give it a script instead")
-        if self.dummy_weights is not None and (self.engine == "fake" or self.model is not None):
-            raise ConfigError(
-                "dummy_weights takes the place of a local engine's model; give it no other"
-            )
-
-    def _check_host(self) -> None:
-        # Whoever reaches the port may run programs, and there are no keys yet.
+        check_bounds(self)
+        if self.retrieve is not None and not self.retrieve.is_dir():
+            raise ConfigError(f"retrieve is {str(self.retrieve)!r}, which is not a folder")
+        # A server runs the programs of everyone who reaches its port: it has no API keys yet.
         if not is_loopback(self.host):
             raise ConfigError(
-                f"the host {self.host!r} is reachable from outside, and there are no keys to "
-                "ask for; use 127.0.0.1, ::1 or localhost behind a proxy of your own"
+                f"host {self.host!r} is reachable from other machines, and the server has no "
+                "authentication; listen on 127.0.0.1, ::1 or localhost, behind a proxy of your own"
             )
-
-
-_COUNTS = {
-    "num_engines": 64,
-    "context_len": 16_777_216,
-    "num_blocks": 16_777_216,
-    "block_size": 1_024,
-    "step_tokens": 1_048_576,
-    "max_sequences": 65_536,
-    "threads": 1_024,
-    "latency_tokens": 1_000_000_000,
-    "max_queued_calls": 10_000_000,
-    "max_body": MAX_BODY_BYTES,
-}
-_TIMES = ("time_per_call", "time_per_prompt_token", "time_per_output_token", "drain_s")
+        if self.engine == "fake":
+            for name in ("batch_invariant", "model", "dummy_weights"):
+                if getattr(self, name) not in (None, False):
+                    raise ConfigError(f"{name} is for a local engine; remove it or use that engine")
+        if self.dummy_weights is not None and self.model is not None:
+            raise ConfigError("dummy_weights replaces the model; give one of the two")

@@ -1,13 +1,10 @@
-"""What operators watch: counts since the start of this process and the state of the moment.
+"""Prometheus metrics: counters since the start of the process, and gauges of its current state.
 
-The names and labels of everything under `/metrics` but HTTP itself. Programs are counted when
-they end, by their receipts; engines and the journal are asked when somebody looks.
+Defines the names and labels of everything under `/metrics` except HTTP itself. Programs are counted
+when they end, from their receipts; engines and the journal are queried at each scrape.
 
-Knows Prometheus' kinds and text. Refuses to know HTTP, and how anything came about.
-
-Kept true: no label comes from a request. Tenants, programs and models have none (what a
-tenant's programs cost is an answer of the journal's), so the number of series depends on the
-number of engines alone.
+Invariant: no label value is from a request. Tenants, programs and models are not labels
+(`/v1/usage` has a tenant's costs), so the number of series depends on the number of engines only.
 """
 
 from __future__ import annotations
@@ -19,34 +16,34 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .program.ir import Generate
+from .program.ir import GenerateNode
 from .program.status import Receipt
-from .runs.execution import Execution
+from .runtime.program_state import ProgramState
 from .service import EngineInfo
 from .store.journal import JournalStatus
 
 SECONDS = (0.01, 0.05, 0.25, 1.0, 5.0, 30.0, 120.0, 600.0)
-"""Upper ends of what calls and programs take."""
+"""Histogram buckets of the durations of calls and programs."""
 
 
-class Moment(NamedTuple):
-    """What is so now."""
+class MetricsSnapshot(NamedTuple):
+    """The current state of the server."""
 
     num_programs: int
-    """Accepted and not ended."""
+    """Programs accepted and not ended."""
     num_calls: int
-    """Of these, LLM calls in their graphs that have not ended."""
+    """LLM calls in these programs that have not ended."""
     max_calls: int
     num_waiting: int
     num_decisions: int
-    """Times that an engine was looked for, since the start."""
+    """Number of times that an engine was looked for, since the start."""
     engines: list[EngineInfo]
     num_engines: int
-    """That there should be."""
+    """Configured number of engines."""
     journal: JournalStatus
 
 
-class Metrics:
+class ServerMetrics:
     """The counters of one server."""
 
     def __init__(self) -> None:
@@ -56,23 +53,23 @@ class Metrics:
         )
         self._program_s = Histogram(
             "conure_program_seconds",
-            "From acceptance to end of a program.",
+            "Time from acceptance to end of a program.",
             buckets=SECONDS,
             registry=registry,
         )
         self._calls = Counter("conure_calls", "LLM calls of ended programs.", registry=registry)
         self._call_s = Histogram(
             "conure_call_seconds",
-            "What LLM calls of ended programs spent waiting (queued), in their prompts (prefill) "
-            "and writing (decode).",
+            "Time that LLM calls of ended programs spent waiting (queued), in their prompts "
+            "(prefill) and writing (decode).",
             ["stage"],
             buckets=SECONDS,
             registry=registry,
         )
         self._prompt_tokens = Counter(
             "conure_prompt_tokens",
-            "Prompt tokens of ended programs: computed, or shared and why; recomputed and "
-            "discarded come on top.",
+            "Prompt tokens of ended programs: computed, or shared by origin; recomputed and "
+            "discarded tokens are additional.",
             ["source"],
             registry=registry,
         )
@@ -84,16 +81,20 @@ class Metrics:
             registry=registry,
         )
         self._round_trips = Counter(
-            "conure_round_trips_saved", "Calls that no client had to send.", registry=registry
+            "conure_round_trips_saved",
+            "Calls that clients did not have to send separately.",
+            registry=registry,
         )
         self._block_seconds = Counter(
-            "conure_kv_block_seconds", "Blocks of KV times how long held.", registry=registry
+            "conure_kv_block_seconds",
+            "KV blocks multiplied by the time they were held.",
+            registry=registry,
         )
         self._engines_lost = Counter("conure_engines_lost", "Engines that died.", registry=registry)
 
-    def program_ended(self, execution: Execution, receipt: Receipt) -> None:
-        """A program has ended, and its end is on disk."""
-        self._programs.labels(execution.phase).inc()
+    def program_ended(self, program_state: ProgramState, receipt: Receipt) -> None:
+        """Count a program whose end is durable."""
+        self._programs.labels(program_state.phase).inc()
         self._program_s.observe(receipt.wall_s)
         self._calls.inc(receipt.calls)
         prompt, shared, output = (
@@ -117,42 +118,52 @@ class Metrics:
             self._output_tokens.labels(kind).inc(number)
         self._round_trips.inc(receipt.round_trips_saved)
         self._block_seconds.inc(receipt.kv_block_seconds)
-        for state in execution.nodes.values():
-            if isinstance(state.node, Generate) and state.started_at is not None:
+        for state in program_state.nodes.values():
+            if isinstance(state.node, GenerateNode) and state.started_at is not None:
                 self._call_s.labels("queued").observe(state.usage.queued_s)
                 self._call_s.labels("prefill").observe(state.usage.prefill_s)
                 self._call_s.labels("decode").observe(state.usage.decode_s)
 
     def engine_lost(self) -> None:
-        """An engine died."""
+        """Count an engine that died."""
         self._engines_lost.inc()
 
-    def page(self, moment: Moment) -> bytes:
-        """Everything, in Prometheus' text format."""
-        return generate_latest(self._registry) + generate_latest(_State(moment))
+    def render(self, snapshot: MetricsSnapshot) -> bytes:
+        """Return all metrics in Prometheus text format."""
+        return generate_latest(self._registry) + generate_latest(_SnapshotCollector(snapshot))
 
 
-class _State(Collector):
-    """A moment, as families of series."""
+class _SnapshotCollector(Collector):
+    """Exposes a snapshot as metric families."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        moment = self._moment
-        yield _gauge("conure_programs", "Programs that have not ended.", moment.num_programs)
-        yield _gauge("conure_calls_open", "LLM calls that have not ended.", moment.num_calls)
-        yield _gauge("conure_calls_open_limit", "How many of them there may be.", moment.max_calls)
-        yield _gauge("conure_calls_waiting", "LLM calls that wait for room.", moment.num_waiting)
-        yield _counter("conure_decisions", "Engines looked for.", moment.num_decisions)
-        yield _gauge("conure_engines", "Engines that answer.", len(moment.engines))
-        yield _gauge("conure_engines_wanted", "Engines there should be.", moment.num_engines)
-        yield from _of_engines(moment.engines)
-        journal = moment.journal
-        yield _gauge("conure_journal_healthy", "The disk took the last commit.", journal.healthy)
-        yield _gauge("conure_journal_pending", "Batches not on disk yet.", journal.num_pending)
+        snapshot = self._snapshot
+        yield _gauge("conure_programs", "Programs that have not ended.", snapshot.num_programs)
+        yield _gauge("conure_calls_open", "LLM calls that have not ended.", snapshot.num_calls)
+        yield _gauge(
+            "conure_calls_open_limit", "Maximum number of open LLM calls.", snapshot.max_calls
+        )
+        yield _gauge(
+            "conure_calls_waiting", "LLM calls that wait for an engine.", snapshot.num_waiting
+        )
+        yield _counter(
+            "conure_decisions", "Times that an engine was looked for.", snapshot.num_decisions
+        )
+        yield _gauge("conure_engines", "Engines that respond.", len(snapshot.engines))
+        yield _gauge("conure_engines_wanted", "Configured number of engines.", snapshot.num_engines)
+        yield from _engine_families(snapshot.engines)
+        journal = snapshot.journal
+        yield _gauge(
+            "conure_journal_healthy", "Whether the last commit succeeded.", journal.healthy
+        )
+        yield _gauge(
+            "conure_journal_pending", "Batches that are not durable yet.", journal.num_pending
+        )
         yield _counter("conure_journal_commits", "Commits, each an fsync.", journal.num_commits)
-        yield _counter("conure_journal_records", "Records on disk.", journal.num_records)
+        yield _counter("conure_journal_records", "Records committed.", journal.num_records)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -163,7 +174,7 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(name, text, value=value)
 
 
-def _of_engines(engines: Iterable[EngineInfo]) -> Iterator[Metric]:
+def _engine_families(engines: Iterable[EngineInfo]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily(
         "conure_engine_blocks",
         "Blocks of KV: free, held by contexts, or cached.",
@@ -171,11 +182,11 @@ def _of_engines(engines: Iterable[EngineInfo]) -> Iterator[Metric]:
     )
     contexts = GaugeMetricFamily("conure_engine_contexts", "Live contexts.", labels=["engine"])
     steps = CounterMetricFamily(
-        "conure_engine_steps", "Steps since the engine began.", labels=["engine"]
+        "conure_engine_steps", "Steps since the start of the engine.", labels=["engine"]
     )
     tokens = CounterMetricFamily(
         "conure_engine_tokens",
-        "Tokens since the engine began: of prompts computed, shared, taken from cache or "
+        "Tokens since the start of the engine: of prompts computed, shared, taken from cache or "
         "recomputed, and of outputs decoded.",
         labels=["engine", "kind"],
     )

@@ -1,28 +1,32 @@
-"""What the routes ask of the executor: programs in, values and events out.
+"""The service: the interface between the HTTP routes and the executor.
 
-The one seam between HTTP and the machine behind it. Routes know this protocol and the
-records of `program`; they never see a graph, a journal or an engine. An implementation
-never sees a request, a header or a status line.
+Routes know this protocol and the records of `program`; an implementation never sees a request, a
+header or a status line.
 
-Kept true: every call names a tenant, and another tenant's program is not found. A refusal
-is a ConureError; any other exception is a bug. A call that waits (`get`, the next event)
-may be cancelled at any await, and cancelling it undoes nothing but the waiting.
+Invariants: every call names a tenant, and programs of other tenants are not found. Rejections are
+ConureErrors; any other exception is a bug. A waiting call (`get`, the next event) may be cancelled
+at any await, which only ends the wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
-from conure.engine.api import StatusReport
+from conure.engine.protocol import StatusReport
 
-from .program.ir import Append, Constraint, Objective, Submission
+from .program.explanation.records import ProgramExplanation
+from .program.functions import FunctionSignature
+from .program.ir import Append, Constraint, Json, Message, Objective, SourceSubmission, Submission
+from .program.procedures import PutProcedure, RunProcedure, StoredProcedure
 from .program.status import (
     Accepted,
     Event,
+    Phase,
     Problem,
+    ProgramPage,
     ProgramStatus,
     PutValue,
     UsageReport,
@@ -35,50 +39,134 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
 
     id: str
     context_len: int
-    """Tokens of one context at most, prompt and output together."""
+    """Maximum tokens of one context, prompt and output together."""
     description: str = ""
     created: int = 0
-    """Unix time at which it was loaded, in seconds."""
+    """Unix time in seconds at which the model was loaded."""
     capabilities: tuple[str, ...] = ()
-    """What it can do beyond text; `tools` where its template has a way to write calls."""
+    """Capabilities beyond text, for example `tools` if the chat template defines a format for
+    calls."""
 
 
 class GrammarInfo(Struct, frozen=True, kw_only=True):
-    """What is known about a constraint."""
+    """The result of checking a constraint."""
 
     is_supported: bool
-    """Outputs can be held to it."""
+    """Whether outputs can be restricted to the constraint."""
     is_relaxed: bool = False
-    """Parts of it are enforced by looking at the finished text only."""
+    """Whether parts of the constraint are checked on the finished text only."""
     matches: bool | None = None
-    """Whether the text belongs to it; null where no text was sent."""
+    """Whether the text matches; null if no text was sent."""
     error: Problem | None = None
-    """Why it is not supported."""
+    """Why the constraint is not supported."""
+
+
+class TokenizedPrompt(Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    """Maximum tokens of one context, prompt and output together."""
+    tokens: list[int]
 
 
 class Readiness(Struct, frozen=True, kw_only=True):
-    """Whether programs can run now; `reasons` say why not, empty when ready."""
+    """Whether programs can run now. `reasons` is empty if so."""
 
     is_ready: bool
     reasons: list[str] = []
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """One engine, by its own counters."""
+    """One engine with its own counters."""
 
     id: str
     epoch: int
-    """Which of its lives this is."""
+    """Generation of the engine process."""
     model: str
     report: StatusReport
     """Blocks free, held and cached; tokens computed, shared, taken from cache and decoded."""
 
 
-class Service(Protocol):
-    """Runs programs for tenants."""
+class ProcedureService(Protocol):
+    """Stores procedures and runs them for tenants."""
+
+    async def put(self, name: str, put: PutProcedure, *, tenant: str) -> StoredProcedure:
+        """Check and store a version of a procedure; return once it is durable.
+
+        Storing an equal program again gives the same version.
+
+        Raises:
+            ProgramError: if the program is invalid.
+            ConflictError: `procedure.signature` if the alias names a version with another
+                signature. Nothing is stored then.
+        """
+        ...
+
+    async def put_alias(
+        self, name: str, alias: str, version: str, *, tenant: str
+    ) -> StoredProcedure:
+        """Let an alias name another version with the same signature.
+
+        Raises:
+            NotFoundError: if there is no such version.
+            ConflictError: `procedure.signature`.
+        """
+        ...
+
+    async def find(self, reference: str, *, tenant: str) -> StoredProcedure:
+        """Return one version of a procedure, by `name@version`, `name:alias` or `name`.
+
+        Raises:
+            NotFoundError: if it does not exist.
+        """
+        ...
+
+    async def list_all(self, *, tenant: str) -> list[StoredProcedure]:
+        """Return all versions of all procedures, without programs and signatures."""
+        ...
+
+    async def run(
+        self, reference: str, run: RunProcedure, *, tenant: str, idempotency_key: str | None
+    ) -> tuple[Accepted, bool]:
+        """Submit a procedure as a program; see `Service.submit`.
+
+        Raises:
+            NotFoundError: if it does not exist.
+        """
+        ...
+
+
+class ExplanationService(Protocol):
+    """Explains programs for tenants."""
+
+    async def explain(
+        self, submission: Submission, *, body: bytes, tenant: str
+    ) -> ProgramExplanation:
+        """Explain what a submission would do. It is checked as by `submit`, and not run.
+
+        Raises:
+            ProgramError: if the program is invalid.
+            UnavailableError: if the queue is full or the server drains.
+        """
+        ...
+
+    async def explain_run(self, program: str, *, tenant: str) -> ProgramExplanation:
+        """Explain a submitted program, with the figures of its run so far.
+
+        Nodes that were appended later are not part of the explanation.
+
+        Raises:
+            NotFoundError: if the program does not exist.
+        """
+        ...
+
+
+class ServiceLifecycle(Protocol):
+    """Starts and stops a service."""
 
     async def start(self) -> None:
-        """Opens the journal, starts the engines, and lets unfinished programs go on.
+        """Open the journal, start the engines, and resume unfinished programs.
 
         Raises:
             ConureError: if the data folder is locked, the model is missing or no engine starts.
@@ -86,11 +174,35 @@ class Service(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Closes everything; programs that have not ended go on after the next start."""
+        """Close everything. Unfinished programs resume after the next start."""
         ...
 
     async def drain(self) -> None:
-        """Takes no more programs, tells event readers (`server.draining`), parks what runs."""
+        """Accept no more programs, send `server.draining` to event readers, and suspend running
+        programs.
+        """
+        ...
+
+
+class Service(ServiceLifecycle, Protocol):
+    """Runs programs for tenants."""
+
+    @property
+    def procedures(self) -> ProcedureService:
+        """Stored procedures."""
+        ...
+
+    @property
+    def explainer(self) -> ExplanationService:
+        """Explanations of programs."""
+        ...
+
+    async def compile(self, source: SourceSubmission) -> tuple[Submission, bytes]:
+        """Return the submission that a text describes, and its JSON. Nothing is stored or run.
+
+        Raises:
+            ProgramError: with line and column, if the text is invalid.
+        """
         ...
 
     async def submit(
@@ -101,62 +213,86 @@ class Service(Protocol):
         tenant: str,
         idempotency_key: str | None = None,
     ) -> tuple[Accepted, bool]:
-        """Accepts a program; returns once it is on disk.
+        """Accept a program; return once it is durable.
 
         Args:
             submission: the decoded body.
             body: the bytes it was decoded from (or an encoding of it).
-            tenant: who submits.
-            idempotency_key: a second submission under the same key answers as the first.
+            tenant: owner of the program.
+            idempotency_key: a repeated submission under the same key returns the first result.
 
         Returns:
-            The answer, and whether it repeats an earlier submission's.
+            The accepted program, and whether the result repeats an earlier submission's.
 
         Raises:
-            ProgramError: if it cannot be a program.
+            ProgramError: if the program is invalid.
             ConflictError: if the key was used with another body.
             UnavailableError: if the queue is full or the server drains.
         """
         ...
 
     async def append(
-        self, program: str, append: Append, *, body: bytes, tenant: str
+        self, program: str, append: Append, *, body: bytes, tenant: str, wait_s: float = 0.0
     ) -> ProgramStatus:
-        """Adds nodes to an open program, or closes it: all or nothing.
+        """Append nodes to an open program, or close it: all changes or none.
+
+        Args:
+            program: id of the program.
+            append: the changes.
+            body: the request as JSON.
+            tenant: owner of the program.
+            wait_s: how long to wait for the submission of a program that does not exist yet.
 
         Returns:
-            The program, with no other nodes and variables than those that were added.
+            The program, restricted to the appended nodes and variables.
 
         Raises:
-            NotFoundError: if there is no such program.
+            NotFoundError: if the program does not exist.
             ConflictError: if it is closed or has ended.
-            ProgramError: if the whole would not be a program.
-            UnavailableError: if the disk does not take it within 5 s; it may still do so.
+            ProgramError: if the resulting program is invalid.
+            UnavailableError: if the append is not durable within 5 s; it may still become so.
         """
         ...
 
     async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
-        """Stops a program; one that has ended stays as it is.
+        """Cancel a program. An ended program does not change.
 
         Raises:
-            NotFoundError: if there is no such program.
-            UnavailableError: if the disk does not take its end within 5 s; it still stops.
+            NotFoundError: if the program does not exist.
+            UnavailableError: if its end is not durable within 5 s; the program stops anyway.
         """
         ...
 
-    async def find(self, program: str, *, tenant: str) -> None:
-        """Makes sure that there is such a program.
+    async def find(self, program: str, *, tenant: str) -> Phase:
+        """Return the phase of a program.
 
         Raises:
-            NotFoundError: if there is none.
+            NotFoundError: if the program does not exist.
         """
+        ...
+
+    async def find_submitted(self, idempotency_key: str, *, tenant: str) -> str | None:
+        """Return the id of the program that was submitted under a key; None if there is none."""
         ...
 
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
-        """Returns what is known about a program.
+        """Return the status of a program.
 
         Raises:
-            NotFoundError: if there is no such program.
+            NotFoundError: if the program does not exist.
+        """
+        ...
+
+    async def list_programs(
+        self, *, tenant: str, status: str | None, cursor: int | None, limit: int
+    ) -> ProgramPage:
+        """Return a page of a tenant's programs, newest first.
+
+        Args:
+            tenant: owner of the programs.
+            status: a final status, or `running` for the programs that have not ended.
+            cursor: the `next` of the page before.
+            limit: programs per page.
         """
         ...
 
@@ -169,73 +305,117 @@ class Service(Protocol):
         wait_s: float,
         objective: Objective | None = None,
     ) -> VariableStatus:
-        """Waits for a variable to end, `wait_s` seconds at most, and returns its status.
+        """Wait up to `wait_s` seconds for a variable to end, and return its status.
 
-        A variable that failed, was killed or was skipped is returned with its `error`; one
-        that is still open is returned as it stands. An `objective` (latency, throughput,
-        ttft, tpot) upgrades what the producers of the variable are scheduled by.
+        A variable that failed, was killed or was skipped is returned with its `error`, an open one
+        with its current status. An `objective` (latency, throughput, ttft, tpot) upgrades the
+        objective of the variable's producers.
 
         Raises:
-            NotFoundError: if there is no such program or variable.
+            NotFoundError: if the program or the variable does not exist.
+        """
+        ...
+
+    async def erase(self, program: str, *, tenant: str) -> None:
+        """Cancel a program that has not ended, and delete it with its content for good.
+
+        Its cost stays in the usage report. Afterwards the program does not exist.
+
+        Raises:
+            NotFoundError: if there is no such program.
+            UnavailableError: if the deletion is not durable in time.
         """
         ...
 
     async def put(
         self, program: str, variable: str, body: PutValue, *, tenant: str
     ) -> VariableStatus:
-        """Commits a value or an error that comes from the client; returns once it is on disk.
+        """Commit a value or an error that a client sent; return once it is durable.
 
         Raises:
-            NotFoundError: if there is no such program or variable.
+            NotFoundError: if the program or the variable does not exist.
             ConflictError: if the variable has another value, or an engine produces it.
         """
         ...
 
     def events(
-        self, program: str, *, tenant: str, after: int, is_durable: bool = False
+        self,
+        program: str,
+        *,
+        tenant: str,
+        after: int,
+        is_durable: bool = False,
+        follow: bool = True,
     ) -> AsyncGenerator[Event, None]:
-        """Yields the journaled events after sequence number `after`, then what comes.
+        """Yield the journaled events after sequence number `after`, then new events.
 
-        Deltas carry no sequence number. Ends after `program.finished` or `server.draining`.
-        The caller closes the generator.
+        Deltas have no sequence number. Ends after `program.finished` or `server.draining`. The
+        caller closes the generator.
 
         Args:
             program: id of the program.
-            tenant: whose it is.
-            after: the last sequence number that was seen.
-            is_durable: leave out what has no sequence number, and be woken by none of it.
+            tenant: owner of the program.
+            after: the last sequence number that the reader has.
+            is_durable: omit events without a sequence number, and do not wake up for them.
+            follow: wait for new events until the program ends.
 
         Raises:
-            NotFoundError: if there is no such program (at the first iteration).
+            NotFoundError: if the program does not exist (at the first iteration).
         """
         ...
 
     async def check_grammar(self, constraint: Constraint, text: str | None) -> GrammarInfo:
-        """Finds out whether outputs can be held to a constraint, and whether a text keeps it.
+        """Check whether outputs can be restricted to a constraint, and whether a text matches it.
 
         Raises:
-            UnavailableError: if no engine answers.
+            UnavailableError: if no engine responds.
+        """
+        ...
+
+    async def tokenize(
+        self, model: str, prompt: str | list[Message], *, tools: list[dict[str, Json]], bos: bool
+    ) -> TokenizedPrompt:
+        """Return the token ids of a text, or of messages as a call would send them.
+
+        Raises:
+            ProgramError: for an unknown model, or tools that it cannot call.
+            PromptError: if the prompt cannot be encoded.
         """
         ...
 
     async def usage(self, *, tenant: str, since: str | None, until: str | None) -> UsageReport:
-        """Sums up what a tenant's programs cost that ended on these days (UTC), both included."""
-        ...
-
-    async def metrics(self) -> bytes:
-        """Returns what operators watch, in Prometheus' text format: no names of tenants,
-        programs or models, so as many lines today as tomorrow.
+        """Sum the receipts of a tenant's programs that ended between two days (UTC), both
+        inclusive.
         """
         ...
 
+    async def metrics(self) -> bytes:
+        """Return the metrics in Prometheus text format.
+
+        No label names a tenant, program or model, so the number of series is bounded.
+        """
+        ...
+
+    def functions(self) -> list[FunctionSignature]:
+        """Return the functions that `call` nodes may name, by name."""
+        ...
+
     def models(self) -> list[ModelInfo]:
-        """Returns the models that programs can name, the default one first."""
+        """Return the models that programs can name, the default model first."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids of the default model.
+
+        Raises:
+            ProgramError: if the model does not have an id.
+        """
         ...
 
     async def engines(self) -> list[EngineInfo]:
-        """What each engine holds and has computed."""
+        """Return each engine with its own counters."""
         ...
 
     async def ready(self) -> Readiness:
-        """Whether the store can be written and the engines answered within the last 5 s."""
+        """Return whether the store is writable and the engines responded within the last 5 s."""
         ...

@@ -1,7 +1,7 @@
-"""What docs/langchain.md shows runs, and its table says what the tests of chains count.
+"""The examples of docs/langchain.md run, and its table matches the tests of chains.
 
-A fenced block after a line `<!-- tested: NAME -->` runs against a server on the fake engine.
-`python -m tests.test_langchain_page` writes the table anew.
+A fenced block after a line `<!-- tested: NAME -->` runs against a server with the fake engine.
+`python -m tests.test_langchain_page` rewrites the table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from conure.adapters.langchain import ChatConure, accelerate, to_program
 
-from .adapters.shapes import Shape, shapes
+from .adapters.langchain.shapes import Shape, shapes
 from .served import environment, served
 
 PATH = Path(__file__).parents[1] / "docs" / "langchain.md"
@@ -33,29 +33,29 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_an_example_runs(name: str, url: str) -> None:
+def test_example_runs(name: str, url: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKS[name]],
         env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    promised = {
+    expected = {
         "tools": "weather {'city'",
         "values": "boxes=",
         "agent": "4 messages\np_",
         "errors": "prompt.too_long - ",
         "accelerate": "3 served, 0 missed",
     }
-    assert promised.get(name, "") in done.stdout
+    assert expected.get(name, "") in done.stdout
     assert done.stdout.strip()
 
 
 def compiled(shape: Shape) -> str:
-    """What `to_program` makes of a chain."""
+    """Return the kind of program that `to_program` compiles a chain to."""
     if shape.refused:
         return f"refused: {shape.refused}"
     num_steps = len(to_program(shape.chain).functions)
@@ -63,11 +63,12 @@ def compiled(shape: Shape) -> str:
 
 
 def table() -> str:
-    """Every shape: its calls, those that the plan has, what the chain makes itself, and what it
-    is as a program.
+    """Return the table of all shapes.
+
+    Columns: calls, planned calls, values that the chain computes itself, and the compiled program.
     """
     lines = [
-        "| chain | calls | from the plan | made by the chain, and waited for | `to_program` |",
+        "| chain | calls | from the plan | values computed by the chain | `to_program` |",
         "|---|---|---|---|---|",
     ]
     for name, shape in shapes(ChatConure()).items():
@@ -80,7 +81,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_table_of_shapes_is_what_the_tests_count() -> None:
+def test_table_of_shapes_is_current() -> None:
     found = TABLE.search(PAGE)
     assert found is not None
     assert found.group() == table(), "run `python -m tests.test_langchain_page`"

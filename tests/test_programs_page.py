@@ -1,7 +1,7 @@
-"""What docs/programs.md shows is what a server does.
+"""The examples of docs/programs.md run, with the outputs that the page shows.
 
-A fenced block after a line `<!-- tested: NAME -->` runs against one server process on the
-fake engine, whose functions are the page's own; the table of operators is computed.
+A fenced block after a line `<!-- tested: NAME -->` runs against one server process with the fake
+engine and the page's functions. The table of operators is evaluated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from conure.server.program.expression import _SPECIAL, evaluate
-from conure.server.program.operators import OPERATORS
+from conure.server.program.errors import ExpressionError
+from conure.server.program.expressions.evaluate import SPECIAL_OPERATORS, evaluate
+from conure.server.program.expressions.operators import OPERATORS
 
 from .served import environment, served
 
@@ -39,48 +40,53 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def run_block(name: str, url: str, folder: Path) -> str:
-    """What `conure run` prints for a program, or bash for a script. Both must end with 0."""
+    """Return what `conure run` prints for a program, or bash for a script."""
     block = folder / name
     block.write_text(BLOCKS[name], "utf-8")
     commands = {
-        "{": [sys.executable, "-m", "conure.server.cli", "run", str(block)],
+        "{": [sys.executable, "-m", "conure", "run", "--json", str(block)],
         "u": ["bash", "-euo", "pipefail", str(block)],
     }
-    # Files, not pipes: curl may still be reading events when its shell has ended.
+    # Files, not pipes: curl may still read events after its shell has ended.
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         done = subprocess.run(
             commands[BLOCKS[name][0]],
             env={**environment(), "CONURE_URL": url},
             stdout=out,
             stderr=err,
-            timeout=50,
+            timeout=200,
             check=False,
         )
-    said, wrong = (folder / "out").read_text("utf-8"), (folder / "err").read_text("utf-8")
-    assert done.returncode == 0, said + wrong
-    return said
+    printed, errors = (folder / "out").read_text("utf-8"), (folder / "err").read_text("utf-8")
+    assert done.returncode == 0, printed + errors
+    return printed
 
 
-def output_of(said: str, name: str) -> str:
-    """The text of one output that `conure run` printed."""
-    return said.split(f"--- {name}\n", 1)[1].split("\n--- ", 1)[0]
+def output_of(printed: str, name: str) -> str:
+    """Return one output of the status that `conure run --json` printed; JSON unless it is text."""
+    value = json.loads(printed)["variables"][name]["value"]
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @pytest.mark.parametrize(
     ("block", "outputs"),
-    [("prompt", ["name", "slogan"]), ("messages", ["answer"]), ("race", ["winner"])],
+    [
+        ("prompt", ["name", "slogan"]),
+        ("text_prompt", ["name"]),
+        ("messages", ["answer"]),
+        ("race", ["winner"]),
+    ],
 )
-def test_programs_of_calls_run_and_have_their_outputs(
+def test_programs_with_calls_have_outputs(
     block: str, outputs: list[str], url: str, tmp_path: Path
 ) -> None:
-    said = run_block(block, url, tmp_path)
+    printed = run_block(block, url, tmp_path)
     for output in outputs:
-        text = output_of(said, output)
+        text = output_of(printed, output)
         assert text.strip()
-        assert not text.startswith("(")  # as what has no value is printed
 
 
-def test_a_forced_tool_call_is_of_the_tool_and_keeps_its_schema(url: str, tmp_path: Path) -> None:
+def test_a_required_tool_call_matches_its_schema(url: str, tmp_path: Path) -> None:
     call = json.loads(output_of(run_block("tools", url, tmp_path), "call"))
     assert call["name"] == "weather"
     assert json.loads(call["arguments"])["in"] in ("Oslo", "Rome")
@@ -89,6 +95,7 @@ def test_a_forced_tool_call_is_of_the_tool_and_keeps_its_schema(url: str, tmp_pa
 COMPUTED = [
     ("expr", "summary"),
     ("call", "amount"),
+    ("builtin", "double"),
     ("map", "lines"),
     ("if", "answer"),
     ("loop", "size"),
@@ -97,15 +104,20 @@ COMPUTED = [
 
 
 @pytest.mark.parametrize(("block", "output"), COMPUTED)
-def test_programs_that_compute_give_what_the_page_says(
-    block: str, output: str, url: str, tmp_path: Path
-) -> None:
-    promised = PAGE.split(BLOCKS[block], 1)[1].split("gives `", 1)[1].split("`", 1)[0]
-    said = run_block(block, url, tmp_path)
-    assert json.loads(output_of(said, output)) == json.loads(promised)
+def test_computed_outputs_match_the_page(block: str, output: str, url: str, tmp_path: Path) -> None:
+    expected = PAGE.split(BLOCKS[block], 1)[1].split("gives `", 1)[1].split("`", 1)[0]
+    printed = run_block(block, url, tmp_path)
+    assert json.loads(output_of(printed, output)) == json.loads(expected)
 
 
-def test_the_client_step_is_asked_for_and_answered(url: str, tmp_path: Path) -> None:
+def test_the_procedure_is_called_in_both_ways(url: str, tmp_path: Path) -> None:
+    printed = run_block("procedure", url, tmp_path).replace("}{", "}\n{").splitlines()
+    stored, called, run = map(json.loads, printed)
+    assert stored["aliases"] == ["prod"]
+    assert (called["value"], run["value"]) == ("Hello Ada!", "Hello Bob!")
+
+
+def test_the_client_step_is_requested_and_answered(url: str, tmp_path: Path) -> None:
     question, *answers = run_block("client", url, tmp_path).replace("}{", "}\n{").splitlines()
     named = ("name", "args", "output", "request_id", "attempt", "expires_at", "node")
     asked = json.loads(question)
@@ -116,18 +128,23 @@ def test_the_client_step_is_asked_for_and_answered(url: str, tmp_path: Path) -> 
     assert ad["status"] == "done"
 
 
-def test_the_session_takes_a_node_and_answers(url: str, tmp_path: Path) -> None:
+def test_the_session_accepts_a_node(url: str, tmp_path: Path) -> None:
     assert json.loads(run_block("session", url, tmp_path))["status"] == "done"
 
 
-def test_every_operator_is_in_the_table() -> None:
-    assert {name for name, _, _ in ROWS} == {*OPERATORS, *_SPECIAL}
+def test_the_table_has_every_operator() -> None:
+    assert {name for name, _, _ in ROWS} == {*OPERATORS, *SPECIAL_OPERATORS}
 
 
 @pytest.mark.parametrize(("name", "example", "gives"), ROWS)
-def test_an_operator_gives_what_the_table_says(name: str, example: str, gives: str) -> None:
+def test_operators_match_the_table(name: str, example: str, gives: str) -> None:
     expression: dict[str, Any] = json.loads(example)
     assert list(expression) == [name]
-    value = evaluate(expression, {"shop": SHOP, "reply": " Score: 7 "})
-    assert json.dumps(value) == gives
+    scope = {"shop": SHOP, "reply": " Score: 7 "}
+    if name == "fail":
+        with pytest.raises(ExpressionError) as caught:
+            evaluate(expression, scope)
+        assert caught.value.code == gives
+    else:
+        assert json.dumps(evaluate(expression, scope)) == gives
     assert json.dumps(SHOP) in PAGE

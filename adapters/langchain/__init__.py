@@ -1,9 +1,8 @@
-"""LangChain and Conure: a chat model, and chains that become programs.
+"""The LangChain adapter: a chat model, and two ways to run chains on a Conure server.
 
-`ChatConure` is a chat model like any other, for a chain that runs as LangChain runs it.
-`accelerate` lets a chain run as it does, with its calls running ahead of it on the server.
-`to_program` reads a chain's structure and gives back a program that the server runs
-whole; what it cannot read it refuses by name, so a compiled chain is never another chain.
+`ChatConure` is a chat model for chains that LangChain runs. `accelerate` lets LangChain run a chain
+while the server runs its calls ahead. `to_program` compiles a chain to a program that runs as a
+whole on the server, and rejects, by name, what it cannot compile.
 
     from conure.adapters.langchain import ChatConure, accelerate, to_program
 
@@ -12,17 +11,17 @@ whole; what it cannot read it refuses by name, so a compiled chain is never anot
     answer = to_program(chain).run(client, {"topic": "tea"})
 """
 
-from .accelerate import Accelerated, Explanation, accelerate
-from .chat import ChatConure
-from .compiled import Compiled, Outcome
-from .walk import to_program
+from .acceleration.accelerate import Accelerated, Explanation, accelerate
+from .chat.model import ChatConure
+from .compilation.compiled_chain import ChainOutcome, CompiledChain
+from .compilation.compiler import to_program
 
 __all__ = [
     "Accelerated",
+    "ChainOutcome",
     "ChatConure",
-    "Compiled",
+    "CompiledChain",
     "Explanation",
-    "Outcome",
     "accelerate",
     "to_program",
 ]

@@ -1,8 +1,8 @@
-"""LlamaIndex and Conure: an LLM for core 0.12 and 0.14, and apps whose calls are planned.
+"""The LlamaIndex adapter, for llama-index-core 0.12 and 0.14.
 
-`Conure` is an LLM like any other, for an app that runs as LlamaIndex runs it. `accelerate`
-gives back an app that does the same sooner: what its response synthesizers and extractors
-are going to ask for is submitted as one program. `explain` says what came of it.
+`Conure` is an LLM on a Conure server. `accelerate` returns an app with the same results: the calls
+of its response synthesizers and extractors are submitted ahead as one program. `explain` reports
+which calls were served from the plan.
 
     from conure.adapters.llamaindex import Conure, accelerate, explain
 
@@ -10,12 +10,13 @@ are going to ask for is submitted as one program. `explain` says what came of it
     print(engine.query("What happened?"))
     print(explain(engine))
 
-On core 0.12, `accelerate` takes a QueryPipeline, and `pipeline_program.to_program` reads one
-into a program that runs whole.
+On core 0.12, `accelerate` takes a QueryPipeline, and `to_program` compiles one to a program that
+runs as a whole on the server.
 """
 
-from .accelerate import accelerate, explain
-from .llm import Conure
-from .report import CallReport, Report
+from .acceleration.accelerate import accelerate, explain
+from .acceleration.report import CallReport, Report
+from .llm.llm import Conure
+from .pipeline import to_program
 
-__all__ = ["CallReport", "Conure", "Report", "accelerate", "explain"]
+__all__ = ["CallReport", "Conure", "Report", "accelerate", "explain", "to_program"]

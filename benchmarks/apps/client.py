@@ -1,9 +1,9 @@
-"""The client of an application, in two ways: it sends the whole program, or request by request.
+"""A client that runs applications in one of two ways: as whole programs, or request by request.
 
-Both speak HTTP to one Conure server over a network of a given round trip, half of it before
-every request arrives and half before its answer does. Request by request, a client knows its
-own graph and sends each call when the answers that it needs are there, as a completion of the
-same text; so both ways ask the model the same.
+Both ways use HTTP to one Conure server, with an added round trip: half before each request and
+half before each answer. Request by request, the client knows its graph and sends each call as a
+completion request when the answers that the call needs have arrived. Both ways send the model
+the same text.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from .scaled import Sent
+from apps.scaled_workloads import ScheduledProgram
 
 WAIT_S = 60
 
 
 class Answer(NamedTuple):
-    """What a client got."""
+    """The result of one application."""
 
     kind: str
     took_s: float
     texts: dict[str, str]
-    """What every call wrote."""
+    """The text of every call."""
 
 
 class Client:
@@ -37,14 +37,14 @@ class Client:
         self._whole = whole
         self._half_s = round_trip_s / 2
 
-    async def run(self, sent: Sequence[Sent], seed: str) -> list[Answer]:
-        """Send programs at their times; their texts are drawn from the seed."""
+    async def run(self, sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
+        """Send programs at their times; their texts are generated from the seed."""
         return await asyncio.gather(
             *(self._run_at(each, f"{seed} {number}") for number, each in enumerate(sent))
         )
 
-    async def _run_at(self, sent: Sent, seed: str) -> Answer:
-        # A system prompt is the same for all its users: what they say follows from its name.
+    async def _run_at(self, sent: ScheduledProgram, seed: str) -> Answer:
+        # All users of a system prompt share its text, so the text depends only on its name.
         program = sent.plan.written(seed.partition(" ")[0])
         await asyncio.sleep(sent.at_s)
         began = time.perf_counter()
@@ -59,7 +59,7 @@ class Client:
         await asyncio.sleep(self._half_s)
         return response.json()
 
-    # --- whole ----------------------------------------------------------------------------
+    # --- whole programs -------------------------------------------------------------------
 
     async def _send_whole(self, program: dict[str, Any]) -> dict[str, str]:
         accepted = await self._ask("POST", "/v1/programs", json={"program": program})
@@ -83,7 +83,7 @@ class Client:
         return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
 
     async def _call(self, node: dict[str, Any], tasks: dict[str, asyncio.Task[str]]) -> str:
-        """A call is written behind those it reads: its node's id is its variable's name."""
+        """Send a call after the calls that it reads; a node and its variable have one name."""
         for other in node.get("after", ()):
             await tasks[other]
         *segments, output = node["prompt"]

@@ -1,7 +1,7 @@
-"""Bars with whiskers as an SVG: one for each comparison, from its least to its largest value.
+"""Bar charts of ratios as SVG text.
 
-Knows shapes and nothing of what is compared. Plain text, so that a change of a figure is a
-change of a line.
+One bar per comparison, with a whisker from the smallest to the largest value. The output is
+plain text, so that a changed figure is a changed line in a diff.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from html import escape
 from typing import NamedTuple
 
 LABEL, WIDTH, ROW, TOP, RIGHT = 330, 420, 26, 44, 60
-"""Pixels: of labels, of the longest bar, of a row, above the first and behind the last."""
+"""Pixels: label width, longest bar, row height, space above the rows, space to the right."""
 
 
 class Bar(NamedTuple):
@@ -22,16 +22,16 @@ class Bar(NamedTuple):
     middle: float
     high: float
     mark: float | None = None
-    """What somebody else found, or what was foretold."""
+    """A reference value: another system's result, or a prediction."""
 
 
 def bars(title: str, rows: Sequence[Bar], *, mark: str = "") -> str:
-    """An SVG of ratios: a line at 1, a bar to the median, a whisker from least to largest.
+    """Return an SVG of ratios: a line at 1, bars to the medians, whiskers from minimum to maximum.
 
     Args:
-        title: stands above.
-        rows: from above to below.
-        mark: what the marks of the rows are; empty: there are none.
+        title: The heading.
+        rows: The bars, from top to bottom.
+        mark: The meaning of the rows' marks; empty if the rows have no marks.
     """
     longest = max([1.2, *(max(row.high, row.mark or 0.0) for row in rows)])
     height = TOP + ROW * len(rows) + 10

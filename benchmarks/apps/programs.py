@@ -1,7 +1,7 @@
-"""Programs of the six applications, from lengths in tokens. Their text is a name for a length.
+"""The six applications as programs, from lengths in tokens. A text is represented by its name.
 
-A `Plan` is one of them: as a blueprint for the simulator, or written out in random printable
-characters for a model whose tokens are bytes.
+A `Plan` is one application. It can be converted to a profile for the simulator, or to a program
+with random printable characters for a model whose tokens are bytes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 
 from conure.server.program.ir import Program
-from conure.server.simulation.blueprint import Blueprint
+from simulation.workload_profile import WorkloadProfile
 
 INSTRUCTIONS = 60
-"""Tokens of the text around what a summary reads."""
+"""Tokens of the instructions around the text to summarise."""
 
 
 def call(name: str, parts: Iterable[str], num_output: int, **fields: Any) -> dict[str, Any]:
-    """A call; `$name` reads a variable, anything else is a text of that name."""
+    """Return a call; a part `$name` reads a variable, any other part is the text of that name."""
     prompt: list[dict[str, Any]] = [
         {"input": part[1:]} if part.startswith("$") else {"text": part} for part in parts
     ]
@@ -38,18 +38,20 @@ class Plan:
     nodes: list[dict[str, Any]]
     outputs: list[str]
     lengths: dict[str, int]
-    """Tokens of every text."""
+    """Length in tokens of every text."""
 
     @cached_property
-    def blueprint(self) -> Blueprint:
-        """What it costs, for the simulator."""
-        return Blueprint.of(
+    def blueprint(self) -> WorkloadProfile:
+        """The application's profile for the simulator."""
+        return WorkloadProfile.of(
             msgspec.convert({"nodes": self.nodes, "outputs": self.outputs}, Program), self.lengths
         )
 
     def written(self, seed: str) -> dict[str, Any]:
-        """The program with texts of these lengths, each drawn from the seed and its name; calls
-        are greedy and write as many tokens as they may.
+        """Return the program with generated texts.
+
+        Each text has its length and is generated from the seed and its name. Calls are greedy and
+        write their maximum number of tokens.
         """
         return {
             "nodes": [
@@ -82,7 +84,7 @@ def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Pla
 
 @cache
 def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Plan:
-    """Summaries of all chunks, and one of these."""
+    """One summary per chunk, and a summary of the summaries."""
     names = [f"m{i}" for i in range(num_chunks)]
     nodes = [call(name, ["map", f"{article}/{name}"], num_output) for name in names]
     nodes.append(call("out", ["reduce", *(f"${name}" for name in names)], num_output))
@@ -92,7 +94,7 @@ def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -
 
 @cache
 def single(system: str, num_system: int, num_user: int, num_output: int, user: int) -> Plan:
-    """One call: a system prompt that others have too, if any, and a question of its own."""
+    """One call: an optional shared system prompt, followed by the user's own text."""
     own = f"{system}/{user}"
     parts = [system, own] if num_system else [own]
     node = call("out", parts, num_output)
@@ -100,18 +102,18 @@ def single(system: str, num_system: int, num_user: int, num_output: int, user: i
 
 
 DESIGN, WRITE, REVIEW, REVISE = 820, 600, 450, 620
-"""Tokens of outputs of `coding`, before scaling."""
+"""Output tokens of the stages of `coding`, before scaling."""
 _SHARED = 1_880
-"""Tokens of text that all its prompts after the design start with."""
+"""Tokens of text at the start of all prompts after the design."""
 
 
 @cache
 def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
-    """A design; then for every file code, and reviews and revisions round by round.
+    """A design, then code for every file, then reviews and revisions in rounds.
 
-    Whoever reviews or revises a file reads that file alone. Prompts come to 182, 2,991, 3,717
-    and 4,175 tokens, however many files; after the first cycle 20 more, as what is read was
-    revised. With a scale, all lengths are divided.
+    A review or revision of a file reads only that file. Prompts have 182, 2,991, 3,717 and 4,175
+    tokens for any number of files; after the first cycle 20 more, because the text they read was
+    revised. `scale` divides all lengths.
     """
     nodes = [call("design", ["task"], DESIGN // scale)]
     lengths = {"task": 182 // scale, "shared": _SHARED // scale}
@@ -132,38 +134,40 @@ def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
 
 
 def _past(rounds: list[tuple[str, int, int]], number: int, num_read: int) -> list[str]:
-    """The rounds whose text of the same file is read: the code as it stands, and its review."""
+    """Return the rounds whose text of the file is read: the current code and its review."""
     return [f"{rounds[n][0]}_{n}" for n in range(max(number - num_read, 0), number)]
 
 
 LOG_FILES = 8
-"""Files of the log that figure 18 replays."""
+"""Number of files in the log that figure 18 replays."""
 LOG_OUTPUTS = {
     "design": [896] * LOG_FILES,
     "code": [675, 1_096, 305, 596, 556, 261, 372, 592],
     "review": [370, 397, 389, 334, 313, 286, 492, 473],
     "revise": [681, 848, 339, 539, 565, 255, 229, 597],
 }
-"""Tokens that are written about each of them.
+"""Output tokens for each file.
 
-The log counts tokens of GPT-4 (706 of a design, 506 of the first file). The model's tokenizer
-makes 1.27 times as many of the design, 4/3 of code and 6/5 of reviews: then prompts hold the files
-that they contain, and prompts and outputs come to what the artifact's runs print for a round.
+The log counts tokens of GPT-4 (706 for a design, 506 for the first file). The model's tokenizer
+needs 1.27 times as many for the design, 4/3 for code and 6/5 for reviews. With these factors,
+prompts contain their files, and prompts and outputs match the sums that the artifact prints
+per round.
 """
 LOG_PROMPTS = {"design": 218, "code": 3_650, "review": 4_898, "revise": 5_486}
-"""Tokens of a prompt, the same for every file: what a round's sum leaves for it."""
+"""Prompt tokens, equal for every file: the rest of a round's sum."""
 LOG_OWN = {"code": 100, "review": 70, "revise": 603}
-"""So many of them at the end, from where the prompts of a round differ: there they name a file, and
-to revise it contain its review."""
+"""Tokens at the end of a prompt that differ within a round: they name a file, and a revision's
+contain its review.
+"""
 
 
 @cache
 def logged_coding(num_files: int, num_cycles: int = 4) -> Plan:
-    """The rounds that figure 18 replays: whoever reviews or revises reads the whole codebase.
+    """The rounds that figure 18 replays: a review or revision reads the whole codebase.
 
-    So the calls of a round share their prompts but for the end. As in the replay, more than
-    eight branches take the same files again, every branch has a design of its own, and all go on
-    from the first; what the log's codebase has beyond the files that are written is plain text.
+    The calls of a round therefore share their prompts except for the end. As in the replay, more
+    than eight branches reuse the same files, every branch has a design of its own, and all branches
+    continue from the first design. Files of the log's codebase that are not written are plain text.
     """
     lengths = {"task": LOG_PROMPTS["design"]}
     designs = [f"design_0_{i}" for i in range(num_files)]

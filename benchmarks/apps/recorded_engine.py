@@ -1,8 +1,8 @@
-"""An engine that writes down which blocks every step uses: `recorded_engine.py FILE ARGUMENTS`.
+"""An engine that records the blocks of every step: `recorded_engine.py FILE ARGUMENTS`.
 
-The arguments are those of `python -m conure.engine`. When its server leaves, the trace lies in
-the file, pickled. A full block is named by a hash of all tokens up to its end under its salt; the
-last, partial block of a context by the context and its place.
+The arguments are those of `python -m conure.engine`. When the server disconnects, the engine
+writes the pickled trace to the file. The name of a full block is a hash of its salt and all
+tokens up to its end. The name of a context's partial block is the context and the block index.
 """
 
 from __future__ import annotations
@@ -18,51 +18,53 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from apps.oracle import Block, StepTrace
 from conure.engine import __main__ as process
-from conure.engine import api
-from conure.engine.engine import Engine
-from conure.engine.runner import Handle, Row
-from oracle import Block, StepTrace
+from conure.engine import protocol
+from conure.engine.core.engine import EngineCore
+from conure.engine.runner.base import Handle, ScheduledSequence
 
 TRACE: list[StepTrace] = []
 
 
-class RecordedEngine(Engine):
-    """The engine, with a look at its rows."""
+class RecordedEngine(EngineCore):
+    """The engine core, recording the rows that it runs."""
 
     def __init__(self, runner: Any, epoch: int, **options: Any) -> None:
-        """Listen in on the runner."""
+        """Wrap the runner's `start`."""
         super().__init__(runner, epoch, **options)
         self._start_rows = runner.start
         runner.start = self._listen
-        self._rows: list[Row] = []
+        self._rows: list[ScheduledSequence] = []
         self._changes: list[tuple[float, int]] = []
         self._chains: dict[int, list[bytes]] = {}
         self._seen: set[bytes] = set()
 
-    def apply(self, command: api.Command) -> None:
-        """A command; what it lets go of is not held until the next step."""
+    def apply(self, command: protocol.Command) -> None:
+        """Apply a command, and record the blocks that it frees before the next step."""
         super().apply(command)
-        if TRACE and TRACE[-1].num_held != self._memory.pool.num_held:
-            self._changes.append((time.monotonic(), self._memory.pool.num_held))
+        if TRACE and TRACE[-1].num_held != self._kv.pool.num_held:
+            self._changes.append((time.monotonic(), self._kv.pool.num_held))
 
-    def step(self) -> api.Step | None:
-        """One step, written down if it ran anything."""
+    def step(self) -> protocol.StepReport | None:
+        """Run one step, and record it if it ran any row."""
         began_s = time.monotonic()
         self._rows = []
         step = super().step()
         if self._rows:
             uses, computed = self._blocks()
-            held = self._memory.pool.num_held
+            held = self._kv.pool.num_held
             refilled = sum(self._refilled(row) for row in self._rows)
             self._changes = []
             ended_s = time.monotonic()
             TRACE.append(StepTrace(began_s, ended_s, uses, computed, held, refilled, self._changes))
         return step
 
-    def _listen(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+    def _listen(
+        self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]
+    ) -> Handle:
         self._rows = [
-            Row(row.context, list(row.ids), row.start, row.num_new, list(row.blocks))
+            ScheduledSequence(row.context, list(row.ids), row.start, row.num_new, list(row.blocks))
             for row in rows
         ]
         handle: Handle = self._start_rows(rows, copies)
@@ -71,7 +73,7 @@ class RecordedEngine(Engine):
     def _blocks(self) -> tuple[frozenset[Block], frozenset[Block]]:
         uses: set[Block] = set()
         computed: set[Block] = set()
-        size = self._memory.block_size
+        size = self._kv.block_size
         for row in self._rows:
             end = row.start + row.num_new
             chain = self._chains.setdefault(row.context, [])
@@ -83,15 +85,15 @@ class RecordedEngine(Engine):
             if end % size:
                 names.append((row.context, end // size))
             uses.update(names)
-            # The last token of a prompt runs for its logits, whatever is there.
+            # The last token of a prompt always runs, for its logits.
             is_only_last = row.num_new == 1 and end == len(row.ids)
             if not is_only_last:
                 computed.update(names[row.start // size :])
         return frozenset(uses), frozenset(computed)
 
-    def _refilled(self, row: Row) -> int:
-        """Tokens of whole blocks that were computed before, behind the same tokens."""
-        size = self._memory.block_size
+    def _refilled(self, row: ScheduledSequence) -> int:
+        """Return the tokens of whole blocks that were computed before after the same tokens."""
+        size = self._kv.block_size
         end = row.start + row.num_new
         whole = self._chains[row.context][-(-row.start // size) : end // size]
         count = sum(name in self._seen for name in whole)
@@ -100,8 +102,8 @@ class RecordedEngine(Engine):
 
 
 def main() -> int:
-    """Run, then write."""
-    setattr(process, "Engine", RecordedEngine)  # noqa: B010 - mypy forbids the plain one
+    """Run the engine, then write the trace."""
+    setattr(process, "EngineCore", RecordedEngine)  # noqa: B010 - mypy forbids the plain one
     code = process.main(sys.argv[2:])
     Path(sys.argv[1]).write_bytes(pickle.dumps(TRACE))
     return code

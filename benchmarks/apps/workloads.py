@@ -1,8 +1,8 @@
-"""The six workloads: what is sent when, in which setting, and what is measured.
+"""The six workloads of the paper: submissions, settings and measured quantities.
 
-Each is a function of a seed and yields `Point`s: one bar or mark of a figure of the paper, its
-ratio there, and the metric of the baseline and of ours here. Lower metrics are better, but
-for rates.
+Each workload is a function of a seed that yields `Point`s. A point is one bar or mark of a
+figure: the paper's ratio, and the simulated metrics of the baseline and of Conure. Lower metrics
+are better, except for rates.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from conure.server.scheduling.scheduler import LOOK_AHEAD
-from conure.server.simulation.engine import Cost
-from conure.server.simulation.simulation import Outcome, Setting, Simulation
+from conure.server.scheduling.scheduler import MAX_LOOKAHEAD_CALLS
+from simulation.engine import LinearCosts
+from simulation.simulation import ProgramOutcome, Simulation, SimulationConfig
 
 from .programs import Plan, chain, logged_coding, map_reduce, single
 from .setting import (
@@ -28,8 +28,8 @@ from .setting import (
     CODING_OURS,
     CODING_THROUGHPUT,
     baseline,
+    latency_tokens,
     ours,
-    strict_tokens,
 )
 
 
@@ -38,44 +38,47 @@ class Point(NamedTuple):
 
     label: str
     paper: float
-    """The ratio that the paper reports; nan: none."""
+    """The ratio that the paper reports; nan if it reports none."""
     before: float
     after: float
     is_rate: bool = False
     is_least: bool = False
-    """Ours kept to the bound at the highest rate that was tried: it may be better than this."""
+    """Conure met the limit at the highest rate that was tried, so the true ratio may be higher."""
 
     @property
     def ratio(self) -> float:
-        """How much better ours is."""
+        """The advantage of Conure."""
         return self.after / self.before if self.is_rate else self.before / self.after
 
 
 Sent = Sequence[tuple[Plan, float]]
 
 ARTICLE_TOKENS = (40_000, 85_000)
-"""Of an article, such that a chain in chunks of 1,024 has 61 calls on average, which is what
-figure 11's difference between the systems comes to at 244 ms a round trip: 0.69 for each of the
-58,000 to 124,000 characters of that figure's articles."""
+"""Tokens of an article.
+
+Chosen so that a chain in chunks of 1,024 has 61 calls on average, which matches the difference
+between the systems of figure 11 at 244 ms per round trip: 0.69 tokens per character for its
+articles of 58,000 to 124,000 characters.
+"""
 SHORT_ARTICLE_TOKENS = (35_000, 60_000)
-"""Of an article of figure 12b, by the same measure: those have 51,000 to 87,000 characters."""
+"""Tokens of an article of figure 12b, by the same factor (51,000 to 87,000 characters)."""
 
 
-def outcomes(setting: Setting, sent: Sent) -> list[Outcome]:
-    """What becomes of programs that are sent at times."""
+def outcomes(setting: SimulationConfig, sent: Sent) -> list[ProgramOutcome]:
+    """Simulate programs that are submitted at given times."""
     simulation = Simulation(setting)
     found = [simulation.submit(plan.blueprint, at_s) for plan, at_s in sent]
     simulation.run()
     return found
 
 
-def mean_s(found: Sequence[Outcome]) -> float:
-    """Mean time of programs as their clients saw it."""
+def mean_s(found: Sequence[ProgramOutcome]) -> float:
+    """Return the mean time of programs, as seen by their clients."""
     return statistics.fmean(outcome.took_s for outcome in found)
 
 
-def per_token_s(found: Sequence[Outcome]) -> float:
-    """Mean of time by output tokens."""
+def per_token_s(found: Sequence[ProgramOutcome]) -> float:
+    """Return the mean time per output token."""
     return statistics.fmean(outcome.took_s / outcome.num_output for outcome in found)
 
 
@@ -105,7 +108,7 @@ def chain_summary(seed: int) -> Iterator[Point]:
 
 
 def chain_with_background(seed: int) -> Iterator[Point]:
-    """Figure 12a: the same beside single requests that come at a rate."""
+    """Figure 12a: one chain at a time, while single requests arrive at a given rate."""
     for rate, ratio in ((0.0, 1.21), (1.0, 1.19), (2.0, 1.31), (3.0, 1.79), (3.5, 2.38)):
         means = []
         for make in (baseline, ours):
@@ -120,15 +123,15 @@ def chain_with_background(seed: int) -> Iterator[Point]:
                     at_s += draw.expovariate(rate)
                 took.append(outcomes(setting, sent)[0].took_s)
             means.append(statistics.fmean(took))
-        yield Point(f"{rate:g} requests/s beside", ratio, means[0], means[1])
+        yield Point(f"{rate:g} background requests/s", ratio, means[0], means[1])
 
 
 def many_chains(seed: int) -> Iterator[Point]:
     """Figure 12b: chains of different articles, all at once.
 
-    Both sides have 10,000 tokens, the most that the authors' notes name for their baselines: four
-    calls, with which both take what the paper's took (112.8, 171.9, 234.7 and 292.9 s, and 81.7
-    to 174.6 s).
+    Both systems have a capacity of 10,000 tokens, the largest that the authors' notes name for
+    their baselines. That is four calls, with which both systems reproduce the paper's times (112.8,
+    171.9, 234.7 and 292.9 s, and 81.7 to 174.6 s).
     """
     for number, ratio in ((10, 1.38), (15, 1.52), (20, 1.63), (25, 1.68)):
         sent = [
@@ -143,7 +146,7 @@ def many_chains(seed: int) -> Iterator[Point]:
 
 
 def map_reduce_summary(seed: int) -> Iterator[Point]:
-    """Figure 14: the baseline keeps to 4,096 tokens for its latency, ours knows it need not."""
+    """Figure 14: the baseline is limited to 4,096 tokens for latency; Conure needs no limit."""
     paper = [1.70, 2.04, 2.22, 2.37, 1.96, 2.07, 2.16]
     for (out, chunk), ratio in zip(SWEEP, paper, strict=True):
         before, after = (
@@ -153,7 +156,7 @@ def map_reduce_summary(seed: int) -> Iterator[Point]:
             )
             for setting in (
                 baseline(A100_13B, seed, capacity=4_096),
-                ours(A100_13B, seed, capacity=45_000, strict_tokens=strict_tokens(A100_13B)),
+                ours(A100_13B, seed, capacity=45_000, latency_tokens=latency_tokens(A100_13B)),
             )
         )
         yield Point(f"output {out}, chunk {chunk}", ratio, before, after)
@@ -166,43 +169,43 @@ COPILOT = [(5508, 183, 2), (5573, 191, 3), (5593, 192, 3), (5636, 192, 1), (5653
            (5856, 313, 1), (5885, 351, 5), (5961, 360, 6), (5986, 393, 7), (6014, 619, 2),
            (6066, 800, 2), (6943, 800, 4)]
 # fmt: on
-"""Prompt and output tokens of figure 15's requests, and how many of each."""
+"""Prompt and output tokens of figure 15's requests, and the number of each."""
 COPILOT_SYSTEM = 5_107
 COPILOT_LATER_S = 5.0
-"""By when their system prompt is filled."""
+"""Time by which their system prompt is prefilled."""
 
 
 def shared_system_prompt(seed: int) -> Iterator[Point]:
-    """Figure 15: 64 requests with one long system prompt, so many at a time, on one A100.
+    """Figure 15: 64 requests with one long system prompt, in batches, on one A100.
 
-    Against a baseline that keeps the prompt once but reads it for everybody, and one that
-    keeps it for everybody. There is no network in it. Steps take what the paper's took with a
-    kernel that reads it once and with one that does not.
+    The baselines keep the prompt once but read it for every request, or keep it for every request.
+    The figure has no network. Step times are those of the paper with a kernel that reads the prompt
+    once, and with one that does not.
     """
     lengths = [pair[:2] for pair in COPILOT for _ in range(pair[2])]
     random.Random(f"copilot {seed}").shuffle(lengths)
-    # The prompt is there before anybody comes, as in the paper.
+    # The prompt is prefilled before any request arrives, as in the paper.
     sent = [(single("copilot", COPILOT_SYSTEM, 1, 1, -1), 0.0)]
     sent += [
         (single("copilot", COPILOT_SYSTEM, prompt - COPILOT_SYSTEM, output, i), COPILOT_LATER_S)
         for i, (prompt, output) in enumerate(lengths)
     ]
 
-    def running_s(setting: Setting) -> float:
+    def running_s(setting: SimulationConfig) -> float:
         return statistics.fmean(found.decode_s for found in outcomes(setting, sent)[1:])
 
     paper = {8: (1.1, 1.8), 16: (1.3, 2.4), 32: (1.4, math.nan), 64: (1.7, math.nan)}
     for batch, ratios in paper.items():
         common = {
-            "max_sequences": batch - LOOK_AHEAD,
+            "max_sequences": batch - MAX_LOOKAHEAD_CALLS,
             "capacity": 10**9,
             "round_trip_s": lambda: 0.0,
         }
         after = running_s(ours(A100_7B_READ_ONCE, seed, **common))
         kept = common | {"policy": "conure", "has_prefix_cache": True}
         before = running_s(baseline(A100_7B_PAGED, seed, **kept))
-        yield Point(f"batch {batch}, prefix kept once", ratios[0], before, after)
-        if batch <= 16:  # beyond, the paper's ran out of memory
+        yield Point(f"batch {batch}, prefix stored once", ratios[0], before, after)
+        if batch <= 16:  # With larger batches the paper's baseline ran out of memory.
             before = running_s(baseline(A100_7B_PAGED, seed, **common))
             yield Point(f"batch {batch}, nothing shared", ratios[1], before, after)
 
@@ -215,27 +218,29 @@ GPTS = {
 }
 """Tokens of system prompt, question and output."""
 GPTS_NUMBER, GPTS_RATE = 500, 32.0
-"""How many the paper sent at a rate, and the highest that it tried: at 32 a second they are all
-there after 16 s."""
+"""Requests that the paper sent per rate, and the highest rate that it tried. At 32 requests per
+second all of them have arrived after 16 s.
+"""
 GPTS_S = 600.0
-"""How long they come where a rate is to be sustained. What counts is the later half of them, by
-when whatever is overloaded, even slowly, shows it."""
+"""Duration of the arrivals when a rate is to be sustained. Only the later half counts, because
+slow overload is visible by then.
+"""
 BOUND_S = 0.3
-"""For a token; a rate that keeps to it is sustained."""
+"""Limit in seconds per token; a rate that meets it is sustained."""
 
 
 def gpts(seed: int) -> Iterator[Point]:
-    """Figure 17: four applications with system prompts of their own, on four A6000.
+    """Figure 17: four applications with different system prompts, on four A6000.
 
-    The highest rate that keeps to 300 ms a token, in two ways: 500 requests, as many of each
-    application, are sent at it, as in the paper; or the later half of ten minutes of them counts,
-    which is harder: whatever ends before a queue has grown cannot show that it would.
+    The highest rate within 300 ms per token, measured in two ways. As in the paper, 500 requests,
+    an equal number of each application, are sent at the rate. Or the later half of ten minutes of
+    requests counts, which is stricter, because a short run ends before a queue has grown.
     """
 
-    def by_number(setting: Setting) -> float:
+    def by_number(setting: SimulationConfig) -> float:
         return highest_rate(lambda rate: per_token_s(outcomes(setting, gpts_sent(seed, rate))))
 
-    def by_time(setting: Setting) -> float:
+    def by_time(setting: SimulationConfig) -> float:
         def late_s(rate: float) -> float:
             sent = gpts_sent(seed, rate, round(GPTS_S * rate))
             return per_token_s(outcomes(setting, sent)[len(sent) // 2 :])
@@ -252,11 +257,11 @@ def gpts(seed: int) -> Iterator[Point]:
         after, before, paged = map(highest, settings)
         kept = {"is_rate": True, "is_least": after >= GPTS_RATE}
         yield Point(f"rate at 300 ms a token, {label}", 12.0, before, after, **kept)
-        yield Point(f"against prefixes read each time, {label}", 2.4, paged, after, **kept)
+        yield Point(f"prefixes read for every request, {label}", 2.4, paged, after, **kept)
 
 
 def gpts_sent(seed: int, rate: float, number: int = GPTS_NUMBER) -> list[tuple[Plan, float]]:
-    """So many requests at random times, as many of each application, shuffled."""
+    """Return requests at random times, an equal number of each application, shuffled."""
     draw = random.Random(f"gpts {seed}")
     names = [name for name in GPTS for _ in range(number // len(GPTS))]
     draw.shuffle(names)
@@ -268,7 +273,7 @@ def gpts_sent(seed: int, rate: float, number: int = GPTS_NUMBER) -> list[tuple[P
 
 
 def highest_rate(per_token_s: Callable[[float], float]) -> float:
-    """That keeps to the bound, within 4 %, or the highest that the paper tried."""
+    """Return the highest rate that meets the limit (within 4 %), at most the paper's highest."""
     low, high = 0.5, 1.0
     while per_token_s(high) <= BOUND_S:
         if high >= GPTS_RATE:
@@ -284,27 +289,30 @@ def highest_rate(per_token_s: Callable[[float], float]) -> float:
 
 
 CODING = {4: (3.0, 1.27), 8: (4.9, 1.58), 12: (7.19, 2.03), 16: (11.7, 2.45)}
-"""By files, ratios to the latency and to the throughput baseline."""
+"""Ratios to the latency baseline and to the throughput baseline, by number of files."""
 
 
 def multi_agent_coding(seed: int) -> Iterator[Point]:
-    """Figure 18: files written, reviewed and revised round by round, on one A100.
+    """Figure 18: files written, reviewed and revised in rounds, on one A100.
 
-    Each system's steps take what its own took in that figure.
+    Each system has its own step times from that figure.
     """
     points = list(_coding(seed, CODING_OURS, CODING_LATENCY, CODING_THROUGHPUT))
     yield from points
     again = _coding_s(baseline(CODING_LATENCY_AGAIN, seed, capacity=7_096), 16)
-    yield Point("16 files, latency baseline run again", 8.9, again, points[-1].after)
+    yield Point("16 files, latency baseline, second run", 8.9, again, points[-1].after)
 
 
 def coding_alike(seed: int) -> Iterator[Point]:
-    """Figure 18 with one line of costs for all systems, that of figures 10 and 14."""
+    """Figure 18 with one cost model for all systems, that of figures 10 and 14."""
     return _coding(seed, A100_13B, dict.fromkeys(CODING, A100_13B), A100_13B)
 
 
 def _coding(
-    seed: int, own: Cost, latency_costs: Mapping[int, Cost], throughput_cost: Cost
+    seed: int,
+    own: LinearCosts,
+    latency_costs: Mapping[int, LinearCosts],
+    throughput_cost: LinearCosts,
 ) -> Iterator[Point]:
     for num_files, (latency, throughput) in CODING.items():
         after = _coding_s(ours(own, seed, capacity=64_000), num_files)
@@ -314,16 +322,16 @@ def _coding(
         yield Point(f"{num_files} files, throughput baseline", throughput, wide, after)
 
 
-def _coding_s(setting: Setting, num_files: int) -> float:
+def _coding_s(setting: SimulationConfig, num_files: int) -> float:
     return mean_s(outcomes(setting, [(logged_coding(num_files), 0.0)]))
 
 
 def mixed(seed: int) -> Iterator[Point]:
-    """Figure 19: chats at one a second beside bursts of map-reduce, on four A6000.
+    """Figure 19: one chat per second during bursts of map-reduce, on four A6000.
 
-    A burst is three applications half a second apart, the next begins ten seconds after its
-    last. The first begins with the chats: the artifact starts its second client 15 s after the
-    first because that has its data to load.
+    A burst is three applications half a second apart. The next burst starts ten seconds after the
+    last one. The first burst starts with the chats: the artifact starts its second client 15 s
+    after the first because that client has its data to load.
     """
     draw = random.Random(f"mixed {seed}")
     chats: list[tuple[Plan, float]] = []
@@ -343,7 +351,7 @@ def mixed(seed: int) -> Iterator[Point]:
         "latency": baseline(A6000_7B, seed, **common, capacity=4_096),
         "throughput": baseline(A6000_7B, seed, **common, capacity=53_000),
         "ours": ours(
-            A6000_7B, seed, **common, capacity=53_000, strict_tokens=strict_tokens(A6000_7B)
+            A6000_7B, seed, **common, capacity=53_000, latency_tokens=latency_tokens(A6000_7B)
         ),
     }
     chat_s, batch_s = {}, {}

@@ -1,1 +1,1 @@
-"""The parts of `kernels.py`: rows, scenes, contenders, clocks, checks and reports."""
+"""The parts of `kernels.py`: rows, cases, contenders, clocks, checks and reports."""

@@ -1,14 +1,12 @@
-"""Times calls on a CPU or a CUDA device, one contender beside the other.
+"""Time calls on a CPU or a CUDA device, with all contenders in turn.
 
-A *pass* is one call per layer, each layer with keys and values of its own: together they are
-larger than any cache, as in a model, so that no call finds its data warm. All contenders of a
-row take turns for a number of rounds; a sample is the time of one pass divided by its layers.
+A *pass* is one call per layer. Each layer has its own keys and values, and together they exceed
+any cache, as in a model. The contenders of a row run in turn for a number of rounds; a sample is
+the time of one pass divided by its layers.
 
-On CUDA a pass is captured once as a graph and replayed between two events, so that neither
-Python nor launches are in the figure, only what the device does. A pass that cannot be captured
-is launched as it is, and its timing says so.
-
-Knows callables, no attention.
+On CUDA a pass is captured as a graph and replayed between two events, so the time contains no
+Python and no launches. A pass that cannot be captured is launched directly, and its timing is
+marked.
 """
 
 from __future__ import annotations
@@ -21,30 +19,30 @@ from dataclasses import dataclass
 
 import torch
 
-from .rows import Rates
+from .rows import DeviceRates
 
 WARM_UP_PASSES = 3
 SAMPLE_S = 2e-3
-"""What a sample on a GPU takes at least: launching its first graph takes some 5 us."""
-FEW_ROUNDS = 3
-BEATEN = 8
-"""Who takes so many times as long as the fastest has only `FEW_ROUNDS` samples."""
+"""Minimum duration of a sample on a GPU: launching its first graph takes about 5 us."""
+MIN_ROUNDS = 3
+SLOW_RATIO = 8
+"""Contenders that are slower than the fastest by this factor get only `MIN_ROUNDS` samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds a call, over the rounds."""
+    """Seconds per call over all rounds."""
 
     median_s: float
     min_s: float
     max_s: float
     samples_s: tuple[float, ...]
     is_graph: bool
-    """Replayed from a captured graph; otherwise launches are in the figure."""
+    """Whether the pass was replayed from a graph; otherwise the time includes launches."""
 
     @classmethod
     def of(cls, samples_s: list[float], *, is_graph: bool) -> Timing:
-        """Sum up the samples of one contender."""
+        """Summarise the samples of one contender."""
         middle = statistics.median(samples_s)
         return cls(middle, min(samples_s), max(samples_s), tuple(samples_s), is_graph)
 
@@ -57,14 +55,14 @@ def take_turns(
     rounds: int,
     timer: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time every pass once a round, in turn.
+    """Time every pass once per round, in turn.
 
     Args:
-        passes: A pass of each contender, by name.
-        device: Where they run.
+        passes: The pass of each contender, by name.
+        device: Device of the tensors.
         layers: Calls of a pass.
-        rounds: Samples of each.
-        timer: Seconds, for a CPU; `time.process_time` where others use the machine, too.
+        rounds: Maximum samples of each contender.
+        timer: Clock for a CPU, in seconds; `time.process_time` on a shared machine.
     """
     runs = {name: _prepared(run, device) for name, run in passes.items()}
     repeats = {name: _repeats(run, device) for name, (run, _) in runs.items()}
@@ -72,7 +70,7 @@ def take_turns(
     for number in range(rounds):
         best = min((min(taken) for taken in samples.values() if taken), default=math.inf)
         for name, (run, _) in runs.items():
-            if number >= FEW_ROUNDS and min(samples[name]) > BEATEN * best:
+            if number >= MIN_ROUNDS and min(samples[name]) > SLOW_RATIO * best:
                 continue
             taken_s = _once(run, device, timer, repeats=repeats[name])
             samples[name].append(taken_s / layers)
@@ -83,28 +81,28 @@ def measure_rates(
     device: torch.device,
     dtype: torch.dtype,
     timer: Callable[[], float] = time.perf_counter,
-) -> Rates:
+) -> DeviceRates:
     """Measure how fast the device copies (read and written bytes count) and multiplies."""
     is_cuda = device.type == "cuda"
     size = 2**31 if is_cuda else 2**27
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copying = _middle(lambda: target.copy_(source), device, timer)
+    copying = _median_s(lambda: target.copy_(source), device, timer)
     edge = 8192 if is_cuda else 1024
     left = torch.randn(edge, edge, device=device).to(dtype)
     right = torch.randn(edge, edge, device=device).to(dtype)
-    multiplying = _middle(lambda: left @ right, device, timer)
-    return Rates(2 * size / copying, 2 * edge**3 / multiplying)
+    multiplying = _median_s(lambda: left @ right, device, timer)
+    return DeviceRates(2 * size / copying, 2 * edge**3 / multiplying)
 
 
-def _middle(run: Callable[[], object], device: torch.device, timer: Callable[[], float]) -> float:
+def _median_s(run: Callable[[], object], device: torch.device, timer: Callable[[], float]) -> float:
     for _ in range(WARM_UP_PASSES):
         run()
     return statistics.median(_once(run, device, timer) for _ in range(10))
 
 
 def _repeats(run: Callable[[], object], device: torch.device) -> int:
-    """Return how often to run between two events, so that launching the first is nothing."""
+    """Return how often to run between two events, to make the first launch negligible."""
     if device.type != "cuda":
         return 1
     return max(1, math.ceil(SAMPLE_S / _once(run, device)))
@@ -135,7 +133,7 @@ def _once(
 
 
 def _prepared(run: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], bool]:
-    """Warm a pass up and capture it where that is possible."""
+    """Warm up a pass and capture it if possible."""
     for _ in range(WARM_UP_PASSES if device.type == "cuda" else 1):
         run()
     if device.type != "cuda":

@@ -1,8 +1,7 @@
-"""What was measured, as a table on a terminal, as JSON and as a page of Markdown.
+"""Report of a run: a table for the terminal, JSON, and a Markdown page.
 
-A percentage of ideal compares with `Rates.ideal_s` at rates measured on the same device
-just before; `x` compares a rival's median with ours in the same run. Knows figures, runs
-nothing.
+A percentage of ideal compares with `DeviceRates.ideal_s` at the rates measured on the same device
+in the same run. `x` is a competitor's median time divided by ours.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from .checks import Check
+from .checks import AccuracyCheck
 from .clock import Timing
-from .rows import Rates, Row
+from .rows import BenchmarkRow, DeviceRates
 
 NOMINAL: Final = {
-    "H200": Rates(4.8e12, 989e12),
-    "H100": Rates(3.35e12, 989e12),
+    "H200": DeviceRates(4.8e12, 989e12),
+    "H100": DeviceRates(3.35e12, 989e12),
 }
-"""What a maker promises, by a part of the device's name; bf16 without sparsity."""
+"""Nominal rates by a part of the device's name; bfloat16 without sparsity."""
 
 SHARE_OF_IDEAL: Final = {"memory": 0.70, "matrix": 0.45, "tree": 0.60, "unshared": 0.80}
-"""What we promise of ideal on a GPU, by regime."""
+"""Target shares of the ideal on a GPU, by regime."""
 LATENCY_S: Final = 15e-6
 CASCADE_SPEEDUP: Final = 1.3
 CPU_SPEEDUP: Final = 2.5
@@ -32,54 +31,54 @@ CPU_UNSHARED: Final = 0.95
 
 
 @dataclass(slots=True)
-class Measured:
-    """One row on one dtype, and who took part."""
+class RowResult:
+    """The results of one row with one dtype."""
 
-    row: Row
+    row: BenchmarkRow
     dtype: str
     element: int
     ideal_s: float
     nominal_s: float | None
     timings: Mapping[str, Timing]
-    checks: Mapping[str, Check]
-    absent: Mapping[str, str] = field(default_factory=dict)
-    """Why a contender took no part."""
+    checks: Mapping[str, AccuracyCheck]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Contenders that did not run, and the reason."""
 
     def ratio(self, name: str) -> float | None:
-        """How many times as long as ours a contender takes."""
+        """Return a contender's time divided by ours."""
         if name not in self.timings:
             return None
         return self.timings[name].median_s / self.timings["shared"].median_s
 
     def best(self, prefix: str) -> tuple[str, float] | None:
-        """Return the fastest contender whose name begins so, and its ratio to ours."""
-        found = [name for name in self.timings if name.startswith(prefix)]
-        if not found:
+        """Return the fastest contender with a name prefix, and its ratio to ours."""
+        result = [name for name in self.timings if name.startswith(prefix)]
+        if not result:
             return None
-        name = min(found, key=lambda each: self.timings[each].median_s)
+        name = min(result, key=lambda each: self.timings[each].median_s)
         return name, self.timings[name].median_s / self.timings["shared"].median_s
 
-    def verdicts(self, *, is_gpu: bool) -> list[str]:
-        """Name every promise that this row breaks."""
-        ours = self.timings["shared"].median_s
-        broken = []
+    def missed_targets(self, *, is_gpu: bool) -> list[str]:
+        """Return the targets that this row misses."""
+        shared_s = self.timings["shared"].median_s
+        missed = []
         if is_gpu:
             share = SHARE_OF_IDEAL.get(self.row.regime)
-            if share is not None and self.ideal_s / ours < share:
-                broken.append(f"{share:.0%} of ideal")
-            if self.row.regime == "latency" and ours > LATENCY_S:
-                broken.append(f"{LATENCY_S * 1e6:g} us")
+            if share is not None and self.ideal_s / shared_s < share:
+                missed.append(f"{share:.0%} of ideal")
+            if self.row.regime == "latency" and shared_s > LATENCY_S:
+                missed.append(f"{LATENCY_S * 1e6:g} us")
             cascade = self.best("flashinfer cascade")
             if self.row.regime == "tree" and cascade and cascade[1] < CASCADE_SPEEDUP:
-                broken.append(f"{CASCADE_SPEEDUP}x of {cascade[0]}")
+                missed.append(f"{CASCADE_SPEEDUP}x of {cascade[0]}")
         elif (sdpa := self.best("sdpa")) and self.row.regime != "crossover":
             least = CPU_UNSHARED if self.row.regime == "unshared" else CPU_SPEEDUP
             if sdpa[1] < least:
-                broken.append(f"{least}x of {sdpa[0]}")
-        return broken
+                missed.append(f"{least}x of {sdpa[0]}")
+        return missed
 
     def record(self) -> dict[str, Any]:
-        """Everything as JSON."""
+        """Return the results as JSON."""
         return {
             "row": self.row.name,
             "regime": self.row.regime,
@@ -105,36 +104,36 @@ class Measured:
                 }
                 for name, timing in self.timings.items()
             },
-            "absent": dict(self.absent),
+            "absent": dict(self.skipped),
         }
 
 
 @dataclass(slots=True)
-class Report:
-    """A whole run."""
+class KernelReport:
+    """The results of a run."""
 
     device: str
     is_gpu: bool
     versions: Mapping[str, str]
     threads: int
-    rates: Mapping[str, Rates]
-    """Measured, by dtype."""
+    rates: Mapping[str, DeviceRates]
+    """Measured rates, by dtype."""
     block_size: int
-    checks: Sequence[Check]
+    checks: Sequence[AccuracyCheck]
     planning: Mapping[str, Timing]
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[RowResult] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    """Rows on which ours raised, and what."""
+    """Rows on which our implementation failed, and the exception."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def slug(self) -> str:
-        """The device as part of a file's name."""
+        """The device as part of a file name."""
         words = "".join(c if c.isalnum() else " " for c in self.device.lower()).split()
         return "-".join([*words, *([] if self.block_size == 16 else [f"blocks{self.block_size}"])])
 
     def write(self, folder: Path) -> list[Path]:
-        """Write JSON and Markdown; return where they are."""
+        """Write JSON and Markdown; return the paths."""
         folder.mkdir(parents=True, exist_ok=True)
         record = {
             "device": self.device,
@@ -164,7 +163,7 @@ class Report:
         return list(files)
 
     def page(self) -> str:
-        """The run as a page of Markdown."""
+        """Return the report as Markdown."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
             f"# Attention on {self.device}",
@@ -178,11 +177,11 @@ class Report:
             for name, rates in self.rates.items()
         ]
         lines += [
-            f"- {name}: {_spread(timing)} us on the host a step"
+            f"- {name}: {_spread(timing)} us per step on the host"
             for name, timing in self.planning.items()
         ]
-        wrong = [check for check in self.checks if not check.is_right]
-        lines.append(f"- {len(self.checks) - len(wrong)} of {len(self.checks)} variants right")
+        wrong = [check for check in self.checks if not check.is_accurate]
+        lines.append(f"- {len(self.checks) - len(wrong)} of {len(self.checks)} variants accurate")
         lines += [
             f"- WRONG: {check.name}, error {check.error:.2g} {check.reason}" for check in wrong
         ]
@@ -191,7 +190,7 @@ class Report:
         names = sorted({name for each in self.measured for name in each.timings} - {"shared"})
         lines += [
             "",
-            "Microseconds a layer: median (least-most). A rival's `x` is its time by ours.",
+            "Microseconds per layer: median (minimum-maximum). `x` is a contender's time by ours.",
             "",
         ]
         lines.append(
@@ -199,44 +198,46 @@ class Report:
         )
         lines.append("| --- " * (6 + len(names)) + "|")
         lines += [self._page_line(measured, names) for measured in self.measured]
-        absent = {
-            (name, reason) for measured in self.measured for name, reason in measured.absent.items()
+        skipped = {
+            (name, reason)
+            for measured in self.measured
+            for name, reason in measured.skipped.items()
         }
-        if absent:
-            lines += ["", "Took no part:", ""]
-            lines += [f"- {name}: {reason}" for name, reason in sorted(absent)]
+        if skipped:
+            lines += ["", "Did not run:", ""]
+            lines += [f"- {name}: {reason}" for name, reason in sorted(skipped)]
         return "\n".join(lines) + "\n"
 
-    def _page_line(self, measured: Measured, names: Sequence[str]) -> str:
-        ours = measured.timings["shared"]
+    def _page_line(self, measured: RowResult, names: Sequence[str]) -> str:
+        shared_s = measured.timings["shared"]
         cells = [
             measured.row.name,
             measured.dtype,
             _us(measured.ideal_s),
-            _spread(ours),
-            f"{measured.ideal_s / ours.median_s:.0%}",
+            _spread(shared_s),
+            f"{measured.ideal_s / shared_s.median_s:.0%}",
         ]
         for name in names:
             ratio = measured.ratio(name)
             cells.append(
                 "" if ratio is None else f"{_spread(measured.timings[name])}, {ratio:.2f}x"
             )
-        cells.append("; ".join(measured.verdicts(is_gpu=self.is_gpu)))
+        cells.append("; ".join(measured.missed_targets(is_gpu=self.is_gpu)))
         return "| " + " | ".join(cells) + " |"
 
 
-def line(measured: Measured, *, is_gpu: bool) -> str:
+def line(measured: RowResult, *, is_gpu: bool) -> str:
     """Return one row for a terminal."""
-    ours = measured.timings["shared"]
-    rivals = "  ".join(
+    shared_s = measured.timings["shared"]
+    competitors = "  ".join(
         f"{name} {measured.ratio(name):.2f}x" for name in measured.timings if name != "shared"
     )
-    verdicts = measured.verdicts(is_gpu=is_gpu)
+    missed_targets = measured.missed_targets(is_gpu=is_gpu)
     return (
-        f"{measured.row.name:46} {measured.dtype:8} {ours.median_s * 1e6:9.1f} us"
-        f" {measured.ideal_s / ours.median_s:5.0%} of ideal"
-        f"  error {measured.checks['shared'].error:.1e}  {rivals}"
-        + (f"  MISSED: {'; '.join(verdicts)}" if verdicts else "")
+        f"{measured.row.name:46} {measured.dtype:8} {shared_s.median_s * 1e6:9.1f} us"
+        f" {measured.ideal_s / shared_s.median_s:5.0%} of ideal"
+        f"  error {measured.checks['shared'].error:.1e}  {competitors}"
+        + (f"  MISSED: {'; '.join(missed_targets)}" if missed_targets else "")
     )
 
 
@@ -245,6 +246,6 @@ def _spread(timing: Timing) -> str:
 
 
 def _us(seconds: float) -> str:
-    """Return microseconds with three digits at least."""
+    """Return microseconds with at least three digits."""
     number = seconds * 1e6
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

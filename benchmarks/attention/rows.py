@@ -1,13 +1,12 @@
 """The rows of the benchmark: trees of contexts that decode one token each.
 
-A tree has `nodes[i]` nodes of `tokens[i]` tokens on level i; the leaves are the requests, and
-a level's nodes are shared out evenly among those of the level above. `(1, 32)` and
-`(4096, 128)` is a prefix of 4096 tokens under 32 requests with 128 tokens of their own;
-`(256,)` and `(4096,)` is 256 requests that share nothing.
+A tree has `nodes[i]` nodes of `tokens[i]` tokens on level i. The leaves are the requests, and the
+nodes of a level are distributed evenly over those of the level above. `(1, 32)` and `(4096, 128)`
+is a prefix of 4096 tokens for 32 requests with 128 private tokens; `(256,)` and `(4096,)` is 256
+requests that share nothing.
 
-Knows shapes, bytes and operations, no tensors and no device. Ideal times count what has to
-be read once and what has to be multiplied, both at once, at rates that the caller brings.
-The trees of the grid are PAT's (ASPLOS'26) and our own.
+Ideal times assume that everything is read once while everything is multiplied, at given rates.
+The trees are PAT's (ASPLOS'26) and our own. No tensors and no device are used here.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from typing import Final, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One tree under one shape of heads."""
+class BenchmarkRow:
+    """One tree of contexts with one shape of heads."""
 
     name: str
     regime: str
-    """What decides its time: `latency`, `memory`, `matrix`, `tree` or `unshared`; `crossover`
-    where there is little to share, and the planner decides."""
+    """The expected bound: `latency`, `memory`, `matrix`, `tree` or `unshared`; or `crossover`, if
+    so little is shared that the planner decides."""
     nodes: tuple[int, ...]
     """Nodes of each level, a multiple of those of the level above."""
     tokens: tuple[int, ...]
@@ -34,12 +33,12 @@ class Row:
     kv_heads: int = 8
     head_dim: int = 128
     is_scattered: bool = True
-    """Blocks lie anywhere, as in memory that has been used for long. Otherwise those of a node
-    are neighbours, as an empty memory gives them out."""
+    """Whether blocks are scattered, as in a cache after long use. Otherwise the blocks of a node
+    are contiguous, as in an empty cache."""
 
     @property
     def num_requests(self) -> int:
-        """The leaves."""
+        """Number of requests: the leaves."""
         return self.nodes[-1]
 
     @property
@@ -53,15 +52,15 @@ class Row:
         return sum(n * t for n, t in zip(self.nodes, self.tokens, strict=True))
 
     def fits(self, block_size: int) -> bool:
-        """Say whether all nodes above the leaves fill their blocks, so that they are shared."""
+        """Return whether all inner nodes fill their blocks, so that they can be shared."""
         return not any(tokens % block_size for tokens in self.tokens[:-1])
 
     def shared_bytes(self, element: int) -> int:
-        """Bytes that move if each node is read once, at `element` bytes a number."""
+        """Return the bytes moved if each node is read once, at `element` bytes per number."""
         return self.stored_tokens * self._token_bytes(element) + self._query_bytes(element)
 
     def unshared_bytes(self, element: int) -> int:
-        """Bytes that move if every request reads all of its own context."""
+        """Return the bytes moved if every request reads its whole context."""
         tokens = self.num_requests * self.kv_len
         return tokens * self._token_bytes(element) + self._query_bytes(element)
 
@@ -77,28 +76,28 @@ class Row:
         return 2 * self.num_requests * self.heads * self.head_dim * element
 
 
-class Rates(NamedTuple):
-    """What a device can do."""
+class DeviceRates(NamedTuple):
+    """Measured or nominal rates of a device."""
 
     bytes_per_s: float
     operations_per_s: float
 
-    def ideal_s(self, row: Row, element: int) -> float:
-        """Least seconds that a row takes: its reading or its products, whichever is longer."""
+    def ideal_s(self, row: BenchmarkRow, element: int) -> float:
+        """Return the ideal seconds of a row: reading or multiplying, whichever takes longer."""
         reading = row.shared_bytes(element) / self.bytes_per_s
         return max(reading, row.operations / self.operations_per_s)
 
 
-class Tables(NamedTuple):
-    """Where the tokens of a row's requests lie."""
+class RequestTables(NamedTuple):
+    """The block tables of a row's requests."""
 
     tables: list[list[int]]
     """Blocks of each request, root first."""
     num_blocks: int
 
 
-def lay_out(row: Row, block_size: int, *, seed: int = 0) -> Tables:
-    """Give every node blocks of its own.
+def lay_out(row: BenchmarkRow, block_size: int, *, seed: int = 0) -> RequestTables:
+    """Assign blocks to every node.
 
     Raises:
         ValueError: if a node above the leaves does not fill its blocks.
@@ -113,17 +112,17 @@ def lay_out(row: Row, block_size: int, *, seed: int = 0) -> Tables:
     tables: list[list[int]] = [[]]
     for count, width in zip(row.nodes, widths, strict=True):
         children = count // len(tables)
-        assert children * len(tables) == count, f"{row.name}: {count} nodes cannot be shared out"
+        assert children * len(tables) == count, f"{row.name}: {count} nodes cannot be distributed"
         grown = []
         for table in tables:
             for _ in range(children):
                 grown.append([*table, *free[:width]])
                 del free[:width]
         tables = grown
-    return Tables(tables, num_blocks)
+    return RequestTables(tables, num_blocks)
 
 
-def roofline(grid: Sequence[Row], rates: Rates, *, element: int = 2) -> list[str]:
+def roofline(grid: Sequence[BenchmarkRow], rates: DeviceRates, *, element: int = 2) -> list[str]:
     """Return the lines of a table: bytes, operations and ideal times of each row."""
     lines = []
     for row in grid:
@@ -140,24 +139,28 @@ def roofline(grid: Sequence[Row], rates: Rates, *, element: int = 2) -> list[str
     return lines
 
 
-def _two_levels(number: int, regime: str, requests: int, prefix: int, own: int) -> Row:
-    name = f"{number:2} B{requests} P{prefix} S{own}"
-    return Row(name, regime, (1, requests), (prefix, own))
+def _two_levels(
+    number: int, regime: str, requests: int, prefix: int, num_private: int
+) -> BenchmarkRow:
+    name = f"{number:2} B{requests} P{prefix} S{num_private}"
+    return BenchmarkRow(name, regime, (1, requests), (prefix, num_private))
 
 
 def _tree(
     nodes: tuple[int, ...], tokens: tuple[int, ...], *, source: str = "", regime: str = "tree"
-) -> Row:
+) -> BenchmarkRow:
     shape = ",".join(map(str, nodes)) + " / " + ",".join(map(str, tokens))
-    return Row(source + shape, regime, nodes, tokens)
+    return BenchmarkRow(source + shape, regime, nodes, tokens)
 
 
-def _unshared(requests: int, tokens: int) -> Row:
-    return Row(f"B{requests} S{tokens} alone", "unshared", (requests,), (tokens,))
+def _unshared(requests: int, tokens: int) -> BenchmarkRow:
+    return BenchmarkRow(f"B{requests} S{tokens} alone", "unshared", (requests,), (tokens,))
 
 
 _CROSSOVER = tuple(
-    Row(f"B{requests} P{prefix} S256, crossover", "crossover", (1, requests), (prefix, 256))
+    BenchmarkRow(
+        f"B{requests} P{prefix} S256, crossover", "crossover", (1, requests), (prefix, 256)
+    )
     for requests, prefix in ((2, 64), (2, 256), (2, 1024), (8, 16), (8, 64), (8, 256))
 )
 GPU_ROWS: Final = (
@@ -187,13 +190,13 @@ GPU_ROWS: Final = (
     _unshared(1, 32768),
     *_CROSSOVER,
 )
-"""The grid on a GPU; a regime names what should decide there on an H200."""
+"""The GPU grid; regimes are expectations for an H200."""
 
 _PLAIN = (
-    Row("B16 P1024 S128", "memory", (1, 16), (1024, 128)),
-    Row("B32 P2048 S64", "memory", (1, 32), (2048, 64)),
-    Row("B8 P4096 S256", "memory", (1, 8), (4096, 256), heads=16, kv_heads=2, head_dim=64),
-    Row("1,4,16 / 1024,512,64", "tree", (1, 4, 16), (1024, 512, 64)),
+    BenchmarkRow("B16 P1024 S128", "memory", (1, 16), (1024, 128)),
+    BenchmarkRow("B32 P2048 S64", "memory", (1, 32), (2048, 64)),
+    BenchmarkRow("B8 P4096 S256", "memory", (1, 8), (4096, 256), heads=16, kv_heads=2, head_dim=64),
+    BenchmarkRow("1,4,16 / 1024,512,64", "tree", (1, 4, 16), (1024, 512, 64)),
     _unshared(16, 1152),
     _unshared(32, 512),
     _unshared(1, 4096),
@@ -203,4 +206,4 @@ CPU_ROWS: Final = (
     *(replace(row, name=f"{row.name}, scattered") for row in (_PLAIN[0], _PLAIN[4])),
     *(replace(row, is_scattered=False) for row in _CROSSOVER),
 )
-"""The grid on a CPU, where it matters whether blocks are neighbours."""
+"""The CPU grid, with contiguous and scattered blocks."""

@@ -1,1 +1,1 @@
-"""Parts of `benchmarks/engine.py`: cases, those who serve them, and the floor beneath."""
+"""Parts of `benchmarks/engine.py`: cases, the systems that serve them, a lower bound of time."""

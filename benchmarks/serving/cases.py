@@ -1,12 +1,12 @@
-"""What is asked: rounds of prompts that come at once, and how much of them is shared.
+"""The requests of a benchmark round, and the share of their prompts that is common.
 
-    shared cold     one prefix that nobody has seen, a suffix of each request's own
+    shared cold     one new prefix, different suffixes
     shared warm     the same prefix again, other suffixes
     unshared short  nothing in common
     unshared long   nothing in common, prompts as long as the shared ones
 
-Prompts are ids of printable bytes, drawn from a seed: as text they are the same tokens to a
-tokenizer of bytes. Kept true: a round never meets a prompt of another round.
+Prompts are ids of printable bytes, generated from a seed, so that they are the same tokens when
+sent as text to a byte tokenizer. No two rounds have a prompt in common.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LETTERS = range(32, 127)
 
 
 class Case(NamedTuple):
-    """Prompts that come at once."""
+    """Requests that arrive together."""
 
     name: str
     prompts: list[list[int]]
@@ -27,16 +27,16 @@ class Case(NamedTuple):
     num_prefix: int
     """Leading tokens that all prompts share."""
     is_warm: bool
-    """The prefix was asked before."""
+    """Whether the prefix was requested before."""
 
     @property
     def num_output(self) -> int:
-        """Tokens that are generated in all."""
+        """Generated tokens of all requests."""
         return len(self.prompts) * self.max_tokens
 
     @property
     def num_distinct(self) -> int:
-        """Prompt tokens that have to be computed, each once."""
+        """Prompt tokens that must be computed, each counted once."""
         own = sum(len(prompt) - self.num_prefix for prompt in self.prompts)
         return own + (0 if self.is_warm else self.num_prefix)
 
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 def rounds(
     seed: int, *, requests: int, prefix: int, suffix: int, short: int, output: int
 ) -> Iterator[list[Case]]:
-    """Yield the cases of one round after another; lengths are in tokens."""
+    """Yield the cases of each round; lengths are in tokens."""
     rng = random.Random(seed)
 
     def draw(length: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""Our engine as a process that answers rounds: `python ours.py MODEL THREADS`.
+"""Conure's engine as a process that answers rounds: `python ours.py MODEL THREADS`.
 
-Reads one JSON line for each round, `{"prompts": [[id, ...], ...], "max_tokens": n}`, and
-answers `RESULT {"seconds": s, "ids": [[id, ...], ...]}`. It is the engine of the server
-(batcher, paged memory, sampling) without the server: the peer of an LLM class in process.
+Reads one JSON line per round, `{"prompts": [[id, ...], ...], "max_tokens": n}`, and answers
+`RESULT {"seconds": s, "ids": [[id, ...], ...]}`. It runs the engine core (batch scheduler, paged
+KV cache, sampling) without the server, as the counterpart of an in-process LLM class.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import time
 from itertools import count
 from typing import Any
 
-from conure.engine import api
-from conure.engine.engine import Engine
-from conure.engine.local import LocalRunner
+from conure.engine import protocol
+from conure.engine.config import EngineConfig
+from conure.engine.core.engine import EngineCore
+from conure.engine.runner.torch_runner import TorchModelRunner
 
 
 def main(model: str, threads: int) -> None:
     """Answer rounds until stdin ends."""
-    engine = Engine(LocalRunner(model=model, threads=threads, max_sequences=32), 1)
+    engine = EngineCore(
+        TorchModelRunner(EngineConfig(model=model, threads=threads, max_sequences=32)), 1
+    )
     gc.freeze()
     print("READY", flush=True)
     names = count()
@@ -30,31 +33,31 @@ def main(model: str, threads: int) -> None:
         begin = time.perf_counter()
         ids = _answer(engine, question, names)
         seconds = time.perf_counter() - begin
-        # What a server would keep for later calls: the prompts.
+        # A server would also keep the prompts as cache.
         for context, prompt in zip(ids, question["prompts"], strict=True):
-            engine.apply(api.Free(context, keep=len(prompt)))
+            engine.apply(protocol.Free(context, num_cached_prefix_tokens=len(prompt)))
         print("RESULT " + json.dumps({"seconds": seconds, "ids": [*ids.values()]}), flush=True)
 
 
-def _answer(engine: Engine, question: dict[str, Any], names: Any) -> dict[int, list[int]]:
-    sampling = api.Sampling(max_tokens=question["max_tokens"], ignore_eos=True)
+def _answer(engine: EngineCore, question: dict[str, Any], names: Any) -> dict[int, list[int]]:
+    sampling = protocol.SamplingParams(max_tokens=question["max_tokens"], ignore_eos=True)
     ids: dict[int, list[int]] = {}
     for prompt in question["prompts"]:
         context = next(names)
         ids[context] = []
-        engine.apply(api.Fill(context, prompt))
-        engine.apply(api.Generate(context, sampling))
+        engine.apply(protocol.Fill(context, prompt))
+        engine.apply(protocol.GenerateCommand(context, sampling))
     running = set(ids)
     while running:
         step = engine.step()
         assert step is not None, "the engine is idle with work left"
         for report in step.reports:
             match report:
-                case api.Tokens():
+                case protocol.Tokens():
                     ids[report.context] += report.ids
-                case api.Finished():
+                case protocol.Finished():
                     running.discard(report.context)
-                case api.Failed():
+                case protocol.Failed():
                     raise RuntimeError(report.message)
     return ids
 

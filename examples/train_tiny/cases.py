@@ -1,10 +1,9 @@
-"""Cases: conversations with a system text, a user's prompt and the one right answer.
+"""Cases of training and evaluation: a system prompt, a user prompt and the one right answer.
 
-Everything that the model is trained on and everything that it is asked in evaluation is made
-here, from `passages` and `words`, so that the forms of prompts stand in one place. Cases
-about one passage come together: their prompts begin with the same text.
+All prompt templates are here. Cases about one passage are generated together, as their prompts
+begin with the same text.
 
-Refuses to know tokens. Kept true: the answer follows from the prompt alone.
+Invariant: the answer follows from the prompt alone.
 """
 
 from __future__ import annotations
@@ -63,24 +62,24 @@ OBJECTS: Final = tuple("pump gate boat bridge house wagon door lamp bell clock r
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question to a model and what it must say."""
+    """One prompt and its right answer."""
 
     task: Task
     system: str | None
     opening: str
-    """How the user's prompt begins; all cases about one passage begin alike."""
+    """Beginning of the user prompt, the same for all cases about one passage."""
     question: str
-    """How it ends."""
+    """Rest of the user prompt."""
     answer: str
 
     def messages(self) -> list[dict[str, str]]:
-        """The conversation as a chat client would send it."""
+        """Return the conversation as chat messages."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.opening + self.question}]
 
 
 def about_passage(words: Words, num_facts: int, num_cases: int) -> list[Case]:
-    """Cases that share a system text and a passage."""
+    """Return cases that share a system prompt and a passage."""
     rng = words.rng
     facts = passage(words, num_facts)
     opening, closing = rng.choice(LAYOUTS)
@@ -92,7 +91,7 @@ def about_passage(words: Words, num_facts: int, num_cases: int) -> list[Case]:
     questions = questions[:num_cases]
     if fields and rng.random() < 0.5:
         questions[0] = _as_json(words, fields)
-    system = system_text(words)
+    system = system_prompt(words)
     return [
         Case(
             question.task,
@@ -106,23 +105,23 @@ def about_passage(words: Words, num_facts: int, num_cases: int) -> list[Case]:
 
 
 def about_texts(words: Words, num_cases: int) -> list[Case]:
-    """Cases without a passage, that share a system text."""
-    system = system_text(words)
+    """Return cases without a passage that share a system prompt."""
+    system = system_prompt(words)
     makers = (_copy, _passive, _letter, _same, _same, *(_reduce,) * 4)
     return [words.rng.choice(makers)(words, system) for _ in range(num_cases)]
 
 
-def system_text(words: Words) -> str | None:
-    """A few rules in any order, or none."""
+def system_prompt(words: Words) -> str | None:
+    """Return a few rules in random order, or None."""
     if words.rng.random() < 0.4:
         return None
     return " ".join(words.rng.sample(RULES, words.rng.randint(1, 4)))
 
 
 def _check(words: Words, fact: Fact, facts: Sequence[Fact]) -> Question:
-    """Whether an answer is the right one: the right one, another of the passage, a new one."""
+    """Ask whether an answer is right. Wrong ones are other values of the passage, or new ones."""
     rng = words.rng
-    others = [one.value for one in facts if one.wrong is not None and one.value != fact.value]
+    others = [each.value for each in facts if each.wrong is not None and each.value != fact.value]
     claimed = fact.value
     if rng.random() < 0.5:
         claimed = rng.choice(others) if others and rng.random() < 0.6 else str(fact.wrong)
@@ -138,7 +137,7 @@ def _check(words: Words, fact: Fact, facts: Sequence[Fact]) -> Question:
 def _as_json(words: Words, fields: Sequence[Fact]) -> Question:
     chosen = words.rng.sample(fields, min(len(fields), words.rng.randint(1, 3)))
     keys = joined([f'"{fact.key}"' for fact in chosen])
-    # Compact, as the server writes what a schema asks for.
+    # Compact, like JSON under a schema constraint.
     values = {fact.key: fact.value for fact in chosen}
     answer = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
     wordings = (f"Give JSON with the keys {keys}.", f"Write JSON with the keys {keys}.")
@@ -167,14 +166,14 @@ def _letter(words: Words, system: str | None) -> Case:
 
 
 def _same(words: Words, system: str | None) -> Case:
-    """Whether two findings are the same."""
+    """Ask whether two findings are the same."""
     rng = words.rng
     draw = rng.choice((words.person, words.person, words.place, words.cause, words.number))
     first, second = words.several(draw, 2, 2)
     verdict = rng.choice(("yes", "no"))
     mark = rng.choice(MARKS)
-    said = (first, first if verdict == "yes" else second)
-    lines = [mark.format(number=number, text=one) for number, one in enumerate(said, 1)]
+    findings = (first, first if verdict == "yes" else second)
+    lines = [mark.format(number=number, text=text) for number, text in enumerate(findings, 1)]
     prompt = "\n".join([rng.choice(SAME_FORMS), *lines])
     return Case(Task.SAME, system, "", prompt, verdict)
 
@@ -182,12 +181,12 @@ def _same(words: Words, system: str | None) -> Case:
 def _reduce(words: Words, system: str | None) -> Case:
     rng = words.rng
     draw = rng.choice((words.person, words.person, words.place, words.cause, words.number))
-    found = words.several(draw, 2, 5)
+    findings = words.several(draw, 2, 5)
     if rng.random() < 0.3:
         for _ in range(rng.randint(1, 2)):
-            found[rng.randrange(len(found))] = NOBODY
-    named = [one for one in found if one != NOBODY] or [NOBODY]
+            findings[rng.randrange(len(findings))] = NOBODY
+    names = [text for text in findings if text != NOBODY] or [NOBODY]
     mark = rng.choice(MARKS)
-    lines = [mark.format(number=number, text=one) for number, one in enumerate(found, 1)]
+    lines = [mark.format(number=number, text=text) for number, text in enumerate(findings, 1)]
     prompt = "\n".join([rng.choice(REDUCE_FORMS), *lines])
-    return Case(Task.REDUCE, system, "", prompt, f"{joined(named)}.")
+    return Case(Task.REDUCE, system, "", prompt, f"{joined(names)}.")

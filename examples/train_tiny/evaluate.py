@@ -1,14 +1,14 @@
-"""Says how often a model folder answers rightly, with words that training never saw.
+"""Measure the accuracy of a model folder on words that training never saw.
 
     python examples/train_tiny/evaluate.py [FOLDER] [--cases N] [--real]
 
-An answer is right if it is the expected one, letter for letter, and ends there. Asked of a
-greedy model that is the same as: behind every part of the right answer the likeliest next
-token is the right one. So one forward pass judges a case, and nothing is generated.
+An answer is right if it equals the expected one exactly. With greedy sampling this holds if, after
+each prefix of the expected answer, the most likely next token is the expected one. So one forward
+pass judges a case without generation.
 
-Kept true: names, places and numbers are held-back ones, or with `--real` those of people and
-towns; a prompt without any, which training may have seen, does not count; every case stands
-alone, as the chat template renders it.
+Invariants: names, places and numbers are held-back ones, or with `--real` those of real people and
+towns. A prompt without any of them does not count, as training may have seen it. Each case is
+independent, as the chat template renders it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FACTS: Final = (1, 6)
 def held_back_cases(
     seed: int, num_cases: int, facts: tuple[int, int] = FACTS, kind: type[Words] = Words
 ) -> Iterator[list[Case]]:
-    """Groups of cases about one passage, until there are `num_cases` of every task.
+    """Yield groups of cases that share a passage, until there are `num_cases` of each task.
 
     Args:
-        seed: Decides the cases.
-        num_cases: How many of every task.
-        facts: The least and the most that a passage is made of.
-        kind: Of words.
+        seed: determines the cases.
+        num_cases: number of cases of each task.
+        facts: minimum and maximum number of facts of a passage.
+        kind: source of the words.
     """
     words = kind(random.Random(f"{seed} evaluation"), is_evaluation=True)
     counts: Counter[Task] = Counter()
@@ -52,14 +52,14 @@ def held_back_cases(
             cases = about_texts(words, 5)
         else:
             cases = about_passage(words, words.rng.randint(*facts), 8)
-        wanted = []
+        selected = []
         for case in cases:
             prompt = case.opening + case.question
             if counts[case.task] < num_cases and any(word in prompt for word in words.drawn):
                 counts[case.task] += 1
-                wanted.append(case)
-        if wanted:
-            yield wanted
+                selected.append(case)
+        if selected:
+            yield selected
 
 
 def accuracy(
@@ -69,7 +69,7 @@ def accuracy(
     facts: tuple[int, int] = FACTS,
     kind: type[Words] = Words,
 ) -> tuple[dict[Task, float], list[tuple[Case, str]]]:
-    """The share of right answers by task, and the wrong ones with what the model preferred."""
+    """Return the share of right answers by task, and the wrong cases with the model's answers."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,43 +78,44 @@ def accuracy(
     wrong = []
     for cases in held_back_cases(seed, num_cases, facts, kind):
         tree = tree_of(cases, tokenizer, random.Random(0), follow_up=0)
-        read = batch(iter([tree]), 1, len(tree.ids), torch.float32)
+        data = batch(iter([tree]), 1, len(tree.ids), torch.float32)
         with torch.inference_mode():
             hidden = model.model(
-                input_ids=read.ids,
-                position_ids=read.positions,
-                attention_mask=read.mask,
+                input_ids=data.ids,
+                position_ids=data.positions,
+                attention_mask=data.mask,
                 use_cache=False,
             ).last_hidden_state[0]
-            best = model.lm_head(hidden[read.sources]).argmax(-1)
-        branches = torch.tensor(tree.branches)[read.sources]
+            best = model.lm_head(hidden[data.sources]).argmax(-1)
+        branches = torch.tensor(tree.branches)[data.sources]
         for number, case in enumerate(cases, 1):
-            said, expected = best[branches == number], read.targets[branches == number]
+            answer, expected = best[branches == number], data.targets[branches == number]
             total[case.task] += 1
-            if torch.equal(said, expected):
+            if torch.equal(answer, expected):
                 right[case.task] += 1
             else:
-                wrong.append((case, tokenizer.decode(said.tolist(), skip_special_tokens=False)))
+                wrong.append((case, tokenizer.decode(answer.tolist(), skip_special_tokens=False)))
     return {task: right[task] / total[task] for task in Task}, wrong
 
 
 def main() -> None:
-    """Reads the arguments, evaluates, prints a line per task."""
+    """Parse the arguments, evaluate, and print a line per task."""
     parser = argparse.ArgumentParser(description="held-back accuracy of a model folder")
     parser.add_argument("folder", type=Path, nargs="?", default=SHIPPED)
     parser.add_argument("--cases", type=int, default=500, help="per task")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--facts", type=int, nargs=2, default=FACTS, metavar=("LEAST", "MOST"))
-    parser.add_argument("--real", action="store_true", help="names of people and towns")
-    parser.add_argument("--wrong", type=int, default=0, help="print so many wrong answers")
+    parser.add_argument("--real", action="store_true", help="use names of real people and towns")
+    parser.add_argument("--wrong", type=int, default=0, help="number of wrong answers to print")
     options = parser.parse_args()
     kind = RealWords if options.real else Words
     facts = tuple(options.facts)
     shares, wrong = accuracy(options.folder, options.cases, options.seed, facts, kind)
     for task, share in shares.items():
         print(f"{task:<8} {share:6.1%} of {options.cases}")
-    for case, said in wrong[: options.wrong]:
-        print(f"\n{case.task}: {case.opening}{case.question}\n  wanted {case.answer!r}\n  {said!r}")
+    for case, answer in wrong[: options.wrong]:
+        print(f"\n{case.task}: {case.opening}{case.question}")
+        print(f"  expected {case.answer!r}\n  got      {answer!r}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Writes a model folder, as any engine loads it, from a checkpoint of `train.py`.
+"""Export a checkpoint of `train.py` as a model folder that any engine can load.
 
     python examples/train_tiny/export.py CHECKPOINT_FOLDER MODEL_FOLDER
 
-The files are a config, generation config, tokenizer with chat template, weights, and the
-digests of them all. Weights are stored in bfloat16, in which training computed; the config asks
-for float32, in which a CPU is exact.
+The folder holds the config, the generation config, the tokenizer with its chat template, the
+weights, and digests of all files. The weights are stored in bfloat16, the compute type of training.
+The config requests float32, in which a CPU is exact.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from conure.engine.builtin import DIGESTS
-from conure.engine.bytelevel import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
+from conure.engine.models.builtin import DIGESTS
+from conure.engine.text.byte_tokenizer import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
 from train import CONTEXT_LEN, Training
 
 
 def export(source: Path, folder: Path) -> None:
-    """Write the folder; files of the same names are replaced."""
+    """Write the model folder, replacing existing files."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     ends = {
@@ -69,7 +69,7 @@ def export(source: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Reads the arguments and exports."""
+    """Parse the arguments and export."""
     parser = argparse.ArgumentParser(description="write the model folder of a checkpoint")
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)

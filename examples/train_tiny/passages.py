@@ -1,11 +1,9 @@
-"""Passages: short reports made of facts, and what can be asked about each fact.
+"""Passages: short reports made of facts, with questions about each fact.
 
-A fact is one sentence that says its key before its value ("The guard was Mira Tosk."), with
-the questions that it answers. A passage is a handful of facts about different keys, in any
-order.
+A fact is one sentence that names its key before its value ("The guard was Mira Tosk."). A passage
+is a few facts with different keys in random order.
 
-Knows reports; refuses to know prompts and tokens. Kept true: no two facts of a passage
-answer the same question.
+Invariant: no two facts of a passage answer the same question.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from words import ANIMALS, FRUITS, TOOLS, Words
 
 
 class Task(StrEnum):
-    """What a model is asked to do."""
+    """Kind of question."""
 
     EXTRACT = "extract"
     LIST = "list"
@@ -34,7 +32,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a passage, in several wordings, with its one answer."""
+    """A question about a passage, in several wordings, and its answer."""
 
     task: Task
     wordings: tuple[str, ...]
@@ -43,15 +41,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One sentence of a passage and what follows from it."""
+    """One sentence of a passage and the questions that it answers."""
 
     key: str
-    """What the fact is about; also its name in JSON."""
+    """Subject of the fact, and its key in JSON."""
     sentence: str
     value: str
     questions: tuple[Question, ...]
     wrong: str | None = None
-    """Another value of the same kind, where the value can be checked and put into JSON."""
+    """Another value of the same kind. None if the value is not used in checks and JSON."""
 
 
 ROLES: Final = (
@@ -116,16 +114,16 @@ CHECK: Final = (
     "The question was: {question}\nThe answer was: {answer}\nWhat is right, and is that the same?"
 )
 VERDICT: Final = "{value}, so {verdict}."
-"""The right answer is written before the verdict: what was written can be looked back on."""
+"""The right answer precedes the verdict, so that the model can attend to it."""
 
 
 def joined(values: Sequence[str]) -> str:
-    """The values as a list in a sentence: "a, b and c"."""
+    """Return the values as an enumeration: "a, b and c"."""
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} and {values[-1]}"
 
 
 def passage(words: Words, num_facts: int) -> list[Fact]:
-    """Facts of a report, in the order of its sentences."""
+    """Return the facts of a report, in the order of its sentences."""
     rng = words.rng
     makers = (
         *(_role,) * 6,
@@ -138,10 +136,11 @@ def passage(words: Words, num_facts: int) -> list[Fact]:
     facts: list[Fact] = []
     keys: set[str] = set()
     while len(facts) < num_facts:
-        made = rng.choice(makers)(words)
-        if not keys & {fact.key.partition(" ")[0] for fact in made}:
-            keys |= {fact.key.partition(" ")[0] for fact in made}
-            facts += made
+        new = rng.choice(makers)(words)
+        new_keys = {fact.key.partition(" ")[0] for fact in new}
+        if not keys & new_keys:
+            keys |= new_keys
+            facts += new
     rng.shuffle(facts)
     return facts
 
@@ -158,10 +157,10 @@ def _single(
     questions: Sequence[str],
     other: str,
 ) -> Fact:
-    """A fact with one value: it can be asked for, checked and put into JSON."""
-    asked = _filled(questions, role=key)
+    """Return a fact with one value, which can be asked for, checked and put into JSON."""
+    wordings = _filled(questions, role=key)
     sentence = words.rng.choice(sentences).format(role=key, value=value)
-    return Fact(key, sentence, value, (Question(Task.EXTRACT, asked, value),), other)
+    return Fact(key, sentence, value, (Question(Task.EXTRACT, wordings, value),), other)
 
 
 def _role(words: Words) -> list[Fact]:
@@ -170,7 +169,7 @@ def _role(words: Words) -> list[Fact]:
 
 
 def _simple(words: Words) -> list[Fact]:
-    """A place, a date, a cause, a cost or a number."""
+    """Return a fact about a place, a date, a cause, a cost or a number."""
     kind = words.rng.choice(("place", "place", "date", "cause", "damage", "number"))
     draw, sentences, questions = _simple_kinds(words)[kind]
     if kind == "number":
@@ -181,7 +180,7 @@ def _simple(words: Words) -> list[Fact]:
 def _simple_kinds(
     words: Words,
 ) -> dict[str, tuple[Callable[[], str], tuple[str, ...], tuple[str, ...]]]:
-    """How to draw a value of each kind, and how it is told and asked for."""
+    """Return, for each kind: how to draw a value, sentences, questions."""
     return {
         "place": (words.place, PLACE_SENTENCES, PLACE_QUESTIONS),
         "date": (words.date, DATE_SENTENCES, DATE_QUESTIONS),
@@ -192,23 +191,23 @@ def _simple_kinds(
 
 
 def _hurt(words: Words) -> list[Fact]:
-    is_somebody = words.rng.random() < 0.5
-    value = words.person() if is_somebody else NOBODY
+    is_hurt = words.rng.random() < 0.5
+    value = words.person() if is_hurt else NOBODY
     sentence = "Nobody was hurt."
-    if is_somebody:
+    if is_hurt:
         sentence = words.rng.choice(HURT_SENTENCES).format(value=value)
     questions = (
         Question(Task.EXTRACT, HURT_QUESTIONS, value),
-        Question(Task.YES_NO, HURT_CHECKS, "yes" if is_somebody else "no"),
+        Question(Task.YES_NO, HURT_CHECKS, "yes" if is_hurt else "no"),
     )
     return [Fact("hurt", sentence, value, questions)]
 
 
 def _flag(words: Words) -> list[Fact]:
-    key, true, false, question = words.rng.choice(FLAGS)
+    key, true, false, wording = words.rng.choice(FLAGS)
     is_true = words.rng.random() < 0.5
-    asked = Question(Task.YES_NO, (question,), "yes" if is_true else "no")
-    return [Fact(key, true if is_true else false, asked.answer, (asked,))]
+    question = Question(Task.YES_NO, (wording,), "yes" if is_true else "no")
+    return [Fact(key, true if is_true else false, question.answer, (question,))]
 
 
 def _list(words: Words) -> list[Fact]:
@@ -221,18 +220,18 @@ def _list(words: Words) -> list[Fact]:
     else:
         values = words.several(words.person, 2, 4)
     sentence = rng.choice(LIST_SENTENCES).format(role=kind, value=joined(values))
-    asked = Question(Task.LIST, _filled(LIST_QUESTIONS, role=kind), ", ".join(values))
-    return [Fact(kind, sentence, asked.answer, (asked,))]
+    question = Question(Task.LIST, _filled(LIST_QUESTIONS, role=kind), ", ".join(values))
+    return [Fact(kind, sentence, question.answer, (question,))]
 
 
 def _directory(words: Words) -> list[Fact]:
-    """Who does the same work in several places."""
+    """Return facts about people with the same job in several places."""
     role = words.rng.choice(DIRECTORY_ROLES)
     facts = []
     for place in words.several(words.place, 2, 3):
         value = words.person()
-        asked = (f"Who is the {role} in {place}?", f"Name the {role} in {place}.")
-        questions = (Question(Task.EXTRACT, asked, value),)
+        wordings = (f"Who is the {role} in {place}?", f"Name the {role} in {place}.")
+        questions = (Question(Task.EXTRACT, wordings, value),)
         facts.append(
             Fact(f"{role} {place}", f"The {role} in {place} is {value}.", value, questions)
         )

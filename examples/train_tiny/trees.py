@@ -1,11 +1,11 @@
-"""Trees of ids: one passage, read once, under many questions.
+"""Trees of token ids: one passage followed by the questions about it.
 
-All cases about a passage share the tokens of its prompt's beginning. They stand in a row once,
-every question and answer behind them as a branch; a mask lets a branch see the beginning
-and itself, and positions count as if it stood alone. Loss is on the answers only. So one
-pass over a passage teaches as much as one pass per question, for the tokens of one.
+All cases about a passage share the beginning of their prompts, the trunk. It occurs once in a row,
+followed by each question and answer as a branch. A mask lets a branch attend to the trunk and to
+itself, and its positions continue those of the trunk. The loss is on the answers only. One pass
+over a tree therefore equals one pass per question, for a fraction of the tokens.
 
-Shapes: B rows of a batch - T tokens of a row.
+Shapes: B rows of a batch, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cases import Case, about_passage, about_texts
-from conure.engine.bytelevel import TURN_END, TURN_START
+from conure.engine.text.byte_tokenizer import TURN_END, TURN_START
 from passages import Task
 from words import Words
 
 FOLLOW_UP: Final = 0.15
-"""Share of questions asked in the conversation of the one before."""
+"""Share of questions that continue the conversation of the question before."""
 WITHOUT_PASSAGE: Final = 0.4
 """Share of trees whose cases have no passage."""
 WEIGHTS: Final = {Task.SAME: 4.0, Task.CHECK: 2.0}
-"""What a token of an answer counts where one token says all, and names take many."""
-PATIENCE: Final = 4
-"""Trees that may find no room in a batch before it is taken as full."""
+"""Loss weights of tasks whose answers are short; 1 for other tasks."""
+MAX_UNFIT: Final = 4
+"""Number of trees that do not fit before a batch counts as full."""
 
 
 @dataclass(slots=True)
 class Tree:
-    """Ids with positions, branch (0 is the trunk) and how much they are to be learnt."""
+    """Token ids with their positions, branches (0 is the trunk) and loss weights."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Tree:
     weights: list[float] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], position: int, branch: int, weight: float = 0.0) -> int:
-        """Append ids at a position; returns the next position."""
+        """Append ids at a position; return the next position."""
         self.ids += ids
         self.positions += range(position, position + len(ids))
         self.branches += [branch] * len(ids)
@@ -53,13 +53,13 @@ class Tree:
 
 
 def trunk(case: Case) -> str:
-    """The text with which all prompts of a tree begin, as the chat template renders it."""
+    """Return the common beginning of a tree's prompts, as the chat template renders it."""
     system = f"{TURN_START}system\n{case.system}{TURN_END}\n" if case.system else ""
     return f"{system}{TURN_START}user\n{case.opening}"
 
 
 def prompt_end(question: str) -> str:
-    """What stands between the trunk and the answer."""
+    """Return the text between the trunk and the answer."""
     return f"{question}{TURN_END}\n{TURN_START}assistant\n"
 
 
@@ -70,7 +70,7 @@ def tree_of(
     *,
     follow_up: float = FOLLOW_UP,
 ) -> Tree:
-    """The tree of cases that share system text and passage."""
+    """Return the tree of cases that share a system prompt and a passage."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -91,20 +91,20 @@ def tree_of(
     return tree
 
 
-def trees(words: Words, tokenizer: Tokenizer, most_facts: int) -> Iterator[Tree]:
-    """Trees without end, about passages of up to `most_facts` facts."""
+def trees(words: Words, tokenizer: Tokenizer, max_facts: int) -> Iterator[Tree]:
+    """Yield trees about passages of up to `max_facts` facts, without end."""
     rng = words.rng
     while True:
         if rng.random() < WITHOUT_PASSAGE:
             cases = about_texts(words, 4)
         else:
-            cases = about_passage(words, rng.randint(1, most_facts), 10)
+            cases = about_passage(words, rng.randint(1, max_facts), 10)
         yield tree_of(cases, tokenizer, rng)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step reads."""
+    """The input of a training step."""
 
     ids: Tensor
     """[B, T]"""
@@ -113,15 +113,15 @@ class Batch:
     mask: Tensor
     """[B, 1, T, T], added to attention scores."""
     sources: Tensor
-    """Flat indices of the tokens whose next one is to be learnt."""
+    """Flat indices of the tokens that predict a target."""
     targets: Tensor
-    """The ids that follow them."""
+    """The ids to predict."""
     weights: Tensor
-    """What each counts in the loss."""
+    """Loss weights of the targets."""
 
 
-def batch(made: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype) -> Batch:
-    """Rows filled with whole trees, as they fit; none sees another."""
+def batch(source: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype) -> Batch:
+    """Fill rows with complete trees, which do not attend to each other."""
     shape = (num_rows, row_len)
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     owners = torch.full(shape, -1)
@@ -130,9 +130,9 @@ def batch(made: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype)
     targets: list[int] = []
     weights: list[float] = []
     used = [0] * num_rows
-    owner, num_left_out = 0, 0
-    while num_left_out < PATIENCE:
-        tree = next(made, None)
+    owner, num_unfit = 0, 0
+    while num_unfit < MAX_UNFIT:
+        tree = next(source, None)
         if tree is None:
             break
         size = len(tree.ids)
@@ -140,23 +140,23 @@ def batch(made: Iterator[Tree], num_rows: int, row_len: int, dtype: torch.dtype)
             continue
         row = next((row for row in range(num_rows) if used[row] + size <= row_len), None)
         if row is None:
-            num_left_out += 1
+            num_unfit += 1
             continue
         start = used[row]
-        place = slice(start, start + size)
-        ids[row, place] = torch.tensor(tree.ids)
-        positions[row, place] = torch.tensor(tree.positions)
-        branches[row, place] = torch.tensor(tree.branches)
-        owners[row, place] = owner
+        span = slice(start, start + size)
+        ids[row, span] = torch.tensor(tree.ids)
+        positions[row, span] = torch.tensor(tree.positions)
+        branches[row, span] = torch.tensor(tree.branches)
+        owners[row, span] = owner
         for index in range(1, size):
             if tree.weights[index]:
                 sources.append(row * row_len + start + index - 1)
                 targets.append(tree.ids[index])
                 weights.append(tree.weights[index])
         used[row], owner = start + size, owner + 1
-    is_seen = torch.ones(row_len, row_len).tril().bool()
-    is_seen = is_seen & (owners[:, :, None] == owners[:, None, :])
-    is_seen &= (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
-    mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill(~is_seen, -1e9)
-    learnt = (torch.tensor(sources), torch.tensor(targets), torch.tensor(weights))
-    return Batch(ids, positions, mask[:, None], *learnt)
+    is_visible = torch.ones(row_len, row_len).tril().bool()
+    is_visible = is_visible & (owners[:, :, None] == owners[:, None, :])
+    is_visible &= (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
+    mask = torch.zeros(is_visible.shape, dtype=dtype).masked_fill(~is_visible, -1e9)
+    loss_terms = (torch.tensor(sources), torch.tensor(targets), torch.tensor(weights))
+    return Batch(ids, positions, mask[:, None], *loss_terms)

@@ -1,12 +1,11 @@
-"""What passages are made of: names, places and numbers without end, and a few known words.
+"""Words of passages: generated names, places and numbers, and lists of ordinary words.
 
-Names are invented letter by letter or syllable by syllable, so that a model cannot learn them,
-only learn to copy. One in eight, by a checksum of its spelling, is *held back*: training never
-sees it, evaluation uses nothing else. The same goes for places and numbers. Dates, causes and
-the kinds of things come from short lists that both use.
+Names are generated from letters or syllables, so that a model cannot memorise them and has to copy.
+One in eight, by a checksum of its spelling, is *held back*: training never uses it, and evaluation
+uses only such names. The same applies to places and numbers. Dates, causes and nouns come from
+short lists that training and evaluation share.
 
-Knows spelling; refuses to know sentences. Kept true: the same generator state gives the same
-word on every machine.
+Invariant: the same generator state gives the same word on every machine.
 """
 
 from __future__ import annotations
@@ -67,45 +66,45 @@ TOWNS: Final = (
 
 
 def is_held_back(word: str) -> bool:
-    """Whether training may not see this name, place or number."""
+    """Return whether a name, place or number is reserved for evaluation."""
     return zlib.crc32(word.lower().encode()) % 8 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Draws words: all of them for training, or only held-back ones for evaluation."""
+    """Draws words that are not held back, or for evaluation only held-back ones."""
 
     rng: random.Random
     is_evaluation: bool = False
     drawn: set[str] = field(default_factory=set)
-    """Names, places and numbers that came out."""
+    """Names, places and numbers drawn so far."""
 
     def person(self) -> str:
-        """A first name, mostly with a surname."""
-        first = self._drawn(lambda: self._name(("",)))
+        """Return a first name, usually with a surname."""
+        first = self._draw(lambda: self._name(("",)))
         if self.rng.random() < 0.3:
             return first
-        return f"{first} {self._drawn(lambda: self._name(SURNAME_ENDS))}"
+        return f"{first} {self._draw(lambda: self._name(SURNAME_ENDS))}"
 
     def place(self) -> str:
-        """The name of a village, a town or a street."""
-        return self._drawn(lambda: self._name(PLACE_ENDS))
+        """Return the name of a village, a town or a street."""
+        return self._draw(lambda: self._name(PLACE_ENDS))
 
     def number(self) -> str:
-        """A whole number of two to four digits."""
-        return self._drawn(lambda: str(self.rng.randrange(10, 10 ** self.rng.randint(2, 4))))
+        """Return an integer of two to four digits."""
+        return self._draw(lambda: str(self.rng.randrange(10, 10 ** self.rng.randint(2, 4))))
 
     def date(self) -> str:
-        """A day and a month."""
+        """Return a day and a month."""
         return f"{self.rng.randint(1, 30)} {self.rng.choice(MONTHS)}"
 
     def cause(self) -> str:
-        """A thing that failed, and how."""
+        """Return a thing with its defect."""
         return f"{self.rng.choice(ADJECTIVES)} {self.rng.choice(THINGS)}"
 
-    def several(self, draw: Callable[[], str], least: int, most: int) -> list[str]:
-        """Between `least` and `most` different words."""
-        num = self.rng.randint(least, most)
+    def several(self, draw: Callable[[], str], minimum: int, maximum: int) -> list[str]:
+        """Return between `minimum` and `maximum` different words."""
+        num = self.rng.randint(minimum, maximum)
         words: list[str] = []
         while len(words) < num:
             word = draw()
@@ -113,7 +112,7 @@ class Words:
                 words.append(word)
         return words
 
-    def _drawn(self, draw: Callable[[], str]) -> str:
+    def _draw(self, draw: Callable[[], str]) -> str:
         while True:
             word = draw()
             if is_held_back(word) == self.is_evaluation:
@@ -137,20 +136,20 @@ class Words:
 
 
 class RealWords(Words):
-    """Names and places as people and towns have them, which nobody invented for training."""
+    """Draws names of real people and towns, for evaluation."""
 
     def person(self) -> str:
-        """A first name, mostly with a surname."""
-        first = self._drawn(lambda: self.rng.choice(FIRST_NAMES))
+        """Return a first name, usually with a surname."""
+        first = self._draw(lambda: self.rng.choice(FIRST_NAMES))
         if self.rng.random() < 0.3:
             return first
-        return f"{first} {self._drawn(lambda: self.rng.choice(SURNAMES))}"
+        return f"{first} {self._draw(lambda: self.rng.choice(SURNAMES))}"
 
     def place(self) -> str:
-        """A town."""
-        return self._drawn(lambda: self.rng.choice(TOWNS))
+        """Return the name of a town."""
+        return self._draw(lambda: self.rng.choice(TOWNS))
 
-    def _drawn(self, draw: Callable[[], str]) -> str:
+    def _draw(self, draw: Callable[[], str]) -> str:
         word = draw()
         self.drawn.add(word)
         return word

@@ -1,23 +1,24 @@
-"""The attention kernel: tiles of queries against stretches of pages, for decode and extend.
+"""The attention kernel: tiles of queries against ranges of pages, for decode and prefill.
 
-One persistent launch runs all work items of a step (`conure.kernels.work`), each once per KV
-head. An item gathers its queries by index and packs the heads of a group as rows, so that
-keys and values are read once for all of them. Items come in two classes, told apart at run
-time: `SMALL` rows for what few queries read, which waits for memory, and `LARGE` rows for
-what many share, which keeps the tensor cores busy. Programs take items in turn, so that
-both units work at the same time (PAT, ASPLOS'26, and FastTree, MLSys'25, launch them apart).
+One persistent launch computes all work items of a step (`work_table.builder`), each once per KV
+head. An item gathers its queries by index and packs the heads of a group as rows, so that keys
+and values are read once for all of them. Items have one of two sizes, selected at run time:
+`SMALL` rows for ranges with few queries, which are bound by memory, and `LARGE` rows for ranges
+with many queries, which use the tensor cores. Programs process items of both sizes in turn, so
+that both units are busy at the same time (PAT, ASPLOS'26, and FastTree, MLSys'25, use separate
+launches).
 
-Scores live in base 2. An item is either all that its queries see: then it is normalised, sinks
-included, and written to `out`. Or it is one part of several: then its normalised float32
-result and its LSE go to the slots that the item names, for `merge`.
+Scores are in base 2. If an item is everything that its queries see, its result is normalised,
+including sinks, and written to `out`. Otherwise its normalised float32 result and its LSE are
+written to the slots of the item, for `merge`.
 
-Knows pages and rows of one launch, no contexts. Kept true: slots that no item names are never
-read into a result, whatever they hold; a masked key has weight 0 and its value counts as 0.
+Invariants: cache slots that no item reads do not affect a result, whatever they hold. A masked
+key has weight 0 and its value counts as 0.
 
-Shapes: T queries - H query heads - K kv heads - G = H / K - D, E head dims of keys, values -
-M rows of a tile - N keys of a tile - S slots of parts.
+Shapes: T queries - H query heads - K KV heads - G = H / K - D, E head dims of keys, values -
+M rows of a tile - N keys of a tile - S slots of partials.
 """
-# Kernels are Python in looks only: a type checker cannot know what the compiler makes of them.
+# Triton compiles kernels itself; a type checker does not know its rules.
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import work
+from .work_table import table as work_table
 
-NUM_ITEMS = tl.constexpr(work.Header.NUM_ITEMS.value)
-ITEMS = tl.constexpr(work.Header.ITEMS.value)
-ENTRY_QUERIES = tl.constexpr(work.Header.ENTRY_QUERIES.value)
-ENTRY_SLOTS = tl.constexpr(work.Header.ENTRY_SLOTS.value)
-PAGES = tl.constexpr(work.Header.PAGES.value)
+NUM_ITEMS = tl.constexpr(work_table.TableHeader.NUM_ITEMS.value)
+ITEMS = tl.constexpr(work_table.TableHeader.ITEMS.value)
+ENTRY_QUERIES = tl.constexpr(work_table.TableHeader.ENTRY_QUERIES.value)
+ENTRY_SLOTS = tl.constexpr(work_table.TableHeader.ENTRY_SLOTS.value)
+PAGES = tl.constexpr(work_table.TableHeader.PAGES.value)
 
-ITEM_SIZE = tl.constexpr(work.ITEM_SIZE)
-ENTRY = tl.constexpr(work.Field.ENTRY.value)
-NUM_QUERIES = tl.constexpr(work.Field.NUM_QUERIES.value)
-PAGE_INDEX = tl.constexpr(work.Field.PAGE.value)
-OFFSET = tl.constexpr(work.Field.OFFSET.value)
-NUM_KV = tl.constexpr(work.Field.NUM_KV.value)
-PART = tl.constexpr(work.Field.PART.value)
-LIMIT = tl.constexpr(work.Field.LIMIT.value)
-FLOOR = tl.constexpr(work.Field.FLOOR.value)
-IS_LARGE = tl.constexpr(work.Field.IS_LARGE.value)
+ITEM_SIZE = tl.constexpr(work_table.ITEM_SIZE)
+ENTRY = tl.constexpr(work_table.ItemField.ENTRY.value)
+NUM_QUERIES = tl.constexpr(work_table.ItemField.NUM_QUERIES.value)
+PAGE_INDEX = tl.constexpr(work_table.ItemField.PAGE.value)
+OFFSET = tl.constexpr(work_table.ItemField.OFFSET.value)
+NUM_KV = tl.constexpr(work_table.ItemField.NUM_KV.value)
+CHUNK = tl.constexpr(work_table.ItemField.CHUNK.value)
+LIMIT = tl.constexpr(work_table.ItemField.LIMIT.value)
+FLOOR = tl.constexpr(work_table.ItemField.FLOOR.value)
+IS_LARGE = tl.constexpr(work_table.ItemField.IS_LARGE.value)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def attend(
+def attend_kernel(
     out: tl.tensor,
     partials: tl.tensor,
     lse: tl.tensor,
@@ -86,49 +87,49 @@ def attend(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Run all items of a table.
+    """Compute all items of a table.
 
     Args:
-        out: [T, H, E], written where an item is all that its queries see.
-        partials: [S, H, E] float32, the normalised parts of all other queries.
-        lse: [S, H] float32, natural log of the sum of exponentials of each part.
+        out: [T, H, E], written for queries with a single partial.
+        partials: [S, H, E] float32, the normalised partials of all other queries.
+        lse: [S, H] float32, natural log of the sum of exponentials of each partial.
         query: [T, H, D].
-        keys: [M, K, D] slots of the cache, a slot and a head at free distances.
+        keys: [M, K, D] slots of the cache, with any strides of slots and heads.
         values: [M, K, E].
-        table: int32, see `conure.kernels.work`.
+        table: int32, see `work_table.builder`.
         sinks: [H]; read only with `HAS_SINKS`.
         scale: Scores times log2(e), or with `HAS_CAP` times 2 * log2(e) / softcap.
         cap: softcap * log2(e); read only with `HAS_CAP`.
-        out_stride: Distances in elements; those of one vector are 1.
-        out_head_stride: As `out_stride`.
-        query_stride: As `out_stride`.
-        query_head_stride: As `out_stride`.
-        key_stride: From slot to slot.
-        key_head_stride: From head to head.
-        value_stride: From slot to slot.
-        value_head_stride: From head to head.
+        out_stride: Stride of queries, in elements; vectors are contiguous.
+        out_head_stride: Stride of heads.
+        query_stride: Stride of queries.
+        query_head_stride: Stride of heads.
+        key_stride: Stride of slots.
+        key_head_stride: Stride of heads.
+        value_stride: Stride of slots.
+        value_head_stride: Stride of heads.
         KV_HEADS: K.
         GROUP: G.
         DIM: D.
         VALUE_DIM: E.
-        DIM_PAD: D up to a power of two.
-        VALUE_PAD: E up to a power of two.
+        DIM_PAD: D rounded up to a power of 2.
+        VALUE_PAD: E rounded up to a power of 2.
         PAGE: Tokens of a page.
         SMALL: Rows of a small item.
-        SMALL_TILE: Keys that a small item takes at once.
+        SMALL_TILE: Keys that a small item processes at once.
         SMALL_STAGES: Depth of its software pipeline.
-        LARGE: Rows of a large item; 0 where the table has none.
+        LARGE: Rows of a large item; 0 if the table has no large items.
         LARGE_TILE: As `SMALL_TILE`.
         LARGE_STAGES: As `SMALL_STAGES`.
-        HAS_WINDOW: Items have a floor.
-        HAS_CAP: Scores are capped.
-        HAS_SINKS: Heads have sinks.
-        PRECISION: Of products of float32.
+        HAS_WINDOW: Whether items have a floor.
+        HAS_CAP: Whether scores are capped.
+        HAS_SINKS: Whether heads have sinks.
+        PRECISION: Precision of float32 products.
     """
     num_units = tl.load(table + NUM_ITEMS) * KV_HEADS
     items = table + tl.load(table + ITEMS)
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
-        # The heads of an item are neighbours: together they read whole pages.
+        # The heads of an item are consecutive units: together they read whole pages.
         item = items + unit // KV_HEADS * ITEM_SIZE
         head = unit % KV_HEADS
         if LARGE > 0:
@@ -138,7 +139,7 @@ def attend(
                     *(out_stride, out_head_stride, query_stride, query_head_stride),
                     *(key_stride, key_head_stride, value_stride, value_head_stride),
                     *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                    *(LARGE, LARGE_TILE, LARGE_STAGES),
+                    *(LARGE, LARGE_TILE, LARGE_STAGES, True),
                     *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
                 )
             else:
@@ -147,7 +148,7 @@ def attend(
                     *(out_stride, out_head_stride, query_stride, query_head_stride),
                     *(key_stride, key_head_stride, value_stride, value_head_stride),
                     *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                    *(SMALL, SMALL_TILE, SMALL_STAGES),
+                    *(SMALL, SMALL_TILE, SMALL_STAGES, False),
                     *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
                 )
         else:
@@ -156,7 +157,7 @@ def attend(
                 *(out_stride, out_head_stride, query_stride, query_head_stride),
                 *(key_stride, key_head_stride, value_stride, value_head_stride),
                 *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                *(SMALL, SMALL_TILE, SMALL_STAGES),
+                *(SMALL, SMALL_TILE, SMALL_STAGES, False),
                 *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
             )
 
@@ -193,26 +194,33 @@ def _run_item(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Attend the queries of one item, for one KV head, and write what they found."""
+    """Compute one item for one KV head and write its result.
+
+    With `IS_SPLIT` a loop without masks precedes the masked one. It saves arithmetic and costs
+    a second start of the pipeline, so items that are bound by memory do without it.
+    """
     entry = tl.load(item + ENTRY)
     num_queries = tl.load(item + NUM_QUERIES)
     pages = table + tl.load(table + PAGES) + tl.load(item + PAGE_INDEX)
     offset = tl.load(item + OFFSET)
     num_kv = tl.load(item + NUM_KV)
-    part = tl.load(item + PART)
+    chunk = tl.load(item + CHUNK)
     limit = tl.load(item + LIMIT)
     floor = tl.load(item + FLOOR)
 
     rows = tl.arange(0, ROWS)
-    mine = rows // GROUP  # the row's query, counted in the item
+    query_index = rows // GROUP  # the row's query, as an index into the item
     heads = head * GROUP + rows % GROUP
-    is_row = mine < num_queries
-    number = tl.load(table + tl.load(table + ENTRY_QUERIES) + entry + mine, mask=is_row, other=0)
+    is_row = query_index < num_queries
+    number = tl.load(
+        table + tl.load(table + ENTRY_QUERIES) + entry + query_index, mask=is_row, other=0
+    )
     dims = tl.arange(0, DIM_PAD)
     at = number.to(tl.int64) * query_stride + heads * query_head_stride
     if DIM == DIM_PAD:
@@ -223,48 +231,48 @@ def _run_item(
 
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+    result = tl.zeros([ROWS, VALUE_PAD], tl.float32)
     keys += head.to(tl.int64) * key_head_stride
     values += head.to(tl.int64) * value_head_stride
-    # Up to here every row sees every key, so nothing is masked.
-    plain = 0
-    if not HAS_WINDOW:
-        plain = tl.maximum(tl.minimum(num_kv, limit), 0) // TILE * TILE
-        for start in tl.range(0, plain, TILE, num_stages=STAGES):
-            peak, total, found = _add_tile(
-                *(peak, total, found, q, keys, values, pages, offset, start, num_kv),
-                *(limit + mine, floor + mine, scale, cap, key_stride, value_stride),
+    # Every row sees every key before `unmasked_end`.
+    unmasked_end = 0
+    if IS_SPLIT and not HAS_WINDOW:
+        unmasked_end = tl.maximum(tl.minimum(num_kv, limit), 0) // TILE * TILE
+        for start in tl.range(0, unmasked_end, TILE, num_stages=STAGES):
+            peak, total, result = _add_tile(
+                *(peak, total, result, q, keys, values, pages, offset, start, num_kv),
+                *(limit + query_index, floor + query_index, scale, cap, key_stride, value_stride),
                 *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
                 *(False, False, HAS_CAP, PRECISION),
             )
-    for start in tl.range(plain, num_kv, TILE, num_stages=STAGES):
-        peak, total, found = _add_tile(
-            *(peak, total, found, q, keys, values, pages, offset, start, num_kv),
-            *(limit + mine, floor + mine, scale, cap, key_stride, value_stride),
+    for start in tl.range(unmasked_end, num_kv, TILE, num_stages=STAGES):
+        peak, total, result = _add_tile(
+            *(peak, total, result, q, keys, values, pages, offset, start, num_kv),
+            *(limit + query_index, floor + query_index, scale, cap, key_stride, value_stride),
             *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
             *(True, HAS_WINDOW, HAS_CAP, PRECISION),
         )
 
     dims = tl.arange(0, VALUE_PAD)
     is_value = is_row[:, None] & (dims < VALUE_DIM)[None, :]
-    if part < 0:
+    if chunk < 0:
         if HAS_SINKS:
             sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             top = tl.maximum(peak, sink)
-            found *= tl.exp2(peak - top)[:, None]
+            result *= tl.exp2(peak - top)[:, None]
             total = total * tl.exp2(peak - top) + tl.exp2(sink - top)
         at = number.to(tl.int64) * out_stride + heads * out_head_stride
-        # A row behind the last query may see nothing: it is not stored, only not divided by 0.
-        found /= tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out + at[:, None] + dims[None, :], found.to(out.dtype.element_ty), mask=is_value)
+        # Padding rows may have a total of 0; they are not stored.
+        result /= tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_value)
     else:
-        slots = table + tl.load(table + ENTRY_SLOTS) + entry + mine
-        slot = tl.load(slots, mask=is_row, other=0) + part
+        slots = table + tl.load(table + ENTRY_SLOTS) + entry + query_index
+        slot = tl.load(slots, mask=is_row, other=0) + chunk
         at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
-        # A part may be empty for some of its queries: its peak is -inf, and so is its LSE.
+        # A chunk may be empty for some of its queries: their peak and LSE are -inf.
         total = tl.where(total == 0.0, 1.0, total)
-        found /= total[:, None]
-        tl.store(partials + at[:, None] * VALUE_DIM + dims[None, :], found, mask=is_value)
+        result /= total[:, None]
+        tl.store(partials + at[:, None] * VALUE_DIM + dims[None, :], result, mask=is_value)
         tl.store(lse + at, (peak + tl.log2(total)) * LN_2, mask=is_row)
 
 
@@ -272,7 +280,7 @@ def _run_item(
 def _add_tile(
     peak: tl.tensor,
     total: tl.tensor,
-    found: tl.tensor,
+    result: tl.tensor,
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -297,16 +305,16 @@ def _add_tile(
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the keys from `start` on to the running softmax of all rows (FlashAttention)."""
+    """Add the tile of keys at `start` to the running softmax of all rows (FlashAttention)."""
     columns = start + tl.arange(0, TILE)
     is_key = columns < num_kv
     inside = offset + columns
     if PAGE % TILE == 0:
-        # Items begin at a multiple of the tile: all keys lie in one page.
+        # Items begin at a multiple of TILE, so all keys are in one page.
         page = tl.load(pages + (offset + start) // PAGE)
         slot = page.to(tl.int64) * PAGE + inside % PAGE
     elif TILE % PAGE == 0:
-        # Nor do they begin inside of a page: one look-up serves all its keys.
+        # Tiles begin at a page boundary, so one lookup serves all keys of a page.
         several = tl.arange(0, TILE // PAGE)
         is_page = start + several * PAGE < num_kv
         page = tl.load(pages + (offset + start) // PAGE + several, mask=is_page, other=0)
@@ -328,7 +336,7 @@ def _add_tile(
         k = tl.load(at)
     scores = tl.dot(q, k, input_precision=PRECISION) * scale
     if HAS_CAP:
-        # cap * tanh(x) by one exponential, which came with the scale.
+        # cap * tanh(x) with one exponential; its factor is part of `scale`.
         scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
     if IS_MASKED:
         sees = is_key[None, :] & (columns[None, :] < limit[:, None])
@@ -338,7 +346,7 @@ def _add_tile(
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = new_peak
     if IS_MASKED:
-        # Rows that have seen nothing yet: exp2(-inf - -inf) would be NaN.
+        # Rows that have seen no key yet: exp2(-inf - -inf) would be NaN.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(peak - base)
@@ -352,5 +360,5 @@ def _add_tile(
     else:
         v = tl.load(at)
     total = total * decay + tl.sum(weights, 1)
-    found = tl.dot(weights.to(v.dtype), v, found * decay[:, None], input_precision=PRECISION)
-    return new_peak, total, found
+    result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision=PRECISION)
+    return new_peak, total, result

@@ -1,22 +1,23 @@
-"""Which tiles, warps and pipeline depths a kernel is compiled with, for which shapes.
+"""Tile sizes, warps and pipeline depths of the kernels, by shape and dtype.
 
-Plain functions of shapes and dtypes: nothing is timed at run time, so that a launch never
-waits for a search, CUDA graphs hold, and each choice can be compiled without a GPU.
-`configurations` lists what is compiled for models as they are; tests check their registers.
+These are plain functions of shapes and dtypes. Nothing is tuned at run time, so a launch never
+waits for a search, CUDA graphs stay valid, and each choice can be compiled without a GPU.
+`configurations` lists what common models compile; tests check registers and instructions.
 
-Knows what fits an sm_90: 227 KB of shared memory, 255 registers, WGMMA from 64 rows on.
+The choices are made for sm_90: 227 KB of shared memory, 255 registers per thread, WGMMA from 64
+rows on.
 
-Shapes: G query heads per kv head - D, E head dims of keys, values.
+Shapes: G query heads per KV head - D, E head dims of keys, values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from . import attention, caching, merging
+from . import attention, kv_cache, merge
 
 MAX_DIM: Final = 256
 MAX_GROUP: Final = 128
@@ -30,12 +31,12 @@ TYPE_NAMES: Final = {
 }
 SMALL_ROWS: Final = 16
 MERGE_HEADS: Final = 4
-MERGE_PARTS: Final = 4
+MERGE_PARTIALS: Final = 4
 MOVE_TILE: Final = 1024
 
 
-class Shape(NamedTuple):
-    """What a layer's attention is compiled for."""
+class AttentionShape(NamedTuple):
+    """The shapes that attention is compiled for."""
 
     dtype: torch.dtype
     kv_heads: int
@@ -45,8 +46,30 @@ class Shape(NamedTuple):
     page: int
 
 
-class Variant(NamedTuple):
-    """What a layer's attention does besides."""
+class AttentionTuning(NamedTuple):
+    """Choices of the attention kernel that a GPU decides; a benchmark compares them.
+
+    Pages, keys and values take separate pipeline stages. With five stages, three copies are in
+    flight while a tile is multiplied; with three there are none, in half the shared memory.
+    """
+
+    small_stages: int = 5
+    """Pipeline stages of items that read few queries."""
+    large_stages: int = 5
+    """Pipeline stages of items that read many queries."""
+    large_tile: int = 64
+    """Maximum keys of a tile of items that read many queries."""
+    max_large_rows: int = 128
+    """Maximum rows of a large item: 64 runs two programs on a processor, 128 one."""
+    max_items_per_program: int = 4
+    """Maximum items for each program: more of them balance better, fewer start less often."""
+
+
+DEFAULT_TUNING: Final = AttentionTuning()
+
+
+class AttentionVariant(NamedTuple):
+    """The optional features of a layer's attention."""
 
     has_window: bool = False
     has_cap: bool = False
@@ -54,8 +77,8 @@ class Variant(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
-    """One compilation of one kernel."""
+class KernelConfiguration:
+    """One compilation of a kernel."""
 
     name: str
     kernel: Any
@@ -66,150 +89,193 @@ class Configuration:
     options: dict[str, int]
     """`num_warps` and `num_stages`."""
     aligned: tuple[str, ...] = field(default=())
-    """Arguments that are divisible by 16: addresses, and distances in elements."""
+    """Arguments that are divisible by 16: addresses, and strides in elements."""
+    shape: AttentionShape | None = None
+    """Of attention."""
 
 
-def padded(size: int) -> int:
-    """Return a size up to a power of two, at least what a tensor core takes."""
+def padded_size(size: int) -> int:
+    """Return a size rounded up to a power of 2, at least 16 for tensor cores."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def small_rows(group: int) -> int:
     """Return the rows of a small item: one query at least."""
-    return max(SMALL_ROWS, padded(group))
+    return max(SMALL_ROWS, padded_size(group))
 
 
-def large_rows(shape: Shape) -> int:
-    """Return the rows of a large item at most, or 0 where all are small."""
-    most = 64 if is_wide(shape) else 128
+def large_rows(shape: AttentionShape, tuning: AttentionTuning = DEFAULT_TUNING) -> int:
+    """Return the maximum rows of a large item, or 0 if all items are small."""
+    rows = min(tuning.max_large_rows, 64 if is_wide(shape) else 128)
     if shape.dtype == torch.float32 and max(shape.dim, shape.value_dim) > 128:
-        most = 0  # no number of warps has the registers
-    return most if most > small_rows(shape.group) else 0
+        rows = 0  # registers do not suffice with any number of warps
+    return rows if rows > small_rows(shape.group) else 0
 
 
-def is_wide(shape: Shape) -> bool:
-    """Say whether the vectors of a head take so much room that tiles must be smaller."""
-    widest = max(padded(shape.dim), padded(shape.value_dim))
+def is_wide(shape: AttentionShape) -> bool:
+    """Return whether head vectors are so large that tiles must be smaller."""
+    widest = max(padded_size(shape.dim), padded_size(shape.value_dim))
     return shape.dtype == torch.float32 or widest > 128
 
 
-def is_odd(shape: Shape) -> bool:
-    """Say whether the group is no power of two: rows then take more registers."""
+def has_odd_group(shape: AttentionShape) -> bool:
+    """Return whether the group is not a power of 2: rows then need more registers."""
     return shape.group & (shape.group - 1) != 0
 
 
-def attention_constants(shape: Shape, variant: Variant, large: int) -> dict[str, Any]:
-    """Return the constants of `attention.attend`.
+def attention_constants(
+    shape: AttentionShape,
+    variant: AttentionVariant,
+    large: int,
+    tuning: AttentionTuning = DEFAULT_TUNING,
+) -> dict[str, Any]:
+    """Return the constants of `attention.attend_kernel`.
 
     Args:
-        shape: Of the layer.
-        variant: Of the layer.
+        shape: Shape of the layer.
+        variant: Features of the layer.
         large: Rows of a large item: 0, 64 or 128.
+        tuning: Choices that a benchmark compares.
     """
+    is_exact = shape.dtype == torch.float32  # no tensor cores: registers are scarce
     tile = 32 if is_wide(shape) else 64
-    # Page, keys and values take stages of their own: 5 keep two tiles of each on their way,
-    # 3 one, where registers are short.
-    is_short = is_wide(shape) or is_odd(shape)
+    # The addresses of an odd group's rows take registers: with tiles of 64 keys the others spill.
+    is_short = has_odd_group(shape) and not is_exact
+    small_tile = 32 if is_short else tile
+    small_stages = tuning.small_stages + (2 if small_tile < tile else 0)  # as many bytes in flight
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
         "DIM": shape.dim,
         "VALUE_DIM": shape.value_dim,
-        "DIM_PAD": padded(shape.dim),
-        "VALUE_PAD": padded(shape.value_dim),
+        "DIM_PAD": padded_size(shape.dim),
+        "VALUE_PAD": padded_size(shape.value_dim),
         "PAGE": shape.page,
         "SMALL": small_rows(shape.group),
-        "SMALL_TILE": tile,
-        "SMALL_STAGES": 3 if is_short else 5,
+        "SMALL_TILE": small_tile,
+        "SMALL_STAGES": 3 if is_exact else small_stages,
         "LARGE": large,
-        "LARGE_TILE": tile,
-        "LARGE_STAGES": 2 if shape.dtype == torch.float32 else 3,
+        "LARGE_TILE": min(tile, _large_tile(shape, large), tuning.large_tile),
+        "LARGE_STAGES": 2 if is_exact else tuning.large_stages,
         "HAS_WINDOW": variant.has_window,
         "HAS_CAP": variant.has_cap,
         "HAS_SINKS": variant.has_sinks,
-        "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if is_exact else "tf32",
     }
 
 
-def attention_options(shape: Shape, large: int) -> dict[str, int]:
-    """Return warps and stages of `attention.attend`."""
-    is_heavy = large > 64 or (large > 0 and (is_odd(shape) or is_wide(shape)))
-    return {"num_warps": 8 if is_heavy else 4, "num_stages": 3}
+def _large_tile(shape: AttentionShape, large: int) -> int:
+    """Return the most keys of a tile of a large item for which no register is spilled."""
+    if large > 64:
+        return 32 if has_odd_group(shape) else 64
+    return 64 if is_heavy(shape, large) or max(shape.dim, shape.value_dim) <= 64 else 32
+
+
+def is_heavy(shape: AttentionShape, rows: int) -> bool:
+    """Return whether items of `rows` rows need the registers of eight warps."""
+    return rows > 64 or (rows == 64 and (has_odd_group(shape) or is_wide(shape)))
+
+
+def attention_options(shape: AttentionShape, large: int) -> dict[str, int]:
+    """Return warps and stages of `attention.attend_kernel`."""
+    most = max(large, small_rows(shape.group))
+    return {"num_warps": 8 if is_heavy(shape, most) else 4, "num_stages": 3}
+
+
+def programs_per_processor(shape: AttentionShape, large: int) -> int:
+    """Return how many programs of `attention.attend_kernel` a multiprocessor runs at once.
+
+    Programs take items in turn until none is left, so a program that has to wait for another
+    one to end would double the duration of a step. Registers are the limit, and in the shapes
+    below shared memory; `test_machine_code` compares this with compiled code.
+    """
+    most = max(large, small_rows(shape.group))
+    if is_heavy(shape, most):
+        return 1
+    if most == 64 or is_wide(shape):
+        return 2
+    return 4 if max(shape.dim, shape.value_dim) <= 64 else 3
 
 
 def merge_constants(
     heads: int, value_dim: int, *, has_sinks: bool, is_indexed: bool
 ) -> dict[str, Any]:
-    """Return the constants of `merging.merge`."""
+    """Return the constants of `merge.merge_kernel`."""
     return {
         "HEADS": heads,
         "HEAD_TILE": min(MERGE_HEADS, 1 << (heads - 1).bit_length()),
         "VALUE_DIM": value_dim,
-        "VALUE_PAD": padded(value_dim),
-        "PARTS": MERGE_PARTS,
+        "VALUE_PAD": padded_size(value_dim),
+        "PARTIALS": MERGE_PARTIALS,
         "HAS_SINKS": has_sinks,
         "IS_INDEXED": is_indexed,
     }
 
 
 def store_constants(kv_heads: int, dim: int, value_dim: int) -> dict[str, Any]:
-    """Return the constants of `caching.store`."""
+    """Return the constants of `kv_cache.store_kv_kernel`."""
     return {
         "KV_HEADS": kv_heads,
         "HEADS_PAD": 1 << (kv_heads - 1).bit_length(),
         "DIM": dim,
-        "DIM_PAD": padded(dim),
+        "DIM_PAD": padded_size(dim),
         "VALUE_DIM": value_dim,
-        "VALUE_PAD": padded(value_dim),
+        "VALUE_PAD": padded_size(value_dim),
     }
 
 
-def configurations() -> tuple[Configuration, ...]:
-    """Return what models as they are compile: every head size, row class, page and variant."""
+def configurations() -> tuple[KernelConfiguration, ...]:
+    """Return the compilations of common models: head sizes, item sizes, pages and variants."""
     bf16 = torch.bfloat16
-    plain = Variant()
-    found = [
-        _attend(Shape(bf16, 8, 4, 128, 128, page), plain, large)
+    plain = AttentionVariant()
+    result = [
+        _attend(AttentionShape(bf16, 8, 4, 128, 128, page), plain, large)
         for page in (16, 64)
         for large in (0, 64, 128)
     ]
-    found += [
-        _attend(Shape(bf16, 8, group, 128, 128, 16), plain, large)
+    result += [
+        _attend(AttentionShape(bf16, 8, group, 128, 128, 16), plain, large)
         for group in (1, 2, 5, 7, 8, 16)
-        for large in (64, 128)
+        for large in (0, 64, 128)
     ]
-    found += [
+    result += [
+        _attend(shape, plain, large)
+        for group, dim in ((48, 128), (71, 64), (128, 128))
+        for shape in (AttentionShape(bf16, 1, group, dim, dim, 16),)
+        for large in dict.fromkeys((0, large_rows(shape)))
+    ]
+    result += [
         _attend(shape, plain, large)
         for dim, value_dim in ((64, 64), (80, 80), (96, 96), (192, 128), (192, 192), (256, 256))
-        for shape in (Shape(bf16, 8, 4, dim, value_dim, 16),)
+        for shape in (AttentionShape(bf16, 8, 4, dim, value_dim, 16),)
         for large in (0, 64, 128)
         if large <= large_rows(shape)
     ]
-    found += [
+    result += [
         _attend(shape, plain, large)
         for dtype in (torch.float16, torch.float32)
         for dim in (64, 128, 256)
-        for shape in (Shape(dtype, 8, 4, dim, dim, 16),)
+        for shape in (AttentionShape(dtype, 8, 4, dim, dim, 16),)
         for large in (0, 64)
         if large <= large_rows(shape)
     ]
-    found += [
-        _attend(Shape(bf16, 8, 4, dim, dim, 16), variant, large)
+    result += [
+        _attend(AttentionShape(bf16, 8, 4, dim, dim, 16), variant, large)
         for dim, variant in (
-            (128, Variant(has_window=True)),
-            (256, Variant(has_cap=True)),
-            (256, Variant(has_window=True, has_cap=True)),
-            (64, Variant(has_sinks=True)),
-            (64, Variant(has_window=True, has_sinks=True)),
+            (128, AttentionVariant(has_window=True)),
+            (256, AttentionVariant(has_cap=True)),
+            (256, AttentionVariant(has_window=True, has_cap=True)),
+            (64, AttentionVariant(has_sinks=True)),
+            (64, AttentionVariant(has_window=True, has_sinks=True)),
         )
         for large in (0, 64)
     ]
-    found += [_merge(bf16, 32, dim) for dim in (64, 80, 128, 256)]
-    found += [_store(bf16, 8, 128, 128), _store(bf16, 8, 192, 128), *_moves()]
-    return tuple(found)
+    result += [_merge(bf16, 32, dim) for dim in (64, 80, 128, 256)]
+    result += [_store(bf16, 8, 128, 128), _store(bf16, 8, 192, 128), *_moves()]
+    return tuple(result)
 
 
-def _attend(shape: Shape, variant: Variant, large: int) -> Configuration:
+def _attend(shape: AttentionShape, variant: AttentionVariant, large: int) -> KernelConfiguration:
     element = f"*{TYPE_NAMES[shape.dtype]}"
     pointers = {
         "out": element,
@@ -221,7 +287,7 @@ def _attend(shape: Shape, variant: Variant, large: int) -> Configuration:
         "table": "*i32",
         "sinks": "*fp32",
     }
-    names = [name for name in attention.attend.arg_names if name.endswith("stride")]
+    names = [name for name in attention.attend_kernel.arg_names if name.endswith("stride")]
     kind = "".join(
         word for word, on in zip(("-window", "-cap", "-sinks"), variant, strict=True) if on
     )
@@ -229,17 +295,18 @@ def _attend(shape: Shape, variant: Variant, large: int) -> Configuration:
         f"attend-{element[1:]}-group{shape.group}-{shape.dim}x{shape.value_dim}"
         f"-page{shape.page}-rows{small_rows(shape.group)}+{large}{kind}"
     )
-    return _configuration(
+    configuration = _configuration(
         name,
-        attention.attend,
+        attention.attend_kernel,
         {**pointers, "scale": "fp32", "cap": "fp32", **dict.fromkeys(names, "i32")},
         attention_constants(shape, variant, large),
         attention_options(shape, large),
         (*pointers, *names),
     )
+    return replace(configuration, shape=shape)
 
 
-def _merge(dtype: torch.dtype, heads: int, value_dim: int) -> Configuration:
+def _merge(dtype: torch.dtype, heads: int, value_dim: int) -> KernelConfiguration:
     pointers = {
         "out": f"*{TYPE_NAMES[dtype]}",
         "partials": "*fp32",
@@ -250,7 +317,7 @@ def _merge(dtype: torch.dtype, heads: int, value_dim: int) -> Configuration:
     numbers = ("num_queries", "width", "out_stride", "out_head_stride")
     return _configuration(
         f"merge-{TYPE_NAMES[dtype]}-{heads}x{value_dim}",
-        merging.merge,
+        merge.merge_kernel,
         {**pointers, **dict.fromkeys(numbers, "i32")},
         merge_constants(heads, value_dim, has_sinks=False, is_indexed=False),
         {"num_warps": 4, "num_stages": 2},
@@ -258,14 +325,14 @@ def _merge(dtype: torch.dtype, heads: int, value_dim: int) -> Configuration:
     )
 
 
-def _store(dtype: torch.dtype, kv_heads: int, dim: int, value_dim: int) -> Configuration:
+def _store(dtype: torch.dtype, kv_heads: int, dim: int, value_dim: int) -> KernelConfiguration:
     element = f"*{TYPE_NAMES[dtype]}"
     pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), element)
-    arguments = caching.store.arg_names
+    arguments = kv_cache.store_kv_kernel.arg_names
     numbers = [name for name in arguments if name.endswith(("from", "stride"))]
     return _configuration(
         f"store-{element[1:]}-{kv_heads}x{dim}x{value_dim}",
-        caching.store,
+        kv_cache.store_kv_kernel,
         {**pointers, "slots": "*i64", "num_slots": "i32", **dict.fromkeys(numbers, "i32")},
         store_constants(kv_heads, dim, value_dim),
         {"num_warps": 4, "num_stages": 1},
@@ -273,14 +340,14 @@ def _store(dtype: torch.dtype, kv_heads: int, dim: int, value_dim: int) -> Confi
     )
 
 
-def _moves() -> list[Configuration]:
+def _moves() -> list[KernelConfiguration]:
     indices = dict.fromkeys(("addresses", "source", "destination"), "*i64")
     pointers = {**indices, "scratch": "*i32"}
     numbers = dict.fromkeys(("num_pairs", "num_blocks", "size"), "i32")
     return [
         _configuration(
             f"move-{'from' if to_scratch else 'to'}-blocks",
-            caching.move,
+            kv_cache.move_blocks_kernel,
             {**pointers, **numbers},
             {"TO_SCRATCH": to_scratch, "TILE": MOVE_TILE},
             {"num_warps": 4, "num_stages": 1},
@@ -297,9 +364,9 @@ def _configuration(
     constants: dict[str, Any],
     options: dict[str, int],
     aligned: tuple[str, ...],
-) -> Configuration:
+) -> KernelConfiguration:
     signature = {
         argument: "constexpr" if argument in constants else types[argument]
         for argument in kernel.arg_names
     }
-    return Configuration(name, kernel, signature, constants, options, aligned)
+    return KernelConfiguration(name, kernel, signature, constants, options, aligned)

@@ -1,1 +1,7 @@
-"""Engines as the server sees them: processes, and the fleet they form."""
+"""The server's side of engines.
+
+`protocol` is the interface that the rest of the server uses; `connection` implements it for an
+engine process, started by `command_line` and kept running by `fleet`. `reports` merges the reports
+of several steps. `heartbeat` notices a process that is stopped. `constraint_validator` asks engines
+whether they can enforce a constraint.
+"""

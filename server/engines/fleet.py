@@ -1,11 +1,10 @@
-"""The engines of one server: started together, watched, restarted when they die.
+"""The engines of one server: start, supervision and restart.
 
-Knows how many engines there should be and how to start one. Refuses to know what runs on
-them: it says `arrived` and `lost`, and the executor moves the calls.
-
-Kept true: every life of an engine has its own epoch, higher than any before it, also
-across restarts of the server (the first epoch is given); an engine that keeps dying is
-restarted ever more slowly, never given up.
+Out of scope: the work of the engines. The executor is informed by `on_arrived` and `on_lost`, and
+moves the calls.
+Invariants: every start of an engine has a higher epoch than all before it, across restarts of the
+server, too (the first epoch is an argument). An engine that keeps failing is restarted with
+exponential backoff, without a limit.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .command import Command
-from .engine import Engine, EngineStartError
+from .command_line import EngineCommandLine
+from .connection import EngineConnection, EngineStartError
 
 logger = logging.getLogger(__name__)
 
@@ -26,39 +25,42 @@ MAX_BACKOFF_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """How many engines, of which kind, and how patient to be with them."""
+    """Number of engines, their command line, and timeouts."""
 
-    command: Command
+    command: EngineCommandLine
     num_engines: int = 1
     start_s: float = 600.0
     """Loading weights may take minutes."""
-    hang_s: float = 15.0
+    hang_s: float = 120.0
+    """Longest step: a step of a large model on a CPU takes many seconds."""
+    freeze_s: float = 3.5
+    """Longest time without a heartbeat of a process that does not compute either."""
 
 
 class Fleet:
-    """All engines; `engines` holds those that are alive."""
+    """Starts engines and restarts them. `engines` contains the running ones by name."""
 
     def __init__(
         self,
         options: FleetOptions,
         *,
         first_epoch: int,
-        arrived: Callable[[Engine], None],
-        lost: Callable[[Engine], None],
+        on_arrived: Callable[[EngineConnection], None],
+        on_lost: Callable[[EngineConnection], None],
     ) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineConnection] = {}
         self._options = options
         self._next_epoch = first_epoch
-        self._arrived = arrived
-        self._lost = lost
+        self._on_arrived = on_arrived
+        self._on_lost = on_lost
         self._restarts: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     async def start(self) -> None:
-        """Start every engine and wait for all.
+        """Start all engines and wait for them.
 
         Raises:
-            EngineStartError: if one cannot start; the others are stopped again.
+            EngineStartError: if one cannot start. The others are stopped.
         """
         names = [f"engine-{i}" for i in range(self._options.num_engines)]
         results = await asyncio.gather(*map(self._launch, names), return_exceptions=True)
@@ -68,7 +70,7 @@ class Fleet:
                 raise result
 
     async def stop(self) -> None:
-        """Stop all engines and all restarts; safe to call twice."""
+        """Stop all engines and cancel restarts. May be called twice."""
         self._stopping = True
         for task in self._restarts:
             task.cancel()
@@ -80,37 +82,43 @@ class Fleet:
         epoch = self._next_epoch
         self._next_epoch += 1
         options = self._options
-        engine = await Engine.start(
+        engine = await EngineConnection.start(
             name,
             epoch,
             options.command,
-            lost=self._on_lost,
+            on_lost=self._engine_lost,
             start_s=options.start_s,
             hang_s=options.hang_s,
+            freeze_s=options.freeze_s,
         )
         self.engines[name] = engine
-        self._arrived(engine)
+        self._on_arrived(engine)
 
-    def _on_lost(self, engine: Engine, reason: str) -> None:
+    def _engine_lost(self, engine: EngineConnection, reason: str) -> None:
         if self.engines.get(engine.name) is not engine:
             return
         del self.engines[engine.name]
-        self._lost(engine)
+        self._on_lost(engine)
         if not self._stopping:
             task = asyncio.create_task(self._restart(engine))
             self._restarts.add(task)
             task.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, dead: Engine) -> None:
-        await dead.stop()
+    async def _restart(self, lost: EngineConnection) -> None:
+        stopping = asyncio.create_task(lost.stop())
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            await stopping  # its process and its tasks must not outlive the fleet
+            raise
         backoff_s = FIRST_BACKOFF_S
         while not self._stopping:
             try:
-                await self._launch(dead.name)
+                await self._launch(lost.name)
             except (EngineStartError, OSError) as error:
-                logger.error("%s does not start again: %s", dead.name, error)
+                logger.error("%s failed to restart: %s", lost.name, error)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             else:
-                logger.warning("%s has been started again", dead.name)
+                logger.warning("%s restarted", lost.name)
                 return

@@ -1,39 +1,39 @@
-"""What several steps of an engine report, as one.
+"""Merging of the reports of several steps.
 
-A loop that is late finds the frames of many steps at once. Outputs grow by a token a step, and
-everything that is done for a piece of text, up to its readers, is done once for all of them.
+If the event loop is late, the frames of many steps arrive at once. Outputs grow by a token per
+step, and the work per text delta, up to the readers of event streams, is done once for all.
 
-Kept true: of every context the reports keep their order, and its texts and ids their sum.
+Invariants: the reports of a context keep their order; its texts and ids add up to the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conure.engine import api
+from conure.engine import protocol
 
 
-def join_tokens(steps: Sequence[Sequence[api.Report]]) -> Sequence[api.Report]:
-    """The reports of steps in order, with what an output grew by, one after the other, as one."""
+def join_tokens(steps: Sequence[Sequence[protocol.Report]]) -> Sequence[protocol.Report]:
+    """Return the reports of steps in order, with consecutive Tokens of a context merged."""
     if len(steps) == 1:
         return steps[0]
-    joined: list[api.Report] = []
-    growing: dict[int, int] = {}
-    """By context: where its last report stands, if that is of tokens."""
+    joined: list[protocol.Report] = []
+    last_tokens: dict[int, int] = {}
+    """Index in `joined` of each context's last report, if that is Tokens."""
     for report in [report for reports in steps for report in reports]:
-        if isinstance(report, api.Tokens):
-            at = growing.setdefault(report.context, len(joined))
-            if at < len(joined):
-                before = joined[at]
-                assert isinstance(before, api.Tokens)
-                joined[at] = api.Tokens(
+        if isinstance(report, protocol.Tokens):
+            index = last_tokens.setdefault(report.context, len(joined))
+            if index < len(joined):
+                previous = joined[index]
+                assert isinstance(previous, protocol.Tokens)
+                joined[index] = protocol.Tokens(
                     report.context,
-                    before.ids + report.ids,
-                    before.text + report.text,
-                    before.chances + report.chances,
+                    previous.ids + report.ids,
+                    previous.text + report.text,
+                    previous.logprobs + report.logprobs,
                 )
                 continue
-        elif isinstance(report, api.Filled | api.Finished | api.Failed):
-            growing.pop(report.context, None)
+        elif isinstance(report, protocol.Filled | protocol.Finished | protocol.Failed):
+            last_tokens.pop(report.context, None)
         joined.append(report)
     return joined

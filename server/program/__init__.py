@@ -1,5 +1,6 @@
-"""The language that both sides speak: programs as data, and what can be read off them.
+"""The language of programs, shared by server and clients: records, checks and analysis.
 
-Pure data and analysis; msgspec is the only dependency. Nothing here does I/O, knows a
-tokenizer, or knows that engines exist.
+`ir` and `content` have the records of a submission, `nodes` one module per kind of node, `graph`
+the checked graph, `expressions` the computations on values, `status` the records of a report;
+`decode` reads all of them from JSON. msgspec is the only dependency, and nothing here does I/O.
 """

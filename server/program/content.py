@@ -1,9 +1,8 @@
-"""What stands in a call: its segments, messages and outputs, as frozen records of the wire.
+"""The contents of an LLM call: segments, messages, outputs and constraints.
 
-Knows names, bounds and types. Refuses to know nodes (`ir` puts these records into them) and
-what an expression means.
+Out of scope: nodes (`nodes`) and what an expression means (`expressions`).
 
-Kept true: a decoded record holds no value out of its bounds.
+Invariant: every value of a decoded record is within its bounds.
 """
 
 from __future__ import annotations
@@ -16,22 +15,24 @@ Json: TypeAlias = Any
 """A JSON value: None, bool, int, float, str, list or dict with string keys."""
 
 Expression: TypeAlias = Any
-"""JSON as `expression` reads it: an object is one operator, all else stands for itself."""
+"""JSON as `expressions.evaluate` reads it: an object is an operator, the rest is literal."""
 
 MAX_OUTPUT_TOKENS = 1_000_000
+MAX_TEXT = 16 * 1024 * 1024
+"""Characters of one literal text: more than a million tokens of English."""
 
 NAME_PATTERN = r"^[A-Za-z_]\w*$(?!\n)"
-"""`$` alone would let one newline through."""
+"""`$` alone would accept a final newline."""
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=128)]
-"""A variable or a node. Instances of bodies append dotted indices (`name.3.0`)."""
+"""A variable or a node. Instances of bodies append indices (`name.3.0`)."""
 Probability = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """How the tokens of one output are chosen and when they end."""
+    """The sampling parameters of one output."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)] | None = None
-    """Tokens at most. None: 512, or what the model's context leaves if that is less."""
+    """None: what the model's context leaves after the prompt."""
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] = 0
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     """0 is greedy."""
@@ -43,7 +44,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    """None: drawn once, journaled, never drawn again."""
+    """None: drawn once, and journaled."""
     stop: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=16)
     ] = []
@@ -53,15 +54,16 @@ class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
         dict[Annotated[int, Meta(ge=0, lt=2**31)], Annotated[float, Meta(ge=-100, le=100)]],
         Meta(max_length=1_024),
     ] = {}
-    """Token ids (as strings in JSON) to what is added to their logits."""
+    """Token ids (strings in JSON) to a value that is added to their logits."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Under `as: message`: tell how likely each token was, and this many others beside it."""
+    """With `as: message`: return the log probability of each token and of this number of
+    alternatives."""
 
 
 class Constraint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """A language that the output must belong to; exactly one field is set.
+    """A constraint on the text of an output; exactly one field is set.
 
-    JSON comes out compactly, without blanks between its tokens. A `list` is one of strings.
+    JSON is compact, without spaces between its tokens. A `list` is a list of strings.
     """
 
     choices: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | UnsetType = UNSET
@@ -84,15 +86,16 @@ class Output(Sampling, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
 
 
 class Segment(Sampling, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """One piece of a prompt or of a message's content: text, an input, an output or a part.
+    """One segment of a prompt or of a message's content.
 
-    Exactly one of `text`, `input`, `output`, `part` is set (checked by `check`), and only
-    an output carries sampling fields, `constraint` and `as`.
+    Exactly one of `text`, `input`, `output`, `part` is set. Only an output has sampling fields,
+    `constraint` and `as`.
     """
 
-    text: Annotated[str, Meta(max_length=4_194_304)] | UnsetType = UNSET
+    text: Annotated[str, Meta(max_length=MAX_TEXT)] | UnsetType = UNSET
     special: bool = False
-    """With `text`: the text may yield special tokens. Inputs and outputs never do."""
+    """With `text`: control tokens in the text are encoded as such. In inputs and outputs they
+    never are."""
     input: Expression | UnsetType = UNSET
     """A bare string names a variable; anything else is an expression."""
     output: Name | UnsetType = UNSET
@@ -102,12 +105,12 @@ class Segment(Sampling, frozen=True, omit_defaults=True, forbid_unknown_fields=T
 
 
 class Message(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """A chat message, or `{"splice": name}`: a variable that holds one message or a list."""
+    """A chat message, or `{"splice": name}`: a variable with a message or a list of them."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)] | UnsetType = UNSET
     content: str | Annotated[list[Segment], Meta(max_length=10_000)] | UnsetType | None = UNSET
     splice: Expression | UnsetType = UNSET
-    """A name; only instances of bodies hold more here."""
+    """A name; only instances of bodies have expressions here."""
     name: str | UnsetType = UNSET
     tool_calls: Annotated[list[Json], Meta(max_length=1_000)] | UnsetType = UNSET
     tool_call_id: str | UnsetType = UNSET

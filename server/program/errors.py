@@ -1,29 +1,30 @@
-"""What a user can do wrong with a program, and what can go wrong while one runs.
+"""Errors of programs, shared by server and clients.
 
-    ConureError                       code, status, message, path, retryable
-    |-- ProgramError                  the submission cannot be a program (400)
-    |-- PromptError                   one prompt cannot become tokens (400)
+    ConureError
+    |-- ProgramError                  the submission is not a valid program (400)
+    |-- PromptError                   a prompt cannot be converted to tokens (400)
     |-- ExpressionError               an expression failed on its values (422)
-    |-- NotFoundError                 no such program, variable, node or session (404)
-    |-- ConflictError                 the value or the state stands already (409)
-    |-- UnavailableError              not now: queue full, draining, no engine, no disk (429, 503)
-    `-- RunError                      a step failed, was killed, or ran out of time (424)
+    |-- NotFoundError                 unknown program, variable, node or session (404)
+    |-- ConflictError                 the value or the state conflicts with an earlier one (409)
+    |-- UnavailableError              queue full, draining, no engine, no journal (429, 503)
+    `-- RunError                      a step failed, was killed, or timed out (424)
 
-A code is stable and dotted (`program.cycle`); a message says what happened, the value,
-and what to do. `path` is a JSON pointer-like path into what was submitted
-(`program.nodes[3].prompt[1].input`). Both sides share this tree: the client raises the
-class that belongs to the status it received.
+A code is stable and dotted (`program.cycle`). A message says what happened, with the value and
+what to do. `path` is the position in the submission (`program.nodes[3].prompt[1].input`). A client
+raises the class that belongs to the status it received.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ConureError(Exception):
-    """A failure with a stable code that a program's author can act upon."""
+    """An error with a stable code that the author of a program can act upon."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
+    """The HTTP status; an instance may have another one than its class."""
 
     def __init__(
         self,
@@ -39,49 +40,73 @@ class ConureError(Exception):
         self.message = message
         self.path = path
         self.retry_after_s = retry_after_s
-        self.http_status = type(self).status if status is None else status
+        if status is not None:
+            self.status = status
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default would call the class with the message alone.
+        return _unpickle, (type(self), self.args, vars(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.code!r}, {self.message!r}, path={self.path!r})"
 
 
+def _unpickle(
+    error_type: type[ConureError], args: tuple[object, ...], fields: dict[str, object]
+) -> ConureError:
+    error = error_type.__new__(error_type)
+    error.args = args
+    vars(error).update(fields)
+    return error
+
+
 class ProgramError(ConureError):
-    """The submission cannot be a program."""
+    """The submission is not a valid program."""
 
     status = 400
 
 
 class PromptError(ConureError):
-    """One prompt cannot become tokens for the model that was asked for."""
+    """A prompt cannot be converted to tokens of the requested model."""
 
     status = 400
 
 
 class ExpressionError(ConureError):
-    """An expression failed on the values it was given."""
+    """An expression failed on its values."""
 
     status = 422
 
 
 class NotFoundError(ConureError):
-    """There is no such program, variable, node or session (or it is another tenant's)."""
+    """The program, variable, node or session is unknown, or belongs to another tenant."""
 
     status = 404
 
 
 class ConflictError(ConureError):
-    """What was to be written stands already, with another content."""
+    """The value or the state conflicts with an earlier one."""
 
     status = 409
 
 
 class UnavailableError(ConureError):
-    """The server cannot take this now; `retry_after_s` says when to ask again."""
+    """The server cannot accept the request now; retry after `retry_after_s`."""
 
     status = 503
 
 
 class RunError(ConureError):
-    """A step of a running program failed, was killed, or ran out of time."""
+    """A step of a running program failed, was killed, or timed out."""
 
     status = 424
+
+
+@contextmanager
+def prefixed_path(prefix: str) -> Iterator[None]:
+    """Prepend the path of a node to the paths of errors that are relative to the node."""
+    try:
+        yield
+    except ProgramError as error:
+        error.path = f"{prefix}.{error.path}" if error.path else prefix
+        raise

@@ -1,16 +1,15 @@
-"""A constraint as the grammar that an engine compiles: llguidance's JSON form.
+"""Conversion of a constraint to the grammar that an engine compiles: llguidance's JSON form.
 
-    choices      one terminal, the alternatives literally
-    regex        one terminal; it has to match the whole text
-    json_schema  as it stands, written compactly: `{"a":1}`, no blanks between tokens
-    type         string, list: a schema; int, float, bool: a terminal of JSON's own spelling
-    lark         as it stands
+    choices      one terminal, the alternatives as literals
+    regex        one terminal that matches the whole text
+    json_schema  unchanged, but compact: `{"a":1}`, no spaces between tokens
+    type         string, list: a schema; int, float, bool: a terminal with JSON's spelling
+    lark         unchanged
 
-Compact JSON leaves a model the fewest turns to take, and no way to write blanks for ever.
-Numbers are bounded so that whatever comes out fits 64 bits; a list is one of strings, and
-bounded too, so that it ends.
+Compact JSON leaves a model the fewest choices, and it cannot write spaces forever. Numbers are
+bounded to fit 64 bits. The length of a list and of its strings is bounded, so that it ends.
 
-Pure: from a record to text. Refuses to know whether a grammar compiles; the engine says so.
+Out of scope: whether a grammar compiles; the engine checks that.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
-from .ir import Constraint, Json
+from .content import Constraint, Json
 
 MAX_LIST_ITEMS: Final = 64
 MAX_LIST_CHARACTERS: Final = 1_024
-"""Of one string in a list."""
+"""The maximum length of one string in a list."""
 
 _INT: Final = r"-?(0|[1-9][0-9]{0,17})"
 _FLOAT: Final = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][-+]?[0-9]{1,2})?"
@@ -40,7 +39,7 @@ _OPTIONS: Final = {"whitespace_flexible": False}
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The constraint as an engine wants it; the same constraint gives the same text."""
+    """Return the grammar of a checked constraint; equal constraints give equal text."""
     if constraint.choices is not UNSET:
         return _lark(_choices(constraint.choices))
     if constraint.regex is not UNSET:
@@ -68,8 +67,8 @@ def _lark(grammar: str) -> str:
 
 
 def _choices(choices: list[str]) -> str:
-    # One terminal: as rules of their own, thousands would be too many for the parser. It
-    # may not be empty, so an empty choice stands beside it.
+    # One terminal: thousands of rules would be too many for the parser. A terminal cannot be
+    # empty, so an empty choice is a separate alternative.
     written = [quoted(choice) for choice in choices if choice]
     starts = ['""'] * ("" in choices) + ["CHOICE"] * bool(written)
     rule = f"start: {' | '.join(starts)}"
@@ -79,7 +78,7 @@ def _choices(choices: list[str]) -> str:
 def _schema(schema: dict[str, Json] | bool) -> str:
     if schema is False:
         return _encode({"json_schema": False})
-    # How the text is written is ours to say, whatever the schema brings along.
+    # Our options replace those of the schema.
     content = {} if schema is True else schema
     return _encode({"json_schema": {**content, "x-guidance": _OPTIONS}})
 
@@ -89,17 +88,17 @@ def _encode(grammar: dict[str, Json]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as a literal of a Lark grammar."""
+    """Return a text as a literal of a Lark grammar."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def delimited(regex: str) -> str:
-    """A regex as it may stand between slashes on one line."""
+    """Return a regex that can be written between slashes on one line."""
     written: list[str] = []
     is_escaped = False
     for char in regex:
         if char < " " or char == "\x7f":
-            # No character of its own between slashes; a backslash before it changes nothing.
+            # Control characters must be escaped; an escaped one already has its backslash.
             written.append(f"{'' if is_escaped else chr(92)}x{ord(char):02x}")
         elif char == "/" and not is_escaped:
             written.append("\\/")

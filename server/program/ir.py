@@ -1,19 +1,19 @@
-"""A program as data: the frozen records behind the JSON of a submission.
+"""The records of a submission: a program with its inputs, objectives and options.
 
-Knows the names and the types of the wire (bounds included), and turns JSON into records.
-What stands inside a call is in `content`. Refuses to know what a record means: names, cycles
-and producers are `graph`'s business, expressions are plain JSON here and are read by
-`expression`.
+The kinds of nodes are in `nodes`, the contents of a call in `content`.
 
-Kept true: a decoded record holds no value out of its bounds, and encoding it again gives
-JSON that decodes to an equal record.
+Out of scope: what a record means. Names, cycles and producers are checked by `graph`, expressions
+(plain JSON here) by `expressions.evaluate`.
+
+Invariants: every value of a decoded record is within its bounds. The JSON of a record decodes to an
+equal record.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from .content import (
     MAX_OUTPUT_TOKENS,
@@ -29,6 +29,29 @@ from .content import (
     Sampling,
     Segment,
 )
+from .nodes import (
+    AnyNode,
+    CallNode,
+    ClientNode,
+    Control,
+    ExprNode,
+    GenerateNode,
+    GraphNode,
+    IfNode,
+    KillNode,
+    LoopNode,
+    MapNode,
+    Node,
+    ProcedureNode,
+    RoundEndNode,
+    TryNode,
+    WaitNode,
+    YieldNode,
+)
+from .nodes.base import MAX_NODES, Seconds
+from .nodes.loop import MAX_ROUNDS
+from .nodes.map import MAX_WIDTH
+from .nodes.try_ import Handler
 
 __all__ = [
     "MAX_NODES",
@@ -38,22 +61,23 @@ __all__ = [
     "NAME_PATTERN",
     "AnyNode",
     "Append",
-    "Call",
-    "Client",
+    "CallNode",
+    "ClientNode",
     "Constraint",
     "Control",
     "Deadline",
-    "Expr",
+    "ExprNode",
     "Expression",
-    "Generate",
+    "GenerateNode",
+    "GraphNode",
     "Handler",
-    "If",
+    "IfNode",
     "Job",
     "Json",
-    "Kill",
+    "KillNode",
     "Limits",
-    "Loop",
-    "Map",
+    "LoopNode",
+    "MapNode",
     "Message",
     "Name",
     "Node",
@@ -61,298 +85,20 @@ __all__ = [
     "Options",
     "Output",
     "OutputForm",
-    "Placed",
     "Probability",
+    "ProcedureNode",
     "Program",
-    "Round",
+    "RoundEndNode",
     "Sampling",
     "Seconds",
     "Segment",
+    "SourceSubmission",
     "Submission",
-    "Try",
+    "TryNode",
     "Variable",
-    "Wait",
-    "Yield",
+    "WaitNode",
+    "YieldNode",
 ]
-
-MAX_NODES = 10_000
-"""Nodes in one submission, bodies included, and nodes that one session may be sent."""
-MAX_WIDTH = 10_000
-"""Items of one map."""
-MAX_ROUNDS = 10_000
-"""Rounds of one loop."""
-NUM_ROUNDS = 1_000
-"""Rounds of a loop that does not say."""
-
-Seconds = Annotated[float, Meta(gt=0, le=7 * 86_400)]
-
-
-class Node(
-    Struct,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="op",
-):
-    """What every node has, whatever it does."""
-
-    id: Name
-    job: Name = "main"
-    after: Annotated[list[Name], Meta(max_length=1_000)] = []
-    """Nodes that must have ended first, however they ended."""
-    when: Expression | UnsetType = UNSET
-    """A bare string names a variable. False skips the node."""
-    timeout_s: Seconds | None = None
-    retries: Annotated[int, Meta(ge=0, le=10)] = 0
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    on_error: Literal["fail", "isolate"] | None = None
-    """None: what the node's job says."""
-    meta: Json = None
-
-
-class Generate(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="generate",
-    tag_field="op",
-):
-    """One LLM call: a growing `prompt` with outputs in it, or `messages` and an `output`."""
-
-    model: (
-        Annotated[str, Meta(min_length=1, max_length=256)]
-        | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=16)]
-    ) = "default"
-    """A name, or a list: any of these."""
-    prompt: Annotated[list[Segment], Meta(min_length=1, max_length=10_000)] | UnsetType = UNSET
-    messages: Annotated[list[Message], Meta(max_length=10_000)] | UnsetType = UNSET
-    output: Output | UnsetType = UNSET
-    tools: Annotated[list[Json], Meta(max_length=1_000)] | UnsetType = UNSET
-    tool_choice: Json | UnsetType = UNSET
-    parallel_tool_calls: bool = True
-    """False: an answer holds one tool call at most."""
-
-
-class Call(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="call",
-    tag_field="op",
-):
-    """A function that is registered on the server."""
-
-    function: Annotated[str, Meta(min_length=1, max_length=128)]
-    args: dict[str, Expression] = {}
-    output: Name | UnsetType = UNSET
-
-
-class Client(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="client",
-    tag_field="op",
-):
-    """A step that only the client can run: asked for by an event, answered by PUT."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    args: dict[str, Expression] = {}
-    output: Name
-
-
-class Expr(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="expr",
-    tag_field="op",
-):
-    """A pure computation on JSON values."""
-
-    expr: Expression
-    output: Name
-
-
-class Map(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="map",
-    tag_field="op",
-):
-    """A body for every item of a list, all at once; its width is known when the list is."""
-
-    items: Expression
-    """A list. A bare string names a variable."""
-    item: Name = field(name="as")
-    """What the body calls its item."""
-    index: Name | UnsetType = UNSET
-    """What the body calls the item's place, from 0."""
-    body: Body
-    collect: dict[Name, Expression] = {}
-    """A variable outside: the name inside whose values it lists, in the order of the items.
-    Only instances hold more than names here."""
-    max_width: Annotated[int, Meta(ge=0, le=MAX_WIDTH)] = MAX_WIDTH
-    """A longer list fails the map."""
-    fail: Literal["any", "all"] = "any"
-    """`any`: an item that fails fails the map. `all`: it is null, unless every item fails."""
-
-
-class If(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="if",
-    tag_field="op",
-):
-    """One of two bodies, decided when the condition is known; the other never starts."""
-
-    cond: Expression
-    """A bare string names a variable."""
-    then: Body = []
-    otherwise: Body = field(default_factory=list, name="else")
-    merge: dict[Name, tuple[Expression, Expression]] = {}
-    """A variable outside: its name after `then` and after `else`, of which one is read. Only
-    instances hold more than names here."""
-
-
-class Loop(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="loop",
-    tag_field="op",
-):
-    """A body round after round, until a condition holds or the rounds are over."""
-
-    items: Expression | UnsetType = UNSET
-    """A list, one round for each. A bare string names a variable."""
-    count: Expression | UnsetType = UNSET
-    item: Name | UnsetType = field(default=UNSET, name="as")
-    index: Name | UnsetType = UNSET
-    carry: dict[Name, tuple[Expression, Expression]] = {}
-    """A variable: what it is in the first round, and what in the next one, seen from the end of
-    a round. Outside it is what it was after the last."""
-    body: Body
-    until: Expression | UnsetType = UNSET
-    """Looked at when a round has ended; true ends the loop."""
-    max_iter: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)] = NUM_ROUNDS
-    """Rounds after which the loop fails if it would go on."""
-
-
-class Wait(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="wait",
-    tag_field="op",
-):
-    """Ends when enough of its variables have a value, and lets go who comes `after` it."""
-
-    variables: Annotated[list[Name], Meta(min_length=1, max_length=MAX_NODES)]
-    mode: Literal["all", "any"] | Annotated[int, Meta(ge=1, le=MAX_NODES)] = "all"
-    """A number: so many of them."""
-
-
-class Kill(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="kill",
-    tag_field="op",
-):
-    """Ends what writes these variables, or whole jobs; what has ended stays as it is."""
-
-    targets: Annotated[list[Name], Meta(min_length=1, max_length=MAX_NODES)]
-
-
-class Yield(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="yield",
-    tag_field="op",
-):
-    """Tells readers of the events a value."""
-
-    value: Expression
-    mode: Literal["value", "delta", "partial"] = "value"
-
-
-class Handler(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """What runs instead of a body that failed."""
-
-    codes: Annotated[list[str], Meta(max_length=1_000)] = []
-    """Failures that it is for; empty: any."""
-    body: Body = []
-
-
-class Try(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="try",
-    tag_field="op",
-):
-    """A body whose failure runs the body again, or another one."""
-
-    body: Body
-    handlers: Annotated[list[Handler], Meta(max_length=1_000)] = []
-    merge: dict[Name, list[Expression]] = {}
-    """A variable outside: its name in the body and in each handler. Only instances hold more
-    than names here."""
-
-
-class Round(
-    Node,
-    frozen=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag="round",
-    tag_field="op",
-):
-    """The end of one round of a loop. Only the server makes these."""
-
-    carry: dict[str, Expression] = {}
-    """What the variable of the next round is."""
-    keeps: dict[str, str] = {}
-    """The same variable in this round: its value stays if the next one is absent."""
-    until: Expression | UnsetType = UNSET
-    more: str = ""
-    """The variable that says whether there is another round."""
-
-
-Body: TypeAlias = Annotated[list["AnyNode"], Meta(max_length=MAX_NODES)]
-Control: TypeAlias = Map | If | Loop | Try
-"""Nodes that have bodies."""
-AnyNode: TypeAlias = Generate | Call | Client | Expr | Control | Wait | Kill | Yield
-Placed: TypeAlias = AnyNode | Round
-"""What a graph consists of."""
 
 
 class Variable(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -360,10 +106,14 @@ class Variable(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
 
     type: Literal["string", "int", "float", "bool", "list", "object", "any"] | None = None
     schema: dict[str, Json] | None = None
+    """A JSON Schema (draft 2020-12) that every value matches."""
+    default: Json | UnsetType = UNSET
+    """The value of an input that the submission does not give."""
+    description: Annotated[str, Meta(max_length=4_096)] = ""
 
 
 class Job(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """A region of a program that fails, ends and is killed as one."""
+    """Nodes that are cancelled together and share an error policy."""
 
     parent: Name | None = None
     on_error: Literal["fail", "isolate"] = "fail"
@@ -371,14 +121,14 @@ class Job(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, k
 
 
 class Limits(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """Bounds that the program's author sets on it."""
+    """Limits set by the author of a program."""
 
     max_calls: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=10**12)] | None = None
 
 
 class Program(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """A graph of calls joined by semantic variables."""
+    """A graph of nodes connected by semantic variables."""
 
     name: Annotated[str, Meta(max_length=256)] = ""
     variables: dict[Name, Variable] = {}
@@ -389,7 +139,7 @@ class Program(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
 
 
 class Deadline(Struct, frozen=True, forbid_unknown_fields=True):
-    """An objective: the output is worth having within this many seconds."""
+    """An objective: the output is needed within this number of seconds."""
 
     deadline_s: Seconds
 
@@ -398,28 +148,54 @@ Objective: TypeAlias = Literal["latency", "throughput", "ttft", "tpot"] | Deadli
 
 
 class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """How one submission runs."""
+    """Options of one submission."""
 
     deadline_s: Seconds | None = None
     detach: bool = True
     tokens: Literal["canonical", "kept"] = "canonical"
     trace: bool = False
-    """Keep prompt and output token ids of every call in the status."""
+    """Store prompt and output token ids of every call in the status."""
     policy: str | None = None
     start: Literal["eager", "demand"] = "eager"
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """Programs of one session that follow each other keep the first one's place in line."""
+    """Consecutive programs of one session are queued as if submitted with the first one."""
+    idle_timeout_s: Seconds | None = None
+    """Cancel the program once no client has asked about it and none of its calls has run for this
+    long."""
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Share cached KV only with programs of the tenant that have the same salt."""
+    clip_outputs: bool = False
+    """Reduce `max_tokens` to what the context leaves; otherwise such a call fails with
+    `prompt.too_long`."""
 
 
 class Submission(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """The body of `POST /v1/programs`."""
 
     program: Program
+    id: Annotated[str, Meta(pattern=r"^p_[0-9a-f]{24}$")] | None = None
+    """Chosen by the client, which can then append nodes before the submission is answered.
+    Default: chosen by the server."""
     inputs: dict[Name, Json] = {}
     objectives: dict[Name, Objective] = {}
     options: Options = Options()
     open: bool = False
-    """True: a session, which takes more nodes until it is closed."""
+    """True: a session, which accepts more nodes until it is closed."""
+
+
+class SourceSubmission(
+    Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True
+):
+    """The body of `POST /v1/programs` with a program as text; see `docs/language.md`."""
+
+    source: Annotated[str, Meta(max_length=1_000_000)]
+    language: Literal["decoder", "template"] = "decoder"
+    """`decoder`: Python's syntax. `template`: text with slots `{{...}}`."""
+    name: Annotated[str, Meta(max_length=256)] = ""
+    """Of the program."""
+    inputs: dict[Name, Json] = {}
+    objectives: dict[Name, Objective] = {}
+    options: Options = Options()
 
 
 class Append(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):

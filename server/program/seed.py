@@ -1,6 +1,6 @@
-"""One seed for several answers to one prompt.
+"""The seeds of several answers to one prompt.
 
-Kept true: equal seeds and indices give equal seeds; every index has noise of its own.
+Invariants: equal seeds and indices give equal seeds; different indices give independent ones.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ import hashlib
 
 
 def seed_of_answer(seed: int, index: int) -> int:
-    """The seed of answer `index` (from 1: the first answer keeps its own), 56 bits."""
+    """Return the 56-bit seed of answer `index`, from 1; answer 0 uses the given seed."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=7).digest()
     return int.from_bytes(digest)

@@ -1,7 +1,6 @@
-"""What is said about a running program: status, receipt, and the names of its events.
+"""The records that report on a program: status, variables, receipt and events.
 
-The records behind `GET /v1/programs/{id}` and its siblings, shared by server and client.
-Knows only shapes; who fills them is `execution`'s and `receipt`'s business.
+The bodies of `GET /v1/programs/{id}` and related routes, shared by server and clients.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from .ir import Json
+from .content import Json
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -27,7 +26,7 @@ Phase: TypeAlias = Literal[
     "deadline_exceeded",
     "cancelled",
 ]
-"""Status of a program, a node or a variable; each uses those that apply to it."""
+"""The status of a program, a node or a variable; each uses a subset."""
 
 ENDED: frozenset[str] = frozenset(
     {"done", "failed", "killed", "skipped", "deadline_exceeded", "cancelled"}
@@ -35,14 +34,16 @@ ENDED: frozenset[str] = frozenset(
 
 
 class Problem(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Why something has no value; also the body of a PUT that reports a failed client step."""
+    """Why a node or variable has no value; also the error of a client step in a PUT."""
 
     code: str
     message: str = ""
+    cause: str = ""
+    """Id of the node in a body whose failure made this node fail; empty if there is none."""
 
 
 class Accepted(Struct, frozen=True, kw_only=True):
-    """Answer to a submission: the program is on disk."""
+    """The response to a submission: the program is durable."""
 
     id: str
     status: Phase
@@ -51,11 +52,13 @@ class Accepted(Struct, frozen=True, kw_only=True):
 
 
 class VariableStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A semantic variable: `value` is present exactly when `status` is `done`."""
+    """A semantic variable: `value` is present if and only if `status` is `done`."""
 
     status: Phase
     name: str = ""
     value: Json | UnsetType = UNSET
+    truncated: bool = False
+    """The model's text was cut off by `max_tokens`, or by the end of its context."""
     error: Problem | UnsetType = UNSET
 
 
@@ -76,7 +79,7 @@ class OutputTokens(Struct, frozen=True, kw_only=True):
 
 
 class Trace(Struct, frozen=True, kw_only=True):
-    """Token ids of one output, under `options.trace`: the prompt is everything before it."""
+    """The token ids of one output and of all text before it, with `options.trace`."""
 
     variable: str
     prompt_ids: list[TokenId]
@@ -91,7 +94,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     op: str = ""
     engine: str | None = None
     why: str = ""
-    """Why it runs where and when it does, or why it does not yet."""
+    """Why it runs on this engine at this time, or why it does not run yet."""
     attempt: Count = 0
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -99,29 +102,29 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt_tokens: PromptTokens | UnsetType = UNSET
     output_tokens: OutputTokens | UnsetType = UNSET
     prefix_break: bool = False
-    """The chat template rewrites turns, so this prompt could only be read as one run of text."""
+    """The chat template rewrites turns, so this prompt has no prefix boundaries inside."""
     constraint_relaxed: bool = False
-    """The grammar could not enforce all of a schema; the finished text was held against it."""
+    """The grammar could not enforce the whole schema; the final text was validated instead."""
     error: Problem | UnsetType = UNSET
     trace: list[Trace] | UnsetType = UNSET
     meta: Json | UnsetType = UNSET
 
 
 class SharedTokens(Struct, frozen=True, kw_only=True):
-    """Prompt tokens whose KV was there already, by the first cause that explains them."""
+    """Prompt tokens whose KV was already computed, by the first cause that applies."""
 
     static: Count = 0
-    """Text of the program that several of its calls start with."""
+    """Literal text that several calls of the program start with."""
     dynamic: Count = 0
     """Values that several calls of the program start with."""
     generated: Count = 0
-    """What the model itself had decoded."""
+    """Text that the model generated."""
     cache: Count = 0
-    """Left by earlier programs."""
+    """KV cache of earlier programs."""
 
 
 class ReceiptPromptTokens(Struct, frozen=True, kw_only=True):
-    """`logical` = `computed` + all of `shared`; `recomputed` and `discarded` come on top."""
+    """`logical` = `computed` + all of `shared`; `recomputed` and `discarded` are extra."""
 
     logical: Count = 0
     computed: Count = 0
@@ -131,20 +134,20 @@ class ReceiptPromptTokens(Struct, frozen=True, kw_only=True):
 
 
 class SingleRequests(Struct, frozen=True, kw_only=True):
-    """The same calls sent one by one to a server that shares nothing."""
+    """An estimate of the same calls sent one by one to a server without sharing."""
 
     prompt_tokens: Count = 0
     estimated_s: float = 0.0
 
 
 class Receipts(Struct, frozen=True, kw_only=True):
-    """Receipts of several programs, summed; their seconds too, though programs run side by side."""
+    """The sum of the receipts of several programs, including seconds of parallel programs."""
 
     calls: Count = 0
     prompt_tokens: ReceiptPromptTokens = ReceiptPromptTokens()
     output_tokens: OutputTokens = OutputTokens()
     retokenized: Count = 0
-    """Generated tokens that a later canonical prompt had to encode differently."""
+    """Generated tokens that a later canonical prompt encoded differently."""
     round_trips_saved: Count = 0
     wall_s: float = 0.0
     critical_path_s: float = 0.0
@@ -153,20 +156,29 @@ class Receipts(Struct, frozen=True, kw_only=True):
 
 
 class Receipt(Receipts, frozen=True, kw_only=True):
-    """What a program cost: what sums, and what does not."""
+    """The account of an ended program."""
 
     critical_path: list[str] = []
+    truncated: list[str] = []
+    """Variables whose text was cut off by `max_tokens`, or by the end of the model's context."""
     blocks_held: Count = 0
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
-    """What a tenant's programs cost that ended on these days (UTC), both included."""
+    """The account of a tenant's programs that ended on these days (UTC, inclusive)."""
 
     since: str | None = None
     until: str | None = None
     programs: dict[str, Count] = {}
-    """How many, by the status with which they ended."""
+    """The number of programs by their final status."""
     receipts: Receipts = Receipts()
+
+
+class QuotaUse(Struct, frozen=True, kw_only=True):
+    """How much of a quota a program has used."""
+
+    used: Count
+    limit: Count
 
 
 class ProgramStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -182,17 +194,39 @@ class ProgramStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     nodes: dict[str, NodeStatus] = {}
     receipt: Receipt | UnsetType = UNSET
     error: Problem | UnsetType = UNSET
+    quotas: dict[str, QuotaUse] | UnsetType = UNSET
+    """By `steps`, `nodes`, `live_bytes`, `journal_bytes`, `events`; while the program runs."""
+
+
+class ProgramSummary(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One program in a list."""
+
+    id: str
+    name: str = field(default="")
+    status: Phase
+    created_at: str
+    finished_at: str | None = None
+    calls: Count | None = None
+    """LLM calls, once the program has ended."""
+
+
+class ProgramPage(Struct, frozen=True, kw_only=True):
+    """A page of a list of programs, newest first."""
+
+    programs: list[ProgramSummary]
+    next: str | None = None
+    """The `cursor` of the next page; null on the last one."""
 
 
 class PutValue(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of `PUT .../variables/{name}`: exactly one of `value`, `error`, `source`."""
+    """The body of `PUT .../variables/{name}`: exactly one of `value`, `error`, `from`."""
 
     value: Json | UnsetType = UNSET
     error: Problem | UnsetType = UNSET
     source: str | UnsetType = field(default=UNSET, name="from")
-    """Another variable, made by appended nodes, whose value this one takes."""
+    """Another variable, written by appended nodes, whose value this variable gets."""
     request_id: str | None = None
-    """Of the `client.requested` that this answers."""
+    """The `request_id` of the `client.requested` event that this answers."""
 
 
 EventType: TypeAlias = Literal[
@@ -216,8 +250,10 @@ EventType: TypeAlias = Literal[
 
 
 class Event(Struct, frozen=True):
-    """One event of a program. `seq` is None for what is not journaled (deltas, draining)."""
+    """An event of a program. `seq` is None if it is not journaled (deltas, draining)."""
 
     seq: Count | None
     type: EventType
     data: dict[str, Json]
+    encoded: bytes = b""
+    """`data` as JSON, if it was encoded before: shared by all readers."""

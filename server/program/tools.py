@@ -1,10 +1,11 @@
-"""The tools of a call, and which of them its answer may or must use.
+"""The tools of an LLM call, and which of them its answer may or must use.
 
-Reads `tools` and `tool_choice` of a `generate` node, which are OpenAI's JSON. Refuses to
-know how a model writes a call: that is its chat template's business.
+`tools` and `tool_choice` of a `generate` node are OpenAI's JSON.
 
-Kept true: a tool set that was read has names that differ and that any template can print
-between quotes, and a choice that names one of them.
+Out of scope: how a model writes a tool call; its chat template defines that.
+
+Invariants: the tools of a set have different names, which any template can print between quotes,
+and the choice names one of them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
+from .content import Json
 from .errors import ProgramError
-from .ir import Generate, Json
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,127}")
 
@@ -26,31 +27,42 @@ Choice: TypeAlias = Literal["auto", "none", "required"]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function that a model may ask for."""
+    """A function that a model may call."""
 
     name: str
     parameters: dict[str, Json]
-    """JSON schema of its arguments."""
+    """The JSON schema of the arguments."""
     is_strict: bool
-    """Arguments must keep the schema; else they keep what a grammar can enforce of it."""
+    """Whether arguments must match the schema; else only what a grammar can enforce of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """The tools of one call."""
+    """The tools of one LLM call."""
 
     tools: tuple[Tool, ...]
     choice: Choice
-    """`required`: the answer is a call of one of these; `none`: it is text."""
+    """`required`: the answer is a call of one of the tools; `none`: it is text."""
     is_parallel: bool
-    """The answer may hold several calls."""
+    """Whether the answer may have several tool calls."""
 
 
-def read_tools(node: Generate) -> ToolSet | None:
-    """The tools of a node; None if it has none.
+class _CallWithTools(Protocol):
+    @property
+    def tools(self) -> list[Json] | UnsetType: ...
+
+    @property
+    def tool_choice(self) -> Json | UnsetType: ...
+
+    @property
+    def parallel_tool_calls(self) -> bool: ...
+
+
+def read_tools(node: _CallWithTools) -> ToolSet | None:
+    """Return the tools of a generate node; None if it has none.
 
     Raises:
-        ProgramError: `program.tools` for tools or a choice that OpenAI would refuse as well;
+        ProgramError: `program.tools`, for tools or a choice that OpenAI would refuse as well;
             the path is relative to the node.
     """
     if node.tools is UNSET or not node.tools:
@@ -61,7 +73,7 @@ def read_tools(node: Generate) -> ToolSet | None:
     known: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.name in known:
-            raise _refusal(f"two tools are called {tool.name!r}", f"tools[{i}].function.name")
+            raise _refusal(f"two tools have the name {tool.name!r}", f"tools[{i}].function.name")
         known.add(tool.name)
     chosen, choice = _read_choice(node.tool_choice, tools)
     return ToolSet(chosen, choice, node.parallel_tool_calls and chosen == tools)
@@ -70,20 +82,20 @@ def read_tools(node: Generate) -> ToolSet | None:
 def _read_tool(tool: Json, path: str) -> Tool:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or kind != "function":
-        raise _refusal(f"a tool is an object of type 'function', not {kind!r}", path)
+        raise _refusal(f"a tool must be an object with type 'function', got {kind!r}", path)
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _refusal(
-            f"{name!r} is no name of a function: letters, digits and _.:/- , at most 128",
+            f"invalid function name {name!r}: use letters, digits and _.:/- (at most 128)",
             f"{path}.function.name",
         )
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
-        raise _refusal("`parameters` is a JSON schema", f"{path}.function.parameters")
+        raise _refusal("`parameters` must be a JSON schema", f"{path}.function.parameters")
     if parameters is not None and parameters.get("type", "object") != "object":
         raise _refusal(
-            f"`parameters` of {name} describe an object, not {parameters['type']!r}",
+            f"`parameters` of {name} must have type 'object', got {parameters['type']!r}",
             f"{path}.function.parameters.type",
         )
     return Tool(
@@ -104,8 +116,8 @@ def _read_choice(choice: Json, tools: Sequence[Tool]) -> tuple[tuple[Tool, ...],
     if not chosen:
         known = ", ".join(tool.name for tool in tools)
         raise _refusal(
-            f"{choice!r} is none of 'auto', 'none', 'required' and an object that names one of "
-            f"the tools ({known})",
+            f"invalid `tool_choice` {choice!r}: must be 'auto', 'none', 'required' or an object "
+            f"that names one of the tools ({known})",
             "tool_choice",
         )
     return chosen, "required"

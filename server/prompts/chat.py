@@ -1,6 +1,6 @@
-"""A chat before and after its template: messages in, one prompt in pieces out.
+"""Records of a chat before and after its template: messages, and the rendered prompt in pieces.
 
-Records, and the one step that every way of rendering ends with. Refuses to know templates.
+Out of scope: templates.
 """
 
 from __future__ import annotations
@@ -9,58 +9,61 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..program.ir import Json
-from .tokenizer import Piece
+from .tokenizer import PromptPiece
 
 
-class ChatMessage(NamedTuple):
-    """One message, in the shape that templates expect."""
+class TemplateMessage(NamedTuple):
+    """One message in the form that templates expect."""
 
     role: str
-    content: tuple[Piece, ...]
-    """Segments. Text of one that is `special` counts as the template's own."""
+    content: tuple[PromptPiece, ...]
+    """Segments. The text of a `special` piece counts as the template's own."""
     name: str | None = None
     tool_calls: Sequence[Json] | None = None
     tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
-        """The content, joined."""
+        """Return the joined content."""
         return "".join([piece.text for piece in self.content])
 
 
 class RenderedChat(NamedTuple):
-    """A chat as one prompt."""
+    """A chat rendered as one prompt."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPiece, ...]
     ends: tuple[int, ...]
-    """Characters of the joined text up to the end of each content segment, in the order of
-    the messages. It never decreases; a segment that left no trace ends with the one before.
-    """
+    """For each content segment, in the order of the messages, the number of characters of the
+    joined text up to its end. Never decreases; a segment that is not in the text ends with the one
+    before it."""
     prefix_break: bool
-    """True: the text up to a segment's end may depend on later ones; every end is the text's."""
+    """Whether the text up to a segment's end may depend on later segments. Every end is the end of
+    the text then."""
 
 
-def count_segments(messages: Sequence[ChatMessage]) -> int:
-    """Content segments of all messages."""
+def count_segments(messages: Sequence[TemplateMessage]) -> int:
+    """Return the number of content segments of all messages."""
     return sum([len(message.content) for message in messages])
 
 
-def finish(pieces: Sequence[Piece], ends: Mapping[int, int], num_segments: int) -> RenderedChat:
-    """Return pieces with neighbours of one kind joined, and an end for every segment.
+def build_rendered_chat(
+    pieces: Sequence[PromptPiece], ends: Mapping[int, int], num_segments: int
+) -> RenderedChat:
+    """Join neighbouring pieces of one kind, and determine the end of every segment.
 
     Args:
         pieces: in order.
-        ends: characters up to the end of each segment that left a trace, by its number.
-        num_segments: of the chat.
+        ends: number of characters up to the end of each segment found in the text, by its index.
+        num_segments: number of content segments of the chat.
     """
-    joined: list[Piece] = []
+    joined: list[PromptPiece] = []
     length = 0
     for piece in pieces:
         if not piece.text:
             continue
         length += len(piece.text)
         if joined and joined[-1].special == piece.special:
-            joined[-1] = Piece(joined[-1].text + piece.text, piece.special)
+            joined[-1] = PromptPiece(joined[-1].text + piece.text, piece.special)
         else:
             joined.append(piece)
     offsets: list[int] = []

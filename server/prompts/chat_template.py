@@ -1,25 +1,24 @@
-"""A chat's messages into the pieces of one prompt, by the model's own template.
+"""Rendering of a chat by the model's template, into pieces of trusted and untrusted text.
 
-A template writes text of its own around what people and programs said, and only the former
-may yield control tokens. The rendering does not show which is which. So it is done twice:
-plain, which is the prompt; and with a mark at each end of each text that is not the
-template's own. If the second without its marks is the first, letter for letter, the marks
-tell whose each stretch is, and where each segment ends.
+A template writes its own text around the contents of messages, and only its own text may yield
+control tokens. A rendering does not show which text is whose, so the chat is rendered twice:
+plainly, which gives the prompt; and with a mark at both ends of each text that is not the
+template's own. If the second rendering without its marks equals the first, the marks show the
+origin of each part and the end of each segment.
 
-Some templates look at a text or change it, and then marks get in the way. Templates that
-trim are met by a second try with the marks inside of the outer blanks. Others (that cut the
-reasoning out of an old answer, say) leave one opaque run: `prefix_break`, and text in it
-that spells a control token is refused, for it could not be told from the template's own.
-The same name goes to a template that moves what was said earlier behind what was said later.
+Some templates test or change contents, which marks may disturb. For templates that trim, a second
+attempt sets the marks inside the outer blanks. For others (for example those that remove the
+reasoning from earlier answers) the whole text is one opaque piece: the prompt has a `prefix_break`,
+and a message that spells a control token is rejected, because the token could not be told from the
+template's own. A template that moves an earlier message after a later one has a `prefix_break`,
+too.
 
-Two renderings and their comparison take longer than a small chat's tokenisation, so what a
-template writes around contents is remembered, where it is found not to look at them (`frames`).
+Marks are also set around strings in tools, tool calls and names, if they contain more than words
+and common punctuation. A role is trusted and must be a plain word.
 
-Marks are also set around strings in tools, tool calls and names if they contain anything
-but words and common punctuation. A role is the program's word and must be a plain one.
+Out of scope: programs, variables and token ids.
 
-Knows templates and pieces. Refuses to know programs, variables and token ids. Kept true:
-the pieces joined are the template's plain rendering, always.
+Invariant: the joined pieces are always the template's plain rendering.
 """
 
 from __future__ import annotations
@@ -28,58 +27,48 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Protocol
+from itertools import chain, pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 from ..program.errors import PromptError
 from ..program.ir import Json
-from .chat import ChatMessage, RenderedChat, count_segments, finish
-from .frames import Frame, Frames, Place, fill, shape_of
+from .chat import RenderedChat, TemplateMessage, build_rendered_chat, count_segments
 from .template_sandbox import TemplateSandbox
-from .tokenizer import Piece
-from .unseen import SeenError, Unseen
+from .tokenizer import PromptPiece
 
-NUM_SHAPES = 256
 _MAX_DEPTH = 64
-"""Levels of JSON in a tool or a tool call."""
+"""Maximum nesting of a tool or a tool call."""
 _ROLE = re.compile(r"\w[\w .-]*", re.ASCII)
 _PLAIN_STRING = re.compile(r"[\w\s.,:;!?'\"()/+*=-]*", re.ASCII)
-"""Strings that neither are nor complete a control token."""
+"""Strings that cannot be a control token or a part of one."""
 _CONTROL_SHAPE = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
-"""What control tokens look like, for a template whose tokenizer is not at hand."""
+"""Usual shapes of control tokens, for a template without a tokenizer."""
+
+_Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Json] | None], str]
+"""Runs the template on messages and tools."""
 
 
-class _Run(NamedTuple):
-    """Consecutive marks that stand around and between the segments of one text."""
+class _MarkedText(NamedTuple):
+    """Consecutive marks before, between and after the segments of one text."""
 
-    first: int
-    specials: tuple[bool, ...]
-    """One for each segment: mark `first + i` stands before it, `first + i + 1` behind it."""
-    ends_at: int | None
-    """Index of its first segment among the chat's content segments; None: not a content."""
+    first_mark: int
+    are_special: tuple[bool, ...]
+    """One entry per segment. Segment `i` is between the marks `first_mark + i` and the next."""
+    first_segment: int | None
+    """Index of its first segment among the chat's content segments; None if it is not a content."""
 
 
-class _Marking(NamedTuple):
-    """The variables of a rendering with marks in them."""
+class _MarkedChat(NamedTuple):
+    """Messages and tools with marks."""
 
     messages: list[dict[str, Json]]
     tools: list[Json] | None
-    runs: list[_Run]
-
-
-class _Render(Protocol):
-    """Runs the template."""
-
-    def __call__(
-        self,
-        chat: Sequence[Mapping[str, Any]],
-        tools: Sequence[Json] | None,
-        strftime: Callable[[str], str] = ...,
-    ) -> str: ...
+    marked_texts: list[_MarkedText]
 
 
 class ChatTemplate:
-    """A model's chat template, safe to render in any number of threads."""
+    """A model's chat template. Rendering is thread-safe."""
 
     def __init__(
         self,
@@ -87,16 +76,14 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         spells_special: Callable[[str], bool] | None = None,
-        num_shapes: int = NUM_SHAPES,
     ) -> None:
         """Compile a template.
 
         Args:
             source: Jinja source; empty for a model without a chat template.
-            special_tokens: names that the template may use (`bos_token`, ...) to their text.
-            spells_special: tells whether a text spells a control token, normally
-                `Tokenizer.spells_special`. None: `special_tokens` and the usual shapes.
-            num_shapes: shapes of chats whose frames are remembered.
+            special_tokens: text of tokens by the names that templates use (`bos_token`, ...).
+            spells_special: returns whether a text spells a control token, normally
+                `Tokenizer.spells_special`. None checks `special_tokens` and the usual shapes.
 
         Raises:
             PromptError: `prompt.template` if the source does not compile.
@@ -104,38 +91,39 @@ class ChatTemplate:
         self._sandbox = TemplateSandbox(source) if source else None
         self._special_tokens = dict(special_tokens)
         self._spells_special = spells_special or self._looks_special
-        # Digits and private characters: no filter for letters, blanks or JSON changes them.
+        # Digits and private characters, which no filter for letters, blanks or JSON changes.
         self._nonce = "".join(secrets.choice("0123456789") for _ in range(20))
-        self._mark = re.compile(f"\ue000{self._nonce}\\.([0-9]+)\ue001")
-        self._frames = {opens: Frames(num_shapes) for opens in (False, True)}
-        """By whether the answer's turn is opened."""
+        self._mark_pattern = re.compile(f"\ue000{self._nonce}\\.([0-9]+)\ue001")
 
     def render(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[TemplateMessage],
         *,
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Json] = MappingProxyType({}),
         now: datetime | None = None,
     ) -> RenderedChat:
         """Return a chat as pieces of text.
 
         Args:
             messages: in order.
-            tools: definitions as the template expects them, or None.
-            add_generation_prompt: True ends with the opening of the answer's turn.
-            now: what templates that write a date take it from; None: the clock.
+            tools: definitions in the form that the template expects, or None.
+            add_generation_prompt: whether to end with the opening of the assistant's turn.
+            options: further variables of the template, such as `enable_thinking`. The names of its
+                other variables have no effect here.
+            now: current time for templates that write a date; None for the system clock.
 
         Raises:
-            PromptError: `prompt.no_template` if the model has none; `prompt.template` with
-                the template's own message if it refuses the chat or fails on it;
-                `prompt.role` if a role is not a plain word; `prompt.special_text` if text
-                spells a control token where the template hides whose it is.
+            PromptError: `prompt.no_template` if the model has none; `prompt.template` with the
+                template's own message if it rejects the chat or fails on it; `prompt.role` if a
+                role is not a plain word; `prompt.special_text` if a message spells a control token
+                and the template hides the origin of its text.
         """
         if self._sandbox is None:
             raise PromptError(
                 "prompt.no_template",
-                "The model has no chat template; use `prompt`, or a model that has one.",
+                "The model has no chat template; use `prompt`, or a model with a chat template.",
             )
         for message in messages:
             if not _ROLE.fullmatch(message.role):
@@ -143,19 +131,12 @@ class ChatTemplate:
                     "prompt.role",
                     f"The role {message.role!r} is not a plain word such as 'user'.",
                 )
-        frames = self._frames[add_generation_prompt]
-        is_plain = tools is None and not self._sandbox.rereads
-        shape = shape_of(messages) if is_plain else None
-        if shape is not None and (frame := frames.find(shape)) is not None:
-            return fill(frame, messages)
+        self._check_options(options)
         sandbox, strftime = self._sandbox, (now or datetime.now()).strftime
 
-        def render(
-            chat: Sequence[Mapping[str, Any]],
-            tools: Sequence[Json] | None,
-            strftime: Callable[[str], str] = strftime,
-        ) -> str:
+        def render(chat: Sequence[Mapping[str, Any]], tools: Sequence[Json] | None) -> str:
             variables = {
+                **options,
                 **self._special_tokens,
                 "messages": chat,
                 "tools": tools,
@@ -164,159 +145,160 @@ class ChatTemplate:
             }
             return sandbox.render(variables, strftime=strftime)
 
-        rendered = self._render_twice(render, messages, tools)
-        if shape is not None and frames.is_due(shape):
-            frame = self._make_frame(render, messages)
-            # Another way to the same prompt, or none.
-            is_right = frame is not None and fill(frame, messages) == rendered
-            frames.keep(shape, frame if is_right else None)
-        return rendered
+        return self._render_twice(render, messages, tools)
+
+    def _check_options(self, options: Mapping[str, Json]) -> None:
+        """Reject options that spell a control token: a template may print them as its own text.
+
+        Raises:
+            PromptError: `prompt.special_text`, `prompt.template` if they nest too deep.
+        """
+
+        def check(text: str) -> str:
+            if self._spells_special(text):
+                raise PromptError(
+                    "prompt.special_text",
+                    f"An option of the chat template spells a control token: {text[:80]!r}.",
+                )
+            return text
+
+        _map_strings(options, check)
 
     def _render_twice(
-        self, render: _Render, messages: Sequence[ChatMessage], tools: Sequence[Json] | None
+        self, render: _Render, messages: Sequence[TemplateMessage], tools: Sequence[Json] | None
     ) -> RenderedChat:
-        """Return a chat by a rendering without marks and one with them."""
-        outer = self._set_marks(messages, tools, inside=False)
-        text = render([_plain(message) for message in messages], tools)
-        for marking in self._tries(outer, messages, tools):
+        """Return a chat, by one rendering without marks and one with marks."""
+        attempts = self._marking_attempts(messages, tools)
+        first = next(attempts)  # Before rendering: it rejects tools that nest too deep.
+        text = render([_fields(message, message.text, None) for message in messages], tools)
+        num_segments = count_segments(messages)
+        for chat in chain((first,), attempts):
             try:
-                marked = render(marking.messages, marking.tools)
+                rendering = render(chat.messages, chat.tools)
             except PromptError:
-                # It took the plain chat and stumbles over the marks: it looks at the text.
-                continue
-            found = self._read(marked, text, marking.runs, count_segments(messages))
-            if found is not None:
-                return found
+                continue  # The template tests contents, and fails on the marks.
+            rendered = self._parse_marks(rendering, text, chat.marked_texts, num_segments)
+            if rendered is not None:
+                return rendered
         self._check_opaque(messages, tools)
         return RenderedChat(
-            (Piece(text, special=True),), (len(text),) * count_segments(messages), True
+            (PromptPiece(text, special=True),), (len(text),) * num_segments, prefix_break=True
         )
 
-    def _make_frame(self, render: _Render, messages: Sequence[ChatMessage]) -> Frame | None:
-        """Return what the template writes around contents; None if it looks at them."""
-        chat = [
-            {"role": message.role, "content": self._unseen(index) if message.text else ""}
-            for index, message in enumerate(messages)
-        ]
-        try:
-            parts = self._mark.split(render(chat, None, _no_date))
-        except (PromptError, SeenError):
-            return None
-        return tuple(
-            [
-                Place(int(part) // 2, is_stripped=int(part) % 2 == 1) if index % 2 else part
-                for index, part in enumerate(parts)
-            ]
-        )
-
-    def _unseen(self, message: int) -> Unseen:
-        return Unseen(self._spell(2 * message), self._spell(2 * message + 1))
-
-    def _tries(
-        self, outer: _Marking, messages: Sequence[ChatMessage], tools: Sequence[Json] | None
-    ) -> Iterator[_Marking]:
-        yield outer
-        if any(map(_has_outer_blanks, messages)):
-            yield self._set_marks(messages, tools, inside=True)
+    def _marking_attempts(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Json] | None
+    ) -> Iterator[_MarkedChat]:
+        yield self._set_marks(messages, tools, inside_blanks=False)
+        if any(message.text.strip() != message.text for message in messages):
+            yield self._set_marks(messages, tools, inside_blanks=True)
 
     def _set_marks(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Json] | None, *, inside: bool
-    ) -> _Marking:
-        """Return what a template is given, with marks around all text that is not its own.
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Json] | None,
+        *,
+        inside_blanks: bool,
+    ) -> _MarkedChat:
+        """Return the chat with marks around all text that is not the template's own.
 
         Args:
             messages: the chat.
             tools: as in `render`.
-            inside: True sets the marks of a content inside of its outer blanks.
+            inside_blanks: whether to set the marks of a content inside its outer blanks.
 
         Raises:
             PromptError: `prompt.template` if a tool or a tool call nests too deep.
         """
-        runs: list[_Run] = []
-        num_marks = num_before = 0
+        marked_texts: list[_MarkedText] = []
+        num_marks = num_segments = 0
 
-        def mark_leaf(text: str) -> str:
+        def mark_string(text: str) -> str:
             nonlocal num_marks
             if _PLAIN_STRING.fullmatch(text):
                 return text
-            runs.append(_Run(num_marks, (False,), None))
+            marked_texts.append(_MarkedText(num_marks, (False,), None))
             num_marks += 2
-            return f"{self._spell(num_marks - 2)}{text}{self._spell(num_marks - 1)}"
+            return f"{self._mark(num_marks - 2)}{text}{self._mark(num_marks - 1)}"
 
-        marked_tools = None if tools is None else [_map_strings(tool, mark_leaf) for tool in tools]
+        marked_tools = None
+        if tools is not None:
+            marked_tools = [_map_strings(tool, mark_string) for tool in tools]
         chat = []
         for message in messages:
             content = message.text
-            low, high = _core(content) if inside else (0, len(content))
-            if low < high:
-                specials = tuple(piece.special for piece in message.content)
-                runs.append(_Run(num_marks, specials, num_before))
-                content = self._mark_content(message, num_marks, low, high)
-                num_marks += len(specials) + 1
-            num_before += len(message.content)
-            chat.append(_fields(message, content, mark_leaf))
-        return _Marking(chat, marked_tools, runs)
+            begin, end = _span_without_blanks(content) if inside_blanks else (0, len(content))
+            if begin < end:
+                are_special = tuple(piece.special for piece in message.content)
+                marked_texts.append(_MarkedText(num_marks, are_special, num_segments))
+                content = self._mark_content(message, num_marks, begin, end)
+                num_marks += len(are_special) + 1
+            num_segments += len(message.content)
+            chat.append(_fields(message, content, mark_string))
+        return _MarkedChat(chat, marked_tools, marked_texts)
 
-    def _mark_content(self, message: ChatMessage, first: int, low: int, high: int) -> str:
-        """Return a content with a mark at each boundary of its segments, from low to high."""
+    def _mark_content(self, message: TemplateMessage, first_mark: int, begin: int, end: int) -> str:
+        """Return a content with a mark at each boundary of its segments, from begin to end."""
         text = message.text
-        borders = [low]
-        at = 0
+        boundaries = [begin]
+        offset = 0
         for piece in message.content:
-            at += len(piece.text)
-            borders.append(min(max(at, low), high))
-        borders[-1] = high
-        parts = [text[:low], self._spell(first)]
-        for number, (start, end) in enumerate(pairwise(borders), first + 1):
-            parts += [text[start:end], self._spell(number)]
-        parts.append(text[high:])
+            offset += len(piece.text)
+            boundaries.append(min(max(offset, begin), end))
+        boundaries[-1] = end
+        parts = [text[:begin], self._mark(first_mark)]
+        for number, (start, stop) in enumerate(pairwise(boundaries), first_mark + 1):
+            parts += [text[start:stop], self._mark(number)]
+        parts.append(text[end:])
         return "".join(parts)
 
-    def _spell(self, number: int) -> str:
+    def _mark(self, number: int) -> str:
         return f"\ue000{self._nonce}.{number}\ue001"
 
-    def _read(
-        self, marked: str, text: str, runs: Sequence[_Run], num_segments: int
+    def _parse_marks(
+        self, rendering: str, text: str, marked_texts: Sequence[_MarkedText], num_segments: int
     ) -> RenderedChat | None:
-        """Return what the marks of a rendering tell, or None where they tell nothing.
+        """Return the chat's pieces from the marks of a rendering; None if they are unusable.
 
         Args:
-            marked: the rendering with marks.
-            text: the rendering without.
-            runs: the marks that were set.
-            num_segments: content segments of the chat.
+            rendering: the rendering with marks.
+            text: the rendering without marks.
+            marked_texts: the marks that were set.
+            num_segments: number of content segments of the chat.
         """
-        parts = self._mark.split(marked)
+        parts = self._mark_pattern.split(rendering)
         if "".join(parts[::2]) != text:
             return None
-        starts = {run.first: run for run in runs}
+        by_first_mark = {marked.first_mark: marked for marked in marked_texts}
         ends: dict[int, int] = {}
-        pieces = [Piece(parts[0], special=True)]
+        pieces = [PromptPiece(parts[0], special=True)]
         offset = len(parts[0])
-        inside: _Run | None = None
+        current: _MarkedText | None = None
         index = 0
         for number, part in zip(map(int, parts[1::2]), parts[2::2], strict=True):
-            if inside is None:
-                # Outside of a run only the first mark of one can stand.
-                inside, index = starts.get(number), 0
-                if inside is None:
+            if current is None:
+                # Between marked texts, only the first mark of one may follow.
+                current, index = by_first_mark.get(number), 0
+                if current is None:
                     return None
             else:
                 index += 1
-                if number != inside.first + index:
+                if number != current.first_mark + index:
                     return None
-                if inside.ends_at is not None:
-                    ends.setdefault(inside.ends_at + index - 1, offset)
-                if index == len(inside.specials):
-                    inside = None
-            pieces.append(Piece(part, True if inside is None else inside.specials[index]))
+                if current.first_segment is not None:
+                    ends.setdefault(current.first_segment + index - 1, offset)
+                if index == len(current.are_special):
+                    current = None
+            is_special = True if current is None else current.are_special[index]
+            pieces.append(PromptPiece(part, is_special))
             offset += len(part)
-        if inside is not None:
+        if current is not None:
             return None
-        return finish(pieces, ends, num_segments)
+        return build_rendered_chat(pieces, ends, num_segments)
 
-    def _check_opaque(self, messages: Sequence[ChatMessage], tools: Sequence[Json] | None) -> None:
-        """Refuse a chat with text that could pose as the template's own.
+    def _check_opaque(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Json] | None
+    ) -> None:
+        """Reject a chat with a text that spells a control token.
 
         Raises:
             PromptError: `prompt.special_text`.
@@ -338,9 +320,9 @@ class ChatTemplate:
             if self._spells_special(string):
                 raise PromptError(
                     "prompt.special_text",
-                    "A message spells a control token of the model, and the model's chat"
-                    " template rewrites messages, so that it could not be told from a real"
-                    " one; take it out of the message.",
+                    "A message spells a control token of the model. The model's chat template"
+                    " rewrites messages, so the text cannot be told from a real control token;"
+                    " remove it from the message.",
                 )
 
     def _looks_special(self, text: str) -> bool:
@@ -349,51 +331,40 @@ class ChatTemplate:
         )
 
 
-def _no_date(_: str) -> NoReturn:
-    raise SeenError  # a frame would keep the date
-
-
-def _core(text: str) -> tuple[int, int]:
-    """Return where a text without its outer blanks begins and ends."""
-    low = len(text) - len(text.lstrip())
-    return low, low + len(text.strip())
-
-
-def _has_outer_blanks(message: ChatMessage) -> bool:
-    text = message.text
-    return text.strip() != text
-
-
-def _plain(message: ChatMessage) -> dict[str, Json]:
-    return _fields(message, message.text, None)
+def _span_without_blanks(text: str) -> tuple[int, int]:
+    """Return where a text begins and ends without its outer blanks."""
+    begin = len(text) - len(text.lstrip())
+    return begin, begin + len(text.strip())
 
 
 def _fields(
-    message: ChatMessage, content: str, change: Callable[[str], str] | None
+    message: TemplateMessage, content: str, transform: Callable[[str], str] | None
 ) -> dict[str, Json]:
-    """Return a message as a template reads it; `change` applies to its other strings."""
+    """Return a message in the form of templates, with `transform` applied to its other strings."""
     fields: dict[str, Json] = {"role": message.role, "content": content}
     for key in ("name", "tool_calls", "tool_call_id"):
         value = getattr(message, key)
         if value is not None:
-            fields[key] = value if change is None else _map_strings(value, change)
+            fields[key] = value if transform is None else _map_strings(value, transform)
     return fields
 
 
-def _map_strings(value: Json, change: Callable[[str], str], depth: int = 0) -> Any:
-    """Return JSON with every string in it changed, keys included.
+def _map_strings(value: Json, transform: Callable[[str], str], depth: int = 0) -> Any:
+    """Return JSON with `transform` applied to every string, including keys.
 
     Raises:
-        PromptError: `prompt.template` if it nests too deep.
+        PromptError: `prompt.template` if the value nests too deep.
     """
     if depth > _MAX_DEPTH:
         raise PromptError(
             "prompt.template", f"A tool or a tool call nests deeper than {_MAX_DEPTH} levels."
         )
     if isinstance(value, str):
-        return change(value)
+        return transform(value)
     if isinstance(value, Mapping):
-        return {change(key): _map_strings(each, change, depth + 1) for key, each in value.items()}
+        return {
+            transform(key): _map_strings(each, transform, depth + 1) for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_map_strings(each, change, depth + 1) for each in value]
+        return [_map_strings(each, transform, depth + 1) for each in value]
     return value

@@ -1,11 +1,12 @@
-"""A `generate` node and the values of its variables into the pieces of a prompt.
+"""Rendering of a `generate` node and the values of its variables into the pieces of a prompt.
 
-Knows the segments and messages of the IR and the order of their boundaries: in `prompt`
-after each segment, in `messages` after each content segment of the flattened chat, where a
-string is one segment, a message without content an empty one, and a splice one as a whole
-(`rope.prefix_hash` without definitions).
-Refuses to know token ids. Kept true: a value never becomes a special piece, and `ends` has
-exactly one entry for each boundary.
+A `prompt` has a boundary after each segment. `messages` have one after each content segment of the
+flattened chat, where a string is one segment, a message without content an empty one, and a splice
+is one segment as a whole (see `prompt_prefix`).
+
+Out of scope: token ids.
+
+Invariants: a value never becomes a special piece; `ends` has exactly one entry per boundary.
 """
 
 from __future__ import annotations
@@ -17,105 +18,130 @@ import msgspec
 from msgspec import UNSET
 
 from ..program.errors import ConureError, PromptError
-from ..program.expression import evaluate, input_expression
-from ..program.ir import Expression, Generate, Json, Message, Segment
-from ..program.value import text_of
-from .chat import ChatMessage
+from ..program.expressions.budget import WorkBudget
+from ..program.expressions.evaluate import evaluate, input_expression
+from ..program.expressions.values import text_of
+from ..program.ir import Expression, GenerateNode, Json, Message, Segment
+from .chat import TemplateMessage
 from .chat_template import ChatTemplate
-from .tokenizer import Piece
+from .tokenizer import PromptPiece
 
 _SPLICED_ROLES: Final = frozenset(
     {"assistant", "developer", "function", "ipython", "system", "tool", "user"}
 )
-"""Roles of messages that come as values. In a program's own messages any word is one."""
+"""Roles of messages in values. In a program's own messages any word is allowed."""
 
 
-class Rendered(NamedTuple):
-    """A prompt, or the part of one that an output continues."""
+class RenderedPrompt(NamedTuple):
+    """A prompt, or the part of it before an output."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPiece, ...]
     ends: tuple[int, ...]
-    """Characters of the joined pieces up to the end of each segment, never decreasing."""
+    """Number of characters of the joined pieces up to the end of each segment; never decreases."""
     prefix_break: bool
-    """True: the text up to an end may depend on what comes after it."""
+    """Whether the text up to an end may depend on later segments."""
 
 
 def render_value(value: Json) -> str:
-    """Return a value as it stands in a prompt: a string as it is, else compact JSON."""
+    """Return the text of a value in a prompt: strings unchanged, other values as compact JSON."""
     return text_of(value)
 
 
-def render_slot(node: Generate, slot: int, values: Mapping[str, Json]) -> Rendered:
-    """Return what stands in a growing prompt between an output and the one before it.
+def slot_segments(node: GenerateNode) -> list[range]:
+    """Return the indices of the segments before each output of a `prompt`; empty for messages."""
+    if node.prompt is UNSET:
+        return []
+    ends = [index for index, segment in enumerate(node.prompt) if segment.output is not UNSET]
+    starts = [0, *(end + 1 for end in ends)]
+    return [range(start, end) for start, end in zip(starts, ends, strict=False)]
+
+
+def render_slot(
+    node: GenerateNode,
+    slot: int,
+    values: Mapping[str, Json],
+    budget: WorkBudget | None = None,
+    *,
+    segments: range | None = None,
+) -> RenderedPrompt:
+    """Return the part of a prompt between the previous output and an output.
 
     Args:
         node: a node with `prompt`.
         slot: index of the output among the prompt's outputs.
-        values: a value for every variable that these segments read.
+        values: values of all variables that these segments read.
+        budget: pays for expressions.
+        segments: the indices of the part's segments, if `slot_segments` has found them.
 
     Raises:
         PromptError: `engine.unsupported_part` for a multimodal segment.
         ExpressionError: if an expression fails on the values.
     """
     assert node.prompt is not UNSET
-    outputs = [i for i, segment in enumerate(node.prompt) if segment.output is not UNSET]
-    start = outputs[slot - 1] + 1 if slot else 0
     pieces = [
-        _render_segment(node.prompt[index], values, f"nodes.{node.id}.prompt[{index}]")
-        for index in range(start, outputs[slot])
+        _render_segment(node.prompt[index], values, f"nodes.{node.id}.prompt[{index}]", budget)
+        for index in (slot_segments(node)[slot] if segments is None else segments)
     ]
     ends: list[int] = []
     offset = 0
     for piece in pieces:
         offset += len(piece.text)
         ends.append(offset)
-    return Rendered(tuple(pieces), tuple(ends), False)
+    return RenderedPrompt(tuple(pieces), tuple(ends), False)
 
 
-def render_chat(node: Generate, values: Mapping[str, Json], template: ChatTemplate) -> Rendered:
-    """Return a node's messages as one prompt, ready for the assistant's answer.
+def render_chat(
+    node: GenerateNode,
+    values: Mapping[str, Json],
+    template: ChatTemplate,
+    budget: WorkBudget | None = None,
+) -> RenderedPrompt:
+    """Return a node's messages as one prompt that the assistant's answer continues.
 
     Args:
         node: a node with `messages`.
-        values: a value for every variable that the messages read.
-        template: the model's.
+        values: values of all variables that the messages read.
+        template: the model's chat template.
+        budget: pays for expressions.
 
     Raises:
-        PromptError: `prompt.splice` if a spliced value is no message; else as
-            `ChatTemplate.render` and `render_slot` do.
+        PromptError: `prompt.splice` if a spliced value is not a message; otherwise as
+            `ChatTemplate.render` and `render_slot`.
         ExpressionError: if an expression fails on the values.
     """
     assert node.messages is not UNSET
-    messages: list[ChatMessage] = []
-    lasts: list[int] = []
-    """For each boundary, the index of the template's segment that ends there."""
+    messages: list[TemplateMessage] = []
+    last_segments: list[int] = []
+    """Index of the last template segment before each boundary."""
     num_segments = 0
     for index, message in enumerate(node.messages):
         path = f"nodes.{node.id}.messages[{index}]"
         if message.splice is not UNSET:
-            spliced = _read_splice(_spliced_value(message.splice, values), f"{path}.splice")
+            spliced = _read_splice(_spliced_value(message.splice, values, budget), f"{path}.splice")
             messages += spliced
             num_segments += sum(len(each.content) for each in spliced)
-            lasts.append(num_segments - 1)
+            last_segments.append(num_segments - 1)
         else:
-            rendered = _render_message(message, values, path)
+            rendered = _render_message(message, values, path, budget)
             messages.append(rendered)
-            lasts += range(num_segments, num_segments + len(rendered.content))
+            last_segments += range(num_segments, num_segments + len(rendered.content))
             num_segments += len(rendered.content)
     tools = None if node.tools is UNSET or not node.tools else node.tools
     try:
-        chat = template.render(messages, tools=tools)
+        chat = template.render(messages, tools=tools, options=node.template_options)
     except PromptError as error:
         raise _at(error, f"nodes.{node.id}.messages") from error
-    # Splices of no messages come before the first segment, or end with the one before.
-    ends = tuple([chat.ends[last] if last >= 0 else 0 for last in lasts])
-    return Rendered(chat.pieces, ends, chat.prefix_break)
+    # A splice of no messages ends with the segment before it, or at 0.
+    ends = tuple([chat.ends[last] if last >= 0 else 0 for last in last_segments])
+    return RenderedPrompt(chat.pieces, ends, chat.prefix_break)
 
 
-def _render_segment(segment: Segment, values: Mapping[str, Json], path: str) -> Piece:
-    """Return a text or an input as a piece."""
+def _render_segment(
+    segment: Segment, values: Mapping[str, Json], path: str, budget: WorkBudget | None
+) -> PromptPiece:
+    """Return a text or input segment as a piece."""
     if segment.text is not UNSET:
-        return Piece(segment.text, segment.special)
+        return PromptPiece(segment.text, segment.special)
     if segment.part is not UNSET:
         raise _unsupported_part(path)
     assert segment.input is not UNSET
@@ -123,28 +149,35 @@ def _render_segment(segment: Segment, values: Mapping[str, Json], path: str) -> 
         value = values[segment.input]
     else:
         try:
-            value = evaluate(input_expression(segment.input), values)
+            value = evaluate(input_expression(segment.input), values, budget=budget)
         except ConureError as error:
             raise _at(error, f"{path}.input") from error
-    return Piece(render_value(value), special=False)
+    return PromptPiece(render_value(value), special=False)
 
 
-def _render_message(message: Message, values: Mapping[str, Json], path: str) -> ChatMessage:
-    """Return a program's own message. Its text never yields special tokens, marked or not."""
+def _render_message(
+    message: Message, values: Mapping[str, Json], path: str, budget: WorkBudget | None
+) -> TemplateMessage:
+    """Return a message of the program. Its text never yields special tokens, even if marked
+    special.
+    """
     assert message.role is not UNSET
-    content: tuple[Piece, ...]
+    content: tuple[PromptPiece, ...]
     if isinstance(message.content, list) and message.content:
         content = tuple(
             [
-                Piece(_render_segment(each, values, f"{path}.content[{i}]").text, special=False)
+                PromptPiece(
+                    _render_segment(each, values, f"{path}.content[{i}]", budget).text,
+                    special=False,
+                )
                 for i, each in enumerate(message.content)
             ]
         )
     elif isinstance(message.content, str):
-        content = (Piece(message.content, special=False),)
+        content = (PromptPiece(message.content, special=False),)
     else:
-        content = (Piece("", special=False),)
-    return ChatMessage(
+        content = (PromptPiece("", special=False),)
+    return TemplateMessage(
         role=message.role,
         content=content,
         name=None if message.name is UNSET else message.name,
@@ -153,39 +186,47 @@ def _render_message(message: Message, values: Mapping[str, Json], path: str) -> 
     )
 
 
-def _spliced_value(splice: Expression, values: Mapping[str, Json]) -> Json:
-    return values[splice] if isinstance(splice, str) else evaluate(splice, values)
+def _spliced_value(
+    splice: Expression, values: Mapping[str, Json], budget: WorkBudget | None
+) -> Json:
+    if isinstance(splice, str):
+        return values[splice]
+    return evaluate(splice, values, budget=budget)
 
 
-def _read_splice(value: Json, path: str) -> list[ChatMessage]:
-    """Return the messages in a spliced value: one, or a list of them.
+def _read_splice(value: Json, path: str) -> list[TemplateMessage]:
+    """Return the messages of a spliced value: one message or a list of messages.
 
     Raises:
-        PromptError: `prompt.splice` if it is neither.
+        PromptError: `prompt.splice` if the value is neither.
     """
     if isinstance(value, list):
         return [_read_message(each, f"{path}[{index}]") for index, each in enumerate(value)]
     return [_read_message(value, path)]
 
 
-def _read_message(value: Json, path: str) -> ChatMessage:
-    """Return one message of a spliced value; fields that no template reads are left out.
+def _read_message(value: Json, path: str) -> TemplateMessage:
+    """Return one message of a spliced value, without the fields that templates do not read.
 
     Raises:
-        PromptError: `prompt.splice` if it has not a message's shape.
+        PromptError: `prompt.splice` if the value is not a message.
     """
     if not isinstance(value, dict):
-        raise _no_message("it is no object with a role", path)
+        raise _not_a_message("it is not an object with a role", path)
     role = value.get("role")
     if not isinstance(role, str) or role not in _SPLICED_ROLES:
-        raise _no_message(f"its role {role!r} is none of {sorted(_SPLICED_ROLES)}", path)
+        raise _not_a_message(f"its role {role!r} is not one of {sorted(_SPLICED_ROLES)}", path)
     tool_calls = value.get("tool_calls")
     if tool_calls is not None and not isinstance(tool_calls, list):
-        raise _no_message("its tool_calls are no list", path)
+        raise _not_a_message("its tool_calls must be a list", path)
+    if value.get("content") is None and not tool_calls:
+        others = sorted(value.keys() - {"role", "content"})
+        has = f"it has {', '.join(map(repr, others[:10]))}, but " if others else "it has "
+        raise _not_a_message(f"{has}no `content`, so the model would see an empty turn", path)
     for key in ("name", "tool_call_id"):
         if not isinstance(value.get(key), str | None):
-            raise _no_message(f"its {key} is no string", path)
-    return ChatMessage(
+            raise _not_a_message(f"its {key} must be a string", path)
+    return TemplateMessage(
         role=role,
         content=_read_content(value.get("content"), path),
         name=value.get("name"),
@@ -194,19 +235,19 @@ def _read_message(value: Json, path: str) -> ChatMessage:
     )
 
 
-def _read_content(content: Json, path: str) -> tuple[Piece, ...]:
-    """Return a spliced message's content: a string, a list of text parts, or null.
+def _read_content(content: Json, path: str) -> tuple[PromptPiece, ...]:
+    """Return the content of a spliced message: a string, a list of text parts, or null.
 
     Raises:
-        PromptError: `prompt.splice` for another shape, `engine.unsupported_part` for a part
-            that is not text.
+        PromptError: `prompt.splice` for another type, `engine.unsupported_part` for a part that is
+            not text.
     """
     if isinstance(content, str):
-        return (Piece(content, special=False),)
+        return (PromptPiece(content, special=False),)
     if content is None:
-        return (Piece("", special=False),)
+        return (PromptPiece("", special=False),)
     if not isinstance(content, list):
-        raise _no_message("its content is neither a string nor a list nor null", path)
+        raise _not_a_message("its content must be a string, a list or null", path)
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -217,15 +258,15 @@ def _read_content(content: Json, path: str) -> tuple[Piece, ...]:
         elif isinstance(kind, str) and kind != "text":
             raise _unsupported_part(f"{path}.content[{index}]")
         else:
-            raise _no_message(f"part {index} of its content has no type or no text", path)
-    return (Piece("".join(texts), special=False),)
+            raise _not_a_message(f"part {index} of its content has no type or no text", path)
+    return (PromptPiece("".join(texts), special=False),)
 
 
 def _read_tool_calls(tool_calls: Sequence[Json] | msgspec.UnsetType | None) -> list[Json] | None:
-    """Return tool calls as templates want them: arguments as an object, not as its JSON.
+    """Return tool calls as templates expect them: arguments as an object instead of JSON text.
 
-    OpenAI sends the arguments as the string that the model wrote. One that is no JSON
-    object stays a string. No calls is the same as none.
+    OpenAI sends the arguments as the string that the model wrote. A string that is not a JSON
+    object stays a string. An empty list becomes None.
     """
     if not tool_calls:
         return None
@@ -248,20 +289,20 @@ def _read_tool_call(call: Json) -> Json:
     return {**call, "function": {**function, "arguments": decoded}}
 
 
-def _no_message(reason: str, path: str) -> PromptError:
-    return PromptError("prompt.splice", f"A spliced value is no message: {reason}.", path=path)
+def _not_a_message(reason: str, path: str) -> PromptError:
+    return PromptError("prompt.splice", f"A spliced value is not a message: {reason}.", path=path)
 
 
 def _unsupported_part(path: str) -> PromptError:
     return PromptError(
         "engine.unsupported_part",
-        "The model takes text only; leave the part out or use a model that takes it.",
+        "The model accepts text only; remove the part or use a multimodal model.",
         path=path,
     )
 
 
 def _at(error: ConureError, path: str) -> ConureError:
-    """Return the same error with a path, unless it has one."""
+    """Return the error with a path, unless it has one."""
     if error.path is not None:
         return error
     return type(error)(error.code, error.message, path=path)

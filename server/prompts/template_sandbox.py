@@ -1,19 +1,21 @@
-"""A model's Jinja template, run under limits.
+"""A sandbox that runs a model's Jinja chat template under limits.
 
-A chat template comes with the weights, from strangers. It runs in Jinja's immutable sandbox
-(no access to Python's insides, nothing it is given can be changed) with the additions that
-Hugging Face's templates expect: loop controls, `raise_exception`, `strftime_now`, a `tojson`
-that escapes no HTML, and `{% generation %}`, which marks text and changes none.
+A chat template is untrusted: it is part of the downloaded model. It runs in Jinja's immutable
+sandbox (no access to Python internals, arguments cannot be modified), with the extensions that
+Hugging Face templates expect: loop controls, `raise_exception`, `strftime_now`, a `tojson` without
+HTML escaping, and `{% generation %}`, which has no effect on the text.
 
-Bounded: the turns of all loops and the calls of all macros together, in number and in
-processor time (a step is counted at the head of each body); the length of a `range`, of a
-repetition (`"x" * n`), a power and a `%` format; the length of the output; the depth of
-recursion. Not bounded: the memory of strings that never reach the output, made by filters,
-methods and concatenation (`center`, `replace`, doubling in a loop). Whoever serves a model
-chose its template; the limits are there for accidents and for hostile *messages*.
+Limited are: the iterations of all loops and calls of all macros together, by number and processor
+time (counted at the head of each body); the length of a `range`, a repetition (`"x" * n`), a power
+and a `%` format; the length of the output; the recursion depth. Not limited is the memory of
+strings that do not reach the output, built by filters, methods and concatenation (`center`,
+`replace`, doubling in a loop). The operator chose the template; the limits protect against
+accidents and hostile *messages*.
 
-Knows Jinja. Refuses to know messages and tokens. Kept true: a rendering depends on the
-variables alone, `strftime_now` among them; it may run in any thread.
+Out of scope: messages and tokens.
+
+Invariants: a rendering depends only on its variables, including `strftime_now`; it may run in any
+thread.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..program.errors import PromptError
-from .unseen import is_string, printed, trim
 
 MAX_OUTPUT_CHARS: Final = 64 * 2**20
 MAX_STEPS: Final = 4_000_000
@@ -41,7 +42,7 @@ MAX_CPU_S: Final = 10.0
 _STEPS_PER_LOOK: Final = 1_024
 _MAX_POWER_BITS: Final = 4_096
 _STEP: Final = "__step"
-"""The variable behind the calls that `_count_steps` plants; no template spells it."""
+"""Variable for the calls that `_count_steps` inserts. No template can use this name."""
 _FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -51,37 +52,32 @@ _FAILURES = (
     TypeError,
     ValueError,
 )
-"""What a template's own code can raise on messages that it was not written for."""
+"""Exceptions that a template raises on messages it was not written for."""
 
 
 class TemplateSandbox:
-    """One compiled template."""
+    """A compiled template."""
 
     def __init__(self, source: str) -> None:
         """Compile a template.
 
         Raises:
-            PromptError: `prompt.template` if the source is no template.
+            PromptError: `prompt.template` if the source is not a valid template.
         """
         environment = _Environment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, LoopControlExtension],
-            finalize=printed,
         )
         environment.filters["tojson"] = _to_json
-        environment.filters["trim"] = trim
-        environment.tests["string"] = is_string
         environment.globals["raise_exception"] = _raise_exception
-        # Its output is random and as long as it is asked to be.
+        # `lipsum` writes random text of any length.
         environment.globals.pop("lipsum", None)
         try:
             tree = environment.parse(source)
             _count_steps(tree)
-            self.rereads = _rereads(tree)
-            """What it writes may be changed, or come back as a value, by a block around it."""
             self._template = environment.from_string(tree)
-            # Jinja layers an empty scope over the environment's, to be joined by every rendering.
+            # Merge the globals once; otherwise Jinja merges its layers in every rendering.
             self._template.globals = dict(self._template.globals)
         except (jinja2.TemplateError, RecursionError) as error:
             raise PromptError(
@@ -92,12 +88,12 @@ class TemplateSandbox:
         """Return the text of the template with these variables.
 
         Args:
-            variables: plain JSON values by name; a string may be `Unseen`.
+            variables: plain JSON values by name.
             strftime: formats the local time, for templates that call `strftime_now`.
 
         Raises:
-            PromptError: `prompt.template` if the template refuses the variables, fails on
-                them, or exceeds a limit.
+            PromptError: `prompt.template` if the template rejects the variables, fails on them, or
+                exceeds a limit.
         """
         budget = _Budget()
         values = {**variables, _STEP: budget.step, "strftime_now": strftime}
@@ -114,13 +110,13 @@ class TemplateSandbox:
         except _FAILURES as error:
             reason = str(error) or type(error).__name__
             raise PromptError(
-                "prompt.template", f"The model's chat template refuses this chat: {reason}"
+                "prompt.template", f"The model's chat template rejects this chat: {reason}"
             ) from error
         return "".join(parts)
 
 
 class _Budget:
-    """Steps that one rendering has taken."""
+    """Counts the steps of one rendering."""
 
     __slots__ = ("_deadline", "_num_steps")
 
@@ -129,7 +125,7 @@ class _Budget:
         self._deadline: float | None = None
 
     def step(self) -> None:
-        """Count a step; raises a template error when there were too many."""
+        """Count a step; raise a template error if the limit is exceeded."""
         self._num_steps += 1
         if self._num_steps % _STEPS_PER_LOOK:
             return
@@ -141,15 +137,15 @@ class _Budget:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with operators that make much of little under guard."""
+    """The sandbox, with limits on operators that produce large results."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply a guarded operator.
+        """Apply a limited operator.
 
         Raises:
-            SecurityError: if the result would be out of proportion.
+            SecurityError: if the result would be too large.
         """
         is_whole = isinstance(left, int) and isinstance(right, int)
         if operator == "**" and is_whole and left.bit_length() * right > _MAX_POWER_BITS:
@@ -168,19 +164,19 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what the model said, for training; here it only scopes names."""
+    """`{% generation %}`: marks the model's output for training. Here it only opens a scope."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja says set and only reads.
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body in a scope of its own, as the marked one has."""
+        """Return the body in its own scope, as in Hugging Face's implementation."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
 
 
 def _count_steps(tree: nodes.Template) -> None:
-    """Plant a call of the step counter at the head of every body that can run again."""
+    """Insert a call of the step counter at the head of every body that can run repeatedly."""
     environment = tree.environment
     assert environment is not None
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
@@ -188,20 +184,6 @@ def _count_steps(tree: nodes.Template) -> None:
         call = nodes.Call(nodes.Name(_STEP, "load"), [], [], None, None)
         statement = nodes.ExprStmt(call).set_lineno(node.lineno)
         node.body.insert(0, statement.set_environment(environment))
-
-
-def _rereads(tree: nodes.Template) -> bool:
-    captures: tuple[type[nodes.Node], ...] = (
-        nodes.AssignBlock,
-        nodes.Block,
-        nodes.CallBlock,
-        nodes.FilterBlock,
-        nodes.Macro,
-        nodes.ScopedEvalContextModifier,  # `autoescape`
-    )
-    if any(tree.find(kind) is not None for kind in captures):
-        return True
-    return any(loop.recursive for loop in tree.find_all(nodes.For))
 
 
 def _to_json(

@@ -1,9 +1,9 @@
-"""How many tokens a text can have at most, told without tokenising it.
+"""An upper bound of the number of tokens of a text, computed without tokenising it.
 
-Every model of the `tokenizers` library makes at most one token of a byte of the text it is
-given; what may lengthen a text on the way there are normalizers and prefix spaces. This file
-knows those that can be bounded and gives up on any other. A proof, not an estimate: a text
-within the bound needs no count.
+Every model of the `tokenizers` library produces at most one token per byte of the text it is given.
+Only normalizers and prefix spaces may lengthen a text before that. This module covers those that
+can be bounded and returns no bound for others. The bound is a proof and not an estimate: a text
+within it needs no exact count.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _SPLITTERS = frozenset(
     {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "CharDelimiterSplit"}
 )
 _CANONICAL_FORM_GROWTH = 3
-"""UTF-8 bytes that NFC or NFD make of one, at most (Unicode's FAQ on normalization)."""
+"""Maximum growth of UTF-8 text under NFC or NFD (Unicode's FAQ on normalization)."""
 
 
-class Growth(NamedTuple):
-    """What tokenisation can add to the bytes of a text."""
+class TokenExpansionBound(NamedTuple):
+    """How much tokenisation can add to the bytes of a text."""
 
     factor: int
-    """Bytes after normalization for each byte that is not ASCII text."""
+    """Bytes after normalization per byte of text that is not ASCII."""
     prefix: int
-    """Tokens in front of each run between added tokens."""
+    """Tokens added before each run of text between added tokens."""
 
     def max_tokens(self, text: str) -> int:
-        """Return the bound for a text."""
+        """Return the maximum number of tokens of a text."""
         if text.isascii():
             return len(text) + self.prefix
         return len(text.encode(errors="surrogatepass")) * self.factor + self.prefix
 
 
-def growth(layout: Mapping[str, Any]) -> Growth | None:
-    """Return what a tokenizer.json can add to a text, or None where nothing is proven."""
+def find_expansion_bound(layout: Mapping[str, Any]) -> TokenExpansionBound | None:
+    """Return how much a tokenizer can add to a text, or None if no bound can be proven."""
     model = layout["model"]
     if model.get("type") not in _MODELS:
         return None
@@ -52,19 +52,19 @@ def growth(layout: Mapping[str, Any]) -> Growth | None:
         prefix += added
     for index, pre_tokenizer in enumerate(pre_tokenizers):
         added = _pre_tokenizer_prefix(pre_tokenizer, vocab)
-        # A later one adds its prefix to every piece that the earlier ones made.
+        # Any but the first adds its prefix to every piece of the text.
         if added is None or (added and index):
             return None
         prefix += added
-    # A run follows an added token, which has bytes to spare for the prefix of the run.
+    # A run follows an added token, whose spare bytes must cover the prefix of the run.
     shortest = min((len(each["content"].encode()) for each in layout["added_tokens"]), default=None)
     if prefix and shortest is not None and shortest < 1 + prefix:
         return None
-    return Growth(factor, prefix)
+    return TokenExpansionBound(factor, prefix)
 
 
 class _Vocabulary:
-    """Tells how many tokens a character costs that the tokenizer itself puts in."""
+    """Counts the tokens of characters that the tokenizer itself inserts."""
 
     def __init__(self, model: Mapping[str, Any], *, by_bytes: bool) -> None:
         self._model = model
@@ -90,7 +90,7 @@ def _flatten(step: Mapping[str, Any] | None, inner: str) -> Iterator[Mapping[str
 
 
 def _normalizer_prefix(normalizer: Mapping[str, Any], vocab: _Vocabulary) -> int | None:
-    """Return the tokens a normalizer puts in front, or None if it may lengthen the text."""
+    """Return the number of tokens that a normalizer prepends; None if it may lengthen the text."""
     kind = normalizer["type"]
     if kind in {"NFC", "NFD", "Strip"}:
         return 0
@@ -103,7 +103,9 @@ def _normalizer_prefix(normalizer: Mapping[str, Any], vocab: _Vocabulary) -> int
 
 
 def _pre_tokenizer_prefix(step: Mapping[str, Any], vocab: _Vocabulary) -> int | None:
-    """Return the tokens a pre-tokenizer puts in front, or None if it may lengthen the text."""
+    """Return the number of tokens that a pre-tokenizer prepends; None if it may lengthen the
+    text.
+    """
     kind = step["type"]
     if kind in _SPLITTERS:
         return 0

@@ -1,24 +1,22 @@
-"""Text into token ids, so that text can never pose as a token of the program.
+"""A model's tokenizer, with protection against text that spells control tokens.
 
-A prompt is a row of pieces. The pieces are joined and tokenised as one text, exactly as
-Hugging Face's tokenizers do it; only *where a control token may come from* is decided here:
-from pieces that are `special` and from nowhere else, across the border of two pieces
-neither. Control tokens are the added tokens that steer a model and are not its text: all
-that are flagged special, all that the model's configuration names (BOS, EOS, ...), and of
-the others those that are neither blanks nor a plain tag. (DeepSeek's `<|User|>` carries no
-flag and still opens a turn, while `<think>` is text that models write and clients send
-back, and a run of blanks is only that.)
+A prompt is a sequence of pieces. The pieces are joined and tokenised as one text, exactly as
+Hugging Face's tokenizers do. This module only decides where control tokens may occur: in `special`
+pieces, and never in other pieces or across their boundaries. Control tokens are the added tokens
+that steer a model: all flagged special, all that the model's configuration names (BOS, EOS, ...),
+and all others that are neither blanks nor a plain tag. (DeepSeek's `<|User|>` has no flag and still
+opens a turn, whereas `<think>` is text that models write and clients send back.)
 
-Two ways, one result. The usual one encodes the joined text and looks where the control ids
-in it come from. If one comes from elsewhere, the text is encoded again by a second
-tokenizer that differs in one thing: its control tokens are spelled by stand-ins that nobody
-can guess, and only allowed occurrences are replaced by them. Normalizers, prefix spaces and
-stripping thus see a token in the same places as before, and `<|im_end|>` in a value is ten
-characters like any others. (Encoding the runs between the tokens one by one would be
-simpler, and wrong where a prefix space is added at the start of a text only.)
+There are two ways with one result. Usually the joined text is encoded, and the origin of each
+control id is checked. If one is in a plain piece, the text is encoded again by a second tokenizer,
+in which control tokens are spelled by unguessable stand-ins, and only permitted occurrences are
+replaced by these. Normalizers, prefix spaces and stripping then see tokens in the same places as
+before, and `<|im_end|>` in a value is ten ordinary characters. (Encoding the text between tokens
+separately would be simpler, but wrong if a prefix space is added only at the start of a text.)
 
-Knows the `tokenizers` library. Refuses to know programs, templates and models. Kept true:
-the same pieces give the same ids, in every thread.
+Out of scope: programs, templates and models.
+
+Invariant: the same pieces give the same ids, in every thread.
 """
 
 from __future__ import annotations
@@ -36,60 +34,61 @@ import msgspec
 import tokenizers
 
 from ..program.errors import PromptError
-from .token_bound import Growth, growth
+from .token_bound import TokenExpansionBound, find_expansion_bound
 
 _PLAIN_TOKEN = re.compile(r"[\s\u2581]+|</?\w+>")
-"""Added tokens that are text: blanks (also SentencePiece's), and tags like `<think>`."""
+"""Added tokens that are text: blanks (also SentencePiece's) and tags such as `<think>`."""
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte in vocabularies that spell the bytes of rare characters."""
+"""A byte in vocabularies that spell rare characters as bytes."""
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {
     chr(byte if byte in _PRINTED else 0x100 + byte - sum(other < byte for other in _PRINTED)): byte
     for byte in range(256)
 }
-"""GPT-2's table: the character that byte-level vocabularies write for each byte."""
+"""GPT-2's table: the character that represents each byte in byte-level vocabularies."""
 
 
-class Piece(NamedTuple):
-    """A stretch of a prompt."""
+class PromptPiece(NamedTuple):
+    """A part of a prompt's text."""
 
     text: str
     special: bool
-    """True for text of the program or the template, which may yield control tokens."""
+    """Whether the program or the template wrote the text, so that it may yield control tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """Token ids of a text, and where in the text each of them ends."""
+class EncodedText:
+    """Token ids of a text, and the position in the text where each token ends."""
 
     ids: list[int]
     ends: list[int]
-    """Characters of the text that the first tokens need; it never decreases. 0 for a BOS."""
+    """Number of characters of the text up to the end of each token; never decreases. 0 for a
+    BOS."""
 
     def tokens_before(self, offset: int) -> int:
-        """Return how many leading tokens lie wholly before a character offset of the text.
+        """Return how many leading tokens end at or before a character offset of the text.
 
-        A BOS that was put in front lies before every offset.
+        A BOS that was prepended counts as before every offset.
         """
         return bisect_right(self.ends, offset)
 
 
-class _Span(NamedTuple):
+class _TokenSpan(NamedTuple):
     start: int
     end: int
 
 
-class _Control(NamedTuple):
-    """A control token where it stands in a text."""
+class _ControlToken(NamedTuple):
+    """An occurrence of a control token in a text."""
 
     id: int
-    span: _Span
+    span: _TokenSpan
 
 
 class Tokenizer:
-    """A model's tokenizer.json, safe to call from any number of threads."""
+    """A model's tokenizer.json, safe to use from any number of threads."""
 
     def __init__(
         self, tokenizer_json: str, *, bos_id: int | None, special_tokens: Mapping[str, str]
@@ -97,89 +96,91 @@ class Tokenizer:
         """Load a tokenizer.
 
         Args:
-            tokenizer_json: text of a tokenizer.json.
-            bos_id: id that starts a prompt, or None where the model wants none.
-            special_tokens: names that templates use (`eos_token`, ...) to their text.
+            tokenizer_json: content of a tokenizer.json.
+            bos_id: id that starts a prompt, or None if the model does not use one.
+            special_tokens: text of tokens by the names that templates use (`eos_token`, ...).
 
         Raises:
-            ValueError: if the text is no tokenizer.
+            ValueError: if the content is not a tokenizer.
         """
         layout = _read_layout(tokenizer_json)
         self._json = tokenizer_json
         self._bos_id = bos_id
-        self._whole = _load(tokenizer_json)
+        self._tokenizer = _load(tokenizer_json)
         named = set(special_tokens.values())
         self._controls = {
             token_id: token
-            for token_id, token in self._whole.get_added_tokens_decoder().items()
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
             or token_id == bos_id
             or token.content in named
             or not _PLAIN_TOKEN.fullmatch(token.content)
         }
-        self._unknown_id = _unknown_id(layout, self._whole)
-        self._growth: Growth | None = growth(layout)
-        self._apart: dict[bool, _Apart] = {}
-        self._apart_lock = threading.Lock()
+        self._unknown_id = _unknown_id(layout, self._tokenizer)
+        self._expansion_bound: TokenExpansionBound | None = find_expansion_bound(layout)
+        self._literal_tokenizers: dict[bool, _LiteralTokenizer] = {}
+        self._literal_lock = threading.Lock()
         self._has_prefix = _drop_prefix(layout)
-        self._added = frozenset(self._whole.get_added_tokens_decoder())
+        self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
 
-    def encode(self, pieces: Sequence[Piece], *, bos: bool, continues: bool = False) -> Encoded:
+    def encode(
+        self, pieces: Sequence[PromptPiece], *, bos: bool, continues: bool = False
+    ) -> EncodedText:
         """Encode pieces as one text.
 
         Args:
-            pieces: joined in order; empty ones change nothing.
-            bos: True puts the model's BOS in front, unless the ids start with it already
-                or the model has none.
-            continues: True if the text goes on behind other tokens, so that the blank that
-                many tokenizers put before a text is not put before this one.
+            pieces: joined in order; empty ones have no effect.
+            bos: whether to prepend the model's BOS, unless the ids start with it or the model has
+                none.
+            continues: whether the text follows other tokens, so that the tokenizer's prefix space
+                is omitted.
 
         Raises:
-            PromptError: `prompt.encoding` if the text holds half a surrogate pair;
-                `prompt.special_text` if this tokenizer makes a control token of plain text
-                in a way that cannot be told apart.
+            PromptError: `prompt.encoding` if the text contains half a surrogate pair;
+                `prompt.special_text` if the tokenizer turns plain text into a control token in a
+                way that cannot be prevented.
         """
         text = "".join([piece.text for piece in pieces])
-        encoding = _encode(self._whole, text)
+        encoding = _encode(self._tokenizer, text)
         ids, spans = encoding.ids, encoding.offsets
         if not self._controls.keys().isdisjoint(ids):
             trusted = _trusted_spans(pieces)
             controls = self._find_controls(text, ids, spans)
             if not all(_lies_in(control.span, trusted) for control in controls):
-                ids, spans = self._encode_apart(text, trusted)
+                ids, spans = self._encode_literally(text, trusted)
         if continues and self._has_prefix:
             ids, spans = self._continue(text, ids, spans)
         length = len(text)
-        # A token of no width was put before the next character and stands or falls with it.
+        # A token of no width was inserted before the next character and belongs to it.
         ends = [end if end > start else min(start + 1, length) for start, end in spans]
         ends = list(accumulate(ends, max))
         if bos and self._bos_id is not None and ids[:1] != [self._bos_id]:
             ids, ends = [self._bos_id, *ids], [0, *ends]
-        return Encoded(ids, ends)
+        return EncodedText(ids, ends)
 
     def encode_text(self, text: str, *, continues: bool = False) -> list[int]:
-        """Encode text that yields no control token, whatever it spells; no BOS.
+        """Encode text that never yields control tokens, without a BOS.
 
         Raises:
-            PromptError: as `encode` does.
+            PromptError: as `encode`.
         """
-        return self.encode((Piece(text, special=False),), bos=False, continues=continues).ids
+        return self.encode((PromptPiece(text, special=False),), bos=False, continues=continues).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; tokens flagged special are left out."""
-        return self._whole.decode(ids)
+        """Return the text of ids, without tokens flagged special."""
+        return self._tokenizer.decode(ids)
 
     @property
     def num_tokens(self) -> int:
-        """Ids of the vocabulary, added tokens included."""
-        return self._whole.get_vocab_size()
+        """Return the size of the vocabulary, including added tokens."""
+        return self._tokenizer.get_vocab_size()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token stands for by itself, half a character as it is."""
-        text = self._whole.decode([token_id], skip_special_tokens=False)
-        token = self._whole.id_to_token(token_id) or ""
+        """Return the bytes of a single token, which may be part of a character."""
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        token = self._tokenizer.id_to_token(token_id) or ""
         if "\u2581" in token:
-            # A mark of a blank, which a text is stripped of where it begins or ends with it.
+            # SentencePiece's blank, which decoding strips at the start and end of a text.
             return token.replace("\u2581", " ").encode()
         if "\ufffd" not in text:
             return text.encode()
@@ -190,32 +191,32 @@ class Tokenizer:
         return text.encode()
 
     def max_tokens(self, text: str) -> int | None:
-        """Return a bound that the number of tokens of a text cannot exceed, BOS not counted.
+        """Return an upper bound of the number of tokens of a text, without a BOS.
 
-        It costs no tokenisation. None where no bound could be proven for this tokenizer.
+        The text is not tokenised. None if no bound could be proven for this tokenizer.
         """
-        return None if self._growth is None else self._growth.max_tokens(text)
+        return None if self._expansion_bound is None else self._expansion_bound.max_tokens(text)
 
-    def is_shown(self, text: str) -> bool:
-        """Return whether a model that writes this text is seen to: no token of it is special."""
-        added = self._whole.get_added_tokens_decoder()
-        ids = _encode(self._whole, text).ids
+    def is_visible(self, text: str) -> bool:
+        """Return whether no token of this text is special, so that it survives decoding."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        ids = _encode(self._tokenizer, text).ids
         return not any(token_id in added and added[token_id].special for token_id in ids)
 
     def spells_special(self, text: str) -> bool:
-        """Return whether a text taken as a program's own would yield a control token."""
-        encoding = _encode(self._whole, text)
+        """Return whether the text would yield a control token if it were special."""
+        encoding = _encode(self._tokenizer, text)
         if self._controls.keys().isdisjoint(encoding.ids):
             return False
         return bool(self._find_controls(text, encoding.ids, encoding.offsets))
 
     def _find_controls(
         self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]
-    ) -> list[_Control]:
+    ) -> list[_ControlToken]:
         """Return the control tokens among ids, each with the span of its own spelling.
 
-        Blanks that a token swallowed belong to whoever wrote them, hence not to the span.
-        The id for unknown text counts only where its name was spelled out.
+        Blanks that a token absorbed do not belong to the span. The id for unknown text counts only
+        if its name is spelled out.
         """
         found = []
         controls = self._controls
@@ -224,61 +225,64 @@ class Tokenizer:
             content = controls[token_id].content
             at = text.find(content, start, end)
             if at >= 0:
-                found.append(_Control(token_id, _Span(at, at + len(content))))
+                found.append(_ControlToken(token_id, _TokenSpan(at, at + len(content))))
             elif token_id != self._unknown_id:
-                found.append(_Control(token_id, _without_blanks(text, start, end)))
+                found.append(_ControlToken(token_id, _without_blanks(text, start, end)))
         return found
 
-    def _encode_apart(
-        self, text: str, trusted: Sequence[_Span]
+    def _encode_literally(
+        self, text: str, trusted: Sequence[_TokenSpan]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a text whose control tokens may come from the trusted spans only.
+        """Encode a text whose control tokens may be in the trusted spans only.
 
         Raises:
             PromptError: `prompt.special_text` as in `encode`.
         """
         allowed = []
         for span in trusted:
-            stretch = text[span.start : span.end]
-            encoding = _encode(self._whole, stretch)
-            for token_id, at in self._find_controls(stretch, encoding.ids, encoding.offsets):
-                moved = _Span(span.start + at.start, span.start + at.end)
-                allowed.append(_Control(token_id, moved))
-        apart = self._load_apart()
-        ids, spans = apart.encode(text, allowed)
+            span_text = text[span.start : span.end]
+            encoding = _encode(self._tokenizer, span_text)
+            for token_id, at in self._find_controls(span_text, encoding.ids, encoding.offsets):
+                moved = _TokenSpan(span.start + at.start, span.start + at.end)
+                allowed.append(_ControlToken(token_id, moved))
+        literal = self._load_literal()
+        ids, spans = literal.encode(text, allowed)
         if self._find_controls(text, ids, spans) != allowed:
             raise PromptError(
                 "prompt.special_text",
-                "The prompt holds text that this model's tokenizer turns into a control token"
-                " wherever it stands; take the token's spelling out of the values.",
+                "The prompt contains text that this model's tokenizer turns into a control token"
+                " in any position; remove the token's spelling from the values.",
             )
         return ids, spans
 
     def _continue(
         self, text: str, ids: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text that goes on, given those that it has by itself.
+        """Return the tokens of a text that follows other tokens, given its tokens when encoded
+        alone.
 
-        They differ before the first added token only: what is put behind one belongs there.
+        They differ only before the first added token, because later text follows a token anyway.
         """
         first = next((i for i, token_id in enumerate(ids) if token_id in self._added), len(ids))
         end = spans[first][0] if first < len(ids) else len(text)
         if not end:
             return list(ids[first:]), list(spans[first:])
-        head_ids, head_spans = self._load_apart(continues=True).encode(text[:end], ())
+        head_ids, head_spans = self._load_literal(continues=True).encode(text[:end], ())
         return [*head_ids, *ids[first:]], [*head_spans, *spans[first:]]
 
-    def _load_apart(self, *, continues: bool = False) -> _Apart:
-        """Return the second tokenizer, or the one for text that goes on; few servers need them."""
-        with self._apart_lock:
-            if continues not in self._apart:
+    def _load_literal(self, *, continues: bool = False) -> _LiteralTokenizer:
+        """Return the second tokenizer, loaded on first use because few servers need it."""
+        with self._literal_lock:
+            if continues not in self._literal_tokenizers:
                 controls = self._controls.keys()
-                self._apart[continues] = _Apart(self._json, controls, continues=continues)
-            return self._apart[continues]
+                self._literal_tokenizers[continues] = _LiteralTokenizer(
+                    self._json, controls, continues=continues
+                )
+            return self._literal_tokenizers[continues]
 
 
-class _Apart:
-    """The same tokenizer, but its control tokens are spelled by stand-ins."""
+class _LiteralTokenizer:
+    """The same tokenizer with control tokens spelled by stand-ins."""
 
     def __init__(
         self, tokenizer_json: str, control_ids: Collection[int], *, continues: bool = False
@@ -286,7 +290,7 @@ class _Apart:
         layout = _read_layout(tokenizer_json)
         if continues:
             _drop_prefix(layout)
-        # Unguessable, and of characters that no normalizer rewrites or drops.
+        # Unguessable, and made of characters that normalizers keep.
         nonce = secrets.token_hex(12)
         self._stand_ins = {token_id: f"<{nonce}.{token_id}>" for token_id in control_ids}
         real_ids: dict[str, int] = {}
@@ -296,52 +300,52 @@ class _Apart:
                 token["content"] = stand_in
             real_ids[token["content"]] = token["id"]
         if layout["model"].get("type") == "Unigram":
-            # A Unigram model finds its own control pieces in plain text: hide them there too.
+            # A Unigram model finds control tokens of its vocabulary in plain text: rename them too.
             vocab = layout["model"]["vocab"]
             for token_id, stand_in in self._stand_ins.items():
                 if token_id < len(vocab):
                     vocab[token_id][0] = stand_in
         self._tokenizer = _load(msgspec.json.encode(layout).decode())
-        # Tokens that were part of the model's vocabulary under their real name are appended
-        # under the new one, so added tokens have other ids here.
+        # Tokens of the model's vocabulary that were renamed are appended to it
+        # under the new name, so added tokens have other ids in this tokenizer.
         self._real_ids = {
             self._tokenizer.token_to_id(content): real for content, real in real_ids.items()
         }
 
     def encode(
-        self, text: str, allowed: Sequence[_Control]
+        self, text: str, allowed: Sequence[_ControlToken]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Encode a text in which only the given occurrences, in order, are control tokens.
 
         Returns:
-            Ids and spans in terms of the real tokenizer and the given text.
+            Ids and spans in terms of the original tokenizer and the given text.
         """
-        parts, at, at_apart = [], 0, 0
-        starts, starts_apart = [0], [0]
+        parts, at, literal_at = [], 0, 0
+        starts, literal_starts = [0], [0]
         for token_id, span in allowed:
             stand_in = self._stand_ins[token_id]
             parts += [text[at : span.start], stand_in]
-            token_start = at_apart + span.start - at
-            at, at_apart = span.end, token_start + len(stand_in)
+            token_start = literal_at + span.start - at
+            at, literal_at = span.end, token_start + len(stand_in)
             starts += [span.start, at]
-            starts_apart += [token_start, at_apart]
+            literal_starts += [token_start, literal_at]
         parts.append(text[at:])
         encoding = _encode(self._tokenizer, "".join(parts))
 
         def real_offset(offset: int) -> int:
-            # Tokens begin and end at the edges of stand-ins or between them, never inside.
-            index = bisect_right(starts_apart, offset) - 1
-            return starts[index] + offset - starts_apart[index]
+            # Tokens begin and end at the boundaries of stand-ins or between them, never inside.
+            index = bisect_right(literal_starts, offset) - 1
+            return starts[index] + offset - literal_starts[index]
 
         ids = [self._real_ids.get(token_id, token_id) for token_id in encoding.ids]
         return ids, [(real_offset(start), real_offset(end)) for start, end in encoding.offsets]
 
 
 def _read_layout(tokenizer_json: str) -> dict[str, Any]:
-    """Return tokenizer.json as data, without what is decided elsewhere.
+    """Return tokenizer.json as data, with `added_tokens` as a list.
 
     Raises:
-        ValueError: if the text is no tokenizer.
+        ValueError: if the content is not a tokenizer.
     """
     layout: object = msgspec.json.decode(tokenizer_json)
     if not isinstance(layout, dict) or not isinstance(layout.get("model"), dict):
@@ -351,39 +355,40 @@ def _read_layout(tokenizer_json: str) -> dict[str, Any]:
 
 
 def _drop_prefix(layout: dict[str, Any]) -> bool:
-    """Take out what puts a blank before a text; False if nothing does."""
+    """Remove the steps that add a prefix space; return whether there were any."""
     found = False
     for name, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
         stage = layout.get(name)
         if not stage:
             continue
         steps = stage[parts] if stage["type"] == "Sequence" else [stage]
-        kept = [step for step in steps if step["type"] != "Prepend"]
-        found |= len(kept) < len(steps)
-        for step in kept:
+        remaining = [step for step in steps if step["type"] != "Prepend"]
+        found |= len(remaining) < len(steps)
+        for step in remaining:
             if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
                 found |= step.pop("add_prefix_space", True)
                 step["prepend_scheme"] = "never"
             elif step["type"] == "ByteLevel" and step.get("add_prefix_space", True):
                 step["add_prefix_space"] = False
                 found = True
-        layout[name] = {"type": "Sequence", parts: kept} if kept else None
+        layout[name] = {"type": "Sequence", parts: remaining} if remaining else None
     return found
 
 
 def _load(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """Return a tokenizer that neither cuts nor pads, adds nothing and keeps offsets exact.
+    """Return a tokenizer without truncation, padding and post-processing, so that offsets are
+    exact.
 
     Raises:
-        ValueError: if the text is no tokenizer.
+        ValueError: if the content is not a tokenizer.
     """
     try:
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # The library raises nothing more special than this.
+    except Exception as error:  # The library raises plain Exceptions only.
         raise ValueError(f"the tokenizer.json of the model does not load: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # What is left of a post-processor when no special tokens are added trims offsets.
+    # Without special tokens, a post-processor would still trim offsets.
     tokenizer.post_processor = None
     return tokenizer
 
@@ -394,12 +399,12 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     except TypeError as error:
         raise PromptError(
             "prompt.encoding",
-            "The prompt holds half a surrogate pair, which is no character; remove it.",
+            "The prompt contains half a surrogate pair, which is not a character; remove it.",
         ) from error
 
 
 def _unknown_id(layout: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Return the id that the model gives to text it has no token for, or None."""
+    """Return the id of unknown text, or None if the model has none."""
     model = layout["model"]
     if model.get("unk_id") is not None:
         return int(model["unk_id"])
@@ -407,27 +412,27 @@ def _unknown_id(layout: Mapping[str, Any], tokenizer: tokenizers.Tokenizer) -> i
     return None if unknown is None else tokenizer.token_to_id(unknown)
 
 
-def _trusted_spans(pieces: Sequence[Piece]) -> list[_Span]:
-    """Return the stretches of the joined text that are special, neighbours as one."""
-    spans: list[_Span] = []
+def _trusted_spans(pieces: Sequence[PromptPiece]) -> list[_TokenSpan]:
+    """Return the spans of the joined text that are special, with neighbours merged."""
+    spans: list[_TokenSpan] = []
     at = 0
     for text, special in pieces:
         end = at + len(text)
         if special and text:
             if spans and spans[-1].end == at:
-                spans[-1] = _Span(spans[-1].start, end)
+                spans[-1] = _TokenSpan(spans[-1].start, end)
             else:
-                spans.append(_Span(at, end))
+                spans.append(_TokenSpan(at, end))
         at = end
     return spans
 
 
-def _lies_in(span: _Span, trusted: Sequence[_Span]) -> bool:
+def _lies_in(span: _TokenSpan, trusted: Sequence[_TokenSpan]) -> bool:
     index = bisect_right(trusted, span.start, key=lambda each: each.start) - 1
     return index >= 0 and span.end <= trusted[index].end
 
 
-def _without_blanks(text: str, start: int, end: int) -> _Span:
+def _without_blanks(text: str, start: int, end: int) -> _TokenSpan:
     part = text[start:end]
     start += len(part) - len(part.lstrip())
-    return _Span(start, max(start, start + len(part.strip())))
+    return _TokenSpan(start, max(start, start + len(part.strip())))

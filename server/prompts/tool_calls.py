@@ -1,12 +1,14 @@
-"""Tool calls in an answer: the grammar that leaves room for them, and reading them out.
+"""Tool calls of an answer: the grammar that permits them, and parsing them from the text.
 
-Under tools an answer is text, or calls, or text and then calls, as the choice says. A
-grammar sees to it that a call, once begun, is of a tool that there is, with arguments of its
-schema, spelled as the model's template spells them (`tool_format`). Schemas of tools that
-are not strict are kept as far as a grammar can keep them, as OpenAI has it.
+With tools an answer is text, calls, or text followed by calls, depending on the tool choice. A
+grammar ensures that a call, once started, names a known tool, has arguments that match its schema,
+and is written in the format of the model's template (`tool_format`). Schemas of tools that are not
+strict are enforced as far as a grammar can, as in OpenAI's API.
 
-Knows formats and tool sets; refuses to know token ids and engines. Kept true: what
-`ContentStream` gives out, joined, is the content that `read_answer` finds in the whole text.
+Out of scope: token ids and engines.
+
+Invariant: the concatenated output of `ContentStream` is the content that `parse_answer` finds in
+the complete text.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ from .tool_format import ToolFormat
 
 _ALPHABET: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 _ID_LENGTH: Final = 9
-"""Some templates take ids of nine letters and digits and nothing else."""
+"""Some templates accept only ids of nine letters and digits."""
 _IRREGULAR: Final = re.compile(r"\(\?<?[=!]|\\[1-9]")
-"""Looking around, and back at a group."""
+"""Look-around and back-references."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one call and how its model writes them."""
+    """The tools of one call and the format in which its model writes calls."""
 
     tools: ToolSet
     format: ToolFormat
 
     def grammar(self, constraint: Constraint | None) -> str | None:
-        """What the answer is held to, as engines want it; None: nothing.
+        """Return the grammar of the answer for engines; None for no restriction.
 
         Args:
-            constraint: what text has to keep where it is no call.
+            constraint: restricts the text of an answer without calls.
         """
         choice, marker = self.tools.choice, self.format.marker
         text = None if constraint is None else grammar_of(constraint)
@@ -55,7 +57,7 @@ class ToolUse:
         if text is not None:
             return _lark(f"start: @answer | {calls}\n{rules}", answer=text)
         if not marker:
-            # Any text may begin like a call, so nothing could be forbidden.
+            # Without a marker any text may begin like a call, so no text can be excluded.
             return None
         after = self.format.opening.partition(marker)[2]
         rest = f"{quoted(after)} calls" if after else "calls"
@@ -65,7 +67,7 @@ class ToolUse:
         )
 
     def find(self, text: str) -> int:
-        """Where the calls of a text begin; its length if it has none."""
+        """Return where the calls of a text begin; its length if there are none."""
         if self.tools.choice == "none":
             return len(text)
         marker = self.format.marker
@@ -82,36 +84,43 @@ def _text_without(marker: str) -> str:
     return f"start: TEXT\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{delimited(escaped)}(.|\\n)*/"
 
 
-def _rules(tools: ToolSet, form: ToolFormat) -> str:
-    """Rules of `calls`: from the first name to the end."""
-    more = "" if form.joint is None or not tools.is_parallel else f"({quoted(form.joint)} call)*"
-    closing = quoted(form.closing) if form.closing else ""
+def _rules(tools: ToolSet, tool_format: ToolFormat) -> str:
+    """Return the grammar rules of `calls`, from the first name to the end."""
+    more = (
+        ""
+        if tool_format.separator is None or not tools.is_parallel
+        else f"({quoted(tool_format.separator)} call)*"
+    )
+    closing = quoted(tool_format.closing) if tool_format.closing else ""
     lines = [f"calls: call {more} {closing}"]
     heads = [
-        f"{quoted(tool.name + form.middle)} arguments_{i}" for i, tool in enumerate(tools.tools)
+        f"{quoted(tool.name + tool_format.middle)} arguments_{i}"
+        for i, tool in enumerate(tools.tools)
     ]
     lines.append(f"call: {' | '.join(heads)}")
-    lines += [f"arguments_{i}: %json {_schema(tool, form)}" for i, tool in enumerate(tools.tools)]
+    lines += [
+        f"arguments_{i}: %json {_schema(tool, tool_format)}" for i, tool in enumerate(tools.tools)
+    ]
     return "\n".join(lines)
 
 
-def _schema(tool: Tool, form: ToolFormat) -> str:
+def _schema(tool: Tool, tool_format: ToolFormat) -> str:
     schema: dict[str, Json] = dict(tool.parameters if tool.is_strict else _regular(tool.parameters))
     schema.setdefault("type", "object")
     if "properties" in schema:
-        # What a function gets by name it cannot do anything with unless it has the name.
+        # A function cannot use arguments that it does not declare.
         schema.setdefault("additionalProperties", False)
     schema["x-guidance"] = {
         "whitespace_flexible": False,
-        "item_separator": form.item_separator,
-        "key_separator": form.key_separator,
+        "item_separator": tool_format.item_separator,
+        "key_separator": tool_format.key_separator,
         "lenient": not tool.is_strict,
     }
     return json.dumps(schema)
 
 
 def _regular(schema: Json) -> Json:
-    """A schema without the patterns that look around or back: no grammar can keep those."""
+    """Return a schema without patterns that use look-around or back-references."""
     if isinstance(schema, list):
         return [_regular(each) for each in schema]
     if not isinstance(schema, dict):
@@ -128,28 +137,29 @@ def _lark(grammar: str, *, answer: str | None = None) -> str:
     return msgspec.json.encode({"grammars": grammars}).decode()
 
 
-def read_answer(text: str, use: ToolUse, *, name: str) -> tuple[str, list[Json]]:
-    """An answer's content and its tool calls, in OpenAI's shape.
+def parse_answer(text: str, use: ToolUse, *, name: str) -> tuple[str, list[Json]]:
+    """Return an answer's content and its tool calls in OpenAI's shape.
 
-    A call that was cut has its arguments as far as they were written; a text that only looks
-    like a call is content.
+    A truncated call has its arguments as far as they were written. Text that only resembles a call
+    is content.
 
     Args:
-        text: the whole answer.
+        text: the complete answer.
         use: its tools.
-        name: of the answer; ids of calls are hashes of it, so the same answer has the same.
+        name: name of the answer. Ids of calls are hashes of it, so the same answer has the same
+            ids.
     """
     begin = use.find(text)
-    form = use.format
+    tool_format = use.format
     known = {tool.name for tool in use.tools.tools}
     calls: list[Json] = []
     at = begin
-    opening = form.opening.lstrip()
+    opening = tool_format.opening.lstrip()
     while True:
         start = _after(text, at, opening)
-        if start is None or (middle := text.find(form.middle, start)) < 0:
+        if start is None or (middle := text.find(tool_format.middle, start)) < 0:
             break
-        function, begins = text[start:middle], middle + len(form.middle)
+        function, begins = text[start:middle], middle + len(tool_format.middle)
         if function not in known:
             break
         ends = _end_of_json(text, begins)
@@ -161,14 +171,16 @@ def read_answer(text: str, use: ToolUse, *, name: str) -> tuple[str, list[Json]]
                 "function": {"name": function, "arguments": written},
             }
         )
-        if ends is None or form.joint is None:
+        if ends is None or tool_format.separator is None:
             break
-        at, opening = ends, form.joint
+        at, opening = ends, tool_format.separator
     return (text[:begin].rstrip() if calls else text), calls
 
 
 def _after(text: str, at: int, expected: str) -> int | None:
-    """The place behind a text that has to stand here, blanks before it aside."""
+    """Return the position after the expected text, ignoring blanks before it; None if it is
+    missing.
+    """
     if text.startswith(expected, at):
         return at + len(expected)
     at += len(text[at:]) - len(text[at:].lstrip())
@@ -194,34 +206,34 @@ def _id(name: str) -> str:
 
 
 class ContentStream:
-    """The content of an answer under tools, as it comes.
+    """Streams the content of an answer with tools.
 
-    Text that may turn out to be the beginning of a call, and the blanks before it, wait.
+    Text that may be the start of a call, and blanks before it, are withheld.
     """
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
         self._text = ""
-        self._num_told = 0
+        self._num_emitted = 0
 
     def feed(self, text: str) -> str:
-        """Take more of the answer; return what is certainly content."""
+        """Add text of the answer; return the part that is certainly content."""
         self._text += text
         end = self._use.find(self._text)
         if end == len(self._text):
-            end -= self._num_held()
+            end -= self._num_withheld()
         end = len(self._text[:end].rstrip())
-        told = self._text[self._num_told : end]
-        self._num_told = max(self._num_told, end)
-        return told
+        new_content = self._text[self._num_emitted : end]
+        self._num_emitted = max(self._num_emitted, end)
+        return new_content
 
-    def _num_held(self) -> int:
-        """Characters at the end that may be the beginning of a call."""
+    def _num_withheld(self) -> int:
+        """Return the number of characters at the end that may be the start of a call."""
         if self._use.tools.choice == "none":
             return 0
         text, marker = self._text, self._use.format.marker
         if not marker:
             opening = self._use.format.opening.lstrip()
             return len(text) if opening.startswith(text.lstrip()) else 0
-        most = min(len(marker) - 1, len(text))
-        return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
+        max_overlap = min(len(marker) - 1, len(text))
+        return next((n for n in range(max_overlap, 0, -1) if text.endswith(marker[:n])), 0)

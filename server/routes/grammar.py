@@ -1,6 +1,7 @@
-"""Constraints by themselves: can outputs be held to one, and does a text keep it?
+"""The endpoint that checks constraints: whether outputs can be restricted to one, and whether a
+text matches it.
 
-Knows paths and bodies; an engine has the answer, and takes care of what is hostile.
+An engine does the check, and bounds the work that a hostile constraint can cause.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from typing import Annotated, Any
 from litestar import Request, post
 from msgspec import Meta, Struct
 
-from ..program.decode import decode_json
+from ..program.checks import check_constraint
 from ..program.ir import Constraint
-from ..program.validation import check_constraint
 from ..service import GrammarInfo
-from .connection import read_json, service_of, while_connected
-from .document import problems, reads
+from .openapi import error_responses, json_body
+from .request_context import read_record, service_of, while_connected
 
 
 class GrammarQuestion(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -23,19 +23,19 @@ class GrammarQuestion(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     constraint: Constraint
     text: Annotated[str, Meta(max_length=65_536)] | None = None
-    """Is it, whole, a text of the constraint's language?"""
+    """A text to match against the constraint as a whole."""
 
 
 @post(
     "/v1/grammar/check",
     status_code=200,
-    operation_class=reads(GrammarQuestion),
-    responses=problems(),
+    operation_class=json_body(GrammarQuestion),
+    responses=error_responses(),
     tags=["programs"],
 )
 async def check_grammar(request: Request[Any, Any, Any]) -> GrammarInfo:
-    """Says whether a constraint is supported, and whether a text matches it."""
-    question: GrammarQuestion = decode_json(await read_json(request), GrammarQuestion)
+    """Check whether a constraint is supported, and whether a text matches it."""
+    question: GrammarQuestion = await read_record(request, GrammarQuestion)
     check_constraint(question.constraint, "constraint")
     work = service_of(request).check_grammar(question.constraint, question.text)
     return await while_connected(request, work)

@@ -1,7 +1,7 @@
-"""Is the server alive, can it run programs, and where are its pages.
+"""Health and readiness probes, the root page and the list of engines.
 
-`/healthz` answers as long as the process can answer at all; `/readyz` asks the store and
-the engines. Refuses to know why something is not ready: the service says it.
+`/healthz` responds as long as the process can respond at all; `/readyz` asks the store and the
+engines through the service.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from msgspec import Struct
 
 from ..program.errors import UnavailableError
 from ..service import EngineInfo
-from .connection import draining_error, draining_of, service_of
-from .document import problems
+from .openapi import error_responses
+from .request_context import draining_error, draining_of, service_of
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """The answer of a probe."""
+    """The result of a probe."""
 
     status: str
 
 
 class Welcome(Struct, frozen=True, kw_only=True):
-    """What stands behind this address."""
+    """Name, version and main pages of this server."""
 
     name: str
     version: str
@@ -35,31 +35,33 @@ class Welcome(Struct, frozen=True, kw_only=True):
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
-    """One engine."""
+    """The state of one engine."""
 
     id: str
     epoch: int
-    """Which of its lives this is."""
+    """Generation of the engine process. It increases with every restart."""
     model: str
     counters: dict[str, int]
-    """Blocks free, held and cached, and tokens by what became of them; names as in the engine."""
+    """Blocks free, held and cached, and token counts by origin."""
 
 
 class EngineList(Struct, frozen=True, kw_only=True):
-    """All engines that are alive."""
+    """All live engines."""
 
     engines: list[EngineState]
 
 
 @get("/healthz", tags=["server"])
 async def read_health() -> Health:
-    """The process is alive."""
+    """Return 200 as long as the process is alive."""
     return Health(status="ok")
 
 
-@get("/readyz", responses=problems(503), tags=["server"])
+@get("/readyz", responses=error_responses(503), tags=["server"])
 async def read_readiness(request: Request[Any, Any, Any]) -> Health:
-    """The store can be written and the engines answer; else 503 with the reasons."""
+    """Return 200 if the store is writable and the engines respond; otherwise 503 with the
+    reasons.
+    """
     if draining_of(request).is_set():
         raise draining_error()
     readiness = await service_of(request).ready()
@@ -71,7 +73,7 @@ async def read_readiness(request: Request[Any, Any, Any]) -> Health:
 
 @get("/", tags=["server"])
 async def read_root(request: Request[Any, Any, Any]) -> Welcome:
-    """Name, version and pages of this server."""
+    """Return the name, version and main pages of this server."""
     return Welcome(
         name="conure",
         version=request.app.state.version,
@@ -81,14 +83,14 @@ async def read_root(request: Request[Any, Any, Any]) -> Welcome:
     )
 
 
-@get("/v1/engines", responses=problems(), tags=["server"])
+@get("/v1/engines", responses=error_responses(), tags=["server"])
 async def list_engines(request: Request[Any, Any, Any]) -> EngineList:
-    """What every engine holds and has computed, by its own counters."""
+    """List the live engines with their memory and token counters."""
     return EngineList(engines=[_state(info) for info in await service_of(request).engines()])
 
 
 def _state(info: EngineInfo) -> EngineState:
-    # On the engine's wire a report is an array; here its numbers have names.
+    # In the engine protocol a report is an array; in JSON its numbers have names.
     counters = msgspec.structs.asdict(info.report)
     del counters["nonce"]
     return EngineState(id=info.id, epoch=info.epoch, model=info.model, counters=counters)

@@ -1,10 +1,11 @@
-"""Errors as HTTP answers: problem+json (RFC 9457) with a stable code and the request's id.
+"""Error responses: problem+json (RFC 9457) with a stable code and the request id.
 
-Knows every kind of exception that can leave a route: our own, Litestar's, and bugs.
-Refuses to know any other error shape; the OpenAI routes bring their own.
+Translates every exception that can leave a route: Conure's own, Litestar's, and unexpected ones.
+The OpenAI routes define their own error shape. An unknown route has both shapes, because its client
+is unknown as well.
 
-Kept true: every error answer has a code and a request id; the text of an exception that
-is not meant for users never leaves the process, and its traceback is always logged.
+Invariants: every error response has a code and a request id; the text of an unexpected exception
+never leaves the process, and its traceback is always logged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from msgspec import Struct
 
 from ..program.errors import ConureError, RunError
 from ..program.status import VariableStatus
-from .gate import request_id
+from .middleware import request_id
+from .unknown_route import explain_unknown_route
 
 logger = logging.getLogger(__name__)
 
@@ -32,58 +34,69 @@ _ROUTE_CODES = {
     413: "request.too_large",
     415: "request.media_type",
 }
-_ABSENCE_STATUS = {"prompt": 400, "expr": 422, "queue": 503, "server": 503}
-"""HTTP status of a variable that failed, by the first word of its code; else 424."""
+_MISSING_VALUE_STATUS = {"prompt": 400, "expr": 422, "queue": 503, "server": 503}
+"""HTTP status of a failed variable by the first part of its error code; 424 for all others."""
+
+
+class OpenAIErrorDetails(Struct, frozen=True, kw_only=True):
+    """An error of a route as OpenAI's clients read it."""
+
+    message: str
+    type: str = "invalid_request_error"
+    param: None = None
+    code: str
 
 
 class ProblemDetails(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The body of every error answer."""
+    """The body of every error response."""
 
     type: str
     title: str
     status: int
     detail: str
     code: str
-    """Stable and dotted; what a program may branch on."""
+    """Stable, dotted error code. Programs may depend on it."""
     path: str | None = None
-    """Where in the submitted JSON, or which parameter."""
+    """The location in the submitted JSON, or the parameter."""
     request_id: str
+    error: OpenAIErrorDetails | None = None
+    """The same error for OpenAI's clients, on an unknown route."""
     variable: str | None = None
-    """The variable that was asked for, when it is the variable that failed."""
+    """The requested variable, if the variable itself failed."""
     variable_status: str | None = None
 
 
-class Failure(NamedTuple):
-    """An exception as users may see it."""
+class PublicError(NamedTuple):
+    """An exception as clients may see it."""
 
     status: int
     code: str
     message: str
     path: str | None = None
-    headers: dict[str, str] = {}  # noqa: RUF012 - a tuple's default; nobody writes into it
+    headers: dict[str, str] = {}  # noqa: RUF012 - a default that is never modified
 
 
-class AbsentError(RunError):
-    """A variable was asked for that ended without a value."""
+class MissingValueError(RunError):
+    """A requested variable ended without a value."""
 
     def __init__(self, variable: VariableStatus) -> None:
         error = variable.error or None
         code = error.code if error else f"run.{variable.status}"
         message = (error.message if error else "") or f"the variable is {variable.status}"
-        status = _ABSENCE_STATUS.get(code.partition(".")[0], RunError.status)
+        status = _MISSING_VALUE_STATUS.get(code.partition(".")[0], RunError.status)
         super().__init__(code, message, status=status)
         self.variable = variable
 
 
-def failure_of(request: Request[Any, Any, Any], exc: Exception) -> Failure:
-    """Translates any exception; one that is a bug is logged and told as `server.internal`."""
+def public_error_of(request: Request[Any, Any, Any], exc: Exception) -> PublicError:
+    """Translate an exception. An unexpected one is logged and becomes `server.internal`."""
     if isinstance(exc, ConureError):
         headers = {}
         if exc.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(exc.retry_after_s)))
-        return Failure(exc.http_status, exc.code, exc.message, exc.path, headers)
+        return PublicError(exc.status, exc.code, exc.message, exc.path, headers)
     if isinstance(exc, HTTPException) and exc.status_code < 500:
-        return _route_failure(request, exc)
+        return _litestar_error(request, exc)
     logger.error(
         "request failed method=%s path=%r request_id=%s",
         request.method,
@@ -91,55 +104,68 @@ def failure_of(request: Request[Any, Any, Any], exc: Exception) -> Failure:
         request_id(request.scope),
         exc_info=exc,
     )
-    return Failure(500, "server.internal", "the server failed; its log has the cause")
+    return PublicError(
+        500, "server.internal", "internal server error; see the server log for the cause"
+    )
 
 
-def _route_failure(request: Request[Any, Any, Any], exc: HTTPException) -> Failure:
+def _litestar_error(request: Request[Any, Any, Any], exc: HTTPException) -> PublicError:
     code = _ROUTE_CODES.get(exc.status_code, "request.invalid")
     headers = dict(exc.headers or {})
     if exc.status_code == 404:
-        return Failure(404, code, f"there is no route {request.scope['path']}", None, headers)
+        routes = [route.path_format for route in request.app.routes]
+        message = explain_unknown_route(request.scope["path"], routes)
+        return PublicError(404, code, message, None, headers)
+    if exc.status_code == 405:
+        message = f"{request.method} {request.scope['path']} is not supported"
+        if allowed := {name.lower(): value for name, value in headers.items()}.get("allow"):
+            message += f"; use {allowed}"
+        return PublicError(405, code, message, None, headers)
     if exc.status_code == 413:
-        most = request.route_handler.resolve_request_max_body_size()
-        assert most is not None, "without a limit nothing is too large"
-        message = f"the body is larger than the {most:,} bytes that this server takes"
-        return Failure(413, code, message, None, headers)
+        limit = request.route_handler.resolve_request_max_body_size()
+        assert limit is not None, "a 413 requires a size limit"
+        message = f"the body is larger than the {limit:,} bytes that this server accepts"
+        return PublicError(413, code, message, None, headers)
     path = None
     detail = exc.detail
     if isinstance(exc, ValidationException) and isinstance(exc.extra, list) and exc.extra:
-        first = exc.extra[0]
-        source = first.get("source", "request")
-        path = f"{getattr(source, 'value', source)}.{first.get('key', '')}"
-        detail = str(first.get("message", detail))
-    return Failure(exc.status_code, code, detail, path, headers)
+        first_error = exc.extra[0]
+        source = first_error.get("source", "request")
+        path = f"{getattr(source, 'value', source)}.{first_error.get('key', '')}"
+        detail = str(first_error.get("message", detail))
+    return PublicError(exc.status_code, code, detail, path, headers)
 
 
-def title_of(status: int) -> str:
-    """The phrase of a status code, also of those that HTTP does not define."""
+def status_phrase(status: int) -> str:
+    """Return the phrase of a status code, including codes that HTTP does not define."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:
         return "Client Closed Request" if status == 499 else "Error"
 
 
-def answer_problem(request: Request[Any, Any, Any], exc: Exception) -> Response[ProblemDetails]:
-    """The exception handler of every route that speaks our own dialect."""
-    failure = failure_of(request, exc)
-    variable = exc.variable if isinstance(exc, AbsentError) else None
+def problem_response(request: Request[Any, Any, Any], exc: Exception) -> Response[ProblemDetails]:
+    """Convert an exception to a response (the exception handler of Conure's own routes)."""
+    error = public_error_of(request, exc)
+    variable = exc.variable if isinstance(exc, MissingValueError) else None
+    is_unknown_route = isinstance(exc, HTTPException) and exc.status_code in (404, 405)
     details = ProblemDetails(
-        type=f"urn:conure:problem:{failure.code}",
-        title=title_of(failure.status),
-        status=failure.status,
-        detail=failure.message,
-        code=failure.code,
-        path=failure.path,
+        error=OpenAIErrorDetails(message=error.message, code=error.code)
+        if is_unknown_route
+        else None,
+        type=f"urn:conure:problem:{error.code}",
+        title=status_phrase(error.status),
+        status=error.status,
+        detail=error.message,
+        code=error.code,
+        path=error.path,
         request_id=request_id(request.scope),
         variable=variable.name if variable else None,
         variable_status=variable.status if variable else None,
     )
     return Response(
         details,
-        status_code=failure.status,
+        status_code=error.status,
         media_type=PROBLEM_JSON,
-        headers=failure.headers,
+        headers=error.headers,
     )

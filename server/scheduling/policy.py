@@ -1,23 +1,23 @@
-"""The policies: what order calls wait in, and which of several engines one should get.
+"""Scheduling policies: in which order calls wait, and which engine a call gets.
 
-A policy is three pure functions over records, behind one interface, so that policies can be
-compared on one workload by the same queue, books and engines:
+A policy consists of three pure functions over records, so that policies can be compared on one
+workload with the same queues, reservations and engines:
 
-    see     what it knows of a call; what it does not know is left out of the demand
-    rank    a call's place in the queue, lower is sooner
-    price   what an engine costs a call, lower is better
+    visible_state    hides the parts of a request that the policy does not know about
+    rank             the call's position in the queue; a smaller rank runs first
+    cost             the cost of running a call on an engine; the lowest cost wins
 
-    fcfs            request by request: in order of arrival, on the emptiest engine
+    fcfs            request by request: in order of arrival, on the engine with the most room
     parrot          OSDI'24, section 5.4, Algorithm 1: applications in order, a task group
-                    on one engine, then where the prefix is; like to like
-    least-attained  Autellix (NSDI'26): programs that have had least service first; only long
-                    calls follow their program's prefix
-    conure          Algorithm 1 with its gaps filled: what everybody pays for the placement,
-                    in seconds; deadlines, priorities, shares of tenants
+                    on one engine, then by prefix; similar calls together
+    least-attained  Autellix (NSDI'26): programs that received the least service first; only
+                    long calls follow their program's prefix
+    conure          Algorithm 1 with its gaps filled: the cost to all calls, in seconds;
+                    deadlines, priorities, fair shares of tenants
 
-**Ranks age.** A rank is a point in time: when a call came, later by so much the less urgent
-it is. So a call ages without being touched, and none starves: of equal priority, whatever
-comes `patience_s` after it stands behind it, whoever that is.
+**Ranks age.** A rank is a point in time: the arrival of the call, plus a delay that is larger for
+less urgent calls. Calls therefore age without being updated, and none starves: a call that arrives
+`patience_s` after another one of equal priority always ranks after it.
 """
 
 from __future__ import annotations
@@ -26,257 +26,336 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
-from .demand import Demand, Standing
-from .load import Load
-from .pace import Pace
+from .request import PriorityInputs, ResourceRequest
+from .reservations import EngineReservations
+from .service_time import ServiceTimeEstimator
 
-THROUGHPUT_S = 30.0
-"""How much longer a call waits that nobody waits for."""
-LINE_S = 600.0
-"""How long a program that is waited for keeps its place in line, once it began."""
+BACKGROUND_DELAY_S = 30.0
+"""Delay of a call that no reader waits for."""
+MAX_PLACE_IN_LINE_S = 600.0
+"""How long a program that a reader waits for keeps its place in the queue after its start."""
 HEAD_START_S = 10.0
-"""The same where nobody waits for it, and how much sooner at most a call comes that is late."""
-LENGTH, LONGEST_S = 0.25, 600.0
-"""How much of its own length a program stands back, of so much at most: short ones first."""
+"""The same for a program that no reader waits for. Also how much earlier at most a call ranks that
+is late for its deadline."""
+LENGTH_PENALTY = 0.25
+"""Delay of a program per second of its own length, up to `MAX_LENGTH_S`. Short programs go
+first."""
+MAX_LENGTH_S = 600.0
 PRIORITY_S = 60.0
-"""What one step of priority is worth."""
-AHEAD_S = 30.0
-"""How much later at most a call comes because its tenant has had more than its share."""
-ATTAINED_S = 600.0
-"""Service of a program that counts against its next call, at most."""
-DEPTH_S, MAX_DEPTH = 0.01, 100
-"""By how much a call comes before others of its time for every call behind it."""
+"""Delay or advance per step of priority."""
+MAX_TENANT_OVERUSE_DELAY_S = 30.0
+"""Maximum delay of a call because its tenant used more than its fair share."""
+MAX_ATTAINED_S = 600.0
+"""Maximum service of a program that delays its next call."""
+DEPTH_S = 0.01
+MAX_DEPTH = 100
+"""Advance of a call for each call that follows it, for at most `MAX_DEPTH` of them."""
 
-LONG_TOKENS = 2_048
-"""Calls from here on are worth sending to their prefix (Autellix, section 4.3)."""
-UNWAITED = 0.1
-"""What a second of a call that nobody waits for is worth, beside one of a call that is."""
-TAKEN = 0.5
-"""What a second is worth of an engine that others cannot have because of a strict call."""
+LONG_CALL_TOKENS = 2_048
+"""Calls of this size and larger are worth sending to their prefix (Autellix, section 4.3)."""
+BACKGROUND_WEIGHT = 0.1
+"""Weight of a second of a call that no reader waits for, relative to one that a reader waits
+for."""
+EXCLUSIVE_ENGINE_COST = 0.5
+"""Cost per second of the engine share that other calls cannot use because of a latency-critical
+call."""
 
 
 class Rank(NamedTuple):
-    """A place in the queue."""
+    """A call's position in the queue."""
 
     at_s: float
-    """Lower is sooner."""
+    """A smaller value runs first."""
     why: str
 
 
-class Offer(NamedTuple):
-    """One engine, as one call finds it."""
+class EngineCandidate(NamedTuple):
+    """One engine from the point of view of one call."""
 
-    load: Load
-    num_added: int
-    """Tokens that the engine would hold on top."""
-    room: int
-    """Tokens that it may take on of such calls, however long they stay."""
-    num_shared: int
-    """Leading tokens of the prompt whose KV is there."""
-    num_mates: int
-    """Calls of its task group that run there."""
-    mate_tokens: int
-    """That calls of its group which still wait will need, itself included."""
-    num_group: int
-    """Calls of its group that wait or run, itself included; 1 without a group."""
-    is_fit: bool
-    """Whether there is room now."""
+    reservations: EngineReservations
+    num_new_tokens: int
+    """Tokens that the call would add to those reserved on the engine."""
+    num_free_tokens: int
+    """Tokens that such calls may still reserve, for any length of time."""
+    num_shared_tokens: int
+    """Leading prompt tokens whose KV the engine has."""
+    num_group_members: int
+    """Calls of the same task group that run on the engine."""
+    group_waiting_tokens: int
+    """Tokens that the waiting calls of the group need, including this call."""
+    group_size: int
+    """Waiting and running calls of the group, including this call; 1 without a group."""
+    has_room: bool
+    """Whether the engine has room for the call now."""
 
 
 class Policy(Protocol):
-    """How calls are ordered and placed."""
+    """Ranks calls and costs engines."""
 
     @property
     def name(self) -> str:
-        """What it is called in settings."""
+        """Return the name of the policy in settings."""
         ...
 
     @property
     def patience_s(self) -> float:
-        """After how long a waiting call is overtaken by nobody of its priority."""
+        """Return the time after which no newly arriving call of equal priority can overtake a
+        waiting one.
+        """
         ...
 
-    def see(self, demand: Demand) -> Demand:
-        """The demand without what this policy does not know."""
+    def visible_state(self, request: ResourceRequest) -> ResourceRequest:
+        """Return the request without the parts that this policy does not know about."""
         ...
 
-    def rank(self, standing: Standing) -> Rank:
-        """A call's place in the queue."""
+    def rank(self, inputs: PriorityInputs) -> Rank:
+        """Return a call's position in the queue."""
         ...
 
-    def price(self, demand: Demand, offer: Offer, pace: Pace) -> tuple[float, ...]:
-        """What an engine costs the call; compared among those that fit, or if none does."""
+    def cost(
+        self,
+        request: ResourceRequest,
+        candidate: EngineCandidate,
+        service_time: ServiceTimeEstimator,
+    ) -> tuple[float, ...]:
+        """Return the cost of an engine for a call, to be compared with the costs of other engines.
+
+        The engines compared are those with room, or all considered engines if none has room.
+        """
         ...
 
 
-class Fcfs:
-    """Request by request, as a server without programs does it."""
+class FcfsPolicy:
+    """First come, first served: request by request, like a server without programs."""
 
     name = "fcfs"
     patience_s = 0.0
 
-    def see(self, demand: Demand) -> Demand:
-        """Nothing but the length."""
-        return _as_single_request(demand)
+    def visible_state(self, request: ResourceRequest) -> ResourceRequest:
+        """Return the length only."""
+        return _as_single_request(request)
 
-    def rank(self, standing: Standing) -> Rank:
-        """In order of arrival."""
-        return Rank(standing.came_s - standing.priority * PRIORITY_S, "in order of arrival")
+    def rank(self, inputs: PriorityInputs) -> Rank:
+        """Rank in order of arrival."""
+        return Rank(inputs.arrived_at_s - inputs.priority * PRIORITY_S, "in order of arrival")
 
-    def price(self, demand: Demand, offer: Offer, pace: Pace) -> tuple[float, ...]:
-        """The emptiest engine."""
-        return (-offer.room,)
+    def cost(
+        self,
+        request: ResourceRequest,
+        candidate: EngineCandidate,
+        service_time: ServiceTimeEstimator,
+    ) -> tuple[float, ...]:
+        """Prefer the engine with the most free tokens."""
+        return (-candidate.num_free_tokens,)
 
 
-class LeastAttained:
-    """Programs that have had least service come first (PLAS); ages instead of promoting."""
+class LeastAttainedPolicy:
+    """Programs that received the least service first (PLAS), with aging instead of promotion."""
 
     name = "least-attained"
-    patience_s = ATTAINED_S
+    patience_s = MAX_ATTAINED_S
 
-    def see(self, demand: Demand) -> Demand:
-        """Where a long call's prefix is; nothing of groups and objectives."""
-        if demand.num_tokens < LONG_TOKENS:
-            return _as_single_request(demand)
-        return replace(demand, group=None, is_strict=False)
+    def visible_state(self, request: ResourceRequest) -> ResourceRequest:
+        """Return the prefixes of long calls; no groups and objectives."""
+        if request.num_tokens < LONG_CALL_TOKENS:
+            return _as_single_request(request)
+        return replace(request, group=None, is_latency_critical=False)
 
-    def rank(self, standing: Standing) -> Rank:
-        """Later by the service that the program has had."""
-        attained_s = min(standing.attained_s, ATTAINED_S)
-        at_s = standing.came_s + attained_s - standing.priority * PRIORITY_S
-        return Rank(at_s, f"its program has run {standing.attained_s:.2f} s")
+    def rank(self, inputs: PriorityInputs) -> Rank:
+        """Delay a call by the service that its program received."""
+        attained_s = min(inputs.attained_s, MAX_ATTAINED_S)
+        at_s = inputs.arrived_at_s + attained_s - inputs.priority * PRIORITY_S
+        return Rank(at_s, f"its program has run {inputs.attained_s:.2f} s")
 
-    def price(self, demand: Demand, offer: Offer, pace: Pace) -> tuple[float, ...]:
-        """The prefix of a long call, else the emptiest engine."""
-        return (-offer.num_shared, -offer.room)
+    def cost(
+        self,
+        request: ResourceRequest,
+        candidate: EngineCandidate,
+        service_time: ServiceTimeEstimator,
+    ) -> tuple[float, ...]:
+        """Prefer the prefix of a long call, then the engine with the most free tokens."""
+        return (-candidate.num_shared_tokens, -candidate.num_free_tokens)
 
 
-class Parrot:
-    """Algorithm 1 as the paper has it; what it leaves open is decided like to like."""
+class ParrotPolicy:
+    """Algorithm 1 of the paper. Where it leaves a choice open, similar calls go together."""
 
     name = "parrot"
-    patience_s = LINE_S
+    patience_s = MAX_PLACE_IN_LINE_S
 
-    def see(self, demand: Demand) -> Demand:
-        """Everything."""
-        return demand
+    def visible_state(self, request: ResourceRequest) -> ResourceRequest:
+        """Return everything."""
+        return request
 
-    def rank(self, standing: Standing) -> Rank:
-        """Applications in order of arrival, each in topological order."""
-        began_s = max(standing.began_s, standing.came_s - LINE_S + MAX_DEPTH * DEPTH_S)
-        at_s = began_s - _head(standing) - standing.priority * PRIORITY_S
+    def rank(self, inputs: PriorityInputs) -> Rank:
+        """Rank applications in order of arrival, and the calls of each in topological order."""
+        started_s = max(
+            inputs.program_started_at_s,
+            inputs.arrived_at_s - MAX_PLACE_IN_LINE_S + MAX_DEPTH * DEPTH_S,
+        )
+        at_s = started_s - _depth_bonus_s(inputs) - inputs.priority * PRIORITY_S
         return Rank(at_s, "in the order of applications")
 
-    def price(self, demand: Demand, offer: Offer, pace: Pace) -> tuple[float, ...]:
-        """Its task group, then its prefix, then calls that are run like it, then room."""
-        load = offer.load
-        takes_much = load.strict_tokens is not None or load.num_strict > 0
-        is_unlike = takes_much and demand.is_strict != (load.num_strict > 0)
-        cannot_take_group = offer.mate_tokens > load.room(is_strict=False)
+    def cost(
+        self,
+        request: ResourceRequest,
+        candidate: EngineCandidate,
+        service_time: ServiceTimeEstimator,
+    ) -> tuple[float, ...]:
+        """Prefer the task group's engine, then the prefix, then similar calls, then free tokens."""
+        engine = candidate.reservations
+        has_limit = engine.latency_tokens is not None or engine.num_latency_critical > 0
+        is_other_kind = has_limit and request.is_latency_critical != (
+            engine.num_latency_critical > 0
+        )
+        cannot_take_group = candidate.group_waiting_tokens > engine.num_free_tokens(
+            is_latency_critical=False
+        )
         return (
-            -float(offer.num_mates > 0),
+            -float(candidate.num_group_members > 0),
             float(cannot_take_group),
-            -float(offer.num_shared),
-            float(is_unlike),
-            -offer.room,
+            -float(candidate.num_shared_tokens),
+            float(is_other_kind),
+            -candidate.num_free_tokens,
         )
 
 
-class Conure:
-    """Algorithm 1 with its gaps filled: spread or pack is decided by what it costs."""
+class ConurePolicy:
+    """Algorithm 1 with its gaps filled: spread or pack, whichever costs less."""
 
     name = "conure"
-    patience_s = LINE_S + LENGTH * LONGEST_S + THROUGHPUT_S + AHEAD_S + MAX_DEPTH * DEPTH_S
+    patience_s = (
+        MAX_PLACE_IN_LINE_S
+        + LENGTH_PENALTY * MAX_LENGTH_S
+        + BACKGROUND_DELAY_S
+        + MAX_TENANT_OVERUSE_DELAY_S
+        + MAX_DEPTH * DEPTH_S
+    )
 
-    def see(self, demand: Demand) -> Demand:
-        """Everything."""
-        return demand
+    def visible_state(self, request: ResourceRequest) -> ResourceRequest:
+        """Return everything."""
+        return request
 
-    def rank(self, standing: Standing) -> Rank:
-        """Programs in order of arrival, short ones a little sooner, so that those which have
-        begun end before others begin; then by what a call is worth. The constants above say what
-        counts how much.
+    def rank(self, inputs: PriorityInputs) -> Rank:
+        """Rank programs in order of arrival, then by urgency.
+
+        Short programs rank slightly earlier, so that started programs end before others start. The
+        constants above define the weights.
         """
-        came_s = standing.came_s
-        stands_back_s = LENGTH * min(standing.total_s, LONGEST_S)
-        if standing.latest_s is not None:
-            # A deadline says how long a call can wait, which is all that the kind would guess.
-            soonest_s, longest_s = came_s - HEAD_START_S, came_s + THROUGHPUT_S
-            at_s = min(max(standing.latest_s, soonest_s), longest_s)
-            why = f"{standing.latest_s - came_s:.2f} s of slack"
-        elif standing.kind == "latency":
-            at_s = max(standing.began_s, came_s - LINE_S) + stands_back_s
-            why = f"is waited for, {standing.depth} calls behind it"
+        arrived_s = inputs.arrived_at_s
+        length_penalty_s = LENGTH_PENALTY * min(inputs.total_s, MAX_LENGTH_S)
+        if inputs.latest_start_s is not None:
+            # The deadline says how long the call can wait, which the kind could only approximate.
+            earliest_s, latest_s = arrived_s - HEAD_START_S, arrived_s + BACKGROUND_DELAY_S
+            at_s = min(max(inputs.latest_start_s, earliest_s), latest_s)
+            why = f"{inputs.latest_start_s - arrived_s:.2f} s of slack"
+        elif inputs.kind == "latency":
+            at_s = (
+                max(inputs.program_started_at_s, arrived_s - MAX_PLACE_IN_LINE_S) + length_penalty_s
+            )
+            why = f"a reader waits for it, {inputs.depth} calls follow it"
         else:
-            at_s = max(standing.began_s, came_s - HEAD_START_S) + THROUGHPUT_S + stands_back_s
-            why = "is not waited for"
-        ahead_s = min(max(standing.ahead_s, 0.0), AHEAD_S)
-        if ahead_s:
-            why += f", its tenant is {ahead_s:.1f} s ahead of its share"
-        if standing.priority:
-            why += f", priority {standing.priority}"
-        at_s += ahead_s - _head(standing) - standing.priority * PRIORITY_S
+            at_s = (
+                max(inputs.program_started_at_s, arrived_s - HEAD_START_S)
+                + BACKGROUND_DELAY_S
+                + length_penalty_s
+            )
+            why = "no reader waits for it"
+        overuse_s = min(max(inputs.tenant_overuse_s, 0.0), MAX_TENANT_OVERUSE_DELAY_S)
+        if overuse_s:
+            why += f", its tenant is {overuse_s:.1f} s ahead of its share"
+        if inputs.priority:
+            why += f", priority {inputs.priority}"
+        at_s += overuse_s - _depth_bonus_s(inputs) - inputs.priority * PRIORITY_S
         return Rank(at_s, why)
 
-    def price(self, demand: Demand, offer: Offer, pace: Pace) -> tuple[float, ...]:
-        """Seconds that the placement costs this call and those that run there, by their worth.
+    def cost(
+        self,
+        request: ResourceRequest,
+        candidate: EngineCandidate,
+        service_time: ServiceTimeEstimator,
+    ) -> tuple[float, ...]:
+        """Return the weighted seconds that the placement costs this call and the running calls.
 
-        What the call has to fill is work wherever it happens. What it takes there, to fill, to
-        wait for prompts before its own and for longer steps, counts by its own worth. What
-        others wait because of it counts once for every call that is waited for by itself. A
-        strict call that comes where none is takes most of the engine from everybody else (the
-        paper's 64,000 tokens that become 2,000): that part of its time is paid as well.
+        Three parts are added:
+        - Prefilling is work on whichever engine it happens, so it counts fully.
+        - The call's own latency counts by its weight: its prefill, prompts queued before it, and
+          the longer steps of a fuller engine.
+        - The delay of others counts once per latency-critical call on the engine.
+
+        A latency-critical call on an engine without one also takes most of that engine from other
+        calls (the paper's 64,000 tokens become 2,000): that share of its duration is added.
         """
-        load = offer.load
-        fill_s = (demand.num_prompt - offer.num_shared) * pace.prompt_token_s
-        attended_s = demand.num_output * pace.held_token_s
-        takes_s = fill_s + load.num_filling * pace.prompt_token_s
-        takes_s += (load.used + offer.num_added) * attended_s
-        # Of a group only the end counts, which each of its calls moves by its part.
-        worth = (1.0 if demand.is_waited else UNWAITED) / offer.num_group
-        harm_s = load.num_strict * (fill_s + offer.num_added * attended_s)
-        cost_s = fill_s + worth * takes_s + harm_s
-        if demand.is_strict and not load.num_strict:
-            lost = 1.0 - load.bound(is_strict=True) / load.capacity
-            cost_s += TAKEN * lost * demand.num_output * pace.step_s
-        if not offer.is_fit:
-            shortage = offer.num_added - offer.room
-            cost_s += max(shortage, 0) * pace.prompt_token_s
-        return (cost_s, -offer.room)
+        engine = candidate.reservations
+        fill_s = (request.num_prompt - candidate.num_shared_tokens) * service_time.prompt_token_s
+        attended_s = request.num_output * service_time.held_token_s
+        latency_s = fill_s + engine.num_prefilling_tokens * service_time.prompt_token_s
+        latency_s += (engine.reserved_tokens + candidate.num_new_tokens) * attended_s
+        # Only the end of a group counts, and each of its calls contributes its share to it.
+        weight = (1.0 if request.is_latency_sensitive else BACKGROUND_WEIGHT) / candidate.group_size
+        delay_of_others_s = engine.num_latency_critical * (
+            fill_s + candidate.num_new_tokens * attended_s
+        )
+        cost_s = fill_s + weight * latency_s + delay_of_others_s
+        if request.is_latency_critical and not engine.num_latency_critical:
+            lost_share = 1.0 - engine.token_limit(is_latency_critical=True) / engine.capacity
+            cost_s += EXCLUSIVE_ENGINE_COST * lost_share * request.num_output * service_time.step_s
+        if not candidate.has_room:
+            shortage = candidate.num_new_tokens - candidate.num_free_tokens
+            cost_s += max(shortage, 0) * service_time.prompt_token_s
+        return (cost_s, -candidate.num_free_tokens)
 
 
-def _head(standing: Standing) -> float:
-    return min(standing.depth, MAX_DEPTH) * DEPTH_S
+def _depth_bonus_s(inputs: PriorityInputs) -> float:
+    return min(inputs.depth, MAX_DEPTH) * DEPTH_S
 
 
-def _as_single_request(demand: Demand) -> Demand:
+def _as_single_request(request: ResourceRequest) -> ResourceRequest:
     return replace(
-        demand, prefixes=(), group=None, is_strict=False, is_waited=True, home=None, num_home=0
+        request,
+        prefixes=(),
+        group=None,
+        is_latency_critical=False,
+        is_latency_sensitive=True,
+        affinity_engine=None,
+        num_affinity_tokens=0,
     )
 
 
 DEFAULT_POLICY: Final = "conure"
 POLICIES: Final = MappingProxyType(
-    {policy.name: policy for policy in (Fcfs(), Parrot(), LeastAttained(), Conure())}
+    {
+        policy.name: policy
+        for policy in (FcfsPolicy(), ParrotPolicy(), LeastAttainedPolicy(), ConurePolicy())
+    }
 )
-"""Every policy by its name."""
+"""Every policy by name."""
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of that name; KeyError if there is none."""
+    """Return the policy of that name. Raises KeyError for an unknown name."""
     policy: Policy = POLICIES[name]
     return policy
 
 
-def explain(policy: str, demand: Demand, offer: Offer, num_able: int, num_offers: int) -> str:
-    """Why this engine, in words for a program's status."""
+def explain(
+    policy: str,
+    request: ResourceRequest,
+    candidate: EngineCandidate,
+    num_with_room: int,
+    num_considered: int,
+) -> str:
+    """Return why an engine was chosen, for the program's status."""
     reasons = []
-    if offer.num_mates:
-        reasons.append(f"{offer.num_mates} calls of its group run here")
-    if offer.num_shared:
-        reasons.append(f"{offer.num_shared} of {demand.num_prompt} prompt tokens are here")
-    if offer.load.num_calls == 1:
+    if candidate.num_group_members:
+        reasons.append(f"{candidate.num_group_members} calls of its group run here")
+    if candidate.num_shared_tokens:
+        reasons.append(
+            f"{candidate.num_shared_tokens} of {request.num_prompt} prompt tokens are here"
+        )
+    if candidate.reservations.num_calls == 1:
         reasons.append("it was empty")
     if not reasons:
         reasons.append("it costs least" if policy == "conure" else "most room")
-    return f"{policy}: {', '.join(reasons)}; {num_able} of {num_offers} engines looked at had room"
+    room = f"{num_with_room} of {num_considered} engines looked at had room"
+    return f"{policy}: {', '.join(reasons)}; {room}"

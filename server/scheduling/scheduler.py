@@ -1,22 +1,22 @@
-"""The only waiting queue: which call runs next, and on which engine.
+"""The wait queues: which call starts next, and on which engine.
 
-Calls wait here, ordered by rank, until an engine has room for them; engines get no more
-than they can run plus a small look-ahead, so that the order decided here is the order in
-which things happen.
+Calls wait here, ordered by rank, until an engine has room for them. An engine is given only as many
+calls as it can run plus a small look-ahead, so the order decided here is the order of execution.
+The policy (pure functions of records, see `policy`) ranks calls and costs engines; the scheduler
+keeps the queues and reservations, and starts calls.
 
-What to prefer is decided by the policy, pure functions of records (`policy`). This file obeys
-it: it keeps the queue and the books, and starts calls. Refuses to know programs beyond their
-id, and prompts beyond their length and the keys of their prefixes.
+There are two queues: one for latency-critical calls, which need an engine with few tokens, and one
+for all others. The first call of a queue that fits no engine gets an engine reserved for it: no
+other call starts there until it does. Later calls of the queue may start on other engines. The next
+one that fits nowhere blocks the queue until the next round.
 
-There are two lines, one of strict calls (somebody waits for them by themselves, so they need
-an engine that is not too full) and one of all others. The first of a line that fits nowhere
-gets an engine kept for it: nobody else starts there until it does. The others of its
-line may pass it on other engines; the next one that fits nowhere ends the line's turn.
+Out of scope: programs beyond their id, and prompts beyond their length and prefix keys.
 
-Kept true: a call is either waiting, or booked on exactly one engine, or unknown here;
-on the engine that will run it, nobody overtakes a call of better rank in its line; the first
-of a line always has an engine that drains for it, so with ranks that age nobody starves; an
-empty engine takes any call that its context length allows.
+Invariants:
+- A call waits, is reserved on exactly one engine, or is unknown here.
+- On the engine that will run it, no call overtakes a call of better rank in its queue.
+- The head of a queue always has an engine that drains for it. As ranks age, no call starves.
+- An idle engine accepts any call that its context length allows.
 """
 
 from __future__ import annotations
@@ -28,138 +28,144 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .demand import Demand
-from .load import Booking, Load
-from .pace import Pace
-from .policy import DEFAULT_POLICY, Offer, Policy, explain, policy_named
-from .roster import Gang, Roster
-from .sessions import Sessions
+from .engine_index import EngineIndex, TaskGroupState
+from .policy import DEFAULT_POLICY, EngineCandidate, Policy, explain, policy_named
+from .request import ResourceRequest
+from .reservations import EngineReservations, Reservation
+from .service_time import ServiceTimeEstimator
+from .session_usage import SessionTable
 
-LOOK_AHEAD = 8
-"""Calls beyond what decodes at once that an engine may hold, so that it never idles."""
-NUM_STALE = 64
-"""Withdrawn calls that may stand in a line, or as many as there are others."""
+MAX_LOOKAHEAD_CALLS = 8
+"""Calls that an engine may hold beyond those that it decodes at once, so that it never idles."""
+MAX_RELEASED_ENTRIES = 64
+"""Released calls that a queue's heap may contain, in addition to one per waiting call."""
 
 
 class Placement(NamedTuple):
-    """An engine for a call, and why this one."""
+    """The engine chosen for a call, and the reason."""
 
     engine: str
     why: str
 
 
-def _nobody(_: str) -> None:
-    """For tickets that need not hear why they wait."""
+def _ignore(_: str) -> None:
+    """Ignore why a call waits."""
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One call in the queue or on an engine."""
+class QueuedCall:
+    """A call in a wait queue or on an engine."""
 
-    demand: Demand
+    request: ResourceRequest
     rank: float
-    start: Callable[[Placement], None]
-    wait: Callable[[str], None] = _nobody
-    """Told why the call has to wait, once an engine is kept for it."""
-    load: Load | None = None
-    booking: Booking | None = None
-    """Its entry in the books of that engine."""
-    num_filling: int = 0
-    """Tokens of its prompt that the engine has yet to fill."""
-    kept: str | None = None
-    """The engine that drains for it."""
+    on_start: Callable[[Placement], None]
+    on_wait: Callable[[str], None] = _ignore
+    """Called with the reason when the call has to wait and an engine is reserved for it."""
+    reservations: EngineReservations | None = None
+    """The engine that the call was started on."""
+    reservation: Reservation | None = None
+    """The call's reservation on that engine."""
+    num_prefilling_tokens: int = 0
+    """Prompt tokens that the engine has not prefilled yet."""
+    reserved_engine: str | None = None
+    """The engine that drains for this call."""
     order: int = 0
-    tried_in: int = -1
-    """The last turn of its line in which it fitted nowhere."""
-    is_withdrawn: bool = False
+    last_failed_round: int = -1
+    """The last scheduling round of the queue in which the call fitted no engine."""
+    is_released: bool = False
 
-    def stop_filling(self, load: Load) -> None:
-        """Nothing of its prompt is left for its engine to fill; safe to repeat."""
-        load.num_filling -= self.num_filling
-        self.num_filling = 0
+    def clear_prefilling(self, reservations: EngineReservations) -> None:
+        """Stop counting the prompt as prefilling on its engine; safe to repeat."""
+        reservations.num_prefilling_tokens -= self.num_prefilling_tokens
+        self.num_prefilling_tokens = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
-    """Calls that wait, best rank first."""
+class _WaitQueue:
+    """Waiting calls, best rank first."""
 
-    heap: list[tuple[float, int, Ticket]] = field(default_factory=list)
+    heap: list[tuple[float, int, QueuedCall]] = field(default_factory=list)
     num_waiting: int = 0
-    kept: Ticket | None = None
-    """The first of all that fits nowhere; it stands in the heap while engines are tried."""
-    is_stuck: bool = False
-    """Nobody in it fits anywhere until some engine has more room, or somebody better comes."""
-    turn: int = 0
-    changed: dict[str, None] = field(default_factory=dict)
-    """Engines whose books are others than at the beginning of its last turn: whoever fitted
-    nowhere then can only fit there."""
-    changed_next: dict[str, None] = field(default_factory=dict)
+    head_of_line: QueuedCall | None = None
+    """The first call that fits no engine. It is in the heap while a round tries engines for it."""
+    is_blocked: bool = False
+    """No waiting call fits until an engine has more room or a call of better rank arrives."""
+    scheduling_round: int = 0
+    dirty_engines: dict[str, None] = field(default_factory=dict)
+    """Engines whose reservations changed since the start of this queue's last round. A call that
+    fitted no engine in that round only needs to check these."""
+    dirty_next_round: dict[str, None] = field(default_factory=dict)
 
-    def begin_turn(self) -> None:
-        """Engines will be tried; what changes from now on counts for this turn and the next."""
-        self.turn += 1
-        self.changed, self.changed_next = self.changed_next, {}
+    def begin_round(self) -> None:
+        """Start a round. Engines that change from now on are dirty in this round and the next."""
+        self.scheduling_round += 1
+        self.dirty_engines, self.dirty_next_round = self.dirty_next_round, {}
 
-    def change(self, engine: str) -> None:
-        """The books of an engine are others now."""
-        self.changed[engine] = None
-        self.changed_next[engine] = None
+    def mark_dirty(self, engine: str) -> None:
+        """Note that the reservations of an engine changed."""
+        self.dirty_engines[engine] = None
+        self.dirty_next_round[engine] = None
 
-    def put(self, ticket: Ticket) -> None:
-        heapq.heappush(self.heap, (ticket.rank, ticket.order, ticket))
+    def push(self, call: QueuedCall) -> None:
+        heapq.heappush(self.heap, (call.rank, call.order, call))
 
-    def first(self) -> tuple[float, int, Ticket] | None:
-        """The best entry, without those that were withdrawn."""
-        while self.heap and self.heap[0][2].is_withdrawn:
+    def peek(self) -> tuple[float, int, QueuedCall] | None:
+        """Return the best entry, after dropping released calls before it."""
+        while self.heap and self.heap[0][2].is_released:
             heapq.heappop(self.heap)
         return self.heap[0] if self.heap else None
 
     def compact(self) -> None:
-        """Forget withdrawn calls once they are the larger part."""
-        if len(self.heap) > 2 * self.num_waiting + NUM_STALE:
-            self.heap = [entry for entry in self.heap if not entry[2].is_withdrawn]
+        """Drop released calls once they are the larger part of the heap."""
+        if len(self.heap) > 2 * self.num_waiting + MAX_RELEASED_ENTRIES:
+            self.heap = [entry for entry in self.heap if not entry[2].is_released]
             heapq.heapify(self.heap)
 
 
 class Scheduler:
-    """The queue and the books of all engines."""
+    """Assigns waiting calls to engines."""
 
     def __init__(
         self,
         policy: Policy | None = None,
         *,
-        strict_tokens: int | None = None,
+        latency_tokens: int | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        """Make an empty queue.
+        """Start without calls and engines.
 
         Args:
-            policy: how calls are ordered and placed; None: the default one.
-            strict_tokens: tokens that an engine may hold while somebody waits for one of its
-                calls by itself; None: as many as fit.
-            defer: calls something at the end of the present turn; None: the running event loop.
+            policy: ranks calls and costs engines; None for the default policy.
+            latency_tokens: maximum number of tokens that an engine holds while it runs a
+                latency-critical call; None for no limit.
+            defer: calls a function at the end of the current turn; None uses the event loop.
         """
         self.policy = policy_named(DEFAULT_POLICY) if policy is None else policy
-        self.pace = Pace()
-        self.sessions = Sessions()
+        self.service_time = ServiceTimeEstimator()
+        self.sessions = SessionTable()
         self.num_decisions = 0
-        """Times that an engine was looked for."""
-        self._strict_tokens = strict_tokens
+        """Number of times that candidates were looked for."""
+        self._latency_tokens = latency_tokens
         self._defer = defer
-        self._roster = Roster()
-        self._gangs: dict[tuple[str, str], Gang] = {}
-        self._lines = (_Line(), _Line())
+        self._index = EngineIndex()
+        self._task_groups: dict[tuple[str, str], TaskGroupState] = {}
+        self._queues = (_WaitQueue(), _WaitQueue())
         self._order = itertools.count()
         self._is_scheduled = False
         self._is_paused = False
-        self._idle: list[asyncio.Future[None]] = []
+        self._idle_waiters: list[asyncio.Future[None]] = []
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for room."""
-        return sum(line.num_waiting for line in self._lines)
+        """Return the number of calls that wait for an engine."""
+        return sum(queue.num_waiting for queue in self._queues)
 
-    def engine_arrived(
+    @property
+    def num_running(self) -> int:
+        """Return the number of calls on engines."""
+        return sum(engine.num_calls for engine in self._index.engines.values())
+
+    def add_engine(
         self,
         engine: str,
         *,
@@ -168,231 +174,251 @@ class Scheduler:
         steps: Callable[[], int] | None = None,
         block_size: int = 1,
     ) -> None:
-        """An engine is there and empty.
+        """Add an idle engine.
 
         Args:
-            engine: its name.
+            engine: name of the engine.
             capacity: tokens that fit into its KV memory.
-            max_sequences: calls that decode there at once.
-            steps: that it has made so far, by which its calls are taken to advance; None: it does
-                not tell, and every call is booked with all it may write.
-            block_size: tokens of a block of its memory, the least that a call takes of it.
+            max_sequences: number of calls that it decodes at once.
+            steps: returns the number of steps that the engine has made, by which the forecast
+                advances; None if the engine does not report it, so that every call reserves its
+                maximum length.
+            block_size: tokens per KV block.
         """
-        max_calls, strict_tokens = max_sequences + LOOK_AHEAD, self._strict_tokens
-        self._roster.add(Load(engine, capacity, max_calls, strict_tokens, steps, block_size))
-        self._change(engine)
-        self._unstick()
+        max_calls = max_sequences + MAX_LOOKAHEAD_CALLS
+        self._index.add(
+            EngineReservations(engine, capacity, max_calls, self._latency_tokens, steps, block_size)
+        )
+        self._mark_dirty(engine)
+        self._unblock_queues()
 
-    def engine_lost(self, engine: str) -> None:
-        """An engine is gone; its calls come back as new tickets."""
-        self._roster.remove(engine)
-        for key, gang in list(self._gangs.items()):
-            gang.num_running -= gang.running.pop(engine, 0)
-            if gang.is_over:
-                del self._gangs[key]
-        for line in self._lines:
-            if line.kept is not None and line.kept.kept == engine:
-                line.kept.kept = None
-        self._unstick()
+    def remove_engine(self, engine: str) -> None:
+        """Remove a lost engine. Its calls have to be submitted again as new `QueuedCall`s."""
+        self._index.remove(engine)
+        for key, group in list(self._task_groups.items()):
+            group.num_running -= group.running_by_engine.pop(engine, 0)
+            if group.is_empty:
+                del self._task_groups[key]
+        for queue in self._queues:
+            if queue.head_of_line is not None and queue.head_of_line.reserved_engine == engine:
+                queue.head_of_line.reserved_engine = None
+        self._unblock_queues()
 
     def pause(self) -> None:
-        """Start nothing more; what runs goes on."""
+        """Start no more calls. Running calls continue."""
         self._is_paused = True
-
-    @property
-    def num_running(self) -> int:
-        """Calls that engines have."""
-        return sum(load.num_calls for load in self._roster.loads.values())
 
     async def wait_idle(self) -> None:
         """Wait until no engine has a call."""
         while self.num_running:
             idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle.append(idle)
+            self._idle_waiters.append(idle)
             await idle
 
-    def submit(self, ticket: Ticket) -> None:
-        """Let a call wait for an engine; it starts in a later turn of the loop."""
-        ticket.demand = demand = self.policy.see(ticket.demand)
-        line = self._line(demand)
-        first = line.first()
-        ticket.order = next(self._order)
-        line.put(ticket)
-        line.num_waiting += 1
-        if demand.group is not None:
-            gang = self._gangs.setdefault((demand.program, demand.group), Gang())
-            gang.num_waiting += 1
-            gang.waiting_tokens += demand.num_own
-        if not line.is_stuck or first is None or ticket.rank < first[0]:
-            line.is_stuck = False
+    def submit(self, call: QueuedCall) -> None:
+        """Queue a call. It starts in a later turn of the event loop."""
+        call.request = request = self.policy.visible_state(call.request)
+        queue = self._queue_of(request)
+        first = queue.peek()
+        call.order = next(self._order)
+        queue.push(call)
+        queue.num_waiting += 1
+        if request.group is not None:
+            key = (request.program, request.group)
+            group = self._task_groups.setdefault(key, TaskGroupState())
+            group.num_waiting += 1
+            group.waiting_tokens += request.num_unshared_tokens
+        if not queue.is_blocked or first is None or call.rank < first[0]:
+            queue.is_blocked = False
             self._schedule()
 
-    def filled(self, ticket: Ticket) -> None:
-        """The engine has filled the call's prompt; safe to repeat."""
-        load, booking = ticket.load, ticket.booking
-        if load is not None and booking is not None and ticket.num_filling:
-            ticket.stop_filling(load)
-            if not ticket.is_withdrawn and self._roster.loads.get(load.engine) is load:
-                self._roster.filled(load, booking)
+    def prefill_done(self, call: QueuedCall) -> None:
+        """Note that the engine has prefilled the call's prompt; safe to repeat."""
+        engine, reservation = call.reservations, call.reservation
+        if engine is not None and reservation is not None and call.num_prefilling_tokens:
+            call.clear_prefilling(engine)
+            if not call.is_released and self._index.engines.get(engine.engine) is engine:
+                self._index.prefill_done(engine, reservation)
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """A call needs no engine any more, or is done with the one it has; safe to repeat."""
-        if ticket.is_withdrawn:
+    def release(self, call: QueuedCall) -> None:
+        """Remove a call from its queue, or release its tokens on its engine; safe to repeat."""
+        if call.is_released:
             return
-        ticket.is_withdrawn = True
-        load = ticket.load
-        if load is None:
-            self._leave_line(ticket)
-            line = self._line(ticket.demand)
-            line.compact()
-            if line.kept is ticket:
-                line.kept = None
-            if ticket.kept is not None:
-                self._unkeep(ticket)
-                self._unstick()
+        call.is_released = True
+        engine = call.reservations
+        if engine is None:
+            self._leave_queue(call)
+            queue = self._queue_of(call.request)
+            queue.compact()
+            if queue.head_of_line is call:
+                queue.head_of_line = None
+            if call.reserved_engine is not None:
+                self._release_engine(call)
+                self._unblock_queues()
             return
-        assert ticket.booking is not None
-        ticket.stop_filling(load)
-        if self._roster.loads.get(load.engine) is load:  # else it is gone, with all its books
-            self._roster.leave(load, ticket.booking)
-            self._change(load.engine)
-            if ticket.demand.group is not None:
-                self._leave_gang(ticket.demand, load.engine)
-        if self._idle and load.num_calls == 0:
-            for idle in self._idle:
+        assert call.reservation is not None
+        call.clear_prefilling(engine)
+        # A lost engine is not in the index, and its reservations are gone with it.
+        if self._index.engines.get(engine.engine) is engine:
+            self._index.release(engine, call.reservation)
+            self._mark_dirty(engine.engine)
+            if call.request.group is not None:
+                self._leave_task_group(call.request, engine.engine)
+        if self._idle_waiters and engine.num_calls == 0:
+            for idle in self._idle_waiters:
                 if not idle.done():
                     idle.set_result(None)
-            self._idle.clear()
-        self._unstick()
+            self._idle_waiters.clear()
+        self._unblock_queues()
 
-    # --- a turn ---------------------------------------------------------------------------
+    # --- scheduling rounds ----------------------------------------------------------------
 
-    def _change(self, engine: str) -> None:
-        for line in self._lines:
-            line.change(engine)
+    def _mark_dirty(self, engine: str) -> None:
+        for queue in self._queues:
+            queue.mark_dirty(engine)
 
-    def _unstick(self) -> None:
-        for line in self._lines:
-            line.is_stuck = False
+    def _unblock_queues(self) -> None:
+        for queue in self._queues:
+            queue.is_blocked = False
         self._schedule()
 
     def _schedule(self) -> None:
-        """Placing waits for the end of the turn, so that a whole map stage is seen at once."""
+        """Run a round at the end of the turn, when all calls of a map stage have been queued."""
         if not self._is_scheduled and not self._is_paused and self.num_waiting:
             self._is_scheduled = True
             defer = self._defer or asyncio.get_running_loop().call_soon
-            defer(self.run)
+            defer(self.run_round)
 
-    def _line(self, demand: Demand) -> _Line:
-        # Where nothing is bounded for strict calls, they have no reason to wait apart.
-        return self._lines[demand.is_strict and self._strict_tokens is not None]
+    def _queue_of(self, request: ResourceRequest) -> _WaitQueue:
+        # Without a token limit, latency-critical calls need no queue of their own.
+        return self._queues[request.is_latency_critical and self._latency_tokens is not None]
 
-    def run(self) -> None:
-        """Start every call that there is room for, best rank first."""
+    def run_round(self) -> None:
+        """Start every call that an engine has room for, best rank first."""
         self._is_scheduled = False
-        for line in self._lines:
-            if not line.is_stuck:
-                line.begin_turn()
-            if line.kept is not None and not line.is_stuck:
-                kept, line.kept = line.kept, None
-                line.put(kept)
-                first = line.first()
+        for queue in self._queues:
+            if not queue.is_blocked:
+                queue.begin_round()
+            if queue.head_of_line is not None and not queue.is_blocked:
+                head, queue.head_of_line = queue.head_of_line, None
+                queue.push(head)
+                first = queue.peek()
                 assert first is not None
-                if first[2] is not kept:
-                    self._unkeep(kept)  # somebody of better rank has come
+                if first[2] is not head:
+                    self._release_engine(head)  # A call of better rank has arrived.
         while not self._is_paused:
             entries = [
-                (entry, line)
-                for line in self._lines
-                if not line.is_stuck and (entry := line.first()) is not None
+                (entry, queue)
+                for queue in self._queues
+                if not queue.is_blocked and (entry := queue.peek()) is not None
             ]
             if not entries:
                 return
-            entry, line = min(entries, key=lambda each: each[0][:2])
-            self._serve(entry[2], line)
+            entry, queue = min(entries, key=lambda each: each[0][:2])
+            self._serve_first(entry[2], queue)
 
-    def _serve(self, ticket: Ticket, line: _Line) -> None:
-        """Start the first of a line, or keep an engine for it, or end the line's turn."""
-        demand = ticket.demand
-        gang = self._gangs.get((demand.program, demand.group or ""))
-        # Who fitted nowhere a turn ago need not ask everybody again, unless to have one kept.
-        has_one = ticket.kept is not None or line.kept is not None
-        only = line.changed if ticket.tried_in == line.turn - 1 and has_one else None
-        offers, num_offers = self._roster.offers(demand, gang, ticket.kept, only)
+    def _serve_first(self, call: QueuedCall, queue: _WaitQueue) -> None:
+        """Start the first call of a queue, reserve an engine for it, or block the queue."""
+        request = call.request
+        group = self._task_groups.get((request.program, request.group or ""))
+        # A call that fitted no engine in the last round only checks the dirty ones, unless an
+        # engine has to be reserved for it.
+        has_reserved = call.reserved_engine is not None or queue.head_of_line is not None
+        has_failed = call.last_failed_round == queue.scheduling_round - 1
+        only = queue.dirty_engines if has_failed and has_reserved else None
+        candidates, num_considered = self._index.candidates(
+            request, group, call.reserved_engine, only
+        )
         self.num_decisions += 1
-        if not offers or not offers[0].is_fit:
-            ticket.tried_in = line.turn
-            if ticket.kept is not None:
-                heapq.heappop(line.heap)
-                line.kept = ticket
+        if not candidates or not candidates[0].has_room:
+            call.last_failed_round = queue.scheduling_round
+            if call.reserved_engine is not None:
+                heapq.heappop(queue.heap)
+                queue.head_of_line = call
                 return
-            if line.kept is None and offers:
-                heapq.heappop(line.heap)
-                self._keep(ticket, line, self._best(demand, offers))
+            if queue.head_of_line is None and candidates:
+                heapq.heappop(queue.heap)
+                self._reserve_engine(call, queue, self._cheapest(request, candidates))
             else:
-                line.is_stuck = True
+                queue.is_blocked = True
             return
-        best = self._best(demand, offers)
-        heapq.heappop(line.heap)
-        if ticket.kept is not None:
-            self._unkeep(ticket)
-            for other in self._lines:
-                other.is_stuck = False
-        self._start(ticket, best, num_able=len(offers), num_offers=num_offers)
+        best = self._cheapest(request, candidates)
+        heapq.heappop(queue.heap)
+        if call.reserved_engine is not None:
+            self._release_engine(call)
+            for other in self._queues:
+                other.is_blocked = False
+        self._start(call, best, num_with_room=len(candidates), num_considered=num_considered)
 
-    def _best(self, demand: Demand, offers: list[Offer]) -> Offer:
-        if len(offers) == 1:
-            return offers[0]
-        price, pace = self.policy.price, self.pace
-        return min(offers, key=lambda offer: price(demand, offer, pace))
+    def _cheapest(
+        self, request: ResourceRequest, candidates: list[EngineCandidate]
+    ) -> EngineCandidate:
+        if len(candidates) == 1:
+            return candidates[0]
+        cost, service_time = self.policy.cost, self.service_time
+        return min(candidates, key=lambda candidate: cost(request, candidate, service_time))
 
-    def _keep(self, ticket: Ticket, line: _Line, offer: Offer) -> None:
-        line.kept = ticket
-        ticket.kept = offer.load.engine
-        self._roster.keep(ticket.kept)
-        ticket.wait(
-            f"first in line: {ticket.kept}, with room for {max(offer.room, 0)} tokens, "
-            f"is kept for its {offer.num_added}"
+    def _reserve_engine(
+        self, call: QueuedCall, queue: _WaitQueue, candidate: EngineCandidate
+    ) -> None:
+        """Reserve an engine for the head of a queue."""
+        queue.head_of_line = call
+        call.reserved_engine = candidate.reservations.engine
+        self._index.reserve_for_head_of_line(call.reserved_engine)
+        call.on_wait(
+            f"first in queue: {call.reserved_engine} is reserved for it and has room for "
+            f"{max(candidate.num_free_tokens, 0)} of {candidate.num_new_tokens} tokens"
         )
 
-    def _unkeep(self, ticket: Ticket) -> None:
-        if ticket.kept is not None:
-            self._roster.release(ticket.kept)
-            self._change(ticket.kept)
-            ticket.kept = None
+    def _release_engine(self, call: QueuedCall) -> None:
+        if call.reserved_engine is not None:
+            self._index.release_from_head_of_line(call.reserved_engine)
+            self._mark_dirty(call.reserved_engine)
+            call.reserved_engine = None
 
-    def _start(self, ticket: Ticket, offer: Offer, *, num_able: int, num_offers: int) -> None:
-        demand, engine = ticket.demand, offer.load.engine
-        self._leave_line(ticket)
-        ticket.load, ticket.booking = offer.load, self._roster.book(engine, demand)
-        self._change(engine)  # who shares a prefix with it needs less there now
-        ticket.num_filling = demand.num_prompt - offer.num_shared
-        ticket.load.num_filling += ticket.num_filling
-        if demand.group is not None:
-            gang = self._gangs.setdefault((demand.program, demand.group), Gang())
-            gang.num_running += 1
-            gang.running[engine] += 1
-        why = explain(self.policy.name, demand, offer, num_able, num_offers)
-        ticket.start(Placement(engine, why))
+    def _start(
+        self,
+        call: QueuedCall,
+        candidate: EngineCandidate,
+        *,
+        num_with_room: int,
+        num_considered: int,
+    ) -> None:
+        request, engine = call.request, candidate.reservations.engine
+        self._leave_queue(call)
+        call.reservations = candidate.reservations
+        call.reservation = self._index.reserve(engine, request)
+        self._mark_dirty(
+            engine
+        )  # Calls that share a prefix with this one need less room there now.
+        call.num_prefilling_tokens = request.num_prompt - candidate.num_shared_tokens
+        call.reservations.num_prefilling_tokens += call.num_prefilling_tokens
+        if request.group is not None:
+            key = (request.program, request.group)
+            group = self._task_groups.setdefault(key, TaskGroupState())
+            group.num_running += 1
+            group.running_by_engine[engine] += 1
+        why = explain(self.policy.name, request, candidate, num_with_room, num_considered)
+        call.on_start(Placement(engine, why))
 
     # --- task groups ----------------------------------------------------------------------
 
-    def _leave_line(self, ticket: Ticket) -> None:
-        demand = ticket.demand
-        self._line(demand).num_waiting -= 1
-        if demand.group is not None:
-            gang = self._gangs[demand.program, demand.group]
-            gang.num_waiting -= 1
-            gang.waiting_tokens -= demand.num_own
-            if gang.is_over:
-                del self._gangs[demand.program, demand.group]
+    def _leave_queue(self, call: QueuedCall) -> None:
+        request = call.request
+        self._queue_of(request).num_waiting -= 1
+        if request.group is not None:
+            group = self._task_groups[request.program, request.group]
+            group.num_waiting -= 1
+            group.waiting_tokens -= request.num_unshared_tokens
+            if group.is_empty:
+                del self._task_groups[request.program, request.group]
 
-    def _leave_gang(self, demand: Demand, engine: str) -> None:
-        assert demand.group is not None
-        gang = self._gangs[demand.program, demand.group]
-        gang.num_running -= 1
-        gang.running[engine] -= 1
-        if gang.running[engine] <= 0:
-            del gang.running[engine]
-        if gang.is_over:
-            del self._gangs[demand.program, demand.group]
+    def _leave_task_group(self, request: ResourceRequest, engine: str) -> None:
+        assert request.group is not None
+        group = self._task_groups[request.program, request.group]
+        group.num_running -= 1
+        group.running_by_engine[engine] -= 1
+        if group.running_by_engine[engine] <= 0:
+            del group.running_by_engine[engine]
+        if group.is_empty:
+            del self._task_groups[request.program, request.group]

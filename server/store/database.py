@@ -1,17 +1,22 @@
-"""The file behind the journal: where it lies, who may open it, which schema it has.
+"""The journal's file: its location, its lock and its schema.
 
-    <data>/lock               held (flock) by the one server that uses the folder
-    <data>/journal.sqlite3    0600; SQLite's -wal and -shm beside it take over its mode
+    <data>/lock               locked (flock) by the one server that uses the folder
+    <data>/journal.sqlite3    mode 0600; SQLite's -wal and -shm files inherit it
+    <data>/commits.log        the commits since the last checkpoint (`commit_log`)
+    <data>/turn               the program that the server works on (`turn_mark`)
+    <data>/reserve            disk space that a start on a full disk uses
 
-Kept true: only one connection of one process ever writes or checkpoints; all others are
-opened read-only. The lock dies with its process, so `kill -9` leaves nothing to clean up.
+Invariants: one connection of one process writes and checkpoints; all others are read-only. The lock
+ends with its process, so a `kill -9` leaves nothing to clean up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
+import time
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -20,31 +25,39 @@ from .records import JournalError
 
 FILE_NAME = "journal.sqlite3"
 LOCK_NAME = "lock"
+RESERVE_NAME = "reserve"
+RESERVE_BYTES = (1024 * 1024, 512 * 1024, 256 * 1024, 128 * 1024)
+"""Sizes of the reserve: the largest for which there is space."""
 BUSY_TIMEOUT_MS = 250
-"""How long a write waits for somebody else's lock (a backup) before it counts as refused."""
+"""How long a write waits for a lock of another process (a backup) before it counts as failed."""
 OLDEST_SQLITE = (3, 37, 0)
-"""The first version with STRICT tables."""
+"""First version with STRICT tables."""
 SEQ_BLOCK = 1_000_000
-"""Sequence numbers are reserved on disk in blocks; a crash skips the rest of one."""
+"""Sequence numbers are reserved on disk in blocks. A crash skips the rest of a block."""
 
 
-class Head(NamedTuple):
-    """Where this opening of the journal starts."""
+class JournalHead(NamedTuple):
+    """Sequence numbers and generation at the opening of the journal."""
 
     next_seq: int
     reserved_seq: int
-    """Numbers below this may be handed out without asking the disk."""
+    """Numbers below this may be assigned without a write."""
     generation: int
+    was_running: bool
+    """Whether the last server that used the journal did not stop in order."""
+    clock_shift_s: float
+    """How far the wall clock was set forward since the last start on the same boot."""
 
 
 def lock_folder(folder: Path) -> int:
-    """Make the data folder if it is missing and take it for this process.
+    """Create the data folder if it is missing, and lock it for this process.
 
     Returns:
-        A file descriptor; closing it releases the folder. Children do not inherit it.
+        A file descriptor, which children do not inherit. Closing it releases the lock.
 
     Raises:
-        JournalError: if another process holds it (`store.locked`) or it cannot be made.
+        JournalError: if another process holds the lock (`store.locked`), or the folder cannot be
+            created.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,22 +80,23 @@ def lock_folder(folder: Path) -> int:
 
 
 def open_writer(folder: Path) -> sqlite3.Connection:
-    """Open the one connection that writes, with the newest schema.
+    """Open the writing connection and migrate the schema to the newest version.
 
     Raises:
-        JournalError: if SQLite, the file system or the file are not what the journal needs.
+        JournalError: if SQLite, the file system or the file does not meet the journal's
+            requirements.
     """
-    if sqlite3.sqlite_version_info < OLDEST_SQLITE:
-        raise JournalError(
-            "store.unusable", f"SQLite {sqlite3.sqlite_version} is too old, 3.37 or newer is needed"
-        )
+    check_file(folder)
     path = folder / FILE_NAME
     try:
+        is_new = not path.exists() or path.stat().st_size == 0
         _create(path)
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
+            if is_new:
+                connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             _configure(connection, path)
-            _migrate(connection, path)
+            migrate(connection)
         except BaseException:
             connection.close()
             raise
@@ -91,27 +105,84 @@ def open_writer(folder: Path) -> sqlite3.Connection:
     return connection
 
 
+def check_file(folder: Path) -> None:
+    """Check that SQLite can be used and that the journal is a file, before anything is opened.
+
+    Raises:
+        JournalError: `store.unusable`.
+    """
+    path = folder / FILE_NAME
+    if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+        message = f"SQLite {sqlite3.sqlite_version} is too old; 3.37 or newer is required"
+        raise JournalError("store.unusable", message)
+    if path.is_symlink() and not path.exists():
+        raise JournalError("store.unusable", f"journal {path} is a link to a file that is missing")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise JournalError("store.unusable", f"cannot use journal {path}: no permission to write")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise JournalError("store.unusable", f"cannot write to data folder {folder}")
+
+
+def free_reserve(folder: Path) -> None:
+    """Delete the reserve if the disk has less free space than the reserve has bytes."""
+    reserve = folder / RESERVE_NAME
+    with contextlib.suppress(OSError):
+        space = os.statvfs(folder)
+        if space.f_bavail * space.f_frsize < RESERVE_BYTES[0]:
+            reserve.unlink()
+
+
+def fill_reserve(folder: Path) -> None:
+    """Create the reserve, as large as there is space for."""
+    reserve = folder / RESERVE_NAME
+    if reserve.exists() and reserve.stat().st_size >= RESERVE_BYTES[0]:
+        return
+    for size in RESERVE_BYTES:
+        with contextlib.suppress(OSError):
+            file = os.open(reserve, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, size)
+                return
+            finally:
+                os.close(file)
+    with contextlib.suppress(OSError):
+        reserve.unlink()
+
+
 def open_reader(folder: Path) -> sqlite3.Connection:
-    """Open a connection that can only read."""
+    """Open a read-only connection."""
     uri = (folder / FILE_NAME).absolute().as_uri() + "?mode=ro"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
     return connection
 
 
-def begin_generation(connection: sqlite3.Connection) -> Head:
+def begin_generation(connection: sqlite3.Connection) -> JournalHead:
     """Count this opening and reserve the first block of sequence numbers, durably."""
-    (next_seq,) = connection.execute("SELECT next_seq FROM head").fetchone()
-    reserved = next_seq + SEQ_BLOCK
-    (generation,) = connection.execute(
-        "UPDATE head SET next_seq = ?, generation = generation + 1 RETURNING generation",
-        (reserved,),
+    next_seq, was_running, *clock = connection.execute(
+        "SELECT next_seq, is_running, wall_s, uptime_s, boot_id FROM head"
     ).fetchone()
-    return Head(next_seq, reserved, generation)
+    reserved = next_seq + SEQ_BLOCK
+    wall_s, uptime_s, boot_id = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), _boot_id()
+    is_same_boot = boot_id != "" and clock[2] == boot_id
+    shift_s = (wall_s - clock[0]) - (uptime_s - clock[1]) if is_same_boot else 0.0
+    (generation,) = connection.execute(
+        "UPDATE head SET next_seq = ?, generation = generation + 1, is_running = 1, "
+        "wall_s = ?, uptime_s = ?, boot_id = ? RETURNING generation",
+        (reserved, wall_s, uptime_s, boot_id),
+    ).fetchone()
+    return JournalHead(next_seq, reserved, generation, bool(was_running), shift_s)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
 
 
 def _create(path: Path) -> None:
-    """Make the file with its mode before SQLite would, and its name durable."""
+    """Create the file with its mode before SQLite does, and make its name durable."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     for folder in (path.parent, path.parent.absolute().parent):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -127,36 +198,37 @@ def _configure(connection: sqlite3.Connection, path: Path) -> None:
     if mode != "wal":
         raise JournalError(
             "store.unusable",
-            f"the file system of {path} cannot hold a write-ahead log (mode {mode}); "
+            f"the file system of {path} does not support a write-ahead log (mode {mode});  "
             "use a local disk",
         )
     for pragma in (
         "synchronous = FULL",
         "foreign_keys = ON",
-        "wal_autocheckpoint = 4000",
-        "journal_size_limit = 67108864",  # a log that a long reader let grow shrinks again
+        "wal_autocheckpoint = 0",  # The writer's thread does it, and empties the commit log.
+        "journal_size_limit = 67108864",  # Shrink a log that a long read let grow.
         "cache_size = -16000",
     ):
         connection.execute(f"PRAGMA {pragma}")
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Apply the numbered files beyond the file's user_version, each in its transaction."""
+def migrate(connection: sqlite3.Connection, *, upto: int | None = None) -> None:
+    """Apply the numbered scripts after the file's user_version, each in a transaction."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    scripts = sorted(
+    for number, script in _scripts():
+        if number > version and (upto is None or number <= upto):
+            connection.executescript(
+                f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;"
+            )
+
+
+def newest_version() -> int:
+    """Return the schema version of this version of Conure."""
+    return _scripts()[-1][0]
+
+
+def _scripts() -> list[tuple[int, str]]:
+    return sorted(
         (int(entry.name.split("_")[0]), entry.read_text("utf-8"))
         for entry in files("conure.server.store").iterdir()
         if entry.name.endswith(".sql")
     )
-    newest = scripts[-1][0]
-    if version > newest:
-        raise JournalError(
-            "store.unusable",
-            f"journal {path} has schema {version}, this version knows {newest}; "
-            "use the version that wrote it, or a newer one",
-        )
-    for number, script in scripts:
-        if number > version:
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;"
-            )

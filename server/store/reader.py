@@ -1,7 +1,7 @@
-"""What is read back from the journal, by read-only connections in a few threads.
+"""Queries of the journal, on read-only connections in a few threads.
 
-Knows the columns. Every query but those of a start binds the tenant, so a program of another
-tenant reads as one that does not exist. Parameters are bound, never written into a query.
+Every query except `unfinished` binds the tenant, so a program of another tenant does not exist for
+it. Parameters are always bound, never formatted into a query.
 """
 
 from __future__ import annotations
@@ -16,22 +16,46 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..program.errors import UnavailableError
+from .checksums import (
+    append_checksum,
+    end_checksum,
+    event_checksum,
+    program_checksum,
+    value_checksum,
+)
 from .database import open_reader
-from .records import EndRecord, EventRecord, StoredProgram, UsageRecord, ValueRecord
+from .records import (
+    EndRecord,
+    EventRecord,
+    JournalError,
+    ProcedureListing,
+    ProcedureRecord,
+    ProgramListing,
+    StoredProgram,
+    UsageRecord,
+    ValueRecord,
+    WatchRecord,
+)
 
 T = TypeVar("T")
 
+RETRY_AFTER_S = 1.0
+
 _decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 
-_PROGRAM = "p.id, p.tenant, p.idempotency_key, p.body_hash, p.body, p.created_at"
-_VALUE = "v.variable, v.value, v.text, v.token_ids, v.tokenizer_hash, v.epoch, v.attempt"
-_EVENT = "e.seq, e.type, e.data, e.at"
+_PROGRAM = "p.id, p.tenant, p.idempotency_key, p.body_hash, p.created_at, p.body, p.name, p.crc"
+_VALUE = "v.variable, v.epoch, v.attempt, v.tokenizer_hash, v.token_ids, v.text, v.value, v.crc"
+_EVENT = "e.seq, e.type, e.at, e.data, e.crc"
+_END = "status, finished_at, receipt, error, nodes, crc"
 
 
-class Reader:
-    """A pool of read-only connections, as many as threads."""
+class JournalReader:
+    """A pool of read-only connections, one per thread."""
 
     def __init__(self, folder: Path, *, num_threads: int) -> None:
+        self.damage: str | None = None
+        """The last damage that a query met; None if all was readable."""
         self._connections = [open_reader(folder) for _ in range(num_threads)]
         self._idle = list(self._connections)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="journal-read")
@@ -41,13 +65,13 @@ class Reader:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, query)
 
     def close(self) -> None:
-        """Finish the queries that run, then close; blocks."""
+        """Wait for running queries, then close the connections; blocks."""
         self._threads.shutdown()
         for connection in self._connections:
             connection.close()
 
     def _run(self, query: Callable[[sqlite3.Connection], T]) -> T:
-        # One connection per thread, and list.pop and append are atomic: never empty here.
+        # There are as many connections as threads, and list.pop and append are atomic.
         connection = self._idle.pop()
         try:
             connection.execute("BEGIN")
@@ -55,14 +79,35 @@ class Reader:
                 return query(connection)
             finally:
                 connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            raise UnavailableError(
+                "store.unavailable",
+                f"the journal cannot be read: {error}; retry later",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
+        except sqlite3.DatabaseError as error:
+            self.damage = str(error)
+            raise JournalError("store.damaged", f"the journal is damaged: {error}") from error
+        except DamagedRecordError as error:
+            self.damage = error.message
+            raise
         finally:
             self._idle.append(connection)
+
+
+class DamagedRecordError(JournalError):
+    """A record does not match its checksum."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            "store.damaged", f"the journal is damaged: {what} does not match its checksum"
+        )
 
 
 def find_idempotent(
     connection: sqlite3.Connection, tenant: str, key: str
 ) -> tuple[str, bytes] | None:
-    """The program that was submitted under a key, and the hash of its body."""
+    """Return the id and body hash of the program that was submitted under a key."""
     row: tuple[str, bytes] | None = connection.execute(
         "SELECT id, body_hash FROM program WHERE tenant = ? AND idempotency_key = ?", (tenant, key)
     ).fetchone()
@@ -70,7 +115,7 @@ def find_idempotent(
 
 
 def load_program(connection: sqlite3.Connection, tenant: str, program: str) -> StoredProgram | None:
-    """One program with its appends, values and end."""
+    """Return a program with its appends, values and end."""
     row = connection.execute(
         f"SELECT p.number, {_PROGRAM} FROM program p WHERE p.tenant = ? AND p.id = ?",
         (tenant, program),
@@ -79,24 +124,105 @@ def load_program(connection: sqlite3.Connection, tenant: str, program: str) -> S
         return None
     number = (row[0],)
     appends = connection.execute(
-        "SELECT body FROM appended WHERE program = ? ORDER BY position", number
+        "SELECT body, crc FROM appended WHERE program = ? ORDER BY position", number
     )
     values = connection.execute(f"SELECT {_VALUE} FROM value v WHERE v.program = ?", number)
-    end = connection.execute(
-        "SELECT status, finished_at, receipt, error, nodes FROM ending WHERE program = ?", number
-    ).fetchone()
+    end = connection.execute(f"SELECT {_END} FROM ending WHERE program = ?", number).fetchone()
     return _stored(
         row[1:],
-        appends=[body for (body,) in appends],
+        appends=[_append(program, *append) for append in appends],
         values=[_value(program, value) for value in values],
         end=None if end is None else _end(program, end),
     )
 
 
+def find_procedure(
+    connection: sqlite3.Connection, tenant: str, name: str, version: str | None, alias: str | None
+) -> ProcedureRecord | None:
+    """Return a version of a procedure, by its hash or by an alias."""
+    if version is None:
+        found = connection.execute(
+            "SELECT version FROM procedure_alias WHERE tenant = ? AND name = ? AND alias = ?",
+            (tenant, name, alias),
+        ).fetchone()
+        if found is None:
+            return None
+        (version,) = found
+    row = connection.execute(
+        "SELECT created_at, program FROM procedure WHERE tenant = ? AND name = ? AND version = ?",
+        (tenant, name, version),
+    ).fetchone()
+    if row is None:
+        return None
+    assert version is not None
+    return ProcedureRecord(
+        tenant=tenant, name=name, version=version, created_at=row[0], program=row[1]
+    )
+
+
+def list_procedures(
+    connection: sqlite3.Connection, tenant: str, name: str | None
+) -> ProcedureListing:
+    """Return the versions and aliases of one procedure, or of all procedures of a tenant."""
+    only = "" if name is None else " AND name = ?"
+    given = (tenant,) if name is None else (tenant, name)
+    versions = connection.execute(
+        "SELECT name, version, created_at FROM procedure WHERE tenant = ?"
+        f"{only} ORDER BY name, created_at, version",
+        given,
+    ).fetchall()
+    aliases = connection.execute(
+        f"SELECT name, alias, version FROM procedure_alias WHERE tenant = ?{only} ORDER BY 1, 2",
+        given,
+    ).fetchall()
+    return ProcedureListing(versions=versions, aliases=aliases)
+
+
+def list_programs(
+    connection: sqlite3.Connection, tenant: str, status: str | None, before: int, limit: int
+) -> list[ProgramListing]:
+    """Return the newest `limit` programs of a tenant with a number below `before`.
+
+    Args:
+        connection: a read-only connection.
+        tenant: owner of the programs.
+        status: a final status; `running` selects the programs that have not ended, None all.
+        before: a number that is higher than those of all returned programs.
+        limit: maximum length of the list.
+    """
+    columns = "p.number, p.id, p.name, p.created_at, e.status, e.finished_at, "
+    columns += "json_extract(CAST(e.receipt AS TEXT), '$.calls')"
+    if status is None:
+        source = "program p LEFT JOIN ending e ON e.program = p.number WHERE TRUE"
+    elif status == "running":
+        source = "unfinished u JOIN program p ON p.number = u.program "
+        source += "LEFT JOIN ending e ON e.program = p.number WHERE TRUE"
+    else:
+        source = "ending e JOIN program p ON p.number = e.program WHERE e.status = :status"
+    order = "e.program" if status not in (None, "running") else "p.number"
+    rows = connection.execute(
+        f"SELECT {columns} FROM {source} AND p.tenant = :tenant AND {order} < :before "
+        f"ORDER BY {order} DESC LIMIT :limit",
+        {"status": status, "tenant": tenant, "before": before, "limit": limit},
+    )
+    return [
+        ProgramListing(
+            number=number,
+            id=id_,
+            name=name,
+            created_at=created_at,
+            status=ended,
+            finished_at=finished_at,
+            num_calls=num_calls,
+        )
+        for number, id_, name, created_at, ended, finished_at, num_calls in rows
+    ]
+
+
 def events(
     connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int
 ) -> list[EventRecord]:
-    """The first `limit` events of a program beyond sequence number `after`."""
+    """Return the first `limit` events of a program after sequence number `after`."""
     rows = connection.execute(
         f"SELECT {_EVENT} FROM event e WHERE e.seq > ? AND e.program = "
         "(SELECT number FROM program WHERE tenant = ? AND id = ?) ORDER BY e.seq LIMIT ?",
@@ -108,7 +234,9 @@ def events(
 def usage(
     connection: sqlite3.Connection, tenant: str, since: str | None, until: str | None
 ) -> list[UsageRecord]:
-    """The sums over what a tenant's programs cost that ended on these days, both included."""
+    """Return the summed receipts of a tenant's programs that ended between two days, both
+    inclusive.
+    """
     rows = connection.execute(
         "SELECT status, name, sum(amount) FROM usage "
         "WHERE tenant = ? AND day >= ? AND day <= ? GROUP BY status, name",
@@ -118,38 +246,52 @@ def usage(
 
 
 def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:
-    """Every program that has not ended, of all tenants, oldest first."""
+    """Return every program that has not ended, of all tenants, oldest first."""
     appends: dict[int, list[bytes]] = defaultdict(list)
     values: dict[int, list[ValueRecord]] = defaultdict(list)
-    happened: dict[int, list[EventRecord]] = defaultdict(list)
+    program_events: dict[int, list[EventRecord]] = defaultdict(list)
     programs = connection.execute(
         f"SELECT p.number, {_PROGRAM} FROM unfinished u JOIN program p ON p.number = u.program "
         "ORDER BY p.number"
     ).fetchall()
     ids = {row[0]: row[1] for row in programs}
-    for number, body in connection.execute(
-        "SELECT a.program, a.body FROM unfinished u JOIN appended a ON a.program = u.program "
-        "ORDER BY a.position"
+    for number, *row in connection.execute(
+        "SELECT a.program, a.body, a.crc FROM unfinished u JOIN appended a "
+        "ON a.program = u.program ORDER BY a.position"
     ):
-        appends[number].append(body)
+        appends[number].append(_append(ids[number], *row))
     for number, *row in connection.execute(
         f"SELECT v.program, {_VALUE} FROM unfinished u JOIN value v ON v.program = u.program"
     ):
         values[number].append(_value(ids[number], row))
-    # CROSS JOIN fixes the order of the loops: by program, and within it by seq.
+    # CROSS JOIN fixes the loop order: by program, then by seq.
     for number, *row in connection.execute(
         f"SELECT e.program, {_EVENT} FROM unfinished u CROSS JOIN event e "
         "ON e.program = u.program WHERE e.type <> 'variable.committed' "
         "ORDER BY u.program, e.seq"
     ):
-        happened[number].append(_event(ids[number], row))
+        program_events[number].append(_event(ids[number], row))
+    watched = {
+        number: WatchRecord(
+            program=ids[number], num_deaths=deaths, num_values=num_values, problem=problem
+        )
+        for number, deaths, num_values, problem in connection.execute("SELECT * FROM watched")
+        if number in ids
+    }
     return [
-        _stored(row[1:], appends=appends[row[0]], values=values[row[0]], events=happened[row[0]])
+        _stored(
+            row[1:],
+            appends=appends[row[0]],
+            values=values[row[0]],
+            events=program_events[row[0]],
+            watch=watched.get(row[0]),
+        )
         for row in programs
     ]
 
 
-# A row is Any: SQLite's types are checked where they are written, by STRICT tables.
+# Rows are Any: STRICT tables check the types when rows are written. A row without a checksum was
+# written by an older version.
 
 
 def _stored(
@@ -159,8 +301,12 @@ def _stored(
     values: list[ValueRecord],
     events: list[EventRecord] | None = None,
     end: EndRecord | None = None,
+    watch: WatchRecord | None = None,
 ) -> StoredProgram:
-    id_, tenant, key, body_hash, body, created_at = row
+    *fields, crc = row
+    id_, tenant, key, body_hash, created_at, body, _ = fields
+    if crc is not None and crc != program_checksum(*fields):
+        raise DamagedRecordError(f"program {id_}")
     return StoredProgram(
         id=id_,
         tenant=tenant,
@@ -172,11 +318,20 @@ def _stored(
         values=values,
         events=events or [],
         end=end,
+        watch=watch,
     )
 
 
+def _append(program: str, body: bytes, crc: int | None) -> bytes:
+    if crc is not None and crc != append_checksum(program, body):
+        raise DamagedRecordError(f"an append of program {program}")
+    return body
+
+
 def _value(program: str, row: Any) -> ValueRecord:
-    variable, value, text, token_ids, tokenizer_hash, epoch, attempt = row
+    variable, epoch, attempt, tokenizer_hash, token_ids, text, value, crc = row
+    if crc is not None and crc != value_checksum(program, *row[:-1]):
+        raise DamagedRecordError(f"the value of {variable} in program {program}")
     return ValueRecord(
         program=program,
         variable=variable,
@@ -190,12 +345,16 @@ def _value(program: str, row: Any) -> ValueRecord:
 
 
 def _event(program: str, row: Any) -> EventRecord:
-    seq, type_, data, at = row
+    seq, type_, at, data, crc = row
+    if crc is not None and crc != event_checksum(program, seq, type_, at, data):
+        raise DamagedRecordError(f"event {seq} of program {program}")
     return EventRecord(program=program, seq=seq, type=type_, data=data, at=at)
 
 
 def _end(program: str, row: Any) -> EndRecord:
-    status, finished_at, receipt, error, nodes = row
+    status, finished_at, receipt, error, nodes, crc = row
+    if crc is not None and crc != end_checksum(program, *row[:-1]):
+        raise DamagedRecordError(f"the end of program {program}")
     return EndRecord(
         program=program,
         status=status,

@@ -1,11 +1,11 @@
-"""What the journal keeps, as records; and what it answers when it cannot.
+"""Records and errors of the journal.
 
-Bytes are JSON that somebody else wrote and will read. The journal never looks inside them.
+Bytes are JSON written and read by other components. The journal never decodes them.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -13,68 +13,100 @@ from ..program.errors import ConureError
 
 
 class JournalError(ConureError):
-    """The journal refuses a batch, or cannot be used at all; asking again does not help.
+    """The journal rejects a batch, or cannot be used at all; a retry does not help.
 
-    `store.invariant`: the batch contradicts what is written (a second value of a variable, an
-    unknown program); nothing of it was kept. `store.locked`, `store.unusable`: the data folder
-    cannot be opened. `store.broken`, `store.closed`: nothing is written any more.
+    `store.invariant`: the batch contradicts written records (a second value of a variable, an
+    unknown program), and none of it was written. `store.locked`, `store.unusable`: the data folder
+    cannot be opened. `store.damaged`: a record cannot be read or does not match its checksum, or a
+    start found damage. `store.broken`, `store.closed`: the journal no longer writes.
     """
 
-    status: ClassVar[int] = 500
+    status = 500
 
 
 class DuplicateKeyError(JournalError):
-    """Another program of the tenant has this idempotency key; nothing of the batch was kept."""
+    """Another program of the tenant has this idempotency key. The batch was not written."""
 
-    status: ClassVar[int] = 409
+    status = 409
 
     def __init__(self, program: str, body_hash: bytes) -> None:
         super().__init__(
-            "store.duplicate_key", f"the idempotency key belongs to program {program} already"
+            "store.duplicate_key", f"the idempotency key is already used by program {program}"
         )
         self.program = program
         self.body_hash = body_hash
 
 
 class ProgramRecord(Struct, frozen=True, kw_only=True):
-    """A program that was accepted."""
+    """An accepted program."""
 
     id: str
     tenant: str
     idempotency_key: str | None
-    """Unique within the tenant, for as long as the program is kept."""
+    """Unique within the tenant as long as the program is stored."""
     body_hash: bytes
     body: bytes
-    """The submission, JSON."""
+    """The submission as JSON."""
     created_at: float
-    """Unix time in seconds, as every time here."""
+    """Unix time in seconds, like every time in the journal."""
+    name: str = ""
+    """The name that the program gives itself."""
+
+
+class ProcedureRecord(Struct, frozen=True, kw_only=True):
+    """One version of a stored procedure. Storing it again has no effect."""
+
+    tenant: str
+    name: str
+    version: str
+    created_at: float
+    program: bytes
+    """The program as JSON."""
+
+
+class AliasRecord(Struct, frozen=True, kw_only=True):
+    """The version that an alias of a procedure names from now on."""
+
+    tenant: str
+    name: str
+    alias: str
+    version: str
+
+
+class ProcedureListing(Struct, frozen=True, kw_only=True):
+    """Versions and aliases of procedures, without their programs."""
+
+    versions: list[tuple[str, str, float]]
+    """Name, version and time, oldest first."""
+    aliases: list[tuple[str, str, str]]
+    """Name, alias and version."""
 
 
 class AppendRecord(Struct, frozen=True, kw_only=True):
-    """Nodes appended to a session; records of one program keep their order."""
+    """Nodes appended to an open program. Records of one program keep their order."""
 
     program: str
     body: bytes
 
 
 class ValueRecord(Struct, frozen=True, kw_only=True):
-    """The one committed value of a variable."""
+    """The committed value of a variable."""
 
     program: str
     variable: str
     value: bytes
-    """JSON; of any size, it stays in its row."""
+    """JSON of any size."""
     text: str | None
-    """What the model wrote, where it was a model."""
+    """The model's text, for values that a model wrote."""
     token_ids: list[int] | None
     tokenizer_hash: str | None
     epoch: int
-    """Life of the engine that made it."""
+    """Epoch of the engine that produced the value."""
     attempt: int
 
 
 class EventRecord(Struct, frozen=True, kw_only=True):
-    """Something that happened to a program; `seq` comes from `Journal.next_seq`."""
+    """An event of a program; `seq` is from `Journal.next_seq`."""
 
     program: str
     seq: int
@@ -84,7 +116,7 @@ class EventRecord(Struct, frozen=True, kw_only=True):
 
 
 class EndRecord(Struct, frozen=True, kw_only=True):
-    """The end of a program; a program ends once."""
+    """The end of a program. A program ends once."""
 
     program: str
     status: str
@@ -92,24 +124,56 @@ class EndRecord(Struct, frozen=True, kw_only=True):
     receipt: bytes
     error: bytes | None
     nodes: bytes
-    """Status of every node, JSON."""
+    """Status of every node as JSON."""
 
 
-Record: TypeAlias = ProgramRecord | AppendRecord | ValueRecord | EventRecord | EndRecord
+class WatchRecord(Struct, frozen=True, kw_only=True):
+    """A program that was running when a server died; replaces an earlier record of the program."""
+
+    program: str
+    num_deaths: int
+    """Servers that died during a turn of the program, since its last new value."""
+    num_values: int
+    """Values that the program had at the last of them."""
+    problem: str | None = None
+    """Code of the error with which the next start ends the program; None to resume it."""
+
+
+class DeleteRecord(Struct, frozen=True, kw_only=True):
+    """The removal of programs with all of their records. Their cost stays in the usage sums."""
+
+    programs: tuple[str, ...]
+    """Ids. Unknown ones are ignored."""
+    is_secure: bool = False
+    """Overwrite the content on disk, and do not only mark its space as free."""
+
+
+Record: TypeAlias = (
+    ProgramRecord
+    | AppendRecord
+    | ValueRecord
+    | EventRecord
+    | EndRecord
+    | ProcedureRecord
+    | AliasRecord
+    | WatchRecord
+    | DeleteRecord
+)
 
 
 class UsageRecord(Struct, frozen=True):
-    """One number of the receipts of a tenant's programs, summed over those of one status."""
+    """One figure of a tenant's receipts, summed over the programs of one status."""
 
     status: str
     name: str
-    """The number's path in a receipt, as in `prompt_tokens.logical`; or `programs`, how many."""
+    """Path of the figure in a receipt, for example `prompt_tokens.logical`; or `programs`, the
+    number of programs."""
     amount: float
-    """A count is an int."""
+    """Counts are ints."""
 
 
 class StoredProgram(Struct, frozen=True, kw_only=True):
-    """Everything that is written about one program."""
+    """All records of one program."""
 
     id: str
     tenant: str
@@ -118,24 +182,40 @@ class StoredProgram(Struct, frozen=True, kw_only=True):
     body: bytes
     created_at: float
     appends: list[bytes]
-    """In the order in which they were appended."""
+    """In the order of appending."""
     values: list[ValueRecord]
     events: list[EventRecord]
-    """By `seq`, without `variable.committed` (that is `values`). Only `Journal.unfinished`
-    fills it in."""
+    """Ordered by `seq`, without `variable.committed` (see `values`). Filled by `Journal.unfinished`
+    only."""
     end: EndRecord | None
-    """None while it has not ended."""
+    """None while the program has not ended."""
+    watch: WatchRecord | None = None
+    """Set if the program was running when a server died. Filled by `Journal.unfinished` only."""
+
+
+class ProgramListing(Struct, frozen=True, kw_only=True):
+    """One line of a list of programs."""
+
+    number: int
+    """Position in the journal; newer programs have higher numbers."""
+    id: str
+    name: str
+    created_at: float
+    status: str | None
+    """None if the program has not ended."""
+    finished_at: float | None
+    num_calls: int | None
 
 
 class JournalStatus(Struct, frozen=True, kw_only=True):
-    """How the journal does."""
+    """State and counters of the journal."""
 
     healthy: bool
     num_pending: int
-    """Batches that are not on disk yet."""
+    """Batches that are not durable yet."""
     num_commits: int
     num_records: int
-    """Records committed since the start."""
+    """Records committed since the start of the process."""
     last_seq: int
     last_error: str | None
-    """What the disk last said, None if it never refused anything."""
+    """The last write error; None if no write has failed."""

@@ -1,78 +1,124 @@
-"""The thread that writes: takes batches from a queue, commits many at once, says so.
+"""The thread that writes the journal: commits many batches at once and resolves their futures.
 
-One fsync costs milliseconds and one row microseconds, so everything that waits while the
-disk is busy goes into the next commit. A group never lingers for more: with 8 producers in a
-closed loop, groups had all 8 anyway and 2 ms of lingering cost 5 times the throughput
-(benchmarks/journal.py). A group is written table by table. Should a batch in
-it contradict what stands (a second value for a variable, an unknown program), the group is
-rolled back and written again batch by batch under savepoints, and only that batch is refused.
+An fsync costs milliseconds and a row microseconds, so all batches that arrive during a commit go
+into the next one. The writer never waits for more batches: with 8 producers in a closed loop,
+groups had all 8 anyway, and waiting 2 ms reduced the throughput to a fifth (benchmarks/journal.py).
+A group is written table by table. If a batch contradicts written records (a second value of a
+variable, an unknown program), the group is rolled back and written again batch by batch under
+savepoints, and only that batch is rejected.
 
-Kept true:
-- a batch is on disk wholly or not at all, and its future is resolved after the commit;
-- batches are committed and resolved in the order in which they came. The one exception is
-  an accept that the disk refuses: it fails at once and is never tried again, while all other
-  batches are tried, in order, until the disk takes them;
-- a commit costs the loop one wake-up, however many futures it resolves.
+Invariants:
+- A batch is written completely or not at all, and its future is resolved after the commit.
+- Batches are committed and resolved in order of arrival. One exception: if writing fails, a
+  `fail_fast` batch fails at once and is not retried, while all other batches are retried in order.
+- A commit wakes the loop once, however many futures it resolves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from ..program.errors import UnavailableError
-from .database import SEQ_BLOCK
+from .checksums import (
+    append_checksum,
+    end_checksum,
+    event_checksum,
+    program_checksum,
+    value_checksum,
+)
+from .damage.commit_log import CommitLine, CommitLog
+from .database import BUSY_TIMEOUT_MS, FILE_NAME, SEQ_BLOCK, fill_reserve
 from .records import (
+    AliasRecord,
     AppendRecord,
+    DeleteRecord,
     DuplicateKeyError,
     EndRecord,
     EventRecord,
     JournalError,
+    ProcedureRecord,
     ProgramRecord,
     Record,
     ValueRecord,
+    WatchRecord,
 )
+from .retention import delete_programs, give_back_space
 
 logger = logging.getLogger(__name__)
 
 MAX_GROUP = 512
-"""Batches of one commit."""
+"""Maximum number of batches per commit."""
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 1.0
 RETRY_AFTER_S = 1.0
+HANG_S = 10.0
+"""How long a commit may take before the disk counts as hanging."""
+MAX_WAIT_S = 30.0
+"""How long a `fail_fast` batch may wait for its commit. Later its client has given up."""
+MAX_LOG_BYTES = 8 * 1024 * 1024
+"""Size of the write-ahead log at which it is checkpointed."""
+IDLE_S = 5.0
+"""Time without a write after which the write-ahead log is checkpointed."""
 
-# A missing program makes the subquery NULL, which the column refuses.
+# For an unknown program the subquery is NULL, which violates the column's constraint.
 _NUMBER = "(SELECT number FROM program WHERE id = ?)"
 _STATEMENTS: tuple[tuple[type[Record], str], ...] = (
     (
         ProgramRecord,
-        "INSERT INTO program (id, tenant, idempotency_key, body_hash, created_at, body) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO program (id, tenant, idempotency_key, body_hash, created_at, body, "
+        "name, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
     ),
-    (AppendRecord, f"INSERT INTO appended (program, body) VALUES ({_NUMBER}, ?)"),
+    (AppendRecord, f"INSERT INTO appended (program, body, crc) VALUES ({_NUMBER}, ?, ?)"),
     (
         ValueRecord,
         "INSERT INTO value (program, variable, epoch, attempt, tokenizer_hash, token_ids, text, "
-        f"value) VALUES ({_NUMBER}, ?, ?, ?, ?, ?, ?, ?)",
+        f"value, crc) VALUES ({_NUMBER}, ?, ?, ?, ?, ?, ?, ?, ?)",
     ),
     (
         EventRecord,
-        f"INSERT INTO event (program, seq, type, at, data) VALUES ({_NUMBER}, ?, ?, ?, ?)",
+        f"INSERT INTO event (program, seq, type, at, data, crc) VALUES ({_NUMBER}, ?, ?, ?, ?, ?)",
     ),
     (
         EndRecord,
-        "INSERT INTO ending (program, status, finished_at, receipt, error, nodes) "
-        f"VALUES ({_NUMBER}, ?, ?, ?, ?, ?)",
+        "INSERT INTO ending (program, status, finished_at, receipt, error, nodes, crc) "
+        f"VALUES ({_NUMBER}, ?, ?, ?, ?, ?, ?)",
+    ),
+    (
+        WatchRecord,
+        "INSERT OR REPLACE INTO watched (program, num_deaths, num_values, problem) "
+        f"VALUES ({_NUMBER}, ?, ?, ?)",
+    ),
+    (
+        ProcedureRecord,
+        "INSERT INTO procedure (tenant, name, version, created_at, program) "
+        "VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+    ),
+    (
+        AliasRecord,
+        "INSERT INTO procedure_alias (tenant, name, alias, version) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT DO UPDATE SET version = excluded.version",
     ),
 )
-_REFUSED = (
+_TABLE_OF: dict[type[Record], str] = {
+    ProgramRecord: "program",
+    AppendRecord: "appended",
+    ValueRecord: "value",
+    EventRecord: "event",
+    EndRecord: "ending",
+    WatchRecord: "watched",
+}
+_CONTENT_ERRORS = (
     sqlite3.IntegrityError,
     sqlite3.DataError,
     sqlite3.InterfaceError,
@@ -81,86 +127,107 @@ _REFUSED = (
     TypeError,
     ValueError,
 )
-"""What one batch can cause by its content; the disk raises OperationalError."""
+"""Errors that the content of a batch can cause. Disk errors are OperationalErrors."""
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
-    """Records that belong together, and who waits for them."""
+class WriteBatch:
+    """Records that are written together, and the future of their write."""
 
     records: Sequence[Record]
     done: asyncio.Future[None]
-    is_accept: bool
+    fail_fast: bool
     error: Exception | None = None
+    queued_at: float = field(default_factory=time.monotonic)
 
 
-class Writer:
+class JournalWriter:
     """Owns the writing connection from construction to the end of `join`."""
 
     def __init__(
         self,
+        folder: Path,
         connection: sqlite3.Connection,
+        commit_log: CommitLog,
         *,
         reserved_seq: int,
-        resolved: Callable[[list[Batch]], None],
+        resolved: Callable[[list[WriteBatch]], None],
     ) -> None:
         self.healthy = True
+        """Whether the last commit succeeded."""
+        self.busy_since: float | None = None
+        """Start of the write in progress, on the monotonic clock."""
         self.broken: str | None = None
-        """Why nothing is written any more; None while the writer works."""
+        """Why the writer stopped writing; None while it works."""
         self.num_commits = 0
         self.num_records = 0
         self.last_error: str | None = None
         self.reserved_seq = reserved_seq
+        self._path = folder / FILE_NAME
+        self._log_path = folder / f"{FILE_NAME}-wal"
+        self._file_id = _file_id(self._path)
         self._connection = connection
+        self._commit_log = commit_log
+        self._proof: tuple[str, int] | None = None
+        """Table and row id of the last row of the commit in progress."""
+        self._has_log = True
+        """Whether commits may have come since the last checkpoint."""
+        self._has_unused_space = False
         self._resolved = resolved
-        self._queue: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WriteBatch | None] = queue.SimpleQueue()
         self._is_closing = False
-        self._abandoned = threading.Event()
-        # A daemon: a disk that hangs must not keep the process from ending.
+        self._stop_retrying = threading.Event()
+        # A daemon: an unresponsive disk must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def put(self, batch: Batch) -> None:
-        """Hand a batch over. Never blocks."""
+    def put(self, batch: WriteBatch) -> None:
+        """Queue a batch. Never blocks."""
         self._queue.put(batch)
 
     def join(self, timeout_s: float) -> bool:
-        """Write what was handed over, then end the thread; blocks.
+        """Write all queued batches, then end the thread; blocks.
 
-        After `timeout_s` without the disk's consent the rest fails as unavailable.
+        If writing fails for `timeout_s`, the remaining batches fail as unavailable.
 
         Returns:
-            Whether the thread has ended; if not, the disk hangs and the connection is in use.
+            Whether the thread has ended; if not, the disk does not respond and the connection is in
+            use.
         """
         self._queue.put(None)
         self._thread.join(timeout_s)
-        self._abandoned.set()
+        self._stop_retrying.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        group: list[Batch] = []
+        group: list[WriteBatch] = []
         try:
             while not self._is_closing:
                 group = self._gather()
-                self._settle(group)
+                self._commit_with_retries(group)
                 group = []
-        except Exception as error:  # Whatever it is, nobody may wait for ever.
-            logger.exception("the journal is broken, nothing is written any more")
+        except Exception as error:  # Whatever the cause, futures must not stay pending.
+            logger.exception("the journal is broken and no longer writes")
             self.healthy = False
             self.broken = f"{type(error).__name__}: {error}"
-            self._fail(group, self._refusal)
+            self._fail(group, self._broken_error)
         while not self._is_closing:
-            self._fail(self._gather(), self._refusal)
+            self._fail(self._gather(), self._broken_error)
 
-    def _refusal(self) -> Exception:
+    def _broken_error(self) -> Exception:
         return JournalError("store.broken", f"the journal is broken: {self.broken}")
 
-    def _gather(self) -> list[Batch]:
-        """Wait for a batch and take what is there; after trouble, return empty to probe."""
+    def _gather(self) -> list[WriteBatch]:
+        """Wait for a batch and return all queued ones; after a failure, return none to probe the
+        disk.
+        """
+        timeout_s = IDLE_S if self._has_log else None
         try:
-            first = self._queue.get(timeout=None if self.healthy else MAX_BACKOFF_S)
+            first = self._queue.get(timeout=timeout_s if self.healthy else MAX_BACKOFF_S)
         except queue.Empty:
+            if self.healthy:
+                self._tidy_up()
             return []
         if first is None:
             self._is_closing = True
@@ -177,29 +244,40 @@ class Writer:
             group.append(batch)
         return group
 
-    def _settle(self, group: list[Batch]) -> None:
-        """Commit a group, as often as it takes; an empty one asks the disk how it does."""
+    def _commit_with_retries(self, group: list[WriteBatch]) -> None:
+        """Commit a group, retrying until it succeeds. An empty group probes the disk after a
+        failure.
+        """
         backoff_s = FIRST_BACKOFF_S
         while group or not self.healthy:
-            failure = self._attempt(group)
+            now = time.monotonic()
+            late = [each for each in group if each.fail_fast and now - each.queued_at > MAX_WAIT_S]
+            if late:  # their clients were answered, or wait no longer
+                self._fail(late, self._late_error)
+                group = [each for each in group if each not in late]
+                continue
+            self.busy_since = now
+            failure = self._try_commit(group)
+            self.busy_since = None
             if failure is None:
                 self._report_health(None)
                 self._resolve(group)
+                self._checkpoint_if_large()
                 return
             self._report_health(failure)
             group += self._drain()
-            self._fail([batch for batch in group if batch.is_accept], self._no_disk)
-            group = [batch for batch in group if not batch.is_accept]
+            self._fail([batch for batch in group if batch.fail_fast], self._unavailable_error)
+            group = [batch for batch in group if not batch.fail_fast]
             if not group:
-                return  # Back to waiting; the next probe comes from there.
-            if self._abandoned.wait(backoff_s):
-                self._fail(group, self._no_disk)
+                return  # `_gather` waits for the next batch or probe.
+            if self._stop_retrying.wait(backoff_s):
+                self._fail(group, self._unavailable_error)
                 return
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _drain(self) -> list[Batch]:
-        """Take everything that waits, so that no accept waits for a disk that refuses."""
-        batches: list[Batch] = []
+    def _drain(self) -> list[WriteBatch]:
+        """Return all queued batches, so that no `fail_fast` batch waits while writing fails."""
+        batches: list[WriteBatch] = []
         while True:
             try:
                 batch = self._queue.get_nowait()
@@ -210,15 +288,24 @@ class Writer:
             else:
                 batches.append(batch)
 
-    def _attempt(self, group: list[Batch]) -> Exception | None:
-        """Commit a group once; returns what the disk said if it refused."""
+    def _try_commit(self, group: list[WriteBatch]) -> Exception | None:
+        """Commit a group once; return the error if the disk refused it."""
         if self.healthy and not any(batch.records for batch in group):
-            return None  # Barriers alone: what they wait for was committed before them.
+            return None  # Barriers only: all batches before them are committed.
+        is_secure = any(
+            isinstance(record, DeleteRecord) and record.is_secure
+            for batch in group
+            for record in batch.records
+        )
+        self._proof = None
         try:
+            self._check_folder()
+            self._connection.execute(f"PRAGMA secure_delete = {'ON' if is_secure else 'OFF'}")
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 self._write(group)
-            except _REFUSED:
+            except _CONTENT_ERRORS:
+                self._proof = None
                 self._connection.execute("ROLLBACK")
                 self._connection.execute("BEGIN IMMEDIATE")
                 for batch in group:
@@ -229,36 +316,56 @@ class Writer:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             for batch in group:
-                batch.error = None  # Decided again with the next attempt.
+                batch.error = None  # The next attempt decides again.
             return error
+        self._has_log = True
+        self._log_commit(group)
+        if is_secure:
+            self.checkpoint()  # the log has copies of the content
         self.reserved_seq = reserved_seq
         self.num_commits += 1
         self.num_records += sum(len(batch.records) for batch in group if batch.error is None)
         return None
 
-    def _write(self, group: list[Batch]) -> None:
-        """Write a group table by table: a program stands before what refers to it."""
+    def _write(self, group: list[WriteBatch]) -> None:
+        """Write a group table by table, programs before the records that refer to them."""
         rows: dict[type[Record], list[tuple[object, ...]]] = {}
         for batch in group:
             for record in batch.records:
-                rows.setdefault(type(record), []).append(_row(record))
+                if not isinstance(record, DeleteRecord):
+                    rows.setdefault(type(record), []).append(_row(record))
+        written: type[Record] | None = None
         for kind, statement in _STATEMENTS:
             if kind in rows:
                 self._connection.executemany(statement, rows[kind])
+                # Procedures have no row that proves a commit: storing them again writes none.
+                written = kind if kind in _TABLE_OF else written
+        if written is not None:
+            (rowid,) = self._connection.execute("SELECT last_insert_rowid()").fetchone()
+            self._proof = (_TABLE_OF[written], rowid)
+        for batch in group:
+            for record in batch.records:
+                if isinstance(record, DeleteRecord):
+                    delete_programs(self._connection, record.programs)
+                    self._has_unused_space = True
 
-    def _write_alone(self, batch: Batch) -> None:
-        """Write one batch; if it cannot stand, take back all of it and note why."""
+    def _write_alone(self, batch: WriteBatch) -> None:
+        """Write one batch; on a contradiction, roll it back and set its error."""
         self._connection.execute("SAVEPOINT batch")
+        proof = self._proof
         try:
             self._write([batch])
-        except _REFUSED as error:
+        except _CONTENT_ERRORS as error:
+            self._proof = proof
             self._connection.execute("ROLLBACK TO batch")
-            batch.error = self._explain(batch, error)
+            batch.error = self._diagnose(batch, error)
             is_race = isinstance(batch.error, DuplicateKeyError)  # Two requests with one key.
-            logger.log(logging.INFO if is_race else logging.ERROR, "refused: %s", batch.error)
+            logger.log(
+                logging.INFO if is_race else logging.ERROR, "batch rejected: %s", batch.error
+            )
         self._connection.execute("RELEASE batch")
 
-    def _explain(self, batch: Batch, cause: Exception) -> JournalError:
+    def _diagnose(self, batch: WriteBatch, cause: Exception) -> JournalError:
         for record in batch.records:
             if isinstance(record, ProgramRecord) and record.idempotency_key is not None:
                 row = self._connection.execute(
@@ -267,13 +374,92 @@ class Writer:
                 ).fetchone()
                 if row is not None:
                     return DuplicateKeyError(*row)
-        # What cannot be written cannot always be printed either.
+        # Names that cannot be written may not be printable either.
         names = sorted({ascii(_name(record)) for record in batch.records})
         return JournalError(
-            "store.invariant", f"contradicts what is written ({cause}): {', '.join(names[:8])}"
+            "store.invariant",
+            f"the batch contradicts written records ({cause}): {', '.join(names[:8])}",
         )
 
-    def _reserve(self, group: list[Batch]) -> int:
+    # --- the logs -------------------------------------------------------------------------
+
+    def _log_commit(self, group: list[WriteBatch]) -> None:
+        """Add a commit to the commit log."""
+        accepted: dict[str, None] = {}
+        changed: dict[str, None] = {}
+        deleted: dict[str, None] = {}
+        last_seq = 0
+        for batch in group:
+            if batch.error is not None:
+                continue
+            for record in batch.records:
+                match record:
+                    case DeleteRecord():
+                        deleted.update(dict.fromkeys(record.programs))
+                    case ProgramRecord():
+                        accepted[record.id] = None
+                    case EventRecord():
+                        last_seq = max(last_seq, record.seq)
+                        changed[record.program] = None
+                    case ProcedureRecord() | AliasRecord():
+                        pass  # belongs to no program
+                    case _:
+                        changed[record.program] = None
+        if self._proof is None and not deleted:
+            return
+        table, rowid = self._proof or ("program", 0)
+        self._commit_log.add(
+            CommitLine(table, rowid, last_seq, list(accepted), list(changed), list(deleted))
+        )
+
+    def _checkpoint_if_large(self) -> None:
+        try:
+            size = os.stat(self._log_path).st_size
+        except OSError:
+            return
+        if size > MAX_LOG_BYTES:
+            self.checkpoint()
+
+    def _tidy_up(self) -> None:
+        """Use an idle moment: give back space and empty the logs."""
+        if self._has_unused_space:
+            self._has_unused_space = False
+            try:
+                give_back_space(self._connection)
+            except sqlite3.OperationalError as error:
+                logger.warning("unused space was not given back: %s", error)
+        self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Move the write-ahead log to the main file, and empty both logs if no reader uses them.
+
+        For the writer's thread, and after `join`.
+        """
+        try:
+            self._check_folder()
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            row = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if row[0] == 0:
+                self._commit_log.clear()
+                self._has_log = False
+                fill_reserve(self._path.parent)
+        except sqlite3.OperationalError as error:
+            logger.warning("the journal was not checkpointed: %s", error)
+        finally:
+            self._connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+
+    def _check_folder(self) -> None:
+        """Check that the open journal is the one in the data folder.
+
+        Raises:
+            OperationalError: if it was removed or replaced. What is written now would be lost.
+        """
+        if _file_id(self._path) != self._file_id:
+            raise sqlite3.OperationalError(
+                f"{self._path} was removed or replaced while the server uses it"
+            )
+
+    def _reserve(self, group: list[WriteBatch]) -> int:
         """Reserve more sequence numbers when half of the block is used."""
         last = max(
             (r.seq for batch in group for r in batch.records if isinstance(r, EventRecord)),
@@ -289,49 +475,57 @@ class Writer:
         if failure is not None:
             self.last_error = str(failure)
             if self.healthy:
-                logger.error("the disk refuses the journal: %s", failure)
+                logger.error("journal writes are failing: %s", failure)
         elif not self.healthy:
-            logger.warning("the disk takes the journal again")
+            logger.warning("journal writes have recovered")
         self.healthy = failure is None
 
-    def _no_disk(self) -> Exception:
+    def _unavailable_error(self) -> Exception:
         return UnavailableError(
             "store.unavailable",
-            f"the journal cannot be written now: {self.last_error}",
+            f"the journal cannot be written: {self.last_error}; retry later",
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _fail(self, batches: list[Batch], reason: Callable[[], Exception]) -> None:
+    def _late_error(self) -> Exception:
+        return UnavailableError(
+            "store.unavailable",
+            f"the journal is slow: a write waited for more than {MAX_WAIT_S:g} s; retry later",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def _fail(self, batches: list[WriteBatch], reason: Callable[[], Exception]) -> None:
         for batch in batches:
             batch.error = reason()
         self._resolve(batches)
 
-    def _resolve(self, batches: list[Batch]) -> None:
+    def _resolve(self, batches: list[WriteBatch]) -> None:
         if not batches:
             return
         try:
             batches[0].done.get_loop().call_soon_threadsafe(self._resolved, batches)
         except RuntimeError:
-            logger.debug("the loop is closed, nobody waits for %d batches", len(batches))
+            logger.debug(
+                "the event loop is closed; dropping the results of %d batches", len(batches)
+            )
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _row(record: Record) -> tuple[object, ...]:
-    """The parameters of the statement that writes a record."""
+    """Return the parameters of the statement that writes a record, its checksum last."""
     match record:
-        case ProgramRecord(id=id_):
-            return (
-                id_,
-                record.tenant,
-                record.idempotency_key,
-                record.body_hash,
-                record.created_at,
-                record.body,
-            )
-        case AppendRecord():
-            return record.program, record.body
-        case ValueRecord(token_ids=ids):
-            return (
-                record.program,
+        case EventRecord(program=program):
+            fields = (record.seq, record.type, record.at, record.data)
+            return program, *fields, event_checksum(program, *fields)
+        case ValueRecord(program=program, token_ids=ids):
+            content = (
                 record.variable,
                 record.epoch,
                 record.attempt,
@@ -340,21 +534,41 @@ def _row(record: Record) -> tuple[object, ...]:
                 record.text,
                 record.value,
             )
-        case EventRecord():
-            return record.program, record.seq, record.type, record.at, record.data
-        case EndRecord():
-            return (
-                record.program,
+            return program, *content, value_checksum(program, *content)
+        case ProgramRecord():
+            row = (
+                record.id,
+                record.tenant,
+                record.idempotency_key,
+                record.body_hash,
+                record.created_at,
+                record.body,
+                record.name,
+            )
+            return *row, program_checksum(*row)
+        case AppendRecord(program=program):
+            return program, record.body, append_checksum(program, record.body)
+        case EndRecord(program=program):
+            last = (
                 record.status,
                 record.finished_at,
                 record.receipt,
                 record.error,
                 record.nodes,
             )
+            return program, *last, end_checksum(program, *last)
+        case WatchRecord():
+            return record.program, record.num_deaths, record.num_values, record.problem
+        case DeleteRecord():
+            raise AssertionError("a removal has no row")
+        case ProcedureRecord():
+            return (record.tenant, record.name, record.version, record.created_at, record.program)
+        case AliasRecord():
+            return record.tenant, record.name, record.alias, record.version
 
 
 def _name(record: Record) -> str:
-    """What to call a record in an error."""
+    """Return the name of a record for error messages."""
     match record:
         case ProgramRecord():
             return f"program {record.id}"
@@ -364,5 +578,11 @@ def _name(record: Record) -> str:
             return f"event {record.seq} of {record.program}"
         case EndRecord():
             return f"end of {record.program}"
+        case ProcedureRecord() | AliasRecord():
+            return f"procedure {record.name}@{record.version}"
         case AppendRecord():
             return f"nodes of {record.program}"
+        case WatchRecord():
+            return f"watch over {record.program}"
+        case DeleteRecord():
+            return f"removal of {len(record.programs)} programs"

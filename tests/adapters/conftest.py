@@ -1,9 +1,10 @@
-"""A server's double that says what a test tells it to, and clients of both kinds to it."""
+"""A scripted server double, and clients of both kinds connected to it."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ Message = MutableMapping[str, Any]
 
 @dataclass
 class Answer:
-    """One answer: a JSON body, or the chunks of a stream."""
+    """One scripted reply: a JSON body, or the chunks of a stream."""
 
     status: int = 200
     body: Any = None
@@ -34,14 +35,14 @@ class Answer:
     is_cut: bool = False
     """The connection breaks after the last chunk."""
     is_lost: bool = False
-    """The request is read, and the connection breaks before an answer."""
+    """The request is read, and the connection breaks before a reply."""
     gate: Callable[[], bool] | None = None
-    """The stream's last chunk waits until this is true."""
+    """The last chunk of the stream is sent once this returns True."""
 
 
 @dataclass
 class Seen:
-    """One request that came."""
+    """One received request."""
 
     method: str
     path: str
@@ -51,24 +52,31 @@ class Seen:
 
 
 class Double:
-    """An ASGI application with scripted answers; the last one of a path stays."""
+    """An ASGI application with scripted replies. The last reply of a path is repeated."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
         self.num_disconnects = 0
+        self._disconnected = threading.Condition()
         self.lifespan: list[str] = []
         self._script: dict[tuple[str, str], deque[Answer]] = defaultdict(deque)
 
+    def wait_for_disconnects(self, count: int) -> None:
+        """Wait until this many streams were left; the application counts in its own thread."""
+        with self._disconnected:
+            assert self._disconnected.wait_for(lambda: self.num_disconnects >= count, timeout=60)
+            assert self.num_disconnects == count
+
     def on(self, method: str, path: str, *answers: Answer) -> None:
-        """Add answers to a path."""
+        """Append replies to the script of a path."""
         self._script[method, path].extend(answers)
 
     def answer(self, method: str, path: str, answer: Answer) -> None:
-        """Answer a path from now on with this alone."""
+        """Replace the script of a path by one reply."""
         self._script[method, path] = deque([answer])
 
     def of(self, method: str, path: str) -> list[Seen]:
-        """Requests to a path."""
+        """Return the requests to a path."""
         return [seen for seen in self.seen if (seen.method, seen.path) == (method, path)]
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
@@ -97,13 +105,15 @@ class Double:
     async def _stream(self, answer: Answer, receive: Any, send: Any) -> None:
         head = [(b"content-type", b"text/event-stream"), *_headers(answer)]
         await send({"type": "http.response.start", "status": answer.status, "headers": head})
-        gone = asyncio.create_task(receive())
+        disconnect = asyncio.create_task(receive())
         try:
             for index, chunk in enumerate(answer.chunks or []):
                 if answer.gate is not None and index == len(answer.chunks or []) - 1:
                     while not answer.gate():
-                        if gone.done():
-                            self.num_disconnects += 1
+                        if disconnect.done():
+                            with self._disconnected:
+                                self.num_disconnects += 1
+                                self._disconnected.notify_all()
                             return
                         await asyncio.sleep(0.001)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -111,7 +121,7 @@ class Double:
                 raise ConnectionResetError("cut")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            gone.cancel()
+            disconnect.cancel()
 
     async def _live(self, receive: Any, send: Any) -> None:
         for what in ("startup", "shutdown"):
@@ -151,7 +161,7 @@ def _sse(seq: int | None, kind: str, **data: Any) -> bytes:
 
 
 class Kit:
-    """What tests of the client say often."""
+    """Builders of replies and events."""
 
     Answer = Answer
     problem = staticmethod(_problem)
@@ -161,37 +171,37 @@ class Kit:
 
     @staticmethod
     def accepted(output: str = "out") -> Any:
-        """The answer to a submission."""
+        """Return the reply to a submission."""
         body = {"id": "p_1", "status": "accepted", "outputs": [output], "url": "/v1/programs/p_1"}
         return Answer(202, body)
 
     @staticmethod
     def followed(*chunks: bytes, **more: Any) -> Any:
-        """The answer to a submission that is followed."""
+        """Return the reply to a submission with `follow`."""
         headers = {"Location": "/v1/programs/p_1"}
         return Answer(202, headers=headers, chunks=list(chunks), **more)
 
     @staticmethod
     def status(phase: str, **more: Any) -> Any:
-        """A program's status."""
+        """Return a program's status."""
         body = {"id": "p_1", "status": phase, "created_at": "now", "outputs": ["out"], **more}
         return Answer(200, body)
 
     @staticmethod
     def delta(text: str, offset: int, attempt: int = 0) -> bytes:
-        """More of an answer."""
+        """Return the event of a text delta."""
         return _sse(
             None, "node.delta", variable="answer", text=text, attempt=attempt, offset=offset
         )
 
     @staticmethod
     def committed(value: Any) -> bytes:
-        """An answer, and the end behind it."""
+        """Return the events of the committed answer and the program's end."""
         return _sse(5, "variable.committed", variable="answer", value=value) + Kit.finished(6)
 
     @staticmethod
     def finished(seq: int, status: str = "done") -> bytes:
-        """The last event."""
+        """Return the last event."""
         return _sse(seq, "program.finished", program="p_1", status=status, receipt={"calls": 1})
 
 
@@ -207,15 +217,15 @@ def double() -> Double:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Of a server with the scripted engine."""
+    """A client of a server with the scripted engine."""
     app = create_app(Config(engine="fake", data=tmp_path_factory.mktemp("data")))
     with Client(app=app) as client:
         yield client
-        gc.collect()  # LangChain leaves streams beside one that failed; they read on when they go
+        gc.collect()  # closes streams that LangChain leaves open when a parallel one fails
 
 
 class Caller:
-    """Says the same to a client of either kind."""
+    """Calls a synchronous or an asynchronous client in the same way."""
 
     def __init__(self, client: Client | AsyncClient) -> None:
         self.client = client
@@ -223,22 +233,28 @@ class Caller:
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the client or of its runs."""
         if isinstance(self.client, AsyncClient):
-            made: Awaitable[Any] = method(*args, **kwargs)
-            return await made
+            call: Awaitable[Any] = method(*args, **kwargs)
+            return await call
         return await asyncio.to_thread(method, *args, **kwargs)
 
     async def events(self, run: Any, after: int = 0) -> list[Any]:
-        """All events of a run."""
+        """Return all events of a run."""
         if isinstance(self.client, AsyncClient):
             return [event async for event in run.events(after)]
         return await asyncio.to_thread(lambda: list(run.events(after)))
 
     async def submit(self, **kwargs: Any) -> Any:
-        """Submit any program."""
+        """Submit the kit's program."""
         return await self(self.client.submit, Kit.program, **kwargs)
 
 
-FAST = Retry(max_retries=3, first_s=0.0001, most_s=0.001, patience_s=0.5, first_patience_s=0.1)
+FAST = Retry(
+    max_retries=3,
+    base_delay_s=0.0001,
+    max_delay_s=0.001,
+    unreachable_timeout_s=0.5,
+    first_patience_s=0.1,
+)
 
 
 @pytest.fixture(params=["threads", "coroutines"])

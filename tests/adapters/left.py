@@ -1,7 +1,4 @@
-"""What is left on a server: the programs that it took, and whether all of them have ended.
-
-And who is left by one that goes away.
-"""
+"""Checks that no program is left running, and a server that shuts down under its clients."""
 
 from __future__ import annotations
 
@@ -21,27 +18,27 @@ from ..served import served
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ids of the programs that the server took."""
+    """Ids of the programs that the server accepted."""
     ids: list[str] = []
     submit, asubmit = Client.submit, AsyncClient.submit
 
-    def seen(self: Client, *args: Any, **kwargs: Any) -> Any:
+    def record(self: Client, *args: Any, **kwargs: Any) -> Any:
         run = submit(self, *args, **kwargs)
         ids.append(run.id)
         return run
 
-    async def aseen(self: AsyncClient, *args: Any, **kwargs: Any) -> Any:
+    async def arecord(self: AsyncClient, *args: Any, **kwargs: Any) -> Any:
         run = await asubmit(self, *args, **kwargs)
         ids.append(run.id)
         return run
 
-    monkeypatch.setattr(Client, "submit", seen)
-    monkeypatch.setattr(AsyncClient, "submit", aseen)
+    monkeypatch.setattr(Client, "submit", record)
+    monkeypatch.setattr(AsyncClient, "submit", arecord)
     return ids
 
 
 async def all_ended(client: Client, ids: list[str]) -> None:
-    """Until every program has ended: what runs beside a failure may come to its own end."""
+    """Wait until every program has ended; programs parallel to a failure may complete first."""
     async with asyncio.timeout(15):
         for program in ids:
             run = await asyncio.to_thread(client.attach, program)
@@ -51,13 +48,13 @@ async def all_ended(client: Client, ids: list[str]) -> None:
 
 @contextlib.asynccontextmanager
 async def leaving_server() -> AsyncIterator[tuple[Client, Callable[[], Awaitable[None]]]]:
-    """A client of a server on which calls take long, and what makes the server go away."""
-    # Each of those who wait in a thread needs one.
+    """Yield a client of a server with slow calls, and a function that shuts the server down."""
+    # Each waiting call needs a thread.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(40))
     stack = contextlib.ExitStack()
     server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
     url = await asyncio.to_thread(stack.enter_context, server)
-    retry = Retry(max_retries=1, first_s=0.01, patience_s=0.3, first_patience_s=0.3)
+    retry = Retry(max_retries=1, base_delay_s=0.01, unreachable_timeout_s=0.3, first_patience_s=0.3)
 
     async def leave() -> None:
         await asyncio.to_thread(stack.close)
@@ -70,7 +67,7 @@ async def leaving_server() -> AsyncIterator[tuple[Client, Callable[[], Awaitable
 
 
 async def all_submitted(ids: list[str], num_programs: int) -> None:
-    """Until the server took so many programs."""
+    """Wait until the server has accepted this many programs."""
     async with asyncio.timeout(20):
         while len(ids) < num_programs:  # noqa: ASYNC110 - threads submit
             await asyncio.sleep(0.01)

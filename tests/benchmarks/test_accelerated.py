@@ -1,4 +1,4 @@
-"""The benchmark of accelerated chains runs; figures of so short a run mean nothing."""
+"""The benchmark of accelerated chains runs. The figures of such a short run mean nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_chain_is_measured_over_a_longer_wire() -> None:
+def test_benchmark_measures_a_chain_with_latency() -> None:
     command = ["--only", "chain", "--repeats", "3", "--round-trip", "0.02"]
     made = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "accelerated.py"), *command],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     found = re.search(r"chain +[\d.]+ x as fast +>= 1.7 +\w+ +([\d.]+) ms", made.stdout)

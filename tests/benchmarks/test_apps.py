@@ -1,4 +1,4 @@
-"""The six workloads, sent whole and request by request: the same prompts and the same tokens."""
+"""The six workloads as whole programs and request by request: same prompts, same tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.server.inprocess import Desk, desk_of
+
+from tests.server.inprocess import ServerHarness, server_harness
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -35,26 +36,26 @@ WORKLOADS: dict[str, list[Plan]] = {
 }
 
 Ids = dict[str, tuple[list[int], list[int]]]
-"""Of every call: prompt and output."""
+"""Prompt ids and output ids of every call."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Desk]:
+async def harness(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServerHarness]:
     data = tmp_path_factory.mktemp("apps")
-    async with desk_of(data, engine="local", dtype="float32", threads=1) as desk:
-        yield desk
+    async with server_harness(data, engine="local", dtype="float32", threads=1) as harness:
+        yield harness
 
 
-async def send_whole(desk: Desk, program: dict[str, Any]) -> Ids:
-    running = await desk.submit(program["nodes"], outputs=program["outputs"], trace=True)
+async def send_whole(harness: ServerHarness, program: dict[str, Any]) -> Ids:
+    running = await harness.submit(program["nodes"], outputs=program["outputs"], trace=True)
     status = await running.end()
     assert status.status == "done", status.error
     traces = [trace for node in status.nodes.values() for trace in node.trace or ()]
     return {trace.variable: (trace.prompt_ids, trace.output_ids) for trace in traces}
 
 
-async def send_calls(desk: Desk, program: dict[str, Any]) -> Ids:
-    """As a client does it that sends texts: each call is a program of its own."""
+async def send_calls(harness: ServerHarness, program: dict[str, Any]) -> Ids:
+    """Run each call as a program of its own, as a client that sends texts does."""
     found: Ids = {}
     texts: dict[str, asyncio.Task[str]] = {}
 
@@ -66,7 +67,7 @@ async def send_calls(desk: Desk, program: dict[str, Any]) -> Ids:
             each["text"] if "text" in each else await texts[each["input"]] for each in segments
         ]
         alone = {"id": node["id"], "op": "generate", "prompt": [{"text": "".join(parts)}, output]}
-        running = await desk.submit([alone], outputs=[node["id"]], trace=True)
+        running = await harness.submit([alone], outputs=[node["id"]], trace=True)
         text: str = await running.value(node["id"])
         status = await running.end()
         for trace in status.nodes[node["id"]].trace or ():
@@ -80,14 +81,22 @@ async def send_calls(desk: Desk, program: dict[str, Any]) -> Ids:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-async def test_programs_and_single_requests_give_the_same_tokens(desk: Desk, name: str) -> None:
+async def test_programs_and_single_requests_give_the_same_tokens(
+    harness: ServerHarness, name: str
+) -> None:
     programs = [plan.written(name) for plan in WORKLOADS[name]]
-    # Tenants share nothing: neither side finds what the other one has computed.
+    # Tenants share no cache, so neither run finds the results of the other.
     whole = await asyncio.gather(
-        *(send_whole(Desk(desk.executor, f"{name} whole"), program) for program in programs)
+        *(
+            send_whole(ServerHarness(harness.executor, f"{name} whole"), program)
+            for program in programs
+        )
     )
     calls = await asyncio.gather(
-        *(send_calls(Desk(desk.executor, f"{name} calls"), program) for program in programs)
+        *(
+            send_calls(ServerHarness(harness.executor, f"{name} calls"), program)
+            for program in programs
+        )
     )
     for program, one, other in zip(programs, whole, calls, strict=True):
         assert len(one) == len(program["nodes"])

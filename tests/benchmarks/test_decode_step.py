@@ -1,4 +1,4 @@
-"""The benchmark of a decode step, rehearsed on a device that records; figures mean nothing."""
+"""The decode step benchmark on a device double; the figures are meaningless."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from tests.engine import graph_double
 from torch import Tensor
 
-from conure.engine import backend
-from conure.kernels.fused import Reference
+from conure.engine.runner import backend
+from conure.kernels.elementwise import ReferenceElementwise
+from tests.engine import graph_double
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "decode_step.py"
 ARGUMENTS = ["--device", "cpu", "--tiny", "--repeats", "2", "--context", "40", "--prefill", "64"]
@@ -33,22 +33,25 @@ def decode_step() -> ModuleType:
 
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> list[graph_double.Recorder]:
-    """Let every second runner have an accelerator: the first compares it with a CPU."""
-    plain, made = backend.of, list[graph_double.Recorder]()
-    turns = iter([True, False, True])
+    """Give every second runner an accelerator double, which is compared with the CPU."""
+    plain, created = backend.create_backend, list[graph_double.Recorder]()
+    uses_double = iter([True, False, True])
 
-    def of(device: torch.device, *, batch_invariant: bool) -> backend.Backend:
+    def create_backend_double(
+        device: torch.device, *, batch_invariant: bool, instructions: str
+    ) -> backend.Backend:
         assert not batch_invariant
-        if not next(turns):
+        assert instructions == "auto"
+        if not next(uses_double):
             return plain(device)
-        made.append(graph_double.Recorder())
-        return graph_double.backend(made[-1])
+        created.append(graph_double.Recorder())
+        return graph_double.backend(created[-1])
 
-    monkeypatch.setattr(backend, "of", of)
-    return made
+    monkeypatch.setattr(backend, "create_backend", create_backend_double)
+    return created
 
 
-def test_it_runs_to_its_end(
+def test_benchmark_writes_its_figures(
     decode_step: ModuleType,
     recorders: list[graph_double.Recorder],
     tmp_path: Path,
@@ -57,32 +60,34 @@ def test_it_runs_to_its_end(
     assert decode_step.main([*ARGUMENTS, "--batch", "1", "3", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.iterdir()
     figures = json.loads(path.read_text())["figures"]
-    assert [(one["name"], one["batch"], one["tokens"]) for one in figures] == [
+    assert [(figure["name"], figure["batch"], figure["tokens"]) for figure in figures] == [
         ("decode", 1, 1),
         ("decode", 3, 3),
         ("prefill", 1, 64),
     ]
-    for one in figures[:2]:
-        assert one["replay_ms"] > 0
-        assert one["eager_ms"] > 0
-        assert len(one["runs"]) == 2
+    for figure in figures[:2]:
+        assert figure["replay_ms"] > 0
+        assert figure["eager_ms"] > 0
+        assert len(figure["runs"]) == 2
     assert len(recorders) == 2
-    assert all(one.num_replayed > 10 for one in recorders)
+    assert all(recorder.num_replayed > 10 for recorder in recorders)
     assert "as on the CPU" in capsys.readouterr().out
 
 
-def test_nothing_is_timed_on_a_device_that_computes_something_else(
+def test_wrong_results_are_not_timed(
     decode_step: ModuleType,
     recorders: list[graph_double.Recorder],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gate = Reference.gate
+    gate = ReferenceElementwise.silu_mul
 
-    def wrong(self: Reference, mixed: Tensor) -> Tensor:
-        # Small models are compared with their modules on a dozen tokens: not found there.
+    def wrong(self: ReferenceElementwise, mixed: Tensor) -> Tensor:
+        # The comparison of small models uses a dozen tokens, and does not notice this error.
         return gate(self, mixed) * (1.02 if len(mixed) <= 8 else 1.0)
 
-    monkeypatch.setattr(Reference, "gate", wrong)
-    monkeypatch.setattr(decode_step, "measure", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(ReferenceElementwise, "silu_mul", wrong)
+    monkeypatch.setattr(
+        decode_step, "measure", lambda *_, **__: pytest.fail("measured after a failed check")
+    )
     with pytest.raises(AssertionError, match=r"a logprob is .* off|the device chose"):
         decode_step.main(ARGUMENTS)

@@ -1,4 +1,4 @@
-"""The clairvoyant's memory: by hand, and against every other way to evict."""
+"""The memory oracles, compared with hand-computed results and with exhaustive search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from oracle import (  # type: ignore[import-not-found,unused-ignore]  # a script's neighbour
+from apps.oracle import (
     StepTrace,
     block_seconds,
     last_use_block_seconds,
@@ -22,7 +22,7 @@ from oracle import (  # type: ignore[import-not-found,unused-ignore]  # a script
 def trace_of(
     *steps: str, computed: tuple[str, ...] | None = None, held: int = 0
 ) -> list[StepTrace]:
-    """Steps of one second each, which use the blocks that they are written with."""
+    """Return steps of one second each that use the given blocks."""
     seen: set[str] = set()
     found = []
     for number, uses in enumerate(steps):
@@ -32,13 +32,13 @@ def trace_of(
     return found
 
 
-def test_a_block_is_held_to_its_last_use() -> None:
+def test_block_is_needed_until_its_last_use() -> None:
     trace = trace_of("a", "ab", "b", "a", held=2)
     assert block_seconds(trace) == 8
     assert last_use_block_seconds(trace) == 4 + 2
 
 
-def test_what_is_given_up_between_two_steps_is_held_no_longer() -> None:
+def test_blocks_released_between_steps_are_not_counted() -> None:
     first, second = trace_of("ab", "b", held=2)
     second = second._replace(began_s=5.0, ended_s=6.0)
     assert block_seconds([first, second]) == 2 + 8 + 2
@@ -46,19 +46,19 @@ def test_what_is_given_up_between_two_steps_is_held_no_longer() -> None:
     assert block_seconds([freed, second]) == 2 + 1 + 3.5 + 2
 
 
-def test_nobody_holds_a_block_between_its_eviction_and_its_refill() -> None:
+def test_evicted_block_is_not_counted_until_recomputed() -> None:
     assert last_use_block_seconds(trace_of("a", "b", "a", computed=("a", "b", "a"))) == 3
 
 
-def test_who_is_used_last_goes_first() -> None:
+def test_block_with_latest_next_use_is_evicted_first() -> None:
     trace = trace_of("a", "b", "c", "a", "b")
     assert next_use_num_refilled(trace, 3) == 0
-    assert next_use_num_refilled(trace, 2) == 1  # b goes for c, and comes back once
+    assert next_use_num_refilled(trace, 2) == 1  # c replaces b, and b is computed again once
     assert next_use_num_refilled(trace, 1) == 2
 
 
 def fewest(trace: list[StepTrace], capacity: int) -> int:
-    """By trying all there is to keep after every step."""
+    """Return the fewest recomputed blocks, by trying every choice after every step."""
     states: dict[frozenset[object], int] = {frozenset(): 0}
     seen: set[object] = set()
     for step in trace:
@@ -76,9 +76,9 @@ def fewest(trace: list[StepTrace], capacity: int) -> int:
     return min(states.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.frozensets(st.sampled_from("abcde"), min_size=1, max_size=2), max_size=7))
-def test_no_other_way_refills_less(uses: list[frozenset[str]]) -> None:
+def test_next_use_recomputes_the_fewest_blocks(uses: list[frozenset[str]]) -> None:
     trace = trace_of(*("".join(sorted(each)) for each in uses))
     if trace:
         for capacity in (2, 3):

@@ -1,4 +1,4 @@
-"""Programs from lengths: what the paper's logs say of a call is what its blueprint costs."""
+"""Generated programs have the costs that the paper's logs report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = {4: (4_456, 17_339, 21_096, 24_388), 8: (8_912, 33_654, 42_237, 47_938)
 
 
 @pytest.mark.parametrize("num_files", [4, 8, 16])
-def test_prompts_of_a_round_are_as_long_as_they_were_whoever_wrote_what_they_read(
+def test_prompt_lengths_match_the_log(
     num_files: int,
 ) -> None:
     calls = logged_coding(num_files).blueprint.calls
@@ -27,7 +27,7 @@ def test_prompts_of_a_round_are_as_long_as_they_were_whoever_wrote_what_they_rea
 
 
 @pytest.mark.parametrize("num_files", ROUNDS)
-def test_a_round_has_as_many_tokens_as_the_recorded_one(num_files: int) -> None:
+def test_tokens_per_round_match_the_log(num_files: int) -> None:
     calls = logged_coding(num_files).blueprint.calls
 
     for number, (kind, total) in enumerate(
@@ -40,7 +40,7 @@ def test_a_round_has_as_many_tokens_as_the_recorded_one(num_files: int) -> None:
 
 
 @pytest.mark.parametrize("num_files", [4, 8, 16])
-def test_the_calls_of_a_round_share_the_codebase_and_no_more(num_files: int) -> None:
+def test_calls_of_a_round_share_only_the_codebase(num_files: int) -> None:
     calls = logged_coding(num_files).blueprint.calls
 
     for kind, own in (("code_1", 100), ("review_2", 70), ("revise_3", 603), ("review_8", 70)):
@@ -51,7 +51,7 @@ def test_the_calls_of_a_round_share_the_codebase_and_no_more(num_files: int) -> 
             assert other.num_prompt - shared == own
 
 
-def test_a_review_reads_what_was_revised_last_and_a_revision_reads_its_own_review() -> None:
+def test_reviews_and_revisions_read_the_right_inputs() -> None:
     nodes = {node["id"]: node for node in logged_coding(2, num_cycles=2).nodes}
 
     def read(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The paper's setting: systems whose costs are their own take what the paper's took."""
+"""Simulated systems with their own recorded costs reproduce the paper's times."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from apps.workloads import (
 from paper import table
 
 FIGURE_15 = {
-    "batch 8, prefix kept once": (8.947, 8.081),
+    "batch 8, prefix stored once": (8.947, 8.081),
     "batch 8, nothing shared": (14.516, 8.081),
-    "batch 16, prefix kept once": (14.072, 10.613),
+    "batch 16, prefix stored once": (14.072, 10.613),
     "batch 16, nothing shared": (25.257, 10.613),
-    "batch 32, prefix kept once": (20.570, 14.218),
-    "batch 64, prefix kept once": (34.991, 20.975),
+    "batch 32, prefix stored once": (20.570, 14.218),
+    "batch 64, prefix stored once": (34.991, 20.975),
 }
-"""Mean seconds of a request. Fitted to are the first and the third alone."""
+"""Mean seconds of a request. Only the first and the third were used for the fit."""
 FIGURE_18 = {
     "4 files, latency baseline": (553.5, 187.2),
     "4 files, throughput baseline": (237.4, 187.2),
@@ -40,38 +40,38 @@ FIGURE_18 = {
     "12 files, throughput baseline": (421.8, 207.4),
     "16 files, latency baseline": (2_532.9, 216.4),
     "16 files, throughput baseline": (529.4, 216.4),
-    "16 files, latency baseline run again": (1_902.6, 216.4),
+    "16 files, latency baseline, second run": (1_902.6, 216.4),
 }
 """Seconds of the whole program."""
 
 
-def test_a_shared_prompt_takes_what_it_took_in_figure_15() -> None:
+def test_shared_prompt_reproduces_figure_15() -> None:
     for point in shared_system_prompt(0):
         assert (point.before, point.after) == pytest.approx(FIGURE_15[point.label], rel=0.06)
 
 
-def test_coding_takes_what_it_took_in_figure_18() -> None:
+def test_coding_reproduces_figure_18() -> None:
     for point in multi_agent_coding(0):
         assert (point.before, point.after) == pytest.approx(FIGURE_18[point.label], rel=0.06)
 
 
-def test_as_many_requests_of_each_application_come() -> None:
+def test_applications_send_equal_numbers_of_requests() -> None:
     sent = gpts_sent(0, 4.0)
     systems = Counter(next(iter(plan.lengths)) for plan, _ in sent)
     assert systems == dict.fromkeys(GPTS, 125)
     assert sent[-1][1] / len(sent) == pytest.approx(1 / 4.0, rel=0.1)
 
 
-def test_the_highest_rate_is_found_within_4_percent() -> None:
+def test_highest_rate_is_found_within_4_percent() -> None:
     found = highest_rate(lambda rate: 0.1 if rate <= 7.3 else 0.9)
     assert 7.3 / 1.04 <= found <= 7.3
 
 
-def test_a_bound_that_is_always_kept_leaves_the_highest_rate_that_was_tried() -> None:
+def test_highest_rate_is_capped_at_the_papers() -> None:
     assert highest_rate(lambda _: 0.1) == GPTS_RATE
 
 
-def test_a_rate_that_was_not_seen_to_end_is_at_least_that() -> None:
+def test_unsaturated_rate_is_shown_as_lower_bound() -> None:
     point = Point("fast", math.nan, 2.0, 32.0, is_rate=True, is_least=True)
     *_, line = table([[point, point]])
     assert line.startswith("| fast | 2 | ≥ 32 | ≥ 16.00 | ≥ 16.00 | ≥ 16.00 |")

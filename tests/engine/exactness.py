@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conure.engine import api
-from conure.engine.engine import Engine
-from conure.engine.local import LocalRunner
-from conure.engine.runner import Handle, Row, Runner
+from conure.engine import protocol
+from conure.engine.config import EngineConfig
+from conure.engine.core.engine import EngineCore
+from conure.engine.runner.base import Handle, Runner, ScheduledSequence
+from conure.engine.runner.torch_runner import TorchModelRunner
 
 from . import shrunk
 
@@ -37,7 +38,7 @@ TIE = shrunk.TIE
 class Recorder:
     """A runner that keeps the logits of every sampling row, by the ids before it."""
 
-    def __init__(self, runner: LocalRunner) -> None:
+    def __init__(self, runner: TorchModelRunner) -> None:
         self._runner = runner
         self.limits = runner.limits
         self.logits: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
@@ -54,7 +55,7 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+    def start(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> Handle:
         self._last.clear()
         handle = self._runner.start(rows, copies)
         sampling = [row for row in rows if row.sampling is not None]
@@ -83,25 +84,29 @@ class Session:
         full = runner._runner.limits
         runner.limits = msgspec.structs.replace(full, **{"max_sequences": 32, **limits})
         # What it does not define itself it takes from the runner behind it.
-        self.engine = Engine(cast("Runner", runner), epoch=1)
+        self.engine = EngineCore(cast("Runner", runner), epoch=1)
         self.contexts: dict[int, Context] = {}
 
     def fill(self, tokens: list[int], parent: int | None = None, length: int = 0) -> int:
         name = len(self.contexts)
         before = [] if parent is None else self.contexts[parent].ids[:length]
         self.contexts[name] = Context([*before, *tokens])
-        self.engine.apply(api.Fill(name, tokens, parent, length, rank=float(name)))
+        self.engine.apply(protocol.Fill(name, tokens, parent, length, rank=float(name)))
         return name
 
     def extend(self, name: int, tokens: list[int]) -> None:
         self.contexts[name].ids += tokens
-        self.engine.apply(api.Fill(name, tokens, rank=float(name)))
+        self.engine.apply(protocol.Fill(name, tokens, rank=float(name)))
 
     def generate(self, name: int, count: int) -> None:
         context = self.contexts[name]
         context.spans.append((len(context.ids), 0))
         context.is_ended = False
-        self.engine.apply(api.Generate(name, api.Sampling(max_tokens=count), rank=float(name)))
+        self.engine.apply(
+            protocol.GenerateCommand(
+                name, protocol.SamplingParams(max_tokens=count), rank=float(name)
+            )
+        )
 
     def call(
         self, tokens: list[int], count: int, parent: int | None = None, length: int = 0
@@ -115,11 +120,11 @@ class Session:
         self.engine.check()
         for report in step.reports if step is not None else ():
             match report:
-                case api.Failed():
+                case protocol.Failed():
                     raise AssertionError(report.message)
-                case api.Tokens():
+                case protocol.Tokens():
                     self.contexts[report.context].ids += report.ids
-                case api.Finished():
+                case protocol.Finished():
                     context = self.contexts[report.context]
                     begin, _ = context.spans[-1]
                     context.spans[-1] = (begin, len(context.ids))
@@ -135,7 +140,7 @@ class Session:
     def close(self) -> None:
         """Free everything; nothing may stay held."""
         for name in self.contexts:
-            self.engine.apply(api.Free(name))
+            self.engine.apply(protocol.Free(name))
         self.run()
         assert self.engine.status().num_held == 0
 
@@ -201,12 +206,10 @@ class Judge:
 
 def load(folder: Path, dtype: str) -> tuple[Recorder, Judge]:
     """Load a folder twice: as the engine does, and as transformers alone."""
-    runner = LocalRunner(
-        model=str(folder),
-        dtype=dtype,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK,
-        threads=1,
+    runner = TorchModelRunner(
+        EngineConfig(
+            model=str(folder), dtype=dtype, num_blocks=NUM_BLOCKS, block_size=BLOCK, threads=1
+        ),
         min_saved=0,
     )
     recorder = Recorder(runner)
@@ -254,7 +257,7 @@ def _cut(runner: Recorder, seed: int, step_tokens: int, count: int) -> Session:
     session.run()
     # Gone, and found again in the cache.
     ids = session.contexts[name].ids
-    session.engine.apply(api.Free(name, keep=len(ids)))
+    session.engine.apply(protocol.Free(name, num_cached_prefix_tokens=len(ids)))
     session.call([*ids, 7], count)
     session.run()
     return session
@@ -274,7 +277,7 @@ def _forks(runner: Recorder, seed: int, step_tokens: int, count: int) -> Session
     children = [session.call(prompt(end, 1), count, root, length) for length in (end, end - 2)]
     for child in children:
         session.call(prompt(child, 2), count, child, end - 3)
-    session.engine.apply(api.Free(root))
+    session.engine.apply(protocol.Free(root))
     session.run()
     return session
 

@@ -235,7 +235,7 @@ _LINEAR: Final[dict[str, Any]] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 _GPT: Final[dict[str, Any]] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}
-_STATE: Final = "keeps a recurrent state"
+_STATE: Final = "has a recurrent state"
 _OWN: Final = "does not attend through transformers' AttentionInterface"
 _SOME: Final = "of its 2 layers attend through the hook"
 
@@ -245,7 +245,7 @@ REFUSED: Final[dict[str, Refusal]] = {
     "bert": Refusal("later tokens", {}, is_known=False),
     "bloom": Refusal(_OWN, {}, trial=_SOME),
     "codegen": Refusal(_OWN, _GPT, trial=_SOME),
-    "deepseek_v32": Refusal("indexed_attention", {**_MLA, **_GROUPS}, trial="trial of a few"),
+    "deepseek_v32": Refusal("indexed_attention", {**_MLA, **_GROUPS}, trial="running a few tokens"),
     "diffllama": Refusal("told apart", {}, is_known=False),
     "doge": Refusal("mask of its own", {}, is_known=False),
     "falcon": Refusal(_OWN, {"head_dim": ...}),
@@ -284,12 +284,14 @@ REFUSED: Final[dict[str, Refusal]] = {
             "intermediate_size_mlp": 96,
             "layer_types": ["chunked_attention", "full_attention"],
         },
-        trial="something else than by itself",
+        trial="differ from those of its own attention",
     ),
     "mamba": Refusal(_STATE, {"state_size": 8}, trial=_SOME),
     "minimax": Refusal("linear_attention", {**_MOE, **_LINEAR}, trial=_SOME),
     "moshi": Refusal("mask only", {"sliding_window": WINDOW, "ffn_dim": 96}, is_known=False),
-    "mpt": Refusal(_OWN, {"d_model": 64, "n_heads": 4, "n_layers": 2}, trial="trial of a few"),
+    "mpt": Refusal(
+        _OWN, {"d_model": 64, "n_heads": 4, "n_layers": 2}, trial="running a few tokens"
+    ),
     "phimoe (sliding)": Refusal("mask only", {**_MOE, **_SLIDING}, is_known=False),
     "qwen3_5_text": Refusal(_STATE, _LINEAR, trial=_SOME),
     "qwen3_next": Refusal(

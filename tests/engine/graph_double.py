@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import GridExecutor
 
-from conure.engine.backend import Backend
-from conure.engine.graphs import Record
-from conure.kernels import fused, ops, reference
-from conure.kernels.plan import Plan
+from conure.engine.runner.backend import Backend
+from conure.engine.runner.cuda_graphs import Record
+from conure.kernels import elementwise, ops, reference
+from conure.kernels.planning.plan import Plan
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "_unique2")
 """Operators by which the host waits for the device."""
@@ -123,7 +123,7 @@ class Dense:
     """Attention that reads a table on the device; see `ops.Kernels`.
 
     The table of a kind of layer lies in memory that grows when it must: then a recording that
-    reads the former one is of no use.
+    reads the former one is of no use. A step that was not prepared reads a table of its own.
     """
 
     def __init__(self, *, num_rows: int = 8, num_blocks: int = 8) -> None:
@@ -144,20 +144,24 @@ class Dense:
         """Write [T, 1 + W]: the position of each query, and the blocks before it."""
         if self._plans.get(window) is plan:
             return self.num_grown
-        rows = np.repeat(np.arange(plan.num_rows), plan.num_new)
-        width = -(-int(plan.kv_len.max()) // plan.block_size)
-        blocks = plan.tables[rows, :width].clip(0)
+        needed = self._table_of(plan)
         found = self._tables.get(window, torch.zeros(*self._size, dtype=torch.int64))
-        wanted = (len(blocks), 1 + blocks.shape[1])
+        wanted = needed.shape
         if wanted[0] > found.shape[0] or wanted[1] > found.shape[1]:
             self.num_grown += 1
             shape = [max(a, b) for a, b in zip(wanted, found.shape, strict=True)]
             found = torch.zeros(*shape, dtype=torch.int64)
         found.zero_()
-        found[: wanted[0], 0] = torch.from_numpy(plan.positions)
-        found[: wanted[0], 1 : wanted[1]] = torch.from_numpy(blocks)
+        found[: wanted[0], : wanted[1]] = needed
         self._tables[window], self._plans[window] = found, plan
         return self.num_grown
+
+    def _table_of(self, plan: Plan) -> Tensor:
+        """Return the table of a plan as a tensor of its own: no recording reads it."""
+        rows = np.repeat(np.arange(plan.num_rows), plan.num_new)
+        width = -(-int(plan.kv_len.max()) // plan.block_size)
+        blocks = plan.tables[rows, :width].clip(0)
+        return torch.from_numpy(np.concatenate((plan.positions[:, None], blocks), axis=1))
 
     def attention(
         self,
@@ -173,8 +177,10 @@ class Dense:
         out: Tensor,
     ) -> Tensor:
         assert sinks is None
-        self.prepare(query, key_cache, value_cache, plan, window=window)
-        table = self._tables[window][: len(query)]
+        if self._plans.get(window) is plan:
+            table = self._tables[window][: len(query)]
+        else:
+            table = self._table_of(plan)
         group = query.shape[1] // key_cache.shape[2]
         shape = (len(table), (table.shape[1] - 1) * plan.block_size)
         keys, values = (
@@ -218,7 +224,7 @@ def interpreted(record: Record | None) -> Backend:
     return Backend(
         torch.device("cpu"),
         ops.implementation("triton"),
-        fused=fused.implementation("triton"),
+        fused=elementwise.implementation("triton"),
         record=record,
     )
 
@@ -234,8 +240,8 @@ def backend(record: Record | None, dense: Dense | None = None, *, is_late: bool 
     dense = dense or Dense()
     return Backend(
         torch.device("cpu"),
-        ops.Operations("dense", dense),
-        fused=fused.implementation("reference"),
+        ops.AttentionOperations("dense", dense),
+        fused=elementwise.implementation("reference"),
         record=record,
-        bring=late if is_late else None,
+        copy_to_host=late if is_late else None,
     )

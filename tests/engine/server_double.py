@@ -1,7 +1,7 @@
-"""A server in miniature: speaks to an engine, and knows what every answer must be.
+"""A test double of the server that knows the expected answer of every call.
 
-Holds a plain model of all contexts (ids in a dictionary, no blocks) and checks every report
-against it, and every invariant of the engine after every command and step.
+It keeps a plain model of all contexts (ids in a dictionary, no blocks). It checks every report
+against the model, and the engine's invariants after every command and step.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conure.engine import api
-from conure.engine.engine import Engine
-from conure.engine.fake import FakeRunner, default_text
-from conure.engine.runner import Handle, Row
+from conure.engine import protocol
+from conure.engine.core.engine import EngineCore
+from conure.engine.runner.base import Handle, ScheduledSequence
+from conure.engine.testing.scripted_runner import FakeRunner, default_text
 
-LIMITS = api.Limits(context_len=256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=16)
+LIMITS = protocol.EngineLimits(
+    context_len=256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=16
+)
 
 
-class Late:
-    """A step whose ids are kept from the engine until it reads them."""
+class LateStep:
+    """A step whose ids are not ready until the engine reads them."""
 
     is_ready = False
 
-    def __init__(self, spy: Spy, ids: list[int], *, fails: bool) -> None:
+    def __init__(self, spy: RecordingRunner, ids: list[int], *, fails: bool) -> None:
         self._spy = spy
         self._ids = ids
         self._fails = fails
@@ -31,54 +33,58 @@ class Late:
     def read(self) -> list[int]:
         assert self._spy.flying.pop(0) is self, "steps are read in the order of their start"
         if self._fails:
-            raise RuntimeError("told to fail late")
+            raise RuntimeError("late test failure")
         return self._ids
 
 
-class Spy(FakeRunner):
-    """A fake runner that remembers what it ran and fails when told to.
+class RecordingRunner(FakeRunner):
+    """A fake runner that records its steps and fails on demand.
 
-    A late one is a device that computes by itself: it takes rows as they are when a step is
-    started, knows what it sampled, and tells the engine only when that reads it.
+    With `late` it acts like an asynchronous device: it reads rows when a step is started, and
+    returns the sampled ids only when the engine reads the step.
     """
 
     def __init__(
-        self, limits: api.Limits, *, late: bool = False, **options: Callable[[str], str | None]
+        self,
+        limits: protocol.EngineLimits,
+        *,
+        late: bool = False,
+        **options: Callable[[str], str | None],
     ) -> None:
         super().__init__(limits=limits, **options)  # type: ignore[arg-type]  # answer alone
         self.fails = False
         self.fails_late = False
         self.late = late
-        self.flying: list[Late] = []
+        self.flying: list[LateStep] = []
         self.num_ahead = 0
         """Steps that were started before the one before them was read."""
         self.steps: list[list[tuple[int, int, int]]] = []
         """(context, start, num_new) of every row."""
         self.copies: list[tuple[int, int]] = []
 
-    def start(self, rows: Sequence[Row], copies: Sequence[tuple[int, int]]) -> Handle:
+    def start(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> Handle:
         assert len(rows) <= self.limits.max_sequences
         assert sum(row.num_new for row in rows) <= self.limits.step_tokens
         self.steps.append([(row.context, row.start, row.num_new) for row in rows])
         self.copies.extend(copies)
         if self.fails:
-            raise RuntimeError("told to fail")
-        follows = [row.follows is not None for row in rows]
+            raise RuntimeError("test failure")
+        follows = [row.previous_id_index is not None for row in rows]
         assert all(follows) if self.flying else not any(follows)
         assert len(self.flying) <= 1
         self.num_ahead += len(self.flying)
         done = super().start(rows, copies)
         if not self.late:
             return done
-        handle = Late(self, done.read(), fails=self.fails_late)
+        handle = LateStep(self, done.read(), fails=self.fails_late)
         self.flying.append(handle)
         return handle
 
 
 def expected_output(
-    prompt: Sequence[int], sampling: api.Sampling, context_len: int
+    prompt: Sequence[int], sampling: protocol.SamplingParams, context_len: int
 ) -> tuple[str, str]:
-    """Return text and reason of a Generate over single-byte text, worked out char by char."""
+    """Return text and finish reason of a Generate, computed character by character."""
     text = default_text(prompt)
     script = text + " "
     output = ""
@@ -95,8 +101,8 @@ def expected_output(
 
 
 @dataclass
-class Known:
-    """What the server knows of a context."""
+class ExpectedContext:
+    """The expected state of a context."""
 
     ids: list[int]
     salt: str = ""
@@ -107,29 +113,29 @@ class Known:
     num_seen: int = 0
     prompt: list[int] | None = None
     """Set while it generates."""
-    sampling: api.Sampling | None = None
+    sampling: protocol.SamplingParams | None = None
     text: str = ""
     generated: list[int] = field(default_factory=list)
     num_recomputed: int = 0
-    filled: list[api.Filled] = field(default_factory=list)
-    finished: list[api.Finished] = field(default_factory=list)
+    filled: list[protocol.Filled] = field(default_factory=list)
+    finished: list[protocol.Finished] = field(default_factory=list)
 
 
 class ServerDouble:
-    """One engine over a spied fake runner, and the model of what it holds."""
+    """One engine over a recording fake runner, and the model of its contexts."""
 
     def __init__(
         self,
-        limits: api.Limits = LIMITS,
+        limits: protocol.EngineLimits = LIMITS,
         *,
         late: bool = False,
         **options: Callable[[str], str | None],
     ) -> None:
         self.limits = limits
-        self.runner = Spy(limits, late=late, **options)
-        self.engine = Engine(self.runner, epoch=1)
-        self.known: dict[int, Known] = {}
-        self.failed: list[api.Failed] = []
+        self.runner = RecordingRunner(limits, late=late, **options)
+        self.engine = EngineCore(self.runner, epoch=1)
+        self.known: dict[int, ExpectedContext] = {}
+        self.failed: list[protocol.Failed] = []
         self.checks_text = not options
         self._num = 0
 
@@ -137,7 +143,7 @@ class ServerDouble:
         self._num += 1
         return self._num
 
-    def apply(self, command: api.Command) -> None:
+    def apply(self, command: protocol.Command) -> None:
         self.engine.apply(command)
         self.engine.check()
 
@@ -150,11 +156,11 @@ class ServerDouble:
         rank: float = 0.0,
         salt: str = "",
     ) -> int:
-        """Make a context and fill it."""
+        """Create and fill a context."""
         context = self.new_id()
         ids = self._prefix(parent, parent_len) + list(tokens)
-        self.known[context] = Known(ids, salt, num_fills=1, num_owed=len(ids))
-        self.apply(api.Fill(context, list(tokens), parent, parent_len, salt, rank))
+        self.known[context] = ExpectedContext(ids, salt, num_fills=1, num_owed=len(ids))
+        self.apply(protocol.Fill(context, list(tokens), parent, parent_len, salt, rank))
         return context
 
     def extend(self, context: int, tokens: Sequence[int], *, rank: float = 0.0) -> None:
@@ -162,35 +168,39 @@ class ServerDouble:
         known.ids = known.ids + list(tokens)
         known.num_fills += 1
         known.num_owed += len(tokens)
-        self.apply(api.Fill(context, list(tokens), rank=rank))
+        self.apply(protocol.Fill(context, list(tokens), rank=rank))
 
     def generate(self, context: int, *, rank: float = 0.0, **sampling: Any) -> None:
         self._begin(context, sampling)
         chosen = self.known[context].sampling
         assert chosen is not None
-        self.apply(api.Generate(context, chosen, rank=rank))
+        self.apply(protocol.GenerateCommand(context, chosen, rank=rank))
 
     def fork_generate(
         self, parent: int, parent_len: int, *, rank: float = 0.0, **sampling: Any
     ) -> int:
         context = self.new_id()
         ids = self._prefix(parent, parent_len)
-        self.known[context] = Known(ids, self.known[parent].salt, num_owed=len(ids))
+        self.known[context] = ExpectedContext(ids, self.known[parent].salt, num_owed=len(ids))
         self._begin(context, sampling)
         chosen = self.known[context].sampling
         assert chosen is not None
-        self.apply(api.Generate(context, chosen, parent, parent_len, self.known[parent].salt, rank))
+        self.apply(
+            protocol.GenerateCommand(
+                context, chosen, parent, parent_len, self.known[parent].salt, rank
+            )
+        )
         return context
 
     def free(self, context: int, keep: int = 0) -> None:
         del self.known[context]
-        self.apply(api.Free(context, keep))
+        self.apply(protocol.Free(context, keep))
 
     def abort(self, context: int) -> None:
         del self.known[context]
-        self.apply(api.Abort(context))
+        self.apply(protocol.Abort(context))
 
-    def step(self) -> api.Step | None:
+    def step(self) -> protocol.StepReport | None:
         step = self.engine.step()
         self.engine.check()
         if step is not None:
@@ -199,19 +209,19 @@ class ServerDouble:
         return step
 
     def run(self, most: int = 5000) -> None:
-        """Step until the engine is idle, and see that everything is answered."""
+        """Step until the engine is idle, and check that every command was answered."""
         for _ in range(most):
             if self.step() is None:
                 break
         else:
-            raise AssertionError(f"no end after {most} steps")
+            raise AssertionError(f"the engine is not idle after {most} steps")
         assert self.engine.is_idle
         for known in self.known.values():
             assert known.num_fills == 0
             assert known.prompt is None
 
     def generate_text(self, tokens: Sequence[int], **sampling: Any) -> str:
-        """Fill, generate, run to the end and free; return the text."""
+        """Run one call to its end. Return its text."""
         context = self.fill(tokens)
         self.generate(context, **sampling)
         self.run()
@@ -225,17 +235,17 @@ class ServerDouble:
     def _begin(self, context: int, sampling: dict[str, Any]) -> None:
         known = self.known[context]
         known.prompt = list(known.ids)
-        known.sampling = api.Sampling(**{"max_tokens": 100, **sampling})
+        known.sampling = protocol.SamplingParams(**{"max_tokens": 100, **sampling})
         known.text = ""
         known.generated = []
 
-    def _take(self, report: api.Report) -> None:
-        if isinstance(report, api.StatusReport | api.Pong | api.Checked):
+    def _take(self, report: protocol.Report) -> None:
+        if isinstance(report, protocol.StatusReport | protocol.Pong | protocol.Checked):
             return
         known = self.known.get(report.context)
-        assert known is not None, f"a report on a context that was freed: {report}"
+        assert known is not None, f"report on a freed context: {report}"
         match report:
-            case api.Filled():
+            case protocol.Filled():
                 known.filled.append(report)
                 known.num_fills -= 1
                 known.num_seen += report.computed + report.shared + report.cached
@@ -243,17 +253,17 @@ class ServerDouble:
                 if known.num_fills == 0:
                     assert known.num_seen == known.num_owed
                     known.num_seen = known.num_owed = 0
-            case api.Tokens():
+            case protocol.Tokens():
                 known.text += report.text
                 known.generated += report.ids
                 known.ids = known.ids + report.ids
-            case api.Finished():
+            case protocol.Finished():
                 self._finish(known, report)
-            case api.Failed():
+            case protocol.Failed():
                 self.failed.append(report)
                 del self.known[report.context]
 
-    def _finish(self, known: Known, report: api.Finished) -> None:
+    def _finish(self, known: ExpectedContext, report: protocol.Finished) -> None:
         assert known.prompt is not None
         assert known.sampling is not None
         assert known.text == report.text, "streamed and final text differ"

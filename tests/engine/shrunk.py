@@ -11,13 +11,17 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from conure.engine import bytelevel
+from conure.engine.config import EngineConfig
+from conure.engine.runner.backend import Backend
+from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.engine.text import byte_tokenizer
+from conure.kernels.planning.prefix_tree import MIN_SAVED_TOKENS
 
 TIE = 1e-4
 """Where the reference's two best logits lie this close, either token is right."""
 
 SMALL: dict[str, Any] = {
-    "vocab_size": bytelevel.VOCAB_SIZE,
+    "vocab_size": byte_tokenizer.VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -27,8 +31,8 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "bos_token_id": None,
-    "eos_token_id": bytelevel.EOS_IDS[0],
-    "pad_token_id": bytelevel.EOS_IDS[1],
+    "eos_token_id": byte_tokenizer.EOS_IDS[0],
+    "pad_token_id": byte_tokenizer.EOS_IDS[1],
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -57,8 +61,8 @@ def write(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(bytelevel.tokenizer_json())
-    settings = {"chat_template": bytelevel.CHAT_TEMPLATE, **bytelevel.SPECIAL_TOKENS}
+    (folder / "tokenizer.json").write_text(byte_tokenizer.tokenizer_json())
+    settings = {"chat_template": byte_tokenizer.CHAT_TEMPLATE, **byte_tokenizer.SPECIAL_TOKENS}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -73,6 +77,26 @@ def widen(model: PreTrainedModel, seed: int = 0) -> None:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
             else:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+
+
+def runner_on(
+    folder: Path,
+    device: str | Backend = "cpu",
+    *,
+    min_saved: int = MIN_SAVED_TOKENS,
+    use_fused_decoder: bool = True,
+    **options: Any,
+) -> TorchModelRunner:
+    """Load a folder into a runner; float32 and one thread unless `options` differ."""
+    backend = None if isinstance(device, str) else device
+    if isinstance(device, str):
+        options["device"] = device
+    return TorchModelRunner(
+        EngineConfig(model=str(folder), **{"dtype": "float32", "threads": 1, **options}),
+        backend=backend,
+        min_saved=min_saved,
+        use_fused_decoder=use_fused_decoder,
+    )
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -103,8 +127,8 @@ def count_ties(reference: PreTrainedModel, ids: list[int], num_prompt: int) -> i
 def with_bos(text: str) -> str:
     """Return a tokenizer.json that puts the end-of-text token before every text."""
     tokenizer = Tokenizer.from_str(text)
-    marker = bytelevel.END_OF_TEXT
+    marker = byte_tokenizer.END_OF_TEXT
     tokenizer.post_processor = TemplateProcessing(
-        single=f"{marker} $A", special_tokens=[(marker, bytelevel.SPECIAL_IDS[marker])]
+        single=f"{marker} $A", special_tokens=[(marker, byte_tokenizer.SPECIAL_IDS[marker])]
     )
     return str(tokenizer.to_str())

@@ -1,4 +1,4 @@
-"""The LangChain and LangGraph examples, right about every report on the built-in model."""
+"""The LangChain and LangGraph examples give the right answers with the built-in model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ["langchain_rag.py", "langchain_router.py", "langchain_map.py", "langgra
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server on the built-in model, at a port of the system's choice."""
+    """URL of a server with the built-in model."""
     with served("--threads", "1") as url:
         yield url
 
@@ -29,7 +29,7 @@ def run(name: str, url: str) -> subprocess.CompletedProcess[str]:
         env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
 
@@ -40,64 +40,64 @@ def printed(name: str, url: str) -> str:
     return made.stdout
 
 
-def told(said: str, label: str) -> list[str]:
-    """What is printed behind a label, line by line."""
-    return re.findall(rf"^{label} +(.*)$", said, re.MULTILINE)
+def lines_of(output: str, label: str) -> list[str]:
+    """Return the texts after a label, one per line."""
+    return re.findall(rf"^{label} +(.*)$", output, re.MULTILINE)
 
 
-def calls(said: str) -> list[tuple[int, int]]:
-    """Calls served from the plan and calls in all, of every run, the least first."""
+def calls(output: str) -> list[tuple[int, int]]:
+    """Return (calls served from the plan, all calls) of each run, sorted."""
     line = r"(\d+) served from the plan; (\d+) calls"
-    return sorted((int(served), int(made)) for served, made in re.findall(line, said))
+    return sorted((int(served), int(total)) for served, total in re.findall(line, output))
 
 
-def test_the_rag_chain_remembers_where_it_happened(url: str) -> None:
-    said = printed("langchain_rag.py", url)
-    assert told(said, "place") == ["Tarnby"] * 3
-    assert all("Tessa Brook" in report for report in told(said, "found"))
-    assert told(said, "answer") == ["Tessa Brook", "yes", "Jonas Wenk"]
-    assert calls(said) == [(2, 2)] * 3
+def test_rag_remembers_the_place(url: str) -> None:
+    output = printed("langchain_rag.py", url)
+    assert lines_of(output, "place") == ["Tarnby"] * 3
+    assert all("Tessa Brook" in report for report in lines_of(output, "found"))
+    assert lines_of(output, "answer") == ["Tessa Brook", "yes", "Jonas Wenk"]
+    assert calls(output) == [(2, 2)] * 3
 
 
-def test_the_router_asks_what_the_yes_or_no_decides(url: str) -> None:
-    said = printed("langchain_router.py", url)
-    assert told(said, "is hurt") == ["yes", "no", "yes"]
-    assert told(said, "who") == ["Jonas Wenk", "Ruth Sandberg"]
-    assert told(said, "cause") == ["broken valve"]
-    assert calls(said) == [(2, 2)] * 3
+def test_router_follows_the_yes_or_no(url: str) -> None:
+    output = printed("langchain_router.py", url)
+    assert lines_of(output, "is hurt") == ["yes", "no", "yes"]
+    assert lines_of(output, "who") == ["Jonas Wenk", "Ruth Sandberg"]
+    assert lines_of(output, "cause") == ["broken valve"]
+    assert calls(output) == [(2, 2)] * 3
 
 
-def test_the_map_asks_once_for_each_village_that_the_model_lists(url: str) -> None:
-    said = printed("langchain_map.py", url)
-    assert told(said, "doctor") == [
+def test_map_asks_once_per_village(url: str) -> None:
+    output = printed("langchain_map.py", url)
+    assert lines_of(output, "doctor") == [
         "Kolvar: Pavel Orlin",
         "Tarnby: Emil Hartson",
         "Malbury: Ruth Sandberg",
         "Gresfell: Lena Moritz",
         "Ostwick: Jonas Wenk",
     ]
-    assert told(said, "joined") == [
+    assert lines_of(output, "joined") == [
         "Pavel Orlin, Emil Hartson and Ruth Sandberg.",
         "Lena Moritz and Jonas Wenk.",
     ]
-    assert calls(said) == [(4, 4), (5, 5)]
+    assert calls(output) == [(4, 4), (5, 5)]
 
 
-def test_the_agent_reads_on_until_a_report_answers_its_question(url: str) -> None:
-    said = printed("langgraph_agent.py", url)
-    assert [line.rpartition("? ")[2] for line in told(said, "answer")] == [
+def test_agent_reads_until_a_report_answers(url: str) -> None:
+    output = printed("langgraph_agent.py", url)
+    assert [line.rpartition("? ")[2] for line in lines_of(output, "answer")] == [
         "nobody",
         "nobody",
         "Jonas Wenk",
     ]
-    assert [line.rpartition("? ")[2] for line in told(said, "check")] == ["no", "no", "yes"]
-    made = re.search(r"one program: 6 calls, (\d+) of (\d+) prompt tokens computed", said)
+    assert [line.rpartition("? ")[2] for line in lines_of(output, "check")] == ["no", "no", "yes"]
+    made = re.search(r"one program: 6 calls, (\d+) of (\d+) prompt tokens computed", output)
     assert made is not None
-    assert int(made[1]) < 0.6 * int(made[2]), "a check finds the KV of its answer"
+    assert int(made[1]) < 0.6 * int(made[2]), "a check reuses the KV cache of its answer"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_server_an_example_says_what_to_do(name: str) -> None:
+def test_examples_without_a_server_advise_the_user(name: str) -> None:
     made = run(name, "http://127.0.0.1:9")
     assert made.returncode == 1
     assert "conure serve" in made.stderr

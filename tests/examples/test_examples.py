@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them, against a server in a process of its own."""
+"""The examples, run as a reader would run them against a server process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ JOINED = "Jonas Wenk, Ruth Sandberg and Emil Hartson."
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server on the built-in model, at a port of the system's choice."""
+    """URL of a server with the built-in model."""
     with served("--threads", "1") as url:
         yield url
 
 
 def run(url: str, *command: str) -> str:
-    """Run an example and return what it prints."""
+    """Run a command and return its output."""
     made = subprocess.run(
         command,
         env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert made.returncode == 0, made.stdout + made.stderr
@@ -41,19 +41,19 @@ def run(url: str, *command: str) -> str:
 
 
 def example(url: str, name: str, *arguments: str) -> str:
-    """Run a Python example and return what it prints."""
+    """Run a Python example and return its output."""
     return run(url, sys.executable, str(EXAMPLES / name), *arguments)
 
 
 def answers(printed: str) -> dict[str, list[str]]:
-    """The values in what `show` prints, by name, one per run."""
-    found: dict[str, list[str]] = {}
+    """Return the values that `show` prints by name, one per run."""
+    values: dict[str, list[str]] = {}
     for name, value in re.findall(r"^  (\w+) = (.*)$", printed, re.MULTILINE):
-        found.setdefault(name, []).append(value)
-    return found
+        values.setdefault(name, []).append(value)
+    return values
 
 
-def test_hello_prints_what_each_call_wrote(url: str) -> None:
+def test_hello_prints_each_output(url: str) -> None:
     printed = example(url, "hello.py")
     assert re.search(r"^model builtin: \S+", printed, re.MULTILINE)
     assert "guests: 'Mira Dolan, Jonas Wenk, Ruth Sandberg'" in printed
@@ -61,7 +61,7 @@ def test_hello_prints_what_each_call_wrote(url: str) -> None:
     assert "2 calls in" in printed
 
 
-def test_the_chain_hands_each_answer_to_the_next_call(url: str) -> None:
+def test_chain_passes_each_answer_on(url: str) -> None:
     assert answers(example(url, "chain.py")) == {
         "place": ["Tarnby"],
         "doctor": ["Emil Hartson"],
@@ -69,41 +69,39 @@ def test_the_chain_hands_each_answer_to_the_next_call(url: str) -> None:
     }
 
 
-def test_the_router_asks_what_the_yes_or_no_decides(url: str) -> None:
+def test_router_follows_the_yes_or_no(url: str) -> None:
     assert answers(example(url, "router.py")) == {
         "is_hurt": ["yes", "no"],
         "answer": ["Jonas Wenk", "broken valve"],
     }
 
 
-def test_the_critic_and_the_follow_ups_agree_with_the_report(url: str) -> None:
+def test_critic_judges_both_answers(url: str) -> None:
     assert answers(example(url, "critic.py")) == {
         "guard": ["Tessa Brook"],
         "verdict": ["Tessa Brook, so yes."],
-        "verdict_on_told": ["Tessa Brook, so no."],
+        "verdict_on_claim": ["Tessa Brook, so no."],
         "place": ["Kolvar"],
         "witnesses": ["Ruth Sandberg, Emil Hartson, Lena Moritz"],
     }
 
 
-def test_the_extraction_is_a_value_under_its_schema(url: str) -> None:
+def test_extraction_returns_a_json_value(url: str) -> None:
     assert answers(example(url, "extraction.py")) == {
         "found": ['{"inspector": "Mira Dolan", "place": "Malbury"}'],
         "who": ["Mira Dolan"],
     }
 
 
-def test_the_map_reduce_is_right_about_every_report(url: str) -> None:
+def test_map_reduce_answers_every_report(url: str) -> None:
     printed = example(url, "map_reduce.py", "--url", url)
     assert re.findall(r"^   Who was hurt\? (.*)$", printed, re.MULTILINE) == FINDINGS
     assert f"answer: {JOINED}\n" in printed
 
 
-def test_the_map_reduce_gives_the_same_answers_as_a_program_and_by_request(
-    url: str, tmp_path: Path
-) -> None:
-    kept = str(tmp_path / "program.json")
-    printed = example(url, "map_reduce.py", "--url", url, "--save", kept)
+def test_map_reduce_agrees_with_single_requests(url: str, tmp_path: Path) -> None:
+    saved = str(tmp_path / "program.json")
+    printed = example(url, "map_reduce.py", "--url", url, "--save", saved)
     assert len(re.findall(r"^   Who was hurt\? ", printed, re.MULTILINE)) == 5
     assert "calls            6" in printed
     tokens = re.search(r"(\d+) logical = (\d+) computed \+ (\d+) shared", printed)
@@ -113,18 +111,18 @@ def test_the_map_reduce_gives_the_same_answers_as_a_program_and_by_request(
     assert shared > 0
     assert re.search(r"critical path +finding_\d+_call -> answer_call", printed)
     assert "blocks held      0" in printed
-    table = example(url, "map_reduce.py", "--url", url, "--by-request", "--compare", kept)
+    table = example(url, "map_reduce.py", "--url", url, "--by-request", "--compare", saved)
     assert re.search(r"^answers equal +yes$", table, re.MULTILINE)
     assert re.search(r"^requests of the app +1 +6$", table, re.MULTILINE)
 
 
-def test_an_example_without_a_server_says_what_to_do() -> None:
+def test_hello_without_a_server_advises_the_user() -> None:
     made = subprocess.run(
         [sys.executable, str(EXAMPLES / "hello.py")],
         env={**environment(), "CONURE_URL": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert made.returncode == 1
@@ -133,9 +131,9 @@ def test_an_example_without_a_server_says_what_to_do() -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_shell_example_shows_every_dialect(url: str) -> None:
+def test_shell_example_shows_every_api(url: str) -> None:
     printed = run(url, "bash", str(EXAMPLES / "rest.sh"))
-    for said in (
+    for text in (
         '"object":"list"',
         '"status":"accepted"',
         "event: program.finished",
@@ -144,23 +142,23 @@ def test_the_shell_example_shows_every_dialect(url: str) -> None:
         '"content":"Tessa Brook"',
         '"chat.completion"',
     ):
-        assert said in printed, printed
+        assert text in printed, printed
 
 
-def test_the_shell_example_stops_at_the_first_error() -> None:
+def test_shell_example_stops_at_the_first_error() -> None:
     made = subprocess.run(
         ["bash", str(EXAMPLES / "rest.sh")],
         env={**environment(), "CONURE_URL": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert made.returncode != 0
-    assert "whole program" not in made.stdout
+    assert "submit a program" not in made.stdout
 
 
-def test_the_text_is_several_pages_and_says_where_it_comes_from() -> None:
+def test_texts_name_their_source() -> None:
     for text in (EXAMPLES / "texts").glob("*.txt"):
         content = text.read_text(encoding="utf-8")
         header = content.partition("\n\n")[0]
@@ -172,7 +170,7 @@ def test_the_text_is_several_pages_and_says_where_it_comes_from() -> None:
 @pytest.mark.parametrize(
     "name", ["hello.py", "map_reduce.py", "chain.py", "router.py", "critic.py", "extraction.py"]
 )
-def test_importing_an_example_does_nothing(name: str) -> None:
+def test_importing_an_example_prints_nothing(name: str) -> None:
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
         f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='example')"

@@ -1,7 +1,6 @@
-"""The making of the small model: what it is taught, and that its trees teach it rightly.
+"""Training of the small model: its data, its trees, and a few steps of the recipe.
 
-The recipe runs here for a few steps only; what the shipped weights can do is asked in
-`test_small_model.py`.
+`test_small_model.py` measures the shipped weights.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ import evaluate
 import export
 import train
 from cases import Case, about_passage, about_texts
-from conure.engine import builtin
-from conure.engine.bytelevel import CHAT_TEMPLATE, TURN_END
-from conure.engine.local import LocalRunner
+from conure.engine.config import EngineConfig
+from conure.engine.models import builtin
+from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.engine.text.byte_tokenizer import CHAT_TEMPLATE, TURN_END
 from passages import NOBODY, Task, joined
 from trees import batch, prompt_end, tree_of, trees, trunk
 from words import Words, is_held_back
@@ -55,7 +55,7 @@ def drawn(seed: int, *, is_evaluation: bool = False) -> Iterator[Case]:
         yield from about_texts(words, 5)
 
 
-def test_every_task_is_taught_and_most_passages_are_new() -> None:
+def test_training_covers_every_task() -> None:
     cases = list(drawn(0))
     assert {case.task for case in cases} == set(Task)
     assert len({case.opening for case in cases}) > 55
@@ -63,7 +63,7 @@ def test_every_task_is_taught_and_most_passages_are_new() -> None:
         assert {case.answer for case in cases if case.task == task} == {"yes", "no"}
 
 
-def test_names_of_the_evaluation_never_occur_in_training() -> None:
+def test_training_never_draws_held_back_names() -> None:
     for is_evaluation in (False, True):
         words = Words(random.Random(5), is_evaluation=is_evaluation)
         for _ in range(300):
@@ -71,21 +71,21 @@ def test_names_of_the_evaluation_never_occur_in_training() -> None:
             assert {is_held_back(part) for part in parts} == {is_evaluation}
 
 
-def test_no_prompt_of_the_evaluation_occurs_in_training() -> None:
-    asked = {
+def test_training_contains_no_evaluation_prompt() -> None:
+    evaluation = {
         case.opening + case.question for cases in evaluate.held_back_cases(1, 40) for case in cases
     }
     words = Words(random.Random(11))
-    taught = {
+    training = {
         case.opening + case.question
         for _ in range(3_000)
         for case in (*about_passage(words, words.rng.randint(1, 2), 4), *about_texts(words, 5))
     }
-    assert len(asked) > 9 * 30
-    assert not asked & taught
+    assert len(evaluation) > 9 * 30
+    assert not evaluation & training
 
 
-def test_an_extracted_value_stands_in_the_passage() -> None:
+def test_answers_occur_in_their_passage() -> None:
     for case in drawn(1):
         if case.task == Task.EXTRACT and case.answer != NOBODY:
             assert case.answer in case.opening, case
@@ -97,7 +97,7 @@ def test_an_extracted_value_stands_in_the_passage() -> None:
             assert case.question.endswith(case.answer), case
 
 
-def test_a_verdict_follows_from_what_stands_beside_it() -> None:
+def test_verdicts_follow_from_their_prompts() -> None:
     verdicts = set()
     for case in drawn(7):
         if case.task == Task.CHECK:
@@ -115,26 +115,26 @@ def test_a_verdict_follows_from_what_stands_beside_it() -> None:
     assert len(verdicts) == 4
 
 
-def test_one_seed_gives_one_training() -> None:
+def test_cases_depend_on_the_seed_only() -> None:
     assert list(drawn(3)) == list(drawn(3))
     assert list(drawn(3)) != list(drawn(4))
 
 
-def test_prompts_are_what_the_chat_template_renders() -> None:
+def test_prompts_match_the_chat_template() -> None:
     template = jinja2.Environment().from_string(CHAT_TEMPLATE)
     for case in drawn(2):
         rendered = template.render(messages=case.messages(), add_generation_prompt=True)
         assert trunk(case) + prompt_end(case.question) == rendered
 
 
-def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer: Tokenizer) -> None:
     for text in ("Mira's 12 goats.", "  two  blanks\n\n\ttab", "Ærø 北京 \U0001f600", "a\x00b"):
         ids = tokenizer.encode(text).ids
         assert max(ids) < train.VOCAB_SIZE
         assert tokenizer.decode(ids) == text
 
 
-def test_a_name_has_the_same_pieces_wherever_it_stands(tokenizer: Tokenizer) -> None:
+def test_a_name_has_the_same_tokens_everywhere(tokenizer: Tokenizer) -> None:
     words = Words(random.Random(9))
     for _ in range(50):
         name = words.person()
@@ -146,85 +146,85 @@ def test_a_name_has_the_same_pieces_wherever_it_stands(tokenizer: Tokenizer) -> 
 
 
 @pytest.fixture(scope="module")
-def fresh() -> Any:
+def untrained() -> Any:
     """The model before its first step, in float32."""
     training = train.Training(seed=0)
     training.load_masters()
     return training.model.float()
 
 
-def test_a_branch_of_a_tree_is_computed_as_if_it_stood_alone(
-    fresh: Any, tokenizer: Tokenizer
-) -> None:
+def test_a_branch_equals_an_independent_sequence(untrained: Any, tokenizer: Tokenizer) -> None:
     words = Words(random.Random(6))
     group = about_passage(words, 3, 6)
     made = [tree_of(group, tokenizer, random.Random(0), follow_up=0)]
     made.append(tree_of(about_texts(words, 2), tokenizer, random.Random(0)))
-    read = batch(iter(made), 1, sum(len(tree.ids) for tree in made), torch.float32)
+    data = batch(iter(made), 1, sum(len(tree.ids) for tree in made), torch.float32)
     with torch.inference_mode():
-        hidden = fresh.model(
-            input_ids=read.ids, position_ids=read.positions, attention_mask=read.mask
+        hidden = untrained.model(
+            input_ids=data.ids, position_ids=data.positions, attention_mask=data.mask
         ).last_hidden_state[0]
-        taught = fresh.lm_head(hidden[read.sources])
+        branches = untrained.lm_head(hidden[data.sources])
         start = 0
         for case in group:
             prompt = tokenizer.encode(trunk(case) + prompt_end(case.question)).ids
             answer = tokenizer.encode(case.answer + TURN_END).ids
             ids = torch.tensor([prompt + answer])
             mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), -1e9).triu(1)
-            alone = fresh.lm_head(fresh.model(input_ids=ids, attention_mask=mask)[0])[0]
+            alone = untrained.lm_head(untrained.model(input_ids=ids, attention_mask=mask)[0])[0]
             alone = alone[len(prompt) - 1 : -1]
             part = slice(start, start + len(answer))
-            assert read.targets[part].tolist() == answer
-            torch.testing.assert_close(taught[part], alone, atol=2e-3, rtol=1e-3)
+            assert data.targets[part].tolist() == answer
+            torch.testing.assert_close(branches[part], alone, atol=2e-3, rtol=1e-3)
             start += len(answer)
 
 
-def test_the_fresh_model_repeats_what_it_has_read(fresh: Any) -> None:
+def test_the_untrained_model_copies(untrained: Any) -> None:
     ids = torch.randint(300, 1000, (1, 30), generator=torch.Generator().manual_seed(1))
     twice = torch.cat([ids, ids], 1)
     mask = torch.full((1, 1, 60, 60), -1e9).triu(1)
     with torch.inference_mode():
-        logits = fresh.lm_head(fresh.model(input_ids=twice, attention_mask=mask)[0])[0]
+        logits = untrained.lm_head(untrained.model(input_ids=twice, attention_mask=mask)[0])[0]
     right = logits[31:59].argmax(-1) == ids[0, 2:]
     assert right.float().mean() > 0.8
 
 
-def test_a_few_steps_teach(tokenizer: Tokenizer) -> None:
+def test_a_few_steps_lower_the_loss(tokenizer: Tokenizer) -> None:
     training, losses = train.Training(seed=0), []
     for number in range(6):
         words = Words(random.Random(f"test {number}"))
         training.load_masters()
-        found = training.gradients(batch(trees(words, tokenizer, 2), 2, 224, torch.bfloat16))
-        losses.append(float(found[-2]))
-        training.learn(found, 1.0)
+        gradients = training.gradients(batch(trees(words, tokenizer, 2), 2, 224, torch.bfloat16))
+        losses.append(float(gradients[-2]))
+        training.apply(gradients, 1.0)
     assert losses[-1] < losses[0]
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Train for so many steps, one time after the other; returns the checkpoint."""
+    """Train up to each of the given steps in turn; return the checkpoint."""
 
     def run(*until: int) -> Path:
-        made = tmp_path_factory.mktemp("run")
-        shutil.copy(folder / "tokenizer.json", made)
+        folder_of_run = tmp_path_factory.mktemp("run")
+        shutil.copy(folder / "tokenizer.json", folder_of_run)
         for steps in until:
-            train.run(0, Namespace(folder=made, steps=steps, cooldown=0, seed=0, workers=1))
-        return made / "checkpoint.pt"
+            train.run(
+                0, Namespace(folder=folder_of_run, steps=steps, cooldown=0, seed=0, workers=1)
+            )
+        return folder_of_run / "checkpoint.pt"
 
     return run
 
 
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     trained: Callable[..., Path],
 ) -> None:
-    whole, resumed = (torch.load(path) for path in (trained(3), trained(1, 3)))
-    assert whole["step"] == resumed["step"] == 3
-    for one, other in zip(whole["masters"], resumed["masters"], strict=True):
+    uninterrupted, resumed = (torch.load(path) for path in (trained(3), trained(1, 3)))
+    assert uninterrupted["step"] == resumed["step"] == 3
+    for one, other in zip(uninterrupted["masters"], resumed["masters"], strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_run_is_not_gone_on_with_by_another_seed(
+def test_resuming_with_another_seed_is_an_error(
     trained: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -233,17 +233,15 @@ def test_a_run_is_not_gone_on_with_by_another_seed(
     monkeypatch.setattr(sys, "argv", ["train.py", str(folder), "--seed", "1"])
     with pytest.raises(SystemExit):
         train.main()
-    assert "was begun with seed 0" in capsys.readouterr().err
+    assert "was started with seed 0" in capsys.readouterr().err
 
 
-def test_a_checkpoint_becomes_a_model_folder_that_an_engine_serves(
-    trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_exported_checkpoint_can_be_served(trained: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = trained(1)
     folder = tmp_path / "model"
     export.export(checkpoint.parent, folder)
-    assert builtin.intact(folder) == folder
+    assert builtin.verified_folder(folder) == folder
     assert sum(path.stat().st_size for path in folder.iterdir()) < 8 * 2**20
-    runner = LocalRunner(model=str(folder), threads=1, num_blocks=64)
+    runner = TorchModelRunner(EngineConfig(model=str(folder), threads=1, num_blocks=64))
     assert runner.limits.context_len == train.CONTEXT_LEN
     assert runner.chat_template == CHAT_TEMPLATE

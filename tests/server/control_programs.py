@@ -1,11 +1,11 @@
-"""Random programs with control flow, and a plain reading of what each of their variables is.
+"""Random programs with control flow, and a sequential interpreter for them.
 
-`random_program` writes a program; `Reading` walks it like a sequential language would, on the
-fake engine's published text, and says what every instance's variable must be. It shares with
-the server nothing but expressions. Where the outcome is open (who wins a race, whether a kill
-comes in time) it takes what was observed, and holds it against what was possible.
+`random_program` generates a program. `Reading` interprets it sequentially, with the fake engine's
+published text, and computes the expected variables of every instance. It shares only expressions
+with the server. Where the outcome is open (the winner of a race, the time of a kill), it uses the
+observed outcome and checks that it was possible.
 
-Kept true: nodes stand in an order in which they can be read; `shuffled` mixes them for the
+Invariant: nodes are in an order in which they can be interpreted; `shuffled` mixes them for the
 server.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conure.server.program.errors import ExpressionError
-from conure.server.program.expression import evaluate
+from conure.server.program.expressions.evaluate import evaluate
 
 from .inprocess import answer, expr, var
 
@@ -32,7 +32,7 @@ MAX_CALLS = 60
 
 @dataclass
 class Names:
-    """What can be read at one place of a program."""
+    """The variables that can be read at one point of a program."""
 
     texts: list[str]
     lists: list[str]
@@ -42,7 +42,7 @@ class Names:
 
 
 class Writer:
-    """Writes one random program."""
+    """Generates one random program."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -55,7 +55,7 @@ class Writer:
         return self.nodes(names, depth=0)
 
     def nodes(self, names: Names, depth: int) -> list[Json]:
-        """Some nodes that read what is there and each other; names grow by what they make."""
+        """Generate nodes that read known names, and add their outputs to the names."""
         kinds = ["call"] * 4 + ["expr", "when", "race", "kill"]
         if depth < 3:
             kinds += ["map", "map", "if", "if", "loop", "try"]
@@ -83,7 +83,7 @@ class Writer:
         return [expr(name, text, f"v{name}")]
 
     def when(self, names: Names, depth: int) -> list[Json]:
-        """A call that may be skipped, and who goes on without it."""
+        """Generate a call that may be skipped, and a reader that tolerates this."""
         condition = self._condition(names)
         (call,) = self.call(names, depth)
         call["when"] = condition
@@ -93,7 +93,7 @@ class Writer:
         return [call, expr(name, {"first": [var(skipped), "nothing"]}, f"v{name}")]
 
     def race(self, names: Names, depth: int) -> list[Json]:
-        """Two calls, of which the first one wins and the other one dies."""
+        """Generate two calls, of which the first to finish kills the other."""
         one, other = self.call(names, depth), self.call(names, depth)
         racers = [names.texts.pop(), names.texts.pop()]
         wait, kill, pick = self._name(), self._name(), self._name()
@@ -107,7 +107,7 @@ class Writer:
         ]
 
     def kill(self, names: Names, depth: int) -> list[Json]:
-        """A call that dies, if it is not faster, when something else is there."""
+        """Generate a call that is killed once another variable exists, unless it is faster."""
         (call,) = self.call(names, depth)
         target = names.texts.pop()
         name, kill = self._name(), self._name()
@@ -180,7 +180,7 @@ class Writer:
         return [node]
 
     def _as_text(self, name: str) -> Json:
-        """Also of an index, which is a number, and of what was skipped."""
+        """Return a value as text; also an index, or a skipped value."""
         return {"first": [{"concat": [{"json": var(name)}, ""]}, ""]}
 
     def __getattr__(self, kind: str) -> Any:
@@ -258,12 +258,12 @@ class Writer:
 
 
 def random_program(rng: random.Random) -> list[Json]:
-    """The nodes of a program on the inputs `given`, a text, and `things`, a list of texts."""
+    """Return the nodes of a program with the inputs `given` (text) and `things` (texts)."""
     return Writer(rng).program()
 
 
 def shuffled(nodes: Json, rng: random.Random) -> Json:
-    """The same program with the nodes of every body in another order."""
+    """Return the program with the nodes of every body in another order."""
     mixed = copy.deepcopy(nodes)
     _shuffle(mixed, rng)
     return mixed
@@ -279,27 +279,25 @@ def _shuffle(nodes: list[Json], rng: random.Random) -> None:
 
 
 class FailureError(Exception):
-    """A node failed, and nothing around it took it yet; the message is its code."""
+    """A node failed and no surrounding node has handled it; the message is its code."""
 
 
 @dataclass
 class Reading:
-    """What the variables of a program are, instance by instance."""
+    """The expected variables of a program, instance by instance."""
 
     observed: Mapping[str, Json]
     """Values that the server gave, by name; for what only it can know."""
     values: dict[str, Json] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
-    """Variables that may have a value or none: losers, killed, and what stands in a body that
-    failed.
-    """
+    """Variables that may or may not have a value: of losers, killed nodes and failed bodies."""
     never: set[str] = field(default_factory=set)
     """Nodes that must not have started."""
     depth: int = 0
     """Of `try` in each other."""
 
     def run(self, nodes: list[Json], scope: dict[str, Json], suffix: str) -> None:
-        """Read nodes in order; what they make is in `scope` afterwards.
+        """Interpret nodes in order; their outputs are added to `scope`.
 
         Raises:
             FailureError: if one fails.
@@ -347,7 +345,7 @@ class Reading:
         self._set(node["output"], value, scope, suffix)
 
     def _wait(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
-        """A race: who has won, the server says."""
+        """Interpret a race; the winner is the one that the server reported."""
 
     def _kill(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
         for name in node["targets"]:

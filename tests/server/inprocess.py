@@ -1,4 +1,4 @@
-"""A server without HTTP: an executor on the fake engine, and short words for using it."""
+"""A server without HTTP: an executor on the fake engine, and builders of nodes."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from conure.engine.fake import default_text
+from conure.engine.testing.scripted_runner import default_text
 from conure.server.config import Config
 from conure.server.executor import Executor
-from conure.server.program.ir import Append, Submission
+from conure.server.program.ir import Append, Options, SourceSubmission, Submission
 from conure.server.program.status import Event, ProgramStatus, PutValue, VariableStatus
-from conure.server.store.writer import Batch
+from conure.server.store.writer import WriteBatch
 
 TENANT = "t"
-WAIT_S = 20.0
-"""Longer than anything here takes; whoever waits that long has failed."""
+WAIT_S = 60.0
+"""Longer than any step of a test takes."""
 
 Json = Any
 
 
-class Desk:
-    """One tenant's way to an executor."""
+class ServerHarness:
+    """An executor as one tenant uses it."""
 
     def __init__(self, executor: Executor, tenant: str = TENANT) -> None:
         self.executor = executor
@@ -40,12 +40,14 @@ class Desk:
         inputs: Mapping[str, Json] | None = None,
         jobs: Mapping[str, Json] | None = None,
         key: str | None = None,
-        open: bool = False,  # noqa: A002 - the wire's word
+        id: str | None = None,  # noqa: A002 - the wire's words
+        open: bool = False,  # noqa: A002
         **options: Json,
     ) -> Program:
-        """Submit a program; inputs are declared by themselves."""
+        """Submit a program; inputs are declared automatically."""
         declared: dict[str, Json] = {name: {} for name in inputs or {}}
         body = {
+            "id": id,
             "program": {
                 "variables": declared | dict(variables or {}),
                 "nodes": nodes,
@@ -65,8 +67,31 @@ class Desk:
         )
         return Program(self, accepted.id)
 
+    async def submit_source(
+        self,
+        source: str,
+        inputs: Mapping[str, Json] | None = None,
+        *,
+        language: Literal["decoder", "template"] = "decoder",
+        key: str | None = None,
+        **options: Json,
+    ) -> Program:
+        """Submit a program as text."""
+        submission, body = await self.executor.compile(
+            SourceSubmission(
+                source=source,
+                language=language,
+                inputs=dict(inputs or {}),
+                options=msgspec.convert(options, Options),
+            )
+        )
+        accepted, _ = await self.executor.submit(
+            submission, body=body, tenant=self.tenant, idempotency_key=key
+        )
+        return Program(self, accepted.id)
+
     async def num_held(self) -> list[tuple[int, int]]:
-        """Blocks held and contexts, by every engine's own count."""
+        """Return the blocks in use and the contexts, by each engine's own count."""
         infos = await self.executor.engines()
         return [(info.report.num_held, info.report.num_contexts) for info in infos]
 
@@ -74,17 +99,17 @@ class Desk:
 class Program:
     """A submitted program."""
 
-    def __init__(self, desk: Desk, program: str) -> None:
+    def __init__(self, harness: ServerHarness, program: str) -> None:
         self.id = program
-        self.desk = desk
-        self._executor = desk.executor
-        self._tenant = desk.tenant
+        self.harness = harness
+        self._executor = harness.executor
+        self._tenant = harness.tenant
 
     async def get(self, variable: str, wait_s: float = WAIT_S) -> VariableStatus:
         return await self._executor.get(self.id, variable, tenant=self._tenant, wait_s=wait_s)
 
     async def value(self, variable: str) -> Json:
-        """The value of a variable that gets one."""
+        """Return the value of a variable that must have one."""
         status = await self.get(variable)
         assert status.status == "done", status
         return status.value
@@ -98,10 +123,11 @@ class Program:
         body = msgspec.convert({"error": error, "request_id": request}, PutValue)
         await self._executor.put(self.id, variable, body, tenant=self._tenant)
 
-    async def append(self, **append: Json) -> ProgramStatus:
+    async def append(self, *, wait_s: float = 0.0, **append: Json) -> ProgramStatus:
         raw = msgspec.json.encode(append)
+        more = msgspec.json.decode(raw, type=Append)
         return await self._executor.append(
-            self.id, msgspec.json.decode(raw, type=Append), body=raw, tenant=self._tenant
+            self.id, more, body=raw, tenant=self._tenant, wait_s=wait_s
         )
 
     async def cancel(self) -> ProgramStatus:
@@ -114,7 +140,7 @@ class Program:
         return self._executor.events(self.id, tenant=self._tenant, after=after)
 
     async def events(self, after: int = 0) -> list[Event]:
-        """All journaled events to the end of the program."""
+        """Return all journaled events up to the end of the program."""
         async with asyncio.timeout(WAIT_S):
             return [event async for event in self.read(after) if event.seq is not None]
 
@@ -129,7 +155,7 @@ class Program:
         raise AssertionError(f"the program ended without {types}")
 
     async def end(self) -> ProgramStatus:
-        """Wait for the end; nothing of the program may be left anywhere."""
+        """Wait for the end, and check that nothing of the program leaks."""
         await self.events()
         status = await self.status()
         receipt = status.receipt
@@ -144,42 +170,42 @@ class Program:
         return status
 
 
-class Disk:
-    """Stands between an executor and its disk: what comes is held until `let_through`."""
+class DelayedJournalWriter:
+    """Delays the writes of an executor's journal until `release`."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.batches: list[Batch] = []
+    def __init__(self, harness: ServerHarness) -> None:
+        self.batches: list[WriteBatch] = []
         self.came = asyncio.Event()
-        self._writer = desk.executor.journal._writer
+        self._writer = harness.executor.services.journal._writer
         self._put = self._writer.put
         setattr(self._writer, "put", self._hold)  # noqa: B010 - mypy forbids the plain one
 
-    def _hold(self, batch: Batch) -> None:
+    def _hold(self, batch: WriteBatch) -> None:
         self.batches.append(batch)
         self.came.set()
 
-    def let_through(self) -> None:
+    def release(self) -> None:
         setattr(self._writer, "put", self._put)  # noqa: B010
         for batch in self.batches:
             self._put(batch)
 
 
 @contextlib.asynccontextmanager
-async def desk_of(
+async def server_harness(
     data: Path, functions: Mapping[str, Callable[..., Any]] | None = None, **settings: Any
-) -> AsyncIterator[Desk]:
-    """An executor on the fake engine, from start to stop."""
+) -> AsyncIterator[ServerHarness]:
+    """Start an executor on the fake engine, and stop it at the end."""
     config = Config(**{"data": data, "engine": "fake", **settings})
     executor = Executor(config, functions=functions)
     await executor.start()
     try:
-        yield Desk(executor)
+        yield ServerHarness(executor)
     finally:
         await executor.stop()
 
 
-def say(node: str, *parts: Json, writes: str | None = None, **fields: Json) -> Json:
-    """A call on a `prompt`: strings are text, `{...}` as they are; one output at the end.
+def generate(node: str, *parts: Json, writes: str | None = None, **fields: Json) -> Json:
+    """Return a generate node: strings become text segments, and an output is added at the end.
 
     Sampling fields go to the output, everything else to the node.
     """
@@ -191,13 +217,13 @@ def say(node: str, *parts: Json, writes: str | None = None, **fields: Json) -> J
     return {"id": node, "op": "generate", "prompt": segments, **common}
 
 
-def read(variable: str) -> Json:
-    """A segment that inserts a variable."""
+def insert(variable: str) -> Json:
+    """Return a segment that inserts a variable."""
     return {"input": variable}
 
 
 def var(variable: str) -> Json:
-    """An expression that is a variable."""
+    """Return an expression that reads a variable."""
     return {"var": variable}
 
 
@@ -214,5 +240,5 @@ def call(node: str, function: str, writes: str | None = None, **fields: Json) ->
 
 
 def answer(prompt: str) -> str:
-    """What the fake engine says to a prompt, whatever happened on the way."""
+    """Return the fake engine's text for a prompt."""
     return default_text(list(prompt.encode()))

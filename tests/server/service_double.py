@@ -1,11 +1,11 @@
-"""A Service whose programs do what a test says, and a server to put it behind."""
+"""A scripted Service for tests, and ways to serve it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ import httpx
 import uvicorn
 from litestar import Litestar
 
-from conure.engine.api import StatusReport
+from conure.engine.protocol import StatusReport
 from conure.server.app import create_app
 from conure.server.config import Config
+from conure.server.language.submission import SourceCompiler
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError
+from conure.server.program.functions import FunctionSignature
 from conure.server.program.ir import (
     Append,
-    Client,
+    ClientNode,
     Constraint,
-    Expr,
-    Generate,
+    ExprNode,
+    GenerateNode,
     Objective,
+    SourceSubmission,
     Submission,
 )
 from conure.server.program.status import (
@@ -33,17 +36,27 @@ from conure.server.program.status import (
     NodeStatus,
     OutputTokens,
     Problem,
+    ProgramPage,
     ProgramStatus,
+    ProgramSummary,
     PromptTokens,
     PutValue,
     UsageReport,
     VariableStatus,
 )
-from conure.server.service import EngineInfo, GrammarInfo, ModelInfo, Readiness
+from conure.server.service import (
+    EngineInfo,
+    ExplanationService,
+    GrammarInfo,
+    ModelInfo,
+    ProcedureService,
+    Readiness,
+    TokenizedPrompt,
+)
 
 
-class Scripted:
-    """One program of the double."""
+class ScriptedProgram:
+    """A program whose events a test scripts."""
 
     def __init__(self, number: int, submission: Submission) -> None:
         self.id = f"p_{number}"
@@ -62,7 +75,7 @@ class Scripted:
         for name in names:
             self.variables[name] = VariableStatus(name=name, status="waiting")
 
-    def tell(self, type_: Any, *, is_journaled: bool = True, **data: Any) -> None:
+    def emit(self, type_: Any, *, is_journaled: bool = True, **data: Any) -> None:
         seq = None
         if is_journaled:
             self._seq += 1
@@ -71,7 +84,7 @@ class Scripted:
         self._wake()
 
     def delta(self, variable: str, text: str, *, offset: int, attempt: int = 1) -> None:
-        self.tell(
+        self.emit(
             "node.delta",
             is_journaled=False,
             variable=variable,
@@ -82,18 +95,18 @@ class Scripted:
 
     def commit(self, variable: str, value: Any) -> None:
         self.variables[variable] = VariableStatus(name=variable, status="done", value=value)
-        self.tell("variable.committed", variable=variable, value=value)
+        self.emit("variable.committed", variable=variable, value=value)
 
-    def lose(self, variable: str, phase: Any, code: str, message: str = "") -> None:
+    def fail(self, variable: str, phase: Any, code: str, message: str = "") -> None:
         problem = Problem(code=code, message=message)
         self.variables[variable] = VariableStatus(name=variable, status=phase, error=problem)
         self._wake()
 
     def finish(self, status: str = "done") -> None:
         self.status = status
-        self.tell("program.finished", status=status)
+        self.emit("program.finished", status=status)
 
-    def spend(self, node: str, *, prompt: int, shared: int, output: int) -> None:
+    def set_usage(self, node: str, *, prompt: int, shared: int, output: int) -> None:
         self.nodes[node] = NodeStatus(
             status="done",
             prompt_tokens=PromptTokens(logical=prompt, computed=prompt - shared, shared=shared),
@@ -121,20 +134,20 @@ class Scripted:
 
 
 class ScriptedService:
-    """Keeps the Service protocol with programs that a test moves by hand."""
+    """Implements the Service protocol with programs that a test controls."""
 
     def __init__(self) -> None:
-        self.programs: dict[str, Scripted] = {}
+        self.programs: dict[str, ScriptedProgram] = {}
         self.cancelled: list[str] = []
         self.objectives: list[Objective | None] = []
         self.puts: list[tuple[str, PutValue]] = []
         self.appended: list[Append] = []
         self.refusal: Exception | None = None
-        self.on_submit: Callable[[Scripted], None] = lambda program: None
+        self.on_submit: Callable[[ScriptedProgram], None] = lambda program: None
         self.readiness = Readiness(is_ready=True)
         self.life: list[str] = []
         self.drained = asyncio.Event()
-        self._keys: dict[str, Scripted] = {}
+        self._keys: dict[str, ScriptedProgram] = {}
 
     async def start(self) -> None:
         self.life.append("start")
@@ -147,6 +160,9 @@ class ScriptedService:
     async def drain(self) -> None:
         self.life.append("drain")
         self.drained.set()
+
+    async def compile(self, source: SourceSubmission) -> tuple[Submission, bytes]:
+        return SourceCompiler([]).compile(source)
 
     async def submit(
         self,
@@ -161,13 +177,13 @@ class ScriptedService:
         if self.refusal is not None:
             raise self.refusal
         known = self._keys.get(idempotency_key or "")
-        program = known or Scripted(len(self.programs) + 1, submission)
+        program = known or ScriptedProgram(len(self.programs) + 1, submission)
         self.programs[program.id] = program
         if idempotency_key:
             self._keys[idempotency_key] = program
         if known is None:
             program.add(names_of(submission.program))
-            program.tell("program.accepted")
+            program.emit("program.accepted")
             self.on_submit(program)
         accepted = Accepted(
             id=program.id,
@@ -178,7 +194,7 @@ class ScriptedService:
         return accepted, known is not None
 
     async def append(
-        self, program: str, append: Append, *, body: bytes, tenant: str
+        self, program: str, append: Append, *, body: bytes, tenant: str, wait_s: float = 0.0
     ) -> ProgramStatus:
         found = self._find(program)
         if not found.is_open:
@@ -195,11 +211,35 @@ class ScriptedService:
             found.finish("cancelled")
         return found.snapshot()
 
-    async def find(self, program: str, *, tenant: str) -> None:
+    async def erase(self, program: str, *, tenant: str) -> None:
         self._find(program)
+        del self.programs[program]
+
+    async def find(self, program: str, *, tenant: str) -> Any:
+        return self._find(program).status
+
+    async def find_submitted(self, idempotency_key: str, *, tenant: str) -> str | None:
+        known = self._keys.get(idempotency_key)
+        return None if known is None else known.id
 
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         return self._find(program).snapshot()
+
+    async def list_programs(
+        self, *, tenant: str, status: str | None, cursor: int | None, limit: int
+    ) -> ProgramPage:
+        listed = [
+            ProgramSummary(
+                id=found.id, status=found.snapshot().status, created_at="2026-01-01T00:00:00Z"
+            )
+            for found in reversed(self.programs.values())
+            if status in (None, found.status)
+        ]
+        start = cursor or 0
+        rest = listed[start + limit :]
+        return ProgramPage(
+            programs=listed[start : start + limit], next=str(start + limit) if rest else None
+        )
 
     async def get(
         self,
@@ -236,7 +276,13 @@ class ScriptedService:
         return found.variables[variable]
 
     async def events(
-        self, program: str, *, tenant: str, after: int, is_durable: bool = False
+        self,
+        program: str,
+        *,
+        tenant: str,
+        after: int,
+        is_durable: bool = False,
+        follow: bool = True,
     ) -> AsyncGenerator[Event, None]:
         found = self._find(program)
         found.num_readers += 1
@@ -252,9 +298,22 @@ class ScriptedService:
                         yield event
                         if event.type == "program.finished":
                             return
+                if not follow:
+                    return
                 await found.changed()
         finally:
             found.num_readers -= 1
+
+    @property
+    def procedures(self) -> ProcedureService:
+        raise NotImplementedError
+
+    @property
+    def explainer(self) -> ExplanationService:
+        raise NotImplementedError
+
+    def functions(self) -> list[FunctionSignature]:
+        return [FunctionSignature(name="calc", timeout_s=5.0)]
 
     def models(self) -> list[ModelInfo]:
         return [
@@ -262,8 +321,16 @@ class ScriptedService:
             ModelInfo(id="org/other", context_len=128),
         ]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
+
     async def check_grammar(self, constraint: Constraint, text: str | None) -> GrammarInfo:
         return GrammarInfo(is_supported=True, matches=None if text is None else text == "yes")
+
+    async def tokenize(
+        self, model: str, prompt: str | list[Any], *, tools: list[dict[str, Any]], bos: bool
+    ) -> TokenizedPrompt:
+        return TokenizedPrompt(count=2, max_model_len=4096, tokens=[1, 2])
 
     async def engines(self) -> list[EngineInfo]:
         report = StatusReport(0, 10, 4, 5, 1, 2, *range(6))
@@ -280,33 +347,35 @@ class ScriptedService:
     async def ready(self) -> Readiness:
         return self.readiness
 
-    def _find(self, program: str) -> Scripted:
+    def _find(self, program: str) -> ScriptedProgram:
         if program not in self.programs:
             raise NotFoundError("program.unknown", f"there is no program {program!r}")
         return self.programs[program]
 
 
 def names_of(graph: Any) -> list[str]:
-    """Names of all variables that a program or an addition declares or produces."""
+    """Return the names of all variables that a program or an append declares or produces."""
     names = list(graph.variables)
     for node in graph.nodes:
-        if isinstance(node, Expr | Client):
+        if isinstance(node, ExprNode | ClientNode):
             names.append(node.output)
-        elif isinstance(node, Generate) and node.output:
+        elif isinstance(node, GenerateNode) and node.output:
             names.append(node.output.variable)
-        elif isinstance(node, Generate) and node.prompt:
+        elif isinstance(node, GenerateNode) and node.prompt:
             names += [segment.output for segment in node.prompt if segment.output]
     return names
 
 
 def app_of(service: ScriptedService, **settings: Any) -> Litestar:
-    """The application in front of a double."""
+    """Return the application around a scripted service."""
     return create_app(Config(data=Path("unused"), **settings), service=service)
 
 
 @contextlib.asynccontextmanager
 async def in_process(app: Litestar) -> AsyncIterator[httpx.AsyncClient]:
-    """A client that calls the application without a network; streams arrive at their end."""
+    """Return a client that calls the application without a network. Streams arrive when they
+    end.
+    """
     asgi: Any = app  # two spellings of one protocol
     transport = httpx.ASGITransport(app=asgi, raise_app_exceptions=False)
     async with (
@@ -324,13 +393,13 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def over_socket(app: Litestar) -> AsyncIterator[str]:
-    """The address of a real server that runs the application in this event loop."""
+    """Yield the address of a real server that runs the application in this event loop."""
     config = uvicorn.Config(
         app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False
     )
     server = _Server(config)
     async with app.lifespan():
-        # As in `commands.serve`: without the protocol's number, asyncio leaves Nagle on.
+        # As in `commands.serve`: without the protocol number, asyncio does not disable Nagle.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             running = asyncio.ensure_future(server.serve([listener]))
@@ -344,12 +413,12 @@ async def over_socket(app: Litestar) -> AsyncIterator[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets other tasks run until the condition holds; fails after 5 s."""
-    async with asyncio.timeout(5):
+    """Let other tasks run until the condition holds; fail after a minute."""
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - conditions of doubles have no event
             await asyncio.sleep(0.001)
 
 
-def refusal(error: type[ConureError], code: str, **details: Any) -> ConureError:
-    """An error to be raised by a double."""
+def service_error(error: type[ConureError], code: str, **details: Any) -> ConureError:
+    """Return an error for a scripted service to raise."""
     return error(code, f"refused with {code}", **details)

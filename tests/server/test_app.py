@@ -1,4 +1,4 @@
-"""What holds for every route: ids, problems, the gate, bodies, the document, health."""
+"""Behaviour of all routes: ids, errors, middleware, bodies, the OpenAPI document, health."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import yaml  # type: ignore[import-untyped]  # it has none
 
 from conure.server.app import drain
 from conure.server.program.errors import ProgramError, UnavailableError
-from conure.server.routes import openai, paper, programs
+from conure.server.routes import openai, parrot
+from conure.server.routes.programs import programs
 from conure.server.service import Readiness
 
-from .service_double import ScriptedService, app_of, in_process, over_socket, refusal
+from .service_double import ScriptedService, app_of, in_process, over_socket, service_error
 
 PROGRAM: dict[str, Any] = {
     "program": {
@@ -50,7 +51,7 @@ def check_problem(answer: httpx.Response, status: int, code: str) -> dict[str, A
     return problem
 
 
-async def test_every_answer_has_a_request_id_and_takes_over_a_tame_one() -> None:
+async def test_every_response_has_a_request_id() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         for path in ("/healthz", "/nowhere", "/schema/openapi.json", "/v1/models"):
             assert (await client.get(path)).headers["x-request-id"].startswith("req_")
@@ -72,7 +73,7 @@ async def test_router_errors_are_problems() -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8400", "127.0.0.1:1", "[::1]", "[::1]:9", "127.0.0.2:1"]
 )
-async def test_hosts_of_this_machine_pass(host: str) -> None:
+async def test_local_hosts_are_allowed(host: str) -> None:
     async with in_process(app_of(ScriptedService())) as client:
         assert (await client.get("/healthz", headers={"Host": host})).status_code == 200
 
@@ -96,7 +97,7 @@ async def test_other_hosts_are_forbidden(host: str) -> None:
         check_problem(answer, 403, "host.forbidden")
 
 
-async def test_other_origins_are_forbidden_and_local_ones_pass() -> None:
+async def test_other_origins_are_forbidden() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         for origin in ("https://example.com", "null", "http://localhost.example.com"):
             answer = await client.get("/healthz", headers={"Origin": origin})
@@ -108,14 +109,14 @@ async def test_other_origins_are_forbidden_and_local_ones_pass() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/programs", "/v1/programs/p_1/nodes", "/v1/submit"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
-async def test_bodies_that_are_not_declared_json_are_refused(path: str, kind: str | None) -> None:
+async def test_bodies_must_be_declared_json(path: str, kind: str | None) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
     async with in_process(app_of(ScriptedService())) as client:
         answer = await client.post(path, content=b"{}", headers=headers)
         check_problem(answer, 415, "request.media_type")
 
 
-async def test_a_charset_is_no_other_media_type() -> None:
+async def test_charset_is_part_of_the_same_media_type() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         answer = await client.post(
             "/v1/programs",
@@ -125,7 +126,7 @@ async def test_a_charset_is_no_other_media_type() -> None:
         assert answer.status_code == 202, answer.text
 
 
-async def test_a_body_over_the_limit_is_413_with_and_without_content_length() -> None:
+async def test_oversized_body_is_413() -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(3):
             yield b" " * 1000
@@ -140,7 +141,7 @@ async def test_a_body_over_the_limit_is_413_with_and_without_content_length() ->
 
 
 @pytest.mark.parametrize("depth", [65, 5_000, 1_000_000])
-async def test_deep_json_is_a_client_error(depth: int) -> None:
+async def test_deeply_nested_json_is_a_client_error(depth: int) -> None:
     async with in_process(app_of(ScriptedService())) as client:
         for path in ("/v1/programs", "/v1/chat/completions"):
             answer = await client.post(
@@ -151,7 +152,7 @@ async def test_deep_json_is_a_client_error(depth: int) -> None:
             assert answer.status_code == 400
 
 
-async def test_malformed_json_and_unknown_fields_are_400_with_code_and_path() -> None:
+async def test_malformed_json_is_400_with_code_and_path() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         headers = {"Content-Type": "application/json"}
         answer = await client.post("/v1/programs", content=b'{"program": ', headers=headers)
@@ -163,21 +164,23 @@ async def test_malformed_json_and_unknown_fields_are_400_with_code_and_path() ->
         assert "promt" in problem["detail"]
 
 
-async def test_our_errors_keep_code_path_and_retry_after() -> None:
+async def test_errors_keep_code_path_and_retry_after() -> None:
     service = ScriptedService()
     async with in_process(app_of(service)) as client:
-        service.refusal = refusal(ProgramError, "program.cycle", path="program.nodes[1]")
+        service.refusal = service_error(ProgramError, "program.cycle", path="program.nodes[1]")
         problem = check_problem(
             await client.post("/v1/programs", json=PROGRAM), 400, "program.cycle"
         )
         assert problem["path"] == "program.nodes[1]"
-        service.refusal = refusal(UnavailableError, "queue.full", status=429, retry_after_s=1.2)
+        service.refusal = service_error(
+            UnavailableError, "queue.full", status=429, retry_after_s=1.2
+        )
         answer = await client.post("/v1/programs", json=PROGRAM)
         check_problem(answer, 429, "queue.full")
         assert answer.headers["retry-after"] == "2"
 
 
-async def test_a_bug_is_a_500_that_says_nothing_and_logs_everything(
+async def test_internal_error_is_a_logged_500_without_details(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     service = ScriptedService()
@@ -191,7 +194,7 @@ async def test_a_bug_is_a_500_that_says_nothing_and_logs_everything(
         assert problem["request_id"] in caplog.text
 
 
-async def test_health_is_alive_and_readiness_gives_reasons() -> None:
+async def test_health_and_readiness_report_state() -> None:
     service = ScriptedService()
     app = app_of(service)
     async with in_process(app) as client:
@@ -206,7 +209,7 @@ async def test_health_is_alive_and_readiness_gives_reasons() -> None:
         assert (await client.get("/healthz")).status_code == 200
 
 
-async def test_engines_tell_their_counters() -> None:
+async def test_engines_report_their_counters() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         [engine] = (await client.get("/v1/engines")).json()["engines"]
         assert (engine["id"], engine["epoch"]) == ("engine-0", 7)
@@ -215,21 +218,21 @@ async def test_engines_tell_their_counters() -> None:
         assert counters["num_free"] + counters["num_held"] + counters["num_cached"] == 10
 
 
-async def test_the_root_points_to_the_document() -> None:
+async def test_root_links_the_openapi_document() -> None:
     async with in_process(app_of(ScriptedService())) as client:
         root = (await client.get("/")).json()
         assert root["name"] == "conure"
         assert (await client.get(root["documentation"])).status_code == 200
 
 
-async def test_the_service_lives_as_long_as_the_application() -> None:
+async def test_service_starts_and_stops_with_application() -> None:
     service = ScriptedService()
     async with in_process(app_of(service)):
         assert service.life == ["start"]
     assert service.life == ["start", "stop"]
 
 
-async def test_a_drain_that_hangs_is_given_up_and_still_ends_waiters() -> None:
+async def test_hanging_drain_times_out_and_ends_waits() -> None:
     class Hanging(ScriptedService):
         async def drain(self) -> None:
             await asyncio.Event().wait()
@@ -255,7 +258,9 @@ LOWER, UPPER = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 
 
 def unbounded(schema: Any, path: str = "", ends: frozenset[str] = frozenset()) -> list[str]:
-    """Where a schema lets any integer through; ends beside a `oneOf` hold for all of it."""
+    """Return where a schema permits any integer. Bounds next to a `oneOf` apply to all
+    alternatives.
+    """
     if isinstance(schema, list):
         return [p for i, part in enumerate(schema) for p in unbounded(part, f"{path}[{i}]", ends)]
     if not isinstance(schema, dict):
@@ -269,14 +274,14 @@ def unbounded(schema: Any, path: str = "", ends: frozenset[str] = frozenset()) -
     return [*found, path] if is_open else found
 
 
-async def test_the_page_says_that_events_may_answer_a_submission() -> None:
+async def test_openapi_lists_event_response_of_submission() -> None:
     answers = (await document())["paths"]["/v1/programs"]["post"]["responses"]
     assert set(answers["202"]["content"]) == {"application/json", "text/event-stream"}
 
 
-async def test_no_request_takes_an_integer_of_any_size() -> None:
+async def test_integers_are_bounded_in_openapi() -> None:
     whole = await document()
-    bodies = {body.__name__ for body in (*programs.BODIES, *paper.BODIES, *openai.BODIES)}
+    bodies = {body.__name__ for body in (*programs.BODIES, *parrot.BODIES, *openai.BODIES)}
     schemas = whole["components"]["schemas"]
     assert bodies <= schemas.keys()
     reached, todo = set(), list(bodies)
@@ -293,10 +298,11 @@ async def test_no_request_takes_an_integer_of_any_size() -> None:
     assert unbounded(parameters) == []
 
 
-async def test_the_document_has_every_route_with_bodies_and_problems() -> None:
+async def test_openapi_has_every_route_with_schemas() -> None:
     paths = (await document())["paths"]
     assert set(paths) == {
         "/",
+        "/v1/tokenize",
         "/healthz",
         "/readyz",
         "/metrics",
@@ -304,33 +310,64 @@ async def test_the_document_has_every_route_with_bodies_and_problems() -> None:
         "/v1/usage",
         "/v1/programs",
         "/v1/programs/{program}",
+        "/v1/programs/{program}/content",
         "/v1/programs/{program}/nodes",
         "/v1/programs/{program}/events",
         "/v1/programs/{program}/variables/{name}",
+        "/v1/programs/explain",
+        "/v1/programs/{program}/explain",
+        "/v1/functions",
+        "/v1/procedures",
+        "/v1/procedures/{name}",
+        "/v1/procedures/{name}/aliases/{alias}",
+        "/v1/procedures/{reference}",
+        "/v1/procedures/{reference}/run",
         "/v1/submit",
         "/v1/set",
         "/v1/get",
         "/v1/grammar/check",
+        "/v1/session",
+        "/v1/session/{session_id}",
+        "/v1/semantic_call",
+        "/v1/py_native_call",
+        "/v1/semantic_var",
+        "/v1/semantic_var/{var_id}",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/responses/{response}",
+        "/v1/responses/{response}/cancel",
+        "/v1/responses/{response}/input_items",
         "/v1/models",
         "/v1/models/{model}",
     }
     submit = paths["/v1/programs"]["post"]
     body = submit["requestBody"]["content"]["application/json"]["schema"]
-    assert body == {"$ref": "#/components/schemas/Submission"}
+    names = ("Submission", "SourceSubmission")
+    assert body == {"oneOf": [{"$ref": f"#/components/schemas/{name}"} for name in names]}
     assert "202" in submit["responses"]
     for path, item in paths.items():
         for operation in item.values():
             for status, answer in operation["responses"].items():
-                if int(status) >= 400 and path not in _OPENAI:
+                if int(status) >= 400 and not path.startswith(_OTHER_ERRORS):
                     assert list(answer["content"]) == ["application/problem+json"], (path, status)
 
 
-_OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}")
+_OTHER_ERRORS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/responses",
+    "/v1/session",
+    "/v1/semantic_",
+    "/v1/py_native_call",
+)
+"""Paths whose errors have the shape of OpenAI's or Parrot's client."""
 
 
-async def test_every_reference_of_the_document_leads_somewhere() -> None:
+async def test_openapi_references_resolve() -> None:
     parsed = await document()
     schemas = parsed["components"]["schemas"]
 
@@ -350,13 +387,13 @@ async def test_every_reference_of_the_document_leads_somewhere() -> None:
         assert reference.removeprefix("#/components/schemas/") in schemas, reference
 
 
-async def test_waiting_bounds_stand_in_the_document() -> None:
+async def test_openapi_has_wait_bounds() -> None:
     get = (await document())["paths"]["/v1/programs/{program}/variables/{name}"]["get"]
     wait = next(p for p in get["parameters"] if p["name"] == "wait_s")["schema"]
     assert (wait["minimum"], wait["maximum"]) == (0, 600)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_does_no_harm(
+async def test_disconnect_inside_body_is_harmless(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with over_socket(app_of(ScriptedService())) as url:

@@ -1,4 +1,4 @@
-"""Settings: their bounds, and the folder of a server that was given none."""
+"""Bounds of the settings, and the default journal directory."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from conure.server.config import Config, ConfigError, default_data, is_loopback
+from conure.server.config import Config, ConfigError, default_data_folder, is_loopback
 from conure.server.program.decode import MAX_BODY_BYTES
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_hosts_are_taken(host: str) -> None:
+def test_loopback_hosts_are_accepted(host: str) -> None:
     assert is_loopback(host)
     assert Config(data=Path("d"), host=host).host == host
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", ""])
-def test_hosts_that_others_reach_are_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match="reachable from outside"):
+def test_public_hosts_are_rejected(host: str) -> None:
+    with pytest.raises(ConfigError, match="reachable from other machines"):
         Config(data=Path("d"), host=host)
 
 
@@ -42,14 +42,14 @@ def test_hosts_that_others_reach_are_refused(host: str) -> None:
         {"batch_invariant": True, "engine": "fake"},
     ],
 )
-def test_settings_out_of_bounds_are_named(setting: dict[str, Any]) -> None:
+def test_error_names_setting_out_of_bounds(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         Config(data=Path("d"), **setting)
     assert next(iter(setting)) in str(caught.value)
 
 
-def test_the_default_folder_follows_xdg_but_not_a_relative_one() -> None:
-    assert default_data({"XDG_STATE_HOME": "/x"}) == Path("/x/conure")
+def test_default_folder_ignores_relative_xdg_path() -> None:
+    assert default_data_folder({"XDG_STATE_HOME": "/x"}) == Path("/x/conure")
     home = Path.home() / ".local" / "state" / "conure"
-    assert default_data({}) == home
-    assert default_data({"XDG_STATE_HOME": "relative"}) == home
+    assert default_data_folder({}) == home
+    assert default_data_folder({"XDG_STATE_HOME": "relative"}) == home

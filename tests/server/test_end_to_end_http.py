@@ -1,4 +1,4 @@
-"""Routes, executor, journal and the fake engine together: what a client of the server sees."""
+"""Routes, executor, journal and the fake engine together, from a client's point of view."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ProgramError
 
-from .routes.test_events import parse
+from .routes.programs.test_events import parse
 from .service_double import in_process, over_socket
 from .test_app import check_problem
 
@@ -50,18 +50,18 @@ CHAIN: dict[str, Any] = {
 @contextlib.asynccontextmanager
 async def client_of(data: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(Config(data=data, engine="fake", **settings))
-    async with over_socket(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with over_socket(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         yield client
 
 
 async def finish(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
-    """Reads all events of a program, and so waits for its end."""
+    """Read all events of a program, and thereby wait for its end."""
     events = parse((await client.get(f"{path}/events")).text)
     assert events[-1]["event"] == "program.finished"
     return events
 
 
-async def test_the_client_runs_its_steps_in_every_instance(tmp_path: Path) -> None:
+async def test_client_runs_steps_in_every_instance(tmp_path: Path) -> None:
     program = {
         "nodes": [
             {
@@ -101,7 +101,7 @@ async def test_the_client_runs_its_steps_in_every_instance(tmp_path: Path) -> No
     assert result.receipt.blocks_held == 0
 
 
-async def test_a_chain_is_submitted_once_and_its_end_is_awaited(tmp_path: Path) -> None:
+async def test_chain_is_submitted_and_awaited(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         answer = await client.post("/v1/programs", json=CHAIN)
         assert answer.status_code == 202, answer.text
@@ -123,7 +123,7 @@ async def test_a_chain_is_submitted_once_and_its_end_is_awaited(tmp_path: Path) 
     assert ids == sorted(set(ids))
 
 
-async def test_events_resume_where_a_reader_stopped(tmp_path: Path) -> None:
+async def test_events_resume_after_reconnect(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         path = (await client.post("/v1/programs", json=CHAIN)).headers["location"]
         whole = [event for event in await finish(client, path) if "id" in event]
@@ -133,7 +133,7 @@ async def test_events_resume_where_a_reader_stopped(tmp_path: Path) -> None:
             assert [event for event in rest if "id" in event] == whole[i + 1 :]
 
 
-async def test_an_idempotent_submission_runs_once(tmp_path: Path) -> None:
+async def test_idempotent_submission_runs_once(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         headers = {"Idempotency-Key": "key"}
         first = await client.post("/v1/programs", json=CHAIN, headers=headers)
@@ -145,7 +145,7 @@ async def test_an_idempotent_submission_runs_once(tmp_path: Path) -> None:
         check_problem(answer, 409, "idempotency.conflict")
 
 
-async def test_a_client_step_is_asked_and_answered(tmp_path: Path) -> None:
+async def test_client_step_is_requested_and_answered(tmp_path: Path) -> None:
     step = {"id": "ask", "op": "client", "name": "search", "args": {"q": {"var": "first"}}}
     program = {
         "variables": {"start": {}},
@@ -170,13 +170,13 @@ async def test_a_client_step_is_asked_and_answered(tmp_path: Path) -> None:
         value = {"value": "a result", "request_id": asked["request_id"]}
         assert (await client.put(put, json=value)).status_code == 200
         assert (await client.put(put, json=value)).status_code == 200
-        # Whether the program still runs by now, and so which code it is, is open.
+        # The program may have ended by now, so two codes are possible.
         assert (await client.put(put, json={"value": "b"})).status_code == 409
         await finish(client, path)
         assert (await client.get(path)).json()["status"] == "done"
 
 
-async def test_the_papers_calls_make_a_session(tmp_path: Path) -> None:
+async def test_parrot_calls_form_a_session(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         write = {
             "prompt": "Write for {{task}}: {{code}}",
@@ -214,7 +214,7 @@ async def test_the_papers_calls_make_a_session(tmp_path: Path) -> None:
         assert (await client.get(f"/v1/programs/{session}")).json()["receipt"]["calls"] == 2
 
 
-async def test_the_openai_client_gets_the_same_answer_whole_and_in_pieces(tmp_path: Path) -> None:
+async def test_openai_client_gets_same_answer_streamed(tmp_path: Path) -> None:
     app = create_app(Config(data=tmp_path, engine="fake"))
     async with (
         over_socket(app) as url,
@@ -252,7 +252,7 @@ async def test_the_openai_client_gets_the_same_answer_whole_and_in_pieces(tmp_pa
         assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_client_that_leaves_a_stream_ends_its_program(tmp_path: Path) -> None:
+async def test_disconnect_cancels_the_program(tmp_path: Path) -> None:
     async with client_of(tmp_path, time_per_output_token=0.01) as client:
         body = {
             "model": "default",
@@ -282,7 +282,7 @@ async def test_a_client_that_leaves_a_stream_ends_its_program(tmp_path: Path) ->
         ({**CHAIN, "inputs": {"start": "long " * 200_000}}, "prompt.too_long"),
     ],
 )
-async def test_what_cannot_run_is_refused_and_the_server_goes_on(
+async def test_invalid_program_is_rejected_and_server_continues(
     body: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
     async with client_of(tmp_path) as client:
@@ -290,7 +290,7 @@ async def test_what_cannot_run_is_refused_and_the_server_goes_on(
         assert (await client.post("/v1/programs", json=CHAIN)).status_code == 202
 
 
-async def test_an_ended_program_is_answered_from_the_journal(tmp_path: Path) -> None:
+async def test_ended_program_is_read_from_journal(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         path = (await client.post("/v1/programs", json=CHAIN)).headers["location"]
         before = [event for event in await finish(client, path) if "id" in event]
@@ -306,7 +306,7 @@ async def test_an_ended_program_is_answered_from_the_journal(tmp_path: Path) -> 
         assert value.json()["value"] == status["variables"]["second"]["value"]
 
 
-async def test_the_engine_is_ready_and_tells_its_counters(tmp_path: Path) -> None:
+async def test_engine_is_ready_and_reports_counters(tmp_path: Path) -> None:
     app = create_app(Config(data=tmp_path, engine="fake"))
     async with in_process(app) as client:
         assert (await client.get("/readyz")).status_code == 200
@@ -321,42 +321,42 @@ async def test_the_engine_is_ready_and_tells_its_counters(tmp_path: Path) -> Non
 def start(data: Path, *argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "conure.server.cli", "serve", "--engine", "fake"),
+            *(sys.executable, "-m", "conure", "serve", "--engine", "fake"),
             *("--port", "0", "--data", str(data), *argv),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / ".src")},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
 
-def test_the_command_serves_refuses_a_second_on_its_folder_and_ends(tmp_path: Path) -> None:
+def test_serve_command_locks_its_folder(tmp_path: Path) -> None:
     first = start(tmp_path)
     try:
         assert first.stdout is not None
-        url = re.search(r"http://[^ ,;]+", first.stdout.readline())
+        url = re.search(r"http://[^\s,;]+", first.stdout.readline())
         assert url
         program = tmp_path / "chain.json"
         program.write_text(json.dumps(CHAIN))
         run = subprocess.run(
-            [sys.executable, "-m", "conure.server.cli", "run", str(program), "--url", url[0]],
+            [sys.executable, "-m", "conure", "run", str(program), "--receipt", "--url", url[0]],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT / ".src")},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert run.returncode == 0, run.stderr
-        assert run.stdout.startswith("--- second\n")
-        assert '"calls": 2' in run.stdout
+        assert run.stdout.strip()
+        assert '"calls": 2' in run.stderr
         second = start(tmp_path)
-        out, error = second.communicate(timeout=30)
+        out, error = second.communicate(timeout=60)
         assert (second.returncode, out) == (1, "")
         assert error.startswith("conure: ")
         assert error.count("\n") == 1
         first.send_signal(signal.SIGTERM)
-        _, error = first.communicate(timeout=30)
+        _, error = first.communicate(timeout=60)
         assert (first.returncode, error) == (0, "")
     finally:
         first.kill()

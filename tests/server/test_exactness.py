@@ -1,9 +1,9 @@
-"""Sharing never changes an answer, and the receipt says what was shared: a real model.
+"""Sharing never changes an output, and the receipt accounts for it: tests with a real model.
 
-The seeded random model runs behind the whole server, and transformers runs the same weights on the
-same prompt ids, one call at a time, with nothing shared. In float32 and greedy both must give
-the same ids; where they part, the reference's two best logits must lie within 1e-4 of each
-other, and from there on it is asked token by token behind what the server has said.
+The seeded random model runs in the whole server, and transformers runs the same weights on the
+same prompt ids, one call at a time, without sharing. In float32 and greedy, both must give the
+same ids. Where they differ, the reference's two best logits must be within 1e-4 of each other;
+after that, the reference predicts each token from the server's own prefix.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pytest_asyncio
 import torch
 import transformers
 
-from conure.engine import seeded
-from conure.engine.api import StatusReport
+from conure.engine.protocol import StatusReport
+from conure.engine.testing import random_model
 from conure.server.program.status import ProgramStatus, Receipt, Trace
-from conure.server.runs.sharing import common_prefix_len
+from conure.server.runtime.calls.prefix_registry import common_prefix_len
 
-from .inprocess import Desk, Program, client, desk_of, read, var
+from .inprocess import Program, ServerHarness, client, insert, server_harness, var
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,12 +40,12 @@ CHUNKS = [f"{i}. {TEXT[7 * i :]}{TEXT[: 7 * i]}" for i in range(8)]
 
 
 class Reference:
-    """transformers on its own."""
+    """The reference: transformers alone."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            seeded.cached(), dtype=torch.float32
+            random_model.create_cached(), dtype=torch.float32
         )
         self._model = loaded.eval()
         self._eos = set(loaded.generation_config.eos_token_id)
@@ -54,7 +54,7 @@ class Reference:
         self.num_ties = 0
 
     def check(self, trace: Trace) -> None:
-        """The ids that the server gave are those of `generate`, but for ties."""
+        """Check that the server's ids are those of `generate`, except after ties."""
         expected = self._generate(trace.prompt_ids)
         self.num_checked += 1
         if trace.output_ids != expected:
@@ -95,10 +95,12 @@ def reference() -> Reference:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Desk]:
+async def harness(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServerHarness]:
     data: Path = tmp_path_factory.mktemp("exactness")
-    async with desk_of(data, engine="local", model="seeded", dtype="float32", threads=1) as desk:
-        yield desk
+    async with server_harness(
+        data, engine="local", model="seeded", dtype="float32", threads=1
+    ) as harness:
+        yield harness
 
 
 def message(role: str, *parts: Any) -> dict[str, Any]:
@@ -118,13 +120,13 @@ def chat(node: str, *messages: Any, **output: Any) -> dict[str, Any]:
 INSTRUCTION = message("system", "Sum up the part of a story that you are given, in a few words.")
 MAP_REDUCE = [
     *(
-        chat(f"map{i}", INSTRUCTION, message("user", "The part: ", read(f"chunk{i}")))
+        chat(f"map{i}", INSTRUCTION, message("user", "The part: ", insert(f"chunk{i}")))
         for i in range(len(CHUNKS))
     ),
     chat(
         "reduce",
         message("system", "Join these."),
-        message("user", *(part for i in range(8) for part in (read(f"map{i}"), "\n"))),
+        message("user", *(part for i in range(8) for part in (insert(f"map{i}"), "\n"))),
     ),
 ]
 INPUTS = {f"chunk{i}": chunk for i, chunk in enumerate(CHUNKS)}
@@ -135,8 +137,8 @@ def traces(status: ProgramStatus) -> list[Trace]:
     return [trace for node in status.nodes.values() for trace in node.trace or ()]
 
 
-async def counters(desk: Desk) -> StatusReport:
-    [info] = await desk.executor.engines()
+async def counters(harness: ServerHarness) -> StatusReport:
+    [info] = await harness.executor.engines()
     assert (info.report.num_held, info.report.num_contexts) == (0, 0)
     return info.report
 
@@ -144,11 +146,11 @@ async def counters(desk: Desk) -> StatusReport:
 def check_counters(
     before: StatusReport, after: StatusReport, statuses: Sequence[ProgramStatus]
 ) -> list[Receipt]:
-    """The receipts account for all that the engine did.
+    """Check that the receipts account for all work of the engine.
 
     The engine's `num_computed_tokens` counts prompt tokens that went through the model for the
-    first time, and `num_decoded_tokens` the ids that it chose (EOS included); the token of a
-    decoding step is in neither again. So both are sums over receipts.
+    first time, and `num_decoded_tokens` the ids that it sampled (EOS included); the input token
+    of a decode step counts in neither. So both are sums over receipts.
     """
     receipts = [status.receipt for status in statuses if status.receipt]
     assert len(receipts) == len(statuses)
@@ -165,12 +167,12 @@ def check_counters(
 
 
 @pytest.mark.parametrize("copies", [1, 4, 16])
-async def test_a_map_reduce_gives_the_ids_of_transformers(
-    desk: Desk, reference: Reference, copies: int
+async def test_map_reduce_matches_transformers_ids(
+    harness: ServerHarness, reference: Reference, copies: int
 ) -> None:
-    before = await counters(desk)
+    before = await counters(harness)
     # Tenants share nothing; programs of one tenant share what they have at one time.
-    tenants = [Desk(desk.executor, f"{copies}.{i % 4}") for i in range(copies)]
+    tenants = [ServerHarness(harness.executor, f"{copies}.{i % 4}") for i in range(copies)]
     programs = await asyncio.gather(
         *(own.submit(MAP_REDUCE, inputs=INPUTS, outputs=["reduce"], trace=True) for own in tenants)
     )
@@ -180,7 +182,7 @@ async def test_a_map_reduce_gives_the_ids_of_transformers(
         for trace in traces(status):
             reference.check(trace)
     assert reference.num_ties < reference.num_checked / 10
-    receipts = check_counters(before, await counters(desk), statuses)
+    receipts = check_counters(before, await counters(harness), statuses)
     maps = [t.prompt_ids for t in traces(statuses[0]) if t.variable != "reduce"]
     common = min(common_prefix_len(maps[0], other) for other in maps[1:])
     common -= common % BLOCK
@@ -192,12 +194,14 @@ async def test_a_map_reduce_gives_the_ids_of_transformers(
         assert tokens.computed == tokens.logical - 7 * common
         assert (tokens.shared.static, tokens.shared.generated) == (7 * common, 0)
     if copies == 16:
-        # What stands in the program itself went through the model once for every tenant.
+        # Text of the program was computed once per tenant.
         computed = sum(receipt.prompt_tokens.computed for receipt in receipts)
         assert computed <= 16 * (tokens.logical - 7 * common) - 12 * common
 
 
-async def test_what_the_model_wrote_is_not_read_again(desk: Desk, reference: Reference) -> None:
+async def test_generated_tokens_are_not_prefilled_again(
+    harness: ServerHarness, reference: Reference
+) -> None:
     ask = message("user", "Tell me about the harbour and the boy with the blue cap, please.")
     nodes = [
         chat("first", ask, **{"as": "message"}),
@@ -219,22 +223,22 @@ async def test_what_the_model_wrote_is_not_read_again(desk: Desk, reference: Ref
         },
         client("where", "place", args={"who": var("who")}),
     ]
-    before = await counters(desk)
-    program = await desk.submit(nodes, outputs=["more", "less", "what"], trace=True)
+    before = await counters(harness)
+    program = await harness.submit(nodes, outputs=["more", "less", "what"], trace=True)
     await program.event("client.requested")
     await program.put("place", "the sea")
     status = await program.end()
     found = {trace.variable: trace for trace in traces(status)}
     for trace in found.values():
         reference.check(trace)
-    [receipt] = check_counters(before, await counters(desk), [status])
+    [receipt] = check_counters(before, await counters(harness), [status])
     first, who = found["first"], found["who"]
     for name in ("more", "less"):
         kept = first.prompt_ids + first.output_ids
         assert found[name].prompt_ids[: len(kept)] == kept
         node = status.nodes[name]
         assert node.prompt_tokens
-        # The last token that was written has no KV before somebody reads on.
+        # The last generated token has no KV until it is filled.
         assert node.prompt_tokens.shared >= len(kept) - 1
     kept = who.prompt_ids + who.output_ids
     assert found["what"].prompt_ids[: len(kept)] == kept

@@ -10,12 +10,22 @@ from typing import Any
 import pytest
 
 from conure.server.program.errors import ConflictError, NotFoundError, ProgramError, PromptError
-from conure.server.runs import clocks
+from conure.server.runtime import timers
 
-from .inprocess import Desk, answer, call, client, desk_of, expr, read, say, var
+from .inprocess import (
+    ServerHarness,
+    answer,
+    call,
+    client,
+    expr,
+    generate,
+    insert,
+    server_harness,
+    var,
+)
 
 
-async def test_every_kind_of_node_works_with_the_others(tmp_path: Path) -> None:
+async def test_all_node_kinds_work_together(tmp_path: Path) -> None:
     threads: list[str] = []
 
     def shout(text: str) -> str:
@@ -25,15 +35,15 @@ async def test_every_kind_of_node_works_with_the_others(tmp_path: Path) -> None:
     async def count(text: str) -> dict[str, int]:
         return {"letters": len(text)}
 
-    async with desk_of(tmp_path, {"shout": shout, "count": count}) as desk:
-        program = await desk.submit(
+    async with server_harness(tmp_path, {"shout": shout, "count": count}) as harness:
+        program = await harness.submit(
             [
-                say("write", "Write about ", read("topic"), ":", writes="text"),
+                generate("write", "Write about ", insert("topic"), ":", writes="text"),
                 expr("twice", {"concat": [var("text"), "!", var("text")]}),
                 call("loud", "shout", args={"text": var("twice")}),
                 call("size", "count", args={"text": var("loud")}),
                 client("look", "found", args={"n": {"get": [var("size"), "letters"]}}),
-                say("last", "Say ", read("found"), " of ", read("size"), writes="end"),
+                generate("last", "Say ", insert("found"), " of ", insert("size"), writes="end"),
             ],
             inputs={"topic": "rain"},
             outputs=["end"],
@@ -51,11 +61,11 @@ async def test_every_kind_of_node_works_with_the_others(tmp_path: Path) -> None:
         assert values["end"] == answer(f'Say a lot of {{"letters":{len(loud)}}}')
         assert {node.status for node in status.nodes.values()} == {"done"}
         assert threads != [threading.main_thread().name]
-        assert await desk.num_held() == [(0, 0)]
+        assert await harness.num_held() == [(0, 0)]
 
 
-async def test_one_prompt_grows_through_its_outputs_and_a_client_step(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
+async def test_prompt_grows_through_outputs_and_a_client_step(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
         nodes = [
             {
                 "id": "t",
@@ -75,7 +85,7 @@ async def test_one_prompt_grows_through_its_outputs_and_a_client_step(tmp_path: 
             },
             client("find", "found", args={"query": var("search")}),
         ]
-        program = await desk.submit(nodes, inputs={"q": "why?"}, outputs=["end"], trace=True)
+        program = await harness.submit(nodes, inputs={"q": "why?"}, outputs=["end"], trace=True)
         asked = await program.event("client.requested")
         # The first outputs can be read while the prompt waits in its middle.
         text = "Question: why?\nThought: "
@@ -93,24 +103,24 @@ async def test_one_prompt_grows_through_its_outputs_and_a_client_step(tmp_path: 
         assert bytes(traces[-1].prompt_ids).decode() == text
         receipt = status.receipt
         assert receipt
-        # Every output is asked for behind all that stands before it; only new text is computed.
+        # The prompt of every output is everything before it; only new text is computed.
         tokens = receipt.prompt_tokens
         assert tokens.logical == sum(len(trace.prompt_ids) for trace in traces)
         assert tokens.shared.generated == 2 * len(thought) + len(search)
         assert tokens.computed == len(text) - len(thought) - len(search)
         assert receipt.critical_path == ["find", "t"]
         assert receipt.critical_path_s <= receipt.wall_s
-        assert await desk.num_held() == [(0, 0)]
+        assert await harness.num_held() == [(0, 0)]
 
 
-async def test_when_and_after_decide_what_runs_and_in_which_order(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit(
+async def test_when_and_after_control_execution(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(
             [
-                say("no", "never", when={"eq": [var("n"), 2]}),
-                say("reader", "reads ", read("no")),
+                generate("no", "never", when={"eq": [var("n"), 2]}),
+                generate("reader", "reads ", insert("no")),
                 expr("kept", {"first": [var("reader"), "else"]}),
-                say("yes", "always", when="n", after=["no"]),
+                generate("yes", "always", when="n", after=["no"]),
                 expr("late", {"lit": 1}, after=["yes"]),
             ],
             inputs={"n": 1},
@@ -137,13 +147,13 @@ async def test_when_and_after_decide_what_runs_and_in_which_order(tmp_path: Path
         assert order.index("yes") < order.index("late")
 
 
-async def test_nobody_waits_for_what_failed_or_was_skipped(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit(
+async def test_failed_and_skipped_nodes_resolve_readers(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(
             [
                 expr("bad", {"parse_json": ["{"]}, on_error="isolate"),
                 expr("next", var("bad")),
-                say("far", "x", read("next")),
+                generate("far", "x", insert("next")),
                 expr("off", {"lit": 1}, when={"lit": False}),
                 client("open", "never"),
             ],
@@ -162,14 +172,14 @@ async def test_nobody_waits_for_what_failed_or_was_skipped(tmp_path: Path) -> No
         assert ended.error.code == "expr.json"
 
 
-async def test_a_failure_ends_the_program_unless_it_is_isolated(tmp_path: Path) -> None:
+async def test_failure_ends_the_program_unless_isolated(tmp_path: Path) -> None:
     nodes = [
         expr("bad", {"get": [{"parse_json": ["["]}, 0]}),
         client("other", "step"),
         expr("good", {"lit": 1}),
     ]
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit(nodes, outputs=["step", "good"])
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, outputs=["step", "good"])
         status = await program.end()
         assert status.status == "failed"
         assert status.nodes["bad"].status == "failed"
@@ -177,7 +187,7 @@ async def test_a_failure_ends_the_program_unless_it_is_isolated(tmp_path: Path) 
         assert status.error == status.variables["step"].error
         jobs = {"risky": {"on_error": "isolate"}}
         nodes[0]["job"] = "risky"
-        program = await desk.submit(nodes, outputs=["step", "good"], jobs=jobs)
+        program = await harness.submit(nodes, outputs=["step", "good"], jobs=jobs)
         assert await program.value("good") == 1
         await program.put("step", 2)
         status = await program.end()
@@ -185,11 +195,11 @@ async def test_a_failure_ends_the_program_unless_it_is_isolated(tmp_path: Path) 
         assert status.nodes["bad"].status == "failed"
 
 
-async def test_a_failure_that_a_commit_brings_about_ends_the_program_once(tmp_path: Path) -> None:
-    """The reader of a value fails in the very turn in which the value is committed."""
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit(
-            [say("write", "x", writes="text"), expr("bad", {"parse_json": [var("text")]})],
+async def test_failure_caused_by_a_commit_ends_the_program_once(tmp_path: Path) -> None:
+    """A reader of a value fails in the turn in which the value is committed."""
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(
+            [generate("write", "x", writes="text"), expr("bad", {"parse_json": [var("text")]})],
             outputs=["bad"],
         )
         status = await program.end()
@@ -200,7 +210,7 @@ async def test_a_failure_that_a_commit_brings_about_ends_the_program_once(tmp_pa
         assert [e.type for e in events].count("node.finished") == 1
 
 
-async def test_functions_that_raise_fail_their_node_and_tell_nobody_their_secrets(
+async def test_function_errors_hide_their_text(
     tmp_path: Path,
 ) -> None:
     def secret() -> None:
@@ -219,9 +229,9 @@ async def test_functions_that_raise_fail_their_node_and_tell_nobody_their_secret
         return next(iter(()))
 
     functions = {f.__name__: f for f in (secret, cancelled, leave, odd, empty)}
-    async with desk_of(tmp_path, functions) as desk:
+    async with server_harness(tmp_path, functions) as harness:
         nodes = [call(name, name, on_error="isolate") for name in functions]
-        program = await desk.submit(nodes, outputs=["secret"])
+        program = await harness.submit(nodes, outputs=["secret"])
         status = await program.end()
         for node in status.nodes.values():
             assert node.status == "failed"
@@ -229,24 +239,24 @@ async def test_functions_that_raise_fail_their_node_and_tell_nobody_their_secret
             assert node.error.code == "call.failed"
             assert "hunter2" not in node.error.message
         with pytest.raises(ProgramError) as refused:
-            await desk.submit([call("x", "nope")])
+            await harness.submit([call("x", "nope")])
         assert (refused.value.code, refused.value.path) == (
             "call.unknown_function",
             "program.nodes[0].function",
         )
 
 
-async def test_functions_that_block_keep_nobody_else_waiting(tmp_path: Path) -> None:
+async def test_blocking_functions_do_not_block_others(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def block() -> bool:
         return gate.wait(20)
 
-    async with desk_of(tmp_path, {"block": block}) as desk:
+    async with server_harness(tmp_path, {"block": block}) as harness:
         try:
-            blocked = await desk.submit([call(f"b{i}", "block") for i in range(24)])
+            blocked = await harness.submit([call(f"b{i}", "block") for i in range(24)])
             # Long enough to be encoded in a thread.
-            long = await desk.submit([say("x", "long " * 1_000)], outputs=["x"])
+            long = await harness.submit([generate("x", "long " * 1_000)], outputs=["x"])
             assert await long.value("x") == answer("long " * 1_000)
         finally:
             gate.set()
@@ -254,19 +264,19 @@ async def test_functions_that_block_keep_nobody_else_waiting(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ends", ["node", "job", "outer", "program"])
-async def test_whoever_runs_out_of_time_is_told_so(tmp_path: Path, ends: str) -> None:
+async def test_timeouts_fail_with_their_code(tmp_path: Path, ends: str) -> None:
     jobs: dict[str, dict[str, Any]] = {
         "slow": {"parent": "above"},
         "above": {"on_error": "isolate", "timeout_s": 0.2 if ends == "outer" else 60},
     }
     if ends == "job":
         jobs["slow"]["timeout_s"] = 0.2
-    node = say("slow", "x", job="slow", ignore_eos=True, max_tokens=8_000)
+    node = generate("slow", "x", job="slow", ignore_eos=True, max_tokens=8_000)
     if ends == "node":
         node["timeout_s"] = 0.2
     options: dict[str, Any] = {"deadline_s": 0.2} if ends == "program" else {}
-    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
-        program = await desk.submit([node], jobs=jobs, outputs=["slow"], **options)
+    async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
+        program = await harness.submit([node], jobs=jobs, outputs=["slow"], **options)
         slow = await program.get("slow")
         status = await program.end()
         code = {
@@ -278,14 +288,14 @@ async def test_whoever_runs_out_of_time_is_told_so(tmp_path: Path, ends: str) ->
         assert slow.error
         assert slow.error.code == code
         assert status.status == ("deadline_exceeded" if ends == "program" else "failed")
-        assert await desk.num_held() == [(0, 0)]
+        assert await harness.num_held() == [(0, 0)]
 
 
 async def test_node_names_are_free(tmp_path: Path) -> None:
-    """Nothing inside is confused by a node that is called like a thing of ours."""
-    async with desk_of(tmp_path) as desk:
+    """A node may have the name of an internal key."""
+    async with server_harness(tmp_path) as harness:
         names = ["deadline", "lease", "main", "program", "None"]
-        program = await desk.submit(
+        program = await harness.submit(
             [expr(name, {"lit": 1}) for name in names] + [client("open", "never")],
             outputs=names,
             deadline_s=0.3,
@@ -293,17 +303,17 @@ async def test_node_names_are_free(tmp_path: Path) -> None:
         assert (await program.end()).status == "deadline_exceeded"
 
 
-async def test_an_attached_program_dies_without_a_reader(
+async def test_attached_program_ends_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clocks, "LEASE_S", 0.2)
-    async with desk_of(tmp_path) as desk:
-        kept = await desk.submit([client("a", "x")], outputs=["x"], detach=False)
-        lost = await desk.submit([client("a", "x")], outputs=["x"], detach=False)
-        free = await desk.submit([client("a", "x")], outputs=["x"])
+    monkeypatch.setattr(timers, "LEASE_S", 1.0)
+    async with server_harness(tmp_path) as harness:
+        kept = await harness.submit([client("a", "x")], outputs=["x"], detach=False)
         waiting = asyncio.create_task(kept.get("x"))
+        lost = await harness.submit([client("a", "x")], outputs=["x"], detach=False)
+        free = await harness.submit([client("a", "x")], outputs=["x"])
         # Not as one of its readers.
-        await asyncio.wait_for(desk.executor._runs[lost.id].outbox.wait_ended(), 10)
+        await asyncio.wait_for(harness.executor.programs._live[lost.id].outbox.wait_ended(), 60)
         assert (await lost.status()).error is not None
         assert (await free.status()).status == "running"
         assert (await kept.status()).status == "running"
@@ -312,18 +322,18 @@ async def test_an_attached_program_dies_without_a_reader(
         await free.cancel()
 
 
-async def test_prompts_that_are_too_long_are_refused_and_never_cut(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, context_len=512) as desk:
+async def test_too_long_prompts_are_rejected(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, context_len=512) as harness:
         with pytest.raises(PromptError) as refused:
-            await desk.submit([say("x", "y" * 500, max_tokens=13)])
+            await harness.submit([generate("x", "y" * 500, max_tokens=13)])
         assert refused.value.code == "prompt.too_long"
         assert refused.value.path == "program.nodes[0]"
         for word in ("500", "13", "512", "--context-len"):
             assert word in refused.value.message
-        program = await desk.submit([say("x", "y" * 500, max_tokens=12)], outputs=["x"])
+        program = await harness.submit([generate("x", "y" * 500, max_tokens=12)], outputs=["x"])
         assert await program.value("x") == answer("y" * 500)[:12]
-        program = await desk.submit(
-            [client("a", "v"), say("x", read("v"), max_tokens=13)], outputs=["x"]
+        program = await harness.submit(
+            [client("a", "v"), generate("x", insert("v"), max_tokens=13)], outputs=["x"]
         )
         await program.event("client.requested")
         await program.put("v", "y" * 500)
@@ -333,35 +343,37 @@ async def test_prompts_that_are_too_long_are_refused_and_never_cut(tmp_path: Pat
         for word in ("500", "13", "512", "--context-len", "node x"):
             assert word in failed.error.message
         # What is not going to run is not too long.
-        program = await desk.submit([say("x", "y" * 500, max_tokens=13, when={"lit": False})])
+        program = await harness.submit(
+            [generate("x", "y" * 500, max_tokens=13, when={"lit": False})]
+        )
         assert (await program.end()).status == "done"
 
 
-async def test_what_would_silently_not_be_done_is_refused(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
+async def test_ignored_options_are_rejected(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
         for option, value, code in (
             ("policy", "fcfs", "policy.not_served"),
             ("tokens", "kept", "program.unsupported"),
         ):
             options: dict[str, Any] = {option: value}
             with pytest.raises(ProgramError) as refused:
-                await desk.submit([say("x", "y")], **options)
+                await harness.submit([generate("x", "y")], **options)
             assert refused.value.code == code
             assert refused.value.path == f"options.{option}"
 
 
-async def test_a_program_may_insist_on_the_policy_that_the_server_has(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, policy="fcfs") as desk:
-        status = await (await desk.submit([say("x", "y")], policy="fcfs")).end()
+async def test_program_can_require_the_server_policy(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, policy="fcfs") as harness:
+        status = await (await harness.submit([generate("x", "y")], policy="fcfs")).end()
         assert status.nodes["x"].why == "fcfs: it was empty; 1 of 1 engines looked at had room"
 
 
-async def test_a_call_says_why_it_runs_where_it_does(tmp_path: Path) -> None:
+async def test_call_status_explains_its_placement(tmp_path: Path) -> None:
     task = "the same long beginning of every part, so that it is worth keeping. "
-    parts = [say(f"m{i}", task, f"part {i}") for i in range(3)]
-    reduce = say("r", *(read(f"m{i}") for i in range(3)))
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit([*parts, reduce], outputs=["r"])
+    parts = [generate(f"m{i}", task, f"part {i}") for i in range(3)]
+    reduce = generate("r", *(insert(f"m{i}") for i in range(3)))
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([*parts, reduce], outputs=["r"])
         nodes = (await program.end()).nodes
     assert nodes["m0"].why == "conure: it was empty; 1 of 1 engines looked at had room"
     shared = len(task) - len(task) % 16
@@ -369,11 +381,11 @@ async def test_a_call_says_why_it_runs_where_it_does(tmp_path: Path) -> None:
     assert f"{len(task)} of {len(task) + 6} prompt tokens are here" in nodes["m2"].why, shared
 
 
-async def test_what_a_call_failed_with_may_be_tried_again(tmp_path: Path) -> None:
-    """Up to `retries` times, each time with other noise; engines that die do not count."""
-    async with desk_of(tmp_path) as desk:
-        nodes = [say("x", "abc", **{"as": "value"}, retries=2, on_error="isolate")]
-        program = await desk.submit(nodes, outputs=["x"])
+async def test_failed_call_can_be_retried(tmp_path: Path) -> None:
+    """Up to `retries` times, each time with another seed; engine deaths do not count."""
+    async with server_harness(tmp_path) as harness:
+        nodes = [generate("x", "abc", **{"as": "value"}, retries=2, on_error="isolate")]
+        program = await harness.submit(nodes, outputs=["x"])
         failed = await program.get("x")
         assert failed.error
         assert failed.error.code == "output.not_json"
@@ -384,9 +396,9 @@ async def test_what_a_call_failed_with_may_be_tried_again(tmp_path: Path) -> Non
 
 
 async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit([client("a", "x")], outputs=["x"], open=True, key="k")
-        other = Desk(desk.executor, "other")
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([client("a", "x")], outputs=["x"], open=True, key="k")
+        other = ServerHarness(harness.executor, "other")
         foreign = type(program)(other, program.id)
         for attempt in (
             foreign.get("x", 0),
@@ -401,19 +413,27 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
         again = await other.submit([client("a", "x")], outputs=["x"], open=True, key="k")
         assert again.id != program.id, "keys are a tenant's own"
         with pytest.raises(ConflictError):
-            await desk.submit([], key="k")
+            await harness.submit([], key="k")
         await program.cancel()
         await again.cancel()
 
 
-async def test_a_program_with_time_to_spare_lets_one_without_go_first(tmp_path: Path) -> None:
-    """Its deadline leaves it slack, and there is room for one call at a time."""
-    settings: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "time_per_call": 0.3}
-    async with desk_of(tmp_path, **settings) as desk:
-        programs = [
-            await desk.submit([say("x", f"{name:40}")], outputs=["x"], deadline_s=deadline_s)
-            for name, deadline_s in (("first", None), ("patient", 1000), ("hasty", None))
+async def test_tighter_deadline_runs_first(tmp_path: Path) -> None:
+    """The other program has slack, and one call runs at a time, until it is cancelled."""
+    settings: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "time_per_call": 3_600}
+    async with server_harness(tmp_path, **settings) as harness:
+        first, patient, hasty = [
+            await harness.submit(
+                [generate("x", f"{name:40}")], outputs=["x"], deadline_s=deadline_s
+            )
+            for name, deadline_s in (("first", None), ("patient", 10_000), ("hasty", None))
         ]
-        started = [(await program.event("node.started")).seq or 0 for program in programs]
-        first, patient, hasty = started
-        assert first < hasty < patient
+        await first.event("node.started")
+        await patient.event("node.queued")
+        await hasty.event("node.queued")
+        await first.cancel()
+        before = await hasty.event("node.started")
+        await hasty.cancel()
+        after = await patient.event("node.started")
+        assert (before.seq or 0) < (after.seq or 0)
+        await patient.cancel()

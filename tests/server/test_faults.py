@@ -1,4 +1,4 @@
-"""Engines that die or freeze, disks that refuse, code that raises: programs go on or say why."""
+"""Tests of faults: dead or frozen engines, full disks, functions that raise."""
 
 from __future__ import annotations
 
@@ -6,38 +6,60 @@ import asyncio
 import os
 import signal
 import sqlite3
+import sys
 import threading
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from conure.server import executor
-from conure.server.engines import engine, fleet
-from conure.server.engines.engine import Engine, EngineStartError
-from conure.server.engines.fleet import FleetOptions
+from conure.server.engines import fleet
+from conure.server.engines.command_line import EngineCommandLine
+from conure.server.engines.connection import EngineConnection, EngineStartError
 from conure.server.program.errors import UnavailableError
-from conure.server.prompts.prompt import Rendered
-from conure.server.prompts.tokenizer import Encoded
-from conure.server.runs.call import Call
+from conure.server.prompts.prompt import RenderedPrompt
+from conure.server.prompts.tokenizer import EncodedText
+from conure.server.runtime.calls.llm_call import LLMCall
 
-from .inprocess import Desk, Program, answer, client, desk_of, expr, read, say, var
+from .inprocess import (
+    Program,
+    ServerHarness,
+    answer,
+    client,
+    expr,
+    generate,
+    insert,
+    server_harness,
+    var,
+)
 
 
-def send(desk: Desk, number: signal.Signals, name: str = "engine-0") -> None:
+def send(harness: ServerHarness, number: signal.Signals, name: str = "engine-0") -> None:
     """Send a signal to an engine's process."""
-    assert desk.executor._fleet is not None
-    process = desk.executor._fleet.engines[name]._process
+    assert harness.executor.services.fleet is not None
+    process = harness.executor.services.fleet.engines[name]._process
     assert process is not None
     os.kill(process.pid, number)
 
 
+def speed_up_restarted_engines(harness: ServerHarness) -> None:
+    """Engines that start from now on take no time per token."""
+    fleet = harness.executor.services.fleet
+    assert fleet is not None
+    fast = msgspec.structs.replace(fleet._options.command.config, time_per_output_token=0.0)
+    fleet._options = replace(fleet._options, command=EngineCommandLine(fast))
+
+
 SHARED = "The beginning that all of them have in common. " * 4
 LONG: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60}
-"""An output that takes a while: 0.6 s at 10 ms a token."""
+"""An output of 60 tokens."""
+SLOW_S = 0.1
+"""Time per token with which an output of LONG runs for 6 s: a signal reaches an engine before."""
 WORK = [
-    *(say(f"c{i}", SHARED, str(i), **LONG) for i in range(6)),
+    *(generate(f"c{i}", SHARED, str(i), **LONG) for i in range(6)),
     {
         "id": "p",
         "op": "generate",
@@ -54,29 +76,28 @@ WORK = [
 
 
 def endless(prompt: str) -> str:
-    """What the fake engine says to a prompt under LONG."""
+    """Return the fake engine's text for a prompt under LONG."""
     return ((answer(prompt) + " ") * 60)[:60]
 
 
 async def check_work(program: Program) -> None:
-    """All of it has the text that it would have had."""
+    """Check that all texts are the same as without faults."""
     one = answer(SHARED)[:3]
     expected = [endless(f"{SHARED}{i}") for i in range(6)]
     assert await program.value("all") == [*expected, answer(f"{SHARED}{one}it")]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_dead_or_frozen_engine_costs_no_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+async def test_programs_survive_a_dead_or_frozen_engine(
+    tmp_path: Path, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(executor, "FleetOptions", partial(FleetOptions, hang_s=1.5))
-    monkeypatch.setattr(engine, "PING_EVERY_S", 0.05)
-    async with desk_of(tmp_path, time_per_output_token=0.01, max_sequences=4) as desk:
-        [before] = await desk.executor.engines()
-        program = await desk.submit(WORK, outputs=["all"])
-        await program.event("client.requested")  # one output stands, others run or wait
+    async with server_harness(tmp_path, time_per_output_token=SLOW_S, max_sequences=4) as harness:
+        [before] = await harness.executor.engines()
+        program = await harness.submit(WORK, outputs=["all"])
+        await program.event("client.requested")  # one output is committed
         await program.event("node.delta")
-        send(desk, number)
+        speed_up_restarted_engines(harness)
+        send(harness, number)
         restarted = await program.event("node.restarted")
         assert restarted.data["attempt"] == 2
         assert restarted.data["engine"] == "engine-0"
@@ -90,64 +111,108 @@ async def test_a_dead_or_frozen_engine_costs_no_program(
         events = await program.events()
         commits = [e.data["variable"] for e in events if e.type == "variable.committed"]
         assert len(commits) == len(set(commits))
-        [after] = await desk.executor.engines()
+        [after] = await harness.executor.engines()
         assert after.epoch > before.epoch
         assert (after.report.num_held, after.report.num_contexts) == (0, 0)
 
 
-async def test_calls_of_a_dead_engine_move_to_one_that_lives(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, time_per_output_token=0.01, num_engines=2) as desk:
-        programs = [await desk.submit([say("x", "word ", str(i), **LONG)]) for i in range(4)]
+async def test_calls_move_from_a_dead_engine(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, time_per_output_token=SLOW_S, num_engines=2) as harness:
+        programs = [
+            await harness.submit([generate("x", "word ", str(i), **LONG)]) for i in range(4)
+        ]
         for program in programs:
             await program.event("node.delta")
         where = [(await program.status()).nodes["x"].engine for program in programs]
         assert set(where) == {"engine-0", "engine-1"}
-        send(desk, signal.SIGKILL, "engine-0")
+        speed_up_restarted_engines(harness)
+        send(harness, signal.SIGKILL, "engine-0")
         for i, (program, name) in enumerate(zip(programs, where, strict=True)):
             assert await program.value("x") == endless(f"word {i}")
             node = (await program.end()).nodes["x"]
             assert node.attempt == (2 if name == "engine-0" else 1)
 
 
-async def test_a_call_under_which_engines_die_again_and_again_is_given_up(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
-        poison = say("x", "bad ", ignore_eos=True, max_tokens=8_000, on_error="isolate")
-        program = await desk.submit([poison, expr("y", var("x"))], outputs=["y"])
+async def test_call_fails_after_three_engine_deaths(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
+        poison = generate("x", "bad ", ignore_eos=True, max_tokens=8_000, on_error="isolate")
+        program = await harness.submit([poison, expr("y", var("x"))], outputs=["y"])
         for attempt in (1, 2, 3):
             await program.event("node.started", node="x", count=attempt)
-            send(desk, signal.SIGKILL)
+            send(harness, signal.SIGKILL)
         ended = await program.end()
         assert ended.error
         assert ended.error.code == "engine.lost"
         assert ended.nodes["x"].attempt == 3
-        other = await desk.submit([say("z", "good")])
+        other = await harness.submit([generate("z", "good")])
         assert await other.value("z") == answer("good")
 
 
-async def test_an_engine_that_does_not_start_is_tried_again(
+async def test_innocent_calls_survive_repeated_engine_deaths(tmp_path: Path) -> None:
+    """The engine dies whenever the poisonous call starts, whatever else runs on it."""
+    async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
+        innocent = [await harness.submit([generate("x", f"word {i}", **LONG)]) for i in range(10)]
+        for program in innocent:
+            await program.event("node.delta")
+        poison = await harness.submit([generate("x", "bad ", ignore_eos=True, max_tokens=8_000)])
+
+        async def strike() -> None:
+            num_started = 0
+            async for event in poison.read():
+                if event.type == "node.started":
+                    num_started += 1
+                    send(harness, signal.SIGKILL)
+
+        striking = asyncio.create_task(strike())
+        for i, program in enumerate(innocent):
+            assert await program.value("x") == endless(f"word {i}")
+        ended = await poison.end()
+        await striking
+        assert ended.error
+        assert ended.error.code == "engine.lost"
+        assert ended.nodes["x"].attempt >= 3
+        assert harness.executor.services.suspects.is_open
+
+
+async def test_long_line_on_stderr_does_not_block_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def argv(self: EngineCommandLine, descriptor: int, heartbeat: int, epoch: int) -> list[str]:
+        code = (
+            "import sys; sys.stderr.write('x' * 300_000); sys.stderr.flush(); "
+            "from conure.engine.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        )
+        fds = ["--fd", str(descriptor), "--heartbeat", str(heartbeat), "--epoch", str(epoch)]
+        return [sys.executable, "-c", code, *fds, "--config", self.config.to_json()]
+
+    monkeypatch.setattr(EngineCommandLine, "argv", argv)
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([generate("x", "hello")])
+        assert await program.value("x") == answer("hello")
+
+
+async def test_engine_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "FIRST_BACKOFF_S", 0.01)
-    start = Engine.start
+    start = EngineConnection.start
     errors: list[Exception] = [EngineStartError("no memory"), OSError("no processes")]
 
-    async def fails_twice(*args: Any, **kwargs: Any) -> Engine:
+    async def fails_twice(*args: Any, **kwargs: Any) -> EngineConnection:
         if errors:
             raise errors.pop()
         return await start(*args, **kwargs)
 
-    async with desk_of(tmp_path) as desk:
-        monkeypatch.setattr(Engine, "start", fails_twice)
-        send(desk, signal.SIGKILL)
-        program = await desk.submit([say("x", "hello")])
+    async with server_harness(tmp_path) as harness:
+        monkeypatch.setattr(EngineConnection, "start", fails_twice)
+        send(harness, signal.SIGKILL)
+        program = await harness.submit([generate("x", "hello")])
         assert await program.value("x") == answer("hello")
         assert errors == []
 
 
-async def test_a_server_that_stops_leaves_no_engine_behind(
+async def test_stopped_server_leaves_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where an engine has just been started and has not said hello."""
+    """Also if an engine has started and not sent its hello yet."""
     started: list[asyncio.subprocess.Process] = []
     create = asyncio.create_subprocess_exec
     again = asyncio.Event()
@@ -160,28 +225,30 @@ async def test_a_server_that_stops_leaves_no_engine_behind(
         return process
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", remember)
-    async with desk_of(tmp_path) as desk:
-        send(desk, signal.SIGKILL)
-        await asyncio.wait_for(again.wait(), 10)
+    async with server_harness(tmp_path) as harness:
+        send(harness, signal.SIGKILL)
+        await asyncio.wait_for(again.wait(), 60)
     assert len(started) == 2
     assert all(process.returncode is not None for process in started)
 
 
-async def test_a_prompt_that_breaks_the_encoder_fails_alone(
+async def test_encoder_error_fails_only_its_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = Call.encode
+    encode = LLMCall.encode
 
-    def breaks(self: Call, slot: int, rendered: Rendered) -> Encoded:
+    def breaks(self: LLMCall, slot: int, rendered: RenderedPrompt) -> EncodedText:
         if self.node.id == "bad":
             raise RuntimeError("hunter2")
         return encode(self, slot, rendered)
 
-    monkeypatch.setattr(Call, "encode", breaks)
-    async with desk_of(tmp_path) as desk:
+    monkeypatch.setattr(LLMCall, "encode", breaks)
+    async with server_harness(tmp_path) as harness:
         for words in ("x", "long " * 800):  # on the loop, in a thread
-            nodes = [say(name, words, on_error="isolate") for name in ("bad", "b", "c", "good")]
-            program = await desk.submit(nodes, outputs=["good"])
+            nodes = [
+                generate(name, words, on_error="isolate") for name in ("bad", "b", "c", "good")
+            ]
+            program = await harness.submit(nodes, outputs=["good"])
             assert await program.value("good") == answer(words)
             bad = await program.get("bad")
             assert bad.error
@@ -190,16 +257,17 @@ async def test_a_prompt_that_breaks_the_encoder_fails_alone(
             await program.end()
 
 
-async def test_a_disk_that_refuses_costs_no_program_that_runs(
+async def test_running_programs_survive_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit(
-            [client("a", "v"), say("x", read("v")), say("y", read("x"))], outputs=["y"]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(
+            [client("a", "v"), generate("x", insert("v")), generate("y", insert("x"))],
+            outputs=["y"],
         )
         await program.event("client.requested")
-        writer = desk.executor.journal._writer
-        attempt = writer._attempt
+        writer = harness.executor.services.journal._writer
+        attempt = writer._try_commit
         refused = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -207,62 +275,68 @@ async def test_a_disk_that_refuses_costs_no_program_that_runs(
             loop.call_soon_threadsafe(refused.set)
             return sqlite3.OperationalError("database or disk is full")
 
-        monkeypatch.setattr(writer, "_attempt", full)
+        monkeypatch.setattr(writer, "_try_commit", full)
         putting = asyncio.create_task(program.put("v", "go"))
-        await asyncio.wait_for(refused.wait(), 5)
+        await asyncio.wait_for(refused.wait(), 60)
         for _ in range(2):
             with pytest.raises(UnavailableError) as told:
-                await desk.submit([say("z", "new")], key="k")
-            assert (told.value.code, told.value.http_status) == ("store.unavailable", 503)
+                await harness.submit([generate("z", "new")], key="k")
+            assert (told.value.code, told.value.status) == ("store.unavailable", 503)
             assert told.value.retry_after_s
-        assert "the journal cannot be written" in (await desk.executor.ready()).reasons
+        (reason,) = (await harness.executor.ready()).reasons
+        assert reason == "the journal cannot be written: database or disk is full"
         assert (await program.get("v", wait_s=0)).status == "running"
         assert not putting.done()
-        monkeypatch.setattr(writer, "_attempt", attempt)
+        monkeypatch.setattr(writer, "_try_commit", attempt)
         assert (await putting).value == "go"
         assert await program.value("y") == answer(answer("go"))
         await program.end()
-        assert desk.executor.room.num_calls == 0
-        again = await desk.submit([say("z", "new")], key="k")
+        assert harness.executor.services.call_quota.num_calls == 0
+        again = await harness.submit([generate("z", "new")], key="k")
         assert await again.value("z") == answer("new")
 
 
-async def test_calls_of_a_program_that_the_disk_refuses_leave_nothing_behind(
+async def test_calls_of_a_rejected_program_are_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with desk_of(tmp_path, time_per_output_token=0.01) as desk:
+    async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
         is_running = threading.Event()
 
         def full(group: Any) -> Exception | None:
-            assert is_running.wait(5)
+            assert is_running.wait(60)
             return sqlite3.OperationalError("database or disk is full")
 
-        monkeypatch.setattr(desk.executor.journal._writer, "_attempt", full)
-        submitting = asyncio.create_task(desk.submit([say("x", "hi"), say("y", read("x"))]))
-        async with asyncio.timeout(5):
-            while await desk.num_held() == [(0, 0)]:  # noqa: ASYNC110 - nobody may be told
+        monkeypatch.setattr(harness.executor.services.journal._writer, "_try_commit", full)
+        submitting = asyncio.create_task(
+            harness.submit([generate("x", "hi"), generate("y", insert("x"))])
+        )
+        async with asyncio.timeout(60):
+            while await harness.num_held() == [(0, 0)]:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.001)
         is_running.set()
         with pytest.raises(UnavailableError):
             await submitting
-        assert await desk.num_held() == [(0, 0)]
-        assert (desk.executor._runs, desk.executor.room.num_calls) == ({}, 0)
+        assert await harness.num_held() == [(0, 0)]
+        assert (
+            harness.executor.programs._live,
+            harness.executor.services.call_quota.num_calls,
+        ) == ({}, 0)
 
 
-async def test_a_put_that_the_disk_does_not_take_in_time_is_not_confirmed(
+async def test_put_times_out_if_not_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "ANSWERS_WITHIN_S", 0.05)
-    async with desk_of(tmp_path) as desk:
-        program = await desk.submit([client("a", "v"), client("b", "w")], outputs=["w"])
+    monkeypatch.setattr(executor, "DURABILITY_TIMEOUT_S", 0.05)
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([client("a", "v"), client("b", "w")], outputs=["w"])
         await program.event("client.requested")
-        writer = desk.executor.journal._writer
-        attempt = writer._attempt
+        writer = harness.executor.services.journal._writer
+        attempt = writer._try_commit
         full = sqlite3.OperationalError("full")
-        monkeypatch.setattr(writer, "_attempt", lambda group: full)
+        monkeypatch.setattr(writer, "_try_commit", lambda group: full)
         with pytest.raises(UnavailableError):
             await program.put("v", 1)
-        monkeypatch.setattr(writer, "_attempt", attempt)
+        monkeypatch.setattr(writer, "_try_commit", attempt)
         assert await program.value("v") == 1
         assert (await program.put("v", 1)).status == "done"
         await program.cancel()

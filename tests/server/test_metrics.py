@@ -1,4 +1,4 @@
-"""What a server counts is what its programs' receipts say, for their tenants and its operator."""
+"""Metrics and usage match the receipts of programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from conure.server.executor import Executor
 from conure.server.program.status import Receipt
 
-from .inprocess import Desk, call, desk_of, expr, read, say
+from .inprocess import ServerHarness, call, expr, generate, insert, server_harness
 
 
 async def series(executor: Executor) -> dict[str, float]:
@@ -23,32 +23,32 @@ async def series(executor: Executor) -> dict[str, float]:
     }
 
 
-async def run_some(desk: Desk) -> list[Receipt]:
-    """Two programs that share text, and one that fails."""
+async def run_some(harness: ServerHarness) -> list[Receipt]:
+    """Run two programs that share text, and one that fails."""
     receipts = []
     for tail in ("one", "two"):
         nodes = [
-            say("a", "a long text that both calls start with: " * 4),
-            say("b", "a long text that both calls start with: " * 4, read("a"), tail),
+            generate("a", "a long text that both calls start with: " * 4),
+            generate("b", "a long text that both calls start with: " * 4, insert("a"), tail),
         ]
-        program = await desk.submit(nodes, outputs=["a", "b"])
+        program = await harness.submit(nodes, outputs=["a", "b"])
         await program.end()
         receipts.append((await program.status()).receipt)
-    failing = await desk.submit([expr("e", {"parse_json": "{"})], outputs=["e"])
+    failing = await harness.submit([expr("e", {"parse_json": "{"})], outputs=["e"])
     assert (await failing.end()).status == "failed"
     receipts.append((await failing.status()).receipt)
     assert all(isinstance(receipt, Receipt) for receipt in receipts)
     return receipts  # type: ignore[return-value]  # as was just asserted
 
 
-async def test_usage_is_the_sum_of_a_tenants_receipts_also_after_a_restart(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        receipts = await run_some(desk)
-        other = Desk(desk.executor, "other")
+async def test_usage_sums_receipts_across_restart(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        receipts = await run_some(harness)
+        other = ServerHarness(harness.executor, "other")
         await (await other.submit([expr("e", 1)], outputs=["e"])).end()
-    async with desk_of(tmp_path) as desk:
-        receipts += await run_some(desk)
-        report = await desk.executor.usage(tenant=desk.tenant, since=None, until=None)
+    async with server_harness(tmp_path) as harness:
+        receipts += await run_some(harness)
+        report = await harness.executor.usage(tenant=harness.tenant, since=None, until=None)
         assert report.programs == {"done": 4, "failed": 2}
         total = report.receipts
         assert total.calls == sum(receipt.calls for receipt in receipts) == 8
@@ -62,18 +62,18 @@ async def test_usage_is_the_sum_of_a_tenants_receipts_also_after_a_restart(tmp_p
         assert total.output_tokens.decoded == decoded > 0
         assert abs(total.wall_s - sum(receipt.wall_s for receipt in receipts)) < 1e-6
         assert total.round_trips_saved == sum(receipt.round_trips_saved for receipt in receipts)
-        future = await desk.executor.usage(tenant=desk.tenant, since="9000-01-01", until=None)
+        future = await harness.executor.usage(tenant=harness.tenant, since="9000-01-01", until=None)
         assert (future.programs, future.receipts.calls) == ({}, 0)
 
 
-async def test_metrics_count_what_receipts_say_and_the_moment(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        before = await series(desk.executor)
+async def test_metrics_match_receipts_and_state(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        before = await series(harness.executor)
         assert before["conure_programs"] == 0
         assert before["conure_engines"] == before["conure_engines_wanted"] == 1
-        receipts = await run_some(desk)
-        open_ = await desk.submit([], open=True)
-        after = await series(desk.executor)
+        receipts = await run_some(harness)
+        open_ = await harness.submit([], open=True)
+        after = await series(harness.executor)
         assert after["conure_programs"] == 1
         assert after["conure_programs_ended_total done"] == 2
         assert after["conure_programs_ended_total failed"] == 1
@@ -95,16 +95,16 @@ async def test_metrics_count_what_receipts_say_and_the_moment(tmp_path: Path) ->
         await open_.cancel()
 
 
-async def test_programs_tenants_and_functions_make_no_series(tmp_path: Path) -> None:
-    async with desk_of(tmp_path, functions={"f": len, "g": len}) as desk:
-        await run_some(desk)
-        before = (await series(desk.executor)).keys()
+async def test_programs_and_tenants_create_no_series(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, functions={"f": len, "g": len}) as harness:
+        await run_some(harness)
+        before = (await series(harness.executor)).keys()
         assert len(before) < 200
         for number in range(5):
-            other = Desk(desk.executor, f"tenant-{number}")
-            nodes = [say(f"n{number}", "x"), call("c", "f", args={"obj": "abc"})]
+            other = ServerHarness(harness.executor, f"tenant-{number}")
+            nodes = [generate(f"n{number}", "x"), call("c", "f", args={"obj": "abc"})]
             await (await other.submit(nodes, outputs=["c"])).end()
-        assert (await series(desk.executor)).keys() == before
+        assert (await series(harness.executor)).keys() == before
 
 
 _KINDS = ("free", "held", "cached")

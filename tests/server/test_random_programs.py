@@ -1,7 +1,7 @@
-"""Random programs at once, while some are cancelled and engines die: every text, every block.
+"""Concurrent random programs under cancellation and engine deaths: right texts, no leaks.
 
-The fake engine's text is a function of the prompt, so what every variable must be is known
-before anything runs, whatever is shared, preempted, lost and filled again on the way.
+The fake engine's text is a function of the prompt, so every variable is known before the program
+runs, regardless of sharing, preemption and recomputation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .inprocess import Desk, Program, answer, desk_of, expr, read, var
+from .inprocess import Program, ServerHarness, answer, expr, insert, server_harness, var
 
 HEADS = (
     "The same beginning, long enough for several blocks of memory. " * 2,
@@ -28,14 +28,14 @@ WORDS = (" and then ", "x", " the very same words once more, and again. ")
 
 @dataclass
 class Plan:
-    """A program, and what all of its variables will be."""
+    """A program and the expected values of its variables."""
 
     nodes: list[Any] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
 
 
 def plan(rng: random.Random) -> Plan:
-    """A random program of one input and up to 14 nodes."""
+    """Return a random program with one input and up to 14 nodes."""
     made = Plan(values={"given": "I" * rng.randint(0, 30)})
     for number in range(rng.randint(1, 14)):
         name = f"n{number}"
@@ -59,7 +59,7 @@ def add_call(made: Plan, name: str, rng: random.Random) -> None:
         for _ in range(rng.randint(0, 2)):
             if rng.random() < 0.5:
                 variable = rng.choice(list(made.values))
-                segments.append(read(variable))
+                segments.append(insert(variable))
                 text += made.values[variable]
             else:
                 segments.append({"text": rng.choice(WORDS)})
@@ -71,8 +71,8 @@ def add_call(made: Plan, name: str, rng: random.Random) -> None:
     made.nodes.append({"id": name, "op": "generate", "prompt": segments})
 
 
-async def disturb(desk: Desk, programs: list[Program], rng: random.Random) -> set[str]:
-    """Perhaps cancel some programs, or kill engines; returns the ids of what was cancelled."""
+async def disturb(harness: ServerHarness, programs: list[Program], rng: random.Random) -> set[str]:
+    """Cancel some programs or kill engines; return the ids of cancelled programs."""
     what = rng.choice(("nothing", "cancel", "kill"))
     for _ in range(rng.randint(0, 40)):
         await asyncio.sleep(0)
@@ -80,8 +80,8 @@ async def disturb(desk: Desk, programs: list[Program], rng: random.Random) -> se
         chosen = [program for program in programs if rng.random() < 0.5]
         await asyncio.gather(*(program.cancel() for program in chosen))
         return {program.id for program in chosen}
-    assert desk.executor._fleet is not None
-    for engine in list(desk.executor._fleet.engines.values()) if what == "kill" else []:
+    assert harness.executor.services.fleet is not None
+    for engine in list(harness.executor.services.fleet.engines.values()) if what == "kill" else []:
         if engine._process is not None and rng.random() < 0.6:
             os.kill(engine._process.pid, signal.SIGKILL)
     return set()
@@ -95,22 +95,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-async def test_every_text_is_right_and_nothing_is_left_behind(
-    tmp_path: Path, settings: str
-) -> None:
+async def test_all_texts_are_right_and_nothing_leaks(tmp_path: Path, settings: str) -> None:
     rng = random.Random(settings)
-    async with desk_of(tmp_path, **SETTINGS[settings]) as desk:
+    async with server_harness(tmp_path, **SETTINGS[settings]) as harness:
         for _ in range(20):
             plans = [plan(rng) for _ in range(rng.randint(1, 6))]
             programs = [
-                await desk.submit(
+                await harness.submit(
                     made.nodes,
                     inputs={"given": made.values["given"]},
                     outputs=[list(made.values)[-1]],
                 )
                 for made in plans
             ]
-            cancelled = await disturb(desk, programs, rng)
+            cancelled = await disturb(harness, programs, rng)
             for made, program in zip(plans, programs, strict=True):
                 status = await program.end()
                 if status.status == "cancelled":
@@ -118,6 +116,6 @@ async def test_every_text_is_right_and_nothing_is_left_behind(
                     continue
                 values = {name: variable.value for name, variable in status.variables.items()}
                 assert values == made.values
-            assert set(await desk.num_held()) <= {(0, 0)}
-            assert desk.executor.scheduler.num_waiting == 0
-            assert desk.executor.room.num_calls == 0
+            assert set(await harness.num_held()) <= {(0, 0)}
+            assert harness.executor.services.scheduler.num_waiting == 0
+            assert harness.executor.services.call_quota.num_calls == 0

@@ -1,9 +1,8 @@
-"""What every LlamaIndex LLM keeps, as tests that a class of an LLM inherits.
+"""Conformance tests of LlamaIndex LLMs, inherited by a test class per LLM.
 
-LlamaIndex has no such suite. A subclass gives the fixture `llm`: an LLM whose answer is a
-function of its prompt. What an LLM need not have is switched on by class attributes. The
-suite runs on core 0.12 and 0.14, and against LlamaIndex's own `MockLLM`, which shows that
-it asks for nothing strange.
+LlamaIndex has no such suite. A subclass provides the fixture `llm`, an LLM whose answer is a
+function of its prompt. Class attributes switch optional features. The suite runs on core 0.12 and
+0.14, and also against LlamaIndex's `MockLLM`, which shows that it has no special requirements.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Person(BaseModel):
 
 
 class Recorder(BaseEventHandler):
-    """Keeps the events that are dispatched."""
+    """Records dispatched events."""
 
     seen: list[Any] = []  # noqa: RUF012 - pydantic copies it
 
@@ -56,12 +55,12 @@ class Recorder(BaseEventHandler):
         self.seen.append(event)
 
     def names(self, part: str) -> list[str]:
-        """Names of the events with `part` in their name, in order."""
+        """Return the names of events that contain `part`, in order."""
         return [name for event in self.seen if part in (name := event.class_name())]
 
 
 class Handler(BaseCallbackHandler):
-    """Keeps the starts and ends of the older kind of events."""
+    """Records starts and ends of callback events."""
 
     def __init__(self) -> None:
         super().__init__([], [])
@@ -84,7 +83,7 @@ class Handler(BaseCallbackHandler):
 
 @pytest.fixture
 def events() -> Iterator[Recorder]:
-    """The events of one test."""
+    """Yield the recorder of one test."""
     root = get_dispatcher()
     recorder = Recorder()
     root.add_event_handler(recorder)
@@ -96,20 +95,20 @@ class LLMConformance:
     """Tests of one LLM class."""
 
     is_async = True
-    """Its awaited methods leave the loop free."""
+    """The async methods do not block the event loop."""
     has_own_chat = True
-    """A chat is no completion underneath, which would have events of its own."""
+    """`chat` does not call `complete`, which would send its own events."""
     pieces_grow = True
-    """The text of a piece is all text up to its end; the mock leaves out its last letter."""
+    """The text of a chunk includes its delta; the mock omits the last letter."""
     has_counts = True
-    """It tells how many tokens went in and out."""
+    """Responses have token counts."""
     is_held_to_schemas = True
-    """Structured outputs always fit, whatever the model says."""
+    """Structured outputs always match their schema."""
     streams_structured = True
 
     @property
     def chat(self) -> str:
-        """Part of the names of the events that a chat may have."""
+        """Return a part of the names of chat events."""
         return "LLM" if self.has_own_chat else "LLMChat"
 
     def needs_own_awaited_methods(self) -> None:
@@ -122,10 +121,10 @@ class LLMConformance:
 
     @pytest.fixture
     def slow_llm(self) -> Any:
-        """One that takes at least 50 ms to answer; None skips what needs it."""
+        """An LLM that takes at least 50 ms to answer; None skips the tests that need it."""
         return None
 
-    def test_it_is_an_llm_that_can_be_written_down(self, llm: Any) -> None:
+    def test_llm_is_serializable(self, llm: Any) -> None:
         assert isinstance(llm, BaseLLM)
         assert "BaseLLM" in [kind.__name__ for kind in type(llm).__mro__]
         assert llm.class_name() == type(llm).class_name()
@@ -133,29 +132,29 @@ class LLMConformance:
         assert written["class_name"] == llm.class_name()
         assert "callback_manager" not in written
 
-    def test_its_metadata_says_what_it_can(self, llm: Any) -> None:
+    def test_metadata_describes_the_llm(self, llm: Any) -> None:
         metadata = llm.metadata
         assert isinstance(metadata, LLMMetadata)
         assert metadata.context_window > metadata.num_output
         assert metadata.model_name
 
-    def test_a_chat_is_answered_by_the_assistant(self, llm: Any) -> None:
+    def test_chat_returns_assistant_message(self, llm: Any) -> None:
         response = llm.chat(CHAT)
         assert isinstance(response, ChatResponse)
         assert response.message.role == MessageRole.ASSISTANT
         assert response.message.content
 
-    def test_a_completion_is_text(self, llm: Any) -> None:
+    def test_completion_returns_text(self, llm: Any) -> None:
         response = llm.complete(PROMPT)
         assert isinstance(response, CompletionResponse)
         assert response.text
         assert str(response) == response.text
 
-    async def test_awaited_answers_are_the_same(self, llm: Any) -> None:
+    async def test_async_answers_match(self, llm: Any) -> None:
         assert (await llm.achat(CHAT)).message.content == llm.chat(CHAT).message.content
         assert (await llm.acomplete(PROMPT)).text == llm.complete(PROMPT).text
 
-    def test_the_pieces_of_a_stream_are_the_answer(self, llm: Any) -> None:
+    def test_stream_concatenates_to_answer(self, llm: Any) -> None:
         so_far = ""
         for piece in llm.stream_chat(CHAT):
             so_far += piece.delta or ""
@@ -167,14 +166,14 @@ class LLMConformance:
             assert piece.text == so_far or not self.pieces_grow
         assert so_far == llm.complete(PROMPT).text
 
-    async def test_awaited_pieces_are_the_answer(self, llm: Any) -> None:
+    async def test_async_stream_concatenates_to_answer(self, llm: Any) -> None:
         chat = [piece async for piece in await llm.astream_chat(CHAT)]
         assert "".join(piece.delta or "" for piece in chat) == llm.chat(CHAT).message.content
         text = [piece async for piece in await llm.astream_complete(PROMPT)]
         assert "".join(piece.delta or "" for piece in text) == llm.complete(PROMPT).text
         assert text[-1].text == llm.complete(PROMPT).text
 
-    def test_whole_answers_and_streams_tell_the_same_counts(self, llm: Any) -> None:
+    def test_streams_have_the_same_counts(self, llm: Any) -> None:
         if not self.has_counts:
             pytest.skip("it does not count")
         for whole, stream in (
@@ -188,7 +187,7 @@ class LLMConformance:
             assert last.additional_kwargs == counts
             assert all(not piece.additional_kwargs for piece in others)
 
-    def test_a_call_has_one_start_and_one_end(self, llm: Any, events: Recorder) -> None:
+    def test_call_has_one_start_and_one_end(self, llm: Any, events: Recorder) -> None:
         llm.chat(CHAT)
         assert events.names(self.chat) == ["LLMChatStartEvent", "LLMChatEndEvent"]
         start, end = (event for event in events.seen if "LLMChat" in event.class_name())
@@ -199,7 +198,7 @@ class LLMConformance:
         llm.complete(PROMPT)
         assert events.names("LLM") == ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]
 
-    async def test_so_has_an_awaited_one(self, llm: Any, events: Recorder) -> None:
+    async def test_async_call_has_one_start_and_one_end(self, llm: Any, events: Recorder) -> None:
         self.needs_own_awaited_methods()
         await llm.achat(CHAT)
         assert events.names(self.chat) == ["LLMChatStartEvent", "LLMChatEndEvent"]
@@ -207,7 +206,7 @@ class LLMConformance:
         await llm.acomplete(PROMPT)
         assert events.names("LLM") == ["LLMCompletionStartEvent", "LLMCompletionEndEvent"]
 
-    def test_every_piece_of_a_stream_is_an_event(self, llm: Any, events: Recorder) -> None:
+    def test_every_chunk_sends_an_event(self, llm: Any, events: Recorder) -> None:
         num_pieces = len(list(llm.stream_chat(CHAT)))
         assert events.names(self.chat) == [
             "LLMChatStartEvent",
@@ -222,7 +221,7 @@ class LLMConformance:
             "LLMCompletionEndEvent",
         ]
 
-    async def test_so_is_every_awaited_piece(self, llm: Any, events: Recorder) -> None:
+    async def test_every_async_chunk_sends_an_event(self, llm: Any, events: Recorder) -> None:
         self.needs_own_awaited_methods()
         num_pieces = len([piece async for piece in await llm.astream_chat(CHAT)])
         assert events.names(self.chat) == [
@@ -231,7 +230,7 @@ class LLMConformance:
             "LLMChatEndEvent",
         ]
 
-    def test_callbacks_hear_of_a_call(self, llm: Any) -> None:
+    def test_call_reaches_callbacks(self, llm: Any) -> None:
         handler = Handler()
         llm.callback_manager = CallbackManager([handler])
         text = llm.complete(PROMPT).text
@@ -239,7 +238,7 @@ class LLMConformance:
         assert [kind for kind, _ in handler.ends] == ["llm"]
         assert text in map(str, handler.ends[0][1].values())
 
-    def test_a_template_is_predicted_whole_and_in_pieces(self, llm: Any) -> None:
+    def test_template_is_predicted_and_streamed(self, llm: Any) -> None:
         for template in (
             PromptTemplate("Say {thing}, or {{else}}."),
             ChatPromptTemplate(message_templates=[ChatMessage(role="user", content="Say {thing}")]),
@@ -248,25 +247,25 @@ class LLMConformance:
             assert whole
             assert "".join(llm.stream(template, thing="a {brace}")) == whole
 
-    async def test_so_is_an_awaited_one(self, llm: Any) -> None:
+    async def test_template_is_predicted_and_streamed_async(self, llm: Any) -> None:
         template = PromptTemplate("Say {thing}.")
         whole = await llm.apredict(template, thing="tea")
         assert whole == llm.predict(template, thing="tea")
         pieces = [piece async for piece in await llm.astream(template, thing="tea")]
         assert "".join(pieces) == whole
 
-    def test_a_system_prompt_changes_what_is_predicted(self, llm: Any) -> None:
+    def test_system_prompt_changes_prediction(self, llm: Any) -> None:
         template = PromptTemplate("Say {thing}.")
         plain = llm.predict(template, thing="tea")
         llm.system_prompt = "You are a cat."
         assert llm.predict(template, thing="tea") != plain
 
-    async def test_many_calls_at_once_do_not_mix(self, llm: Any) -> None:
+    async def test_concurrent_calls_do_not_mix(self, llm: Any) -> None:
         prompts = [f"Number {n}." for n in range(12)]
         made = await asyncio.gather(*(llm.acomplete(prompt) for prompt in prompts))
         assert [each.text for each in made] == [llm.complete(prompt).text for prompt in prompts]
 
-    async def test_awaited_calls_run_side_by_side(self, slow_llm: Any) -> None:
+    async def test_async_calls_run_concurrently(self, slow_llm: Any) -> None:
         if not self.is_async or slow_llm is None:
             pytest.skip("its awaited methods block, or no slow one is at hand")
         await slow_llm.acomplete("warm up")
@@ -274,7 +273,7 @@ class LLMConformance:
         await asyncio.gather(*(slow_llm.acomplete(f"{n}") for n in range(10)))
         assert time.perf_counter() - began < 10 * 0.05
 
-    def test_a_structured_output_fits_its_class(self, llm: Any, events: Recorder) -> None:
+    def test_structured_output_matches_class(self, llm: Any, events: Recorder) -> None:
         if not self.is_held_to_schemas:
             pytest.skip("it is not held to schemas")
         made = llm.structured_predict(Person, PromptTemplate("Who is {who}?"), who="she")
@@ -286,7 +285,7 @@ class LLMConformance:
         response = llm.as_structured_llm(Person).complete("Who?")
         assert isinstance(response.raw, Person)
 
-    async def test_so_does_an_awaited_one(self, llm: Any) -> None:
+    async def test_async_structured_output_matches_class(self, llm: Any) -> None:
         if not self.is_held_to_schemas:
             pytest.skip("it is not held to schemas")
         template = PromptTemplate("Who is {who}?")
@@ -294,7 +293,7 @@ class LLMConformance:
         assert made == llm.structured_predict(Person, template, who="she")
         assert isinstance((await llm.as_structured_llm(Person).achat(CHAT)).raw, Person)
 
-    async def test_the_last_piece_of_a_structured_stream_is_whole(self, llm: Any) -> None:
+    async def test_structured_stream_ends_complete(self, llm: Any) -> None:
         if not self.streams_structured:
             pytest.skip("this version of LlamaIndex, or this LLM, has no structured streams")
         template = PromptTemplate("Who is {who}?")
@@ -307,7 +306,7 @@ class LLMConformance:
     @pytest.mark.parametrize(
         "mode", [mode for mode in ResponseMode if mode.value not in ("no_text", "context_only")]
     )
-    async def test_every_synthesizer_takes_it(self, llm: Any, mode: ResponseMode) -> None:
+    async def test_every_synthesizer_accepts_the_llm(self, llm: Any, mode: ResponseMode) -> None:
         nodes = [NodeWithScore(node=TextNode(text=f"Fact {n}. " * 5)) for n in range(3)]
         synthesizer = get_response_synthesizer(llm=llm, response_mode=mode)
         whole = synthesizer.synthesize("Why?", nodes=nodes)

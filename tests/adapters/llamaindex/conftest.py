@@ -1,4 +1,4 @@
-"""Fixtures, where LlamaIndex is installed; without it only `test_installed` is collected."""
+"""Fixtures for LlamaIndex; without LlamaIndex only `test_installed` is collected."""
 
 from __future__ import annotations
 

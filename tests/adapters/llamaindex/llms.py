@@ -13,7 +13,7 @@ from conure.adapters.llamaindex import Conure
 
 @pytest.fixture
 async def make_llm(client: Client) -> AsyncIterator[Callable[..., Conure]]:
-    """Makes LLMs on the server, and closes the connections that they open in the test's loop."""
+    """Return a factory of LLMs; close their connections in the test's event loop."""
     made: list[Conure] = []
 
     def make(**settings: Any) -> Conure:
@@ -23,4 +23,4 @@ async def make_llm(client: Client) -> AsyncIterator[Callable[..., Conure]]:
 
     yield make
     for llm in made:
-        await llm._own.aclose()
+        await llm._clients.aclose()

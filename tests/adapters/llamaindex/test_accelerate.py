@@ -1,6 +1,6 @@
-"""An accelerated app does what the app does: same answers, same events, calls planned.
+"""An accelerated app has the answers and events of the app, and its calls are planned.
 
-Every shape runs twice on one server, plain and accelerated.
+Every app runs twice on one server: plain and accelerated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Wor
 
 from conure.adapters.client import Client, ServerUnreachableError
 from conure.adapters.llamaindex import Conure, Report, accelerate, explain
-from conure.adapters.llamaindex.scope import current
+from conure.adapters.llamaindex.acceleration.scope import ACTIVE_SCOPE
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import RunError
@@ -55,7 +55,7 @@ PLANNED_MODES = ["tree_summarize", "refine", "compact", "accumulate", "compact_a
 
 
 class Given(BaseRetriever):
-    """Finds always the same."""
+    """Always finds the same nodes."""
 
     def __init__(self, found: list[NodeWithScore]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def nodes(count: int = 6, *, sentences: int = 60) -> list[NodeWithScore]:
 
 
 def seen(events: Recorder) -> list[tuple[str, str, str]]:
-    """What events said, without what differs from run to run; then forgotten."""
+    """Return and clear the recorded events, without the parts that differ between runs."""
     made = []
     for event in events.seen:
         response = getattr(event, "response", None)
@@ -90,7 +90,7 @@ def without_programs(what: list[tuple[str, str, str]]) -> list[tuple[str, str, s
 
 
 class Pair:
-    """An app, plain and accelerated, and what is the same of both."""
+    """An app, plain and accelerated, and comparisons of the two."""
 
     def __init__(self, app: Any, events: Recorder) -> None:
         self.plain = app
@@ -98,7 +98,7 @@ class Pair:
         self._events = events
 
     def same(self, ask: Callable[[Any], Any], *, in_order: bool = True) -> Report:
-        """Ask both; their answers and events are the same. Returns the accelerated one's report."""
+        """Compare answers and events; return the report of the accelerated app."""
         self._events.seen.clear()
         expected = ask(self.plain)
         plain_events = seen(self._events)
@@ -137,7 +137,7 @@ def llm(make_llm: Callable[..., Conure]) -> Conure:
 
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize("mode", [*PLANNED_MODES, "simple_summarize"])
-def test_a_synthesizer_is_served_from_its_plan(
+def test_synthesizer_is_answered_from_its_plan(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair], mode: str, is_chat: bool
 ) -> None:
     llm = make_llm(context_window=1300, is_chat_model=is_chat)
@@ -150,7 +150,9 @@ def test_a_synthesizer_is_served_from_its_plan(
 
 
 @pytest.mark.parametrize("mode", PLANNED_MODES)
-async def test_so_is_an_awaited_one(llm: Conure, pair: Callable[[Any], Pair], mode: str) -> None:
+async def test_awaited_synthesizer_is_answered_from_its_plan(
+    llm: Conure, pair: Callable[[Any], Pair], mode: str
+) -> None:
     synthesizer = get_response_synthesizer(llm=llm, response_mode=ResponseMode(mode))
     report = await pair(synthesizer).asame(
         lambda app: app.asynthesize("Why?", nodes=nodes()), in_order=False
@@ -159,7 +161,7 @@ async def test_so_is_an_awaited_one(llm: Conure, pair: Callable[[Any], Pair], mo
     assert report.num_wasted == 0
 
 
-def test_a_tree_of_three_levels_is_planned_level_by_level(
+def test_three_level_tree_is_planned_by_level(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair]
 ) -> None:
     llm = make_llm(context_window=230, max_tokens=40)
@@ -172,7 +174,7 @@ def test_a_tree_of_three_levels_is_planned_level_by_level(
 
 
 @pytest.mark.parametrize("mode", ["refine", "tree_summarize", "simple_summarize"])
-def test_a_streamed_response_comes_from_the_plan(
+def test_streamed_response_comes_from_the_plan(
     llm: Conure, pair: Callable[[Any], Pair], mode: str
 ) -> None:
     synthesizer = get_response_synthesizer(
@@ -191,7 +193,19 @@ def test_a_streamed_response_comes_from_the_plan(
     assert report.num_wasted == 0
 
 
-def test_a_stream_that_nobody_reads_ends_its_run(llm: Conure) -> None:
+def test_planned_answer_is_streamed_in_pieces(tmp_path: Path) -> None:
+    app = create_app(Config(engine="fake", data=tmp_path, time_per_output_token=0.01))
+    with Client(app=app) as client:
+        llm = Conure(client=client, temperature=0, context_window=1300, max_tokens=40)
+        fast = accelerate(Refine(llm=llm, streaming=True))
+        response = fast.synthesize("Why?", nodes=nodes(1))
+        assert isinstance(response, StreamingResponse)
+        pieces = list(response.response_gen)
+        assert len(pieces) > 5
+        assert explain(fast).num_planned == 1
+
+
+def test_unread_stream_ends_its_run(llm: Conure) -> None:
     fast = accelerate(Refine(llm=llm, streaming=True))
     response = fast.synthesize("Why?", nodes=nodes(3))
     (program,) = explain(fast).programs
@@ -202,7 +216,7 @@ def test_a_stream_that_nobody_reads_ends_its_run(llm: Conure) -> None:
     assert run.status().status in ("done", "cancelled")
 
 
-async def test_an_awaited_stream_comes_from_the_plan(llm: Conure) -> None:
+async def test_awaited_stream_comes_from_the_plan(llm: Conure) -> None:
     plain = TreeSummarize(llm=llm, streaming=True)
     fast = accelerate(plain)
     made = []
@@ -213,10 +227,10 @@ async def test_an_awaited_stream_comes_from_the_plan(llm: Conure) -> None:
     assert explain(fast).num_planned == len(explain(fast).calls)
 
 
-def test_an_empty_answer_ends_the_plan_and_not_the_app(
+def test_empty_answer_ends_the_plan_only(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair]
 ) -> None:
-    # The engine's first word is the stop string where it begins with a letter of it.
+    # The answer is empty where the engine's first word starts with a stop string.
     llm = make_llm(context_window=1300, stop=list("abcdefghijklm"))
     for mode in PLANNED_MODES:
         synthesizer = get_response_synthesizer(llm=llm, response_mode=ResponseMode(mode))
@@ -224,7 +238,7 @@ def test_an_empty_answer_ends_the_plan_and_not_the_app(
         assert report.num_wasted == 0, mode
 
 
-def test_an_answer_that_leaves_a_chunk_no_room_is_left_to_the_app(
+def test_answer_too_long_for_chunk_is_unplanned(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair]
 ) -> None:
     long = {"min_tokens": 290, "ignore_eos": True}
@@ -241,7 +255,7 @@ def engine(llm: Conure, mode: str = "compact", **settings: Any) -> RetrieverQuer
 
 
 @pytest.mark.parametrize("mode", PLANNED_MODES)
-async def test_a_query_engine_is_served_from_its_synthesizers_plan(
+async def test_query_engine_is_answered_from_plan(
     llm: Conure, pair: Callable[[Any], Pair], mode: str
 ) -> None:
     both = pair(engine(llm, mode))
@@ -252,9 +266,7 @@ async def test_a_query_engine_is_served_from_its_synthesizers_plan(
     assert report.num_planned == len(report.calls)
 
 
-def test_calls_before_the_plan_go_into_the_same_program(
-    llm: Conure, pair: Callable[[Any], Pair]
-) -> None:
+def test_calls_before_plan_use_same_program(llm: Conure, pair: Callable[[Any], Pair]) -> None:
     app = TransformQueryEngine(engine(llm, "refine"), HyDEQueryTransform(llm=llm))
     report = pair(app).same(lambda app: app.query("Why?"))
     first, *others = report.calls
@@ -265,7 +277,7 @@ def test_calls_before_the_plan_go_into_the_same_program(
     assert len(report.programs) == 1
 
 
-def test_a_chat_engine_does_the_same(llm: Conure, pair: Callable[[Any], Pair]) -> None:
+def test_chat_engine_does_the_same(llm: Conure, pair: Callable[[Any], Pair]) -> None:
     def chat(app: Any) -> str:
         app.reset()
         return f"{app.chat('Why?')} {app.chat('And how?')}"
@@ -280,7 +292,7 @@ def test_a_chat_engine_does_the_same(llm: Conure, pair: Callable[[Any], Pair]) -
 @pytest.mark.parametrize(
     "kind", [TitleExtractor, KeywordExtractor, QuestionsAnsweredExtractor, SummaryExtractor]
 )
-async def test_an_extractor_is_served_from_its_plan(
+async def test_extractor_is_answered_from_its_plan(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair], kind: Any
 ) -> None:
     llm = make_llm()
@@ -305,10 +317,10 @@ class Done(Event):
 
 
 class Fan(Workflow):
-    """Asks three times side by side, then has the answers summarised."""
+    """Makes three parallel calls, then summarises the answers."""
 
     def __init__(self, llm: Conure) -> None:
-        super().__init__(timeout=20)
+        super().__init__(timeout=60)
         self.llm = llm
         self.tree = TreeSummarize(llm=llm)
 
@@ -331,7 +343,7 @@ class Fan(Workflow):
         return StopEvent(result=await self.tree.aget_response("Why?", texts))
 
 
-async def test_a_workflow_runs_in_one_program_and_its_parts_are_planned(
+async def test_workflow_parts_are_planned_in_one_program(
     make_llm: Callable[..., Conure],
 ) -> None:
     app = Fan(make_llm(context_window=800))
@@ -369,7 +381,7 @@ async def test_a_workflow_runs_in_one_program_and_its_parts_are_planned(
         ),
     ],
 )
-def test_what_cannot_be_planned_runs_as_it_is_and_says_why(
+def test_unplannable_part_runs_and_is_noted(
     make_llm: Callable[..., Conure], settings: Any, note: str
 ) -> None:
     tree = TreeSummarize(llm=make_llm(max_tokens=200), **settings)
@@ -384,18 +396,16 @@ def test_what_cannot_be_planned_runs_as_it_is_and_says_why(
     assert note in str(report)
 
 
-def test_a_subclass_may_do_anything_and_is_not_planned(
-    llm: Conure, pair: Callable[[Any], Pair]
-) -> None:
+def test_subclass_is_not_planned(llm: Conure, pair: Callable[[Any], Pair]) -> None:
     class Mine(TreeSummarize):
         pass
 
     report = pair(Mine(llm=llm)).same(lambda app: app.synthesize("Why?", nodes=nodes(2)))
     assert report.num_planned == 0
-    assert report.notes == ["Mine.get_response: what a Mine asks for is not known"]
+    assert report.notes == ["Mine.get_response: the calls of a Mine are not known"]
 
 
-def test_functions_of_the_user_run_as_often_as_without(llm: Conure) -> None:
+def test_user_functions_run_equally_often(llm: Conure) -> None:
     ran: list[str] = []
 
     class Counting(Given):
@@ -409,7 +419,7 @@ def test_functions_of_the_user_run_as_often_as_without(llm: Conure) -> None:
     assert ran == ["Why?"]
 
 
-def test_an_app_that_fails_leaves_nothing_running(llm: Conure) -> None:
+def test_failing_app_leaves_nothing_running(llm: Conure) -> None:
     class Broken(TreeSummarize):
         pass
 
@@ -429,16 +439,16 @@ def test_an_app_that_fails_leaves_nothing_running(llm: Conure) -> None:
     assert status.status().status in ("done", "cancelled")
 
 
-def test_a_server_that_is_away_is_the_error_that_it_is_without() -> None:
+def test_unreachable_server_raises_same_error() -> None:
     llm = Conure(base_url="http://127.0.0.1:9", max_retries=0, context_window=1300)
-    llm._pages["default"] = {"id": "m", "max_model_len": 1300}
+    llm._model_infos["default"] = {"id": "m", "max_model_len": 1300}
     fast = accelerate(TreeSummarize(llm=llm))
     with pytest.raises(ServerUnreachableError, match="conure serve"):
         fast.synthesize("Why?", nodes=nodes(3))
     llm.connection().close()
 
 
-def test_a_prompt_that_is_refused_is_the_error_that_it_is_without(
+def test_rejected_prompt_raises_same_error(
     make_llm: Callable[..., Conure],
 ) -> None:
     tree = TreeSummarize(llm=make_llm(context_window=200_000))
@@ -448,11 +458,11 @@ def test_a_prompt_that_is_refused_is_the_error_that_it_is_without(
     with pytest.raises(Exception, match="tokens") as fast:
         accelerate(tree).synthesize("Why?", nodes=much)
     assert type(fast.value) is type(plain.value)
-    # All but the name of the node.
+    # The messages differ in the name of the node only.
     assert str(fast.value).partition(": ")[2] == str(plain.value).partition(": ")[2]
 
 
-def test_what_an_app_leaves_behind_makes_calls_of_its_own(llm: Conure) -> None:
+def test_code_after_the_run_calls_directly(llm: Conure) -> None:
     left: list[Any] = []
 
     class Leaving(Given):
@@ -467,17 +477,19 @@ def test_what_an_app_leaves_behind_makes_calls_of_its_own(llm: Conure) -> None:
     assert len(explain(fast).calls) == num_calls
 
 
-def test_a_program_that_the_server_ends_is_an_error_and_no_wait(llm: Conure) -> None:
+def test_program_ended_by_server_raises(llm: Conure) -> None:
     class Ending(Given):
         def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
             llm.complete("first")
-            scope = current()
+            scope = ACTIVE_SCOPE.get()
             assert scope is not None
             run = llm.connection().attach(scope.report.programs[0])
             run.cancel()
             for _ in run.events():
                 pass
-            scope.session(llm.connection()).receipt()
+            for thread in threading.enumerate():
+                if thread.name == "conure-events":
+                    thread.join(10)
             return super()._retrieve(query_bundle)
 
     fast = accelerate(RetrieverQueryEngine(Ending(nodes(2)), Refine(llm=llm)))
@@ -485,20 +497,20 @@ def test_a_program_that_the_server_ends_is_an_error_and_no_wait(llm: Conure) -> 
         fast.query("Why?")
 
 
-def test_a_client_may_be_closed_as_soon_as_the_app_has_answered(tmp_path: Path) -> None:
-    # A thread that fails is an error here.
+def test_client_can_be_closed_after_the_answer(tmp_path: Path) -> None:
+    # pytest reports an exception in a thread as an error.
     app = create_app(Config(engine="fake", data=tmp_path))
     with Client(app=app) as client:
         llm = Conure(client=client, temperature=0, context_window=1300, max_tokens=40)
         fast = accelerate(TreeSummarize(llm=llm))
         assert str(fast.synthesize("Why?", nodes=nodes(3)))
     for thread in threading.enumerate():
-        if thread.name == "conure-session":
+        if thread.name == "conure-requests":
             thread.join(10)
             assert not thread.is_alive()
 
 
-async def test_runs_side_by_side_do_not_mix(llm: Conure) -> None:
+async def test_concurrent_runs_do_not_mix(llm: Conure) -> None:
     fast = accelerate(TreeSummarize(llm=llm))
     asked = [fast.asynthesize(f"Why {n}?", nodes=nodes(3)) for n in range(5)]
     made = [str(each) for each in await asyncio.gather(*asked)]
@@ -506,7 +518,7 @@ async def test_runs_side_by_side_do_not_mix(llm: Conure) -> None:
     assert made == [str(plain.synthesize(f"Why {n}?", nodes=nodes(3))) for n in range(5)]
 
 
-def test_an_app_stays_as_it_was(llm: Conure) -> None:
+def test_app_is_not_modified(llm: Conure) -> None:
     tree = TreeSummarize(llm=llm)
     fast = accelerate(tree)
     assert type(tree) is TreeSummarize
@@ -516,7 +528,7 @@ def test_an_app_stays_as_it_was(llm: Conure) -> None:
     fast.synthesize("Why?", nodes=nodes(1))
     with pytest.raises(ValueError, match="not accelerated"):
         explain(tree)
-    # Outside of a run its LLM works alone.
+    # Outside of a run its LLM calls the server directly.
     assert llm.chat([ChatMessage("hi")]).raw is not None
 
 

@@ -1,6 +1,6 @@
-"""What goes wrong is raised as what it is, with the server's reason, however an app is asked.
+"""Every way to ask an app raises the original error with the server's reason.
 
-And nothing is left running: the server is asked afterwards.
+Nothing keeps running on the server afterwards.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from conure.server.program.errors import (
 from ..left import all_ended, all_submitted, leaving_server
 
 
-async def told(llm: Conure, way: str, prompt: str, **kwargs: Any) -> None:
-    """Ask an LLM in one of LlamaIndex's eight ways, to the end."""
+async def call_llm(llm: Conure, way: str, prompt: str, **kwargs: Any) -> None:
+    """Call an LLM by one of LlamaIndex's eight methods, and read the answer to its end."""
     given: Any = [ChatMessage(role="user", content=prompt)] if "chat" in way else prompt
     method = getattr(llm, way)
     match way.partition("_")[0]:
@@ -69,7 +69,7 @@ class Broken(BaseRetriever):
 
 
 class Given(BaseRetriever):
-    """Finds always the same."""
+    """Always finds the same nodes."""
 
     def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
         text = "Fact is here. " * 60
@@ -79,14 +79,14 @@ class Given(BaseRetriever):
 def engine(
     llm: Conure, way: str, *, retriever: type[BaseRetriever] = Given, **settings: Any
 ) -> Any:
-    """A query engine with four facts, streaming where the way says so."""
+    """Return a query engine with four facts that streams if the way requires it."""
     streams = "stream" in way
     synthesizer = get_response_synthesizer(llm=llm, streaming=streams, use_async=False, **settings)
     return RetrieverQueryEngine(retriever(), synthesizer)
 
 
-async def asked(app: Any, way: str) -> None:
-    """Ask a query engine, and read its answer to the end."""
+async def ask_engine(app: Any, way: str) -> None:
+    """Query an engine, and read its answer to the end."""
     if way.startswith("a"):
         response = await app.aquery("what?")
         if way == "astream":
@@ -102,7 +102,7 @@ APP_WAYS = ("query", "aquery", "stream", "astream")
 
 
 class Case(NamedTuple):
-    """Arguments of an LLM and of its call that make it fail."""
+    """Arguments of an LLM and of its call with which the call fails."""
 
     llm: dict[str, Any]
     prompt: str
@@ -124,33 +124,38 @@ CASES = {
         "tea",
         {"tools": [{"type": "function", "function": {"name": ""}}]},
         ConureError,
-        "no name of a function",
+        "invalid function name",
     ),
 }
 
 
 @pytest.mark.parametrize("way", LLM_WAYS)
 @pytest.mark.parametrize("name", CASES)
-async def test_what_a_call_cannot_be_is_raised_with_the_reason(
+async def test_invalid_call_raises_with_the_reason(
     client: Client, make_llm: Callable[..., Conure], submitted: list[str], name: str, way: str
 ) -> None:
     case = CASES[name]
     with pytest.raises(case.error, match=case.match):
-        await told(make_llm(**case.llm), way, case.prompt, **case.kwargs)
+        await call_llm(make_llm(**case.llm), way, case.prompt, **case.kwargs)
     await all_ended(client, submitted)
 
 
 @pytest.mark.parametrize("way", LLM_WAYS)
-async def test_a_server_that_is_not_there_is_named(way: str) -> None:
+async def test_unreachable_server_is_named(way: str) -> None:
     llm = Conure(base_url="http://127.0.0.1:9", max_retries=0)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9.*is the server running"):
-        await told(llm, way, "tea")
-    await llm._own.aclose()
+        await call_llm(llm, way, "tea")
+    await llm._clients.aclose()
 
 
 APPS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "a retriever that raises": ({}, {"retriever": Broken}, KeyError, "oh"),
-    "a model that is not there": ({"model": "nobody"}, {}, NotFoundError, "no model 'nobody'"),
+    "a model that is not there": (
+        {"model": "nobody"},
+        {},
+        NotFoundError,
+        "model 'nobody' not found",
+    ),
     "a prompt that is too long": (
         {"context_window": 900_000},
         {"summary_template": PromptTemplate("{context_str}" * 300 + "{query_str}")},
@@ -164,7 +169,7 @@ APPS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
 @pytest.mark.parametrize("way", APP_WAYS)
 @pytest.mark.parametrize("name", APPS)
-async def test_what_goes_wrong_in_an_app_is_raised_and_leaves_nothing_running(
+async def test_app_failure_leaves_nothing_running(
     client: Client,
     make_llm: Callable[..., Conure],
     submitted: list[str],
@@ -178,23 +183,23 @@ async def test_what_goes_wrong_in_an_app_is_raised_and_leaves_nothing_running(
         app = engine(
             llm, way, response_mode="tree_summarize", **parts
         )  # asks for the model's metadata
-        await asked(accelerate(app) if is_fast else app, way)
+        await ask_engine(accelerate(app) if is_fast else app, way)
     await all_ended(client, submitted)
 
 
 @pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
 @pytest.mark.parametrize("way", APP_WAYS)
-async def test_an_app_without_a_server_says_so(way: str, is_fast: bool) -> None:
+async def test_app_without_server_raises(way: str, is_fast: bool) -> None:
     llm = Conure(base_url="http://127.0.0.1:9", max_retries=0)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9.*is the server running"):
         app = engine(llm, way, response_mode="compact")
-        await asked(accelerate(app) if is_fast else app, way)
-    await llm._own.aclose()
+        await ask_engine(accelerate(app) if is_fast else app, way)
+    await llm._clients.aclose()
 
 
 @pytest.mark.parametrize("is_fast", [False, True], ids=["plain", "accelerated"])
 @pytest.mark.parametrize("way", APP_WAYS)
-async def test_a_client_that_was_closed_is_named(tmp_path: Path, way: str, is_fast: bool) -> None:
+async def test_closed_client_is_named(tmp_path: Path, way: str, is_fast: bool) -> None:
     with await asyncio.to_thread(
         lambda: Client(app=create_app(Config(engine="fake", data=tmp_path)))
     ) as client:
@@ -203,12 +208,11 @@ async def test_a_client_that_was_closed_is_named(tmp_path: Path, way: str, is_fa
         assert llm.metadata.context_window
     async with asyncio.timeout(10):
         with pytest.raises((ConureError, RuntimeError), match="closed"):
-            await asked(accelerate(app) if is_fast else app, way)
-    await llm._own.aclose()
+            await ask_engine(accelerate(app) if is_fast else app, way)
+    await llm._clients.aclose()
 
 
-@pytest.mark.timeout(60)
-async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[str]) -> None:
+async def test_server_shutdown_reaches_every_waiter(submitted: list[str]) -> None:
     async with leaving_server() as (client, leave):
         llm = Conure(client=client)
         apps = [
@@ -217,10 +221,10 @@ async def test_a_server_that_goes_away_is_told_to_all_who_wait(submitted: list[s
             for is_fast in (False, True)
             for app in [engine(llm, way, response_mode="tree_summarize")]
         ]
-        waiting = [asyncio.create_task(asked(app, way)) for way, app in apps]
-        waiting += [asyncio.create_task(told(llm, way, "tea")) for way in LLM_WAYS]
+        waiting = [asyncio.create_task(ask_engine(app, way)) for way, app in apps]
+        waiting += [asyncio.create_task(call_llm(llm, way, "tea")) for way in LLM_WAYS]
         await all_submitted(submitted, len(waiting))
         await leave()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [each for each in results if not isinstance(each, ConureError)] == []
-        await llm._own.aclose()
+        await llm._clients.aclose()

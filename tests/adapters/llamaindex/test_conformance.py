@@ -1,4 +1,4 @@
-"""Our LLM, chat and completion, and LlamaIndex's own `MockLLM` keep the same promises."""
+"""`Conure` (chat and completion) and LlamaIndex's `MockLLM` pass the conformance tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestChat(LLMConformance):
         with Client(app=create_app(config)) as client:
             llm = Conure(client=client, temperature=0)
             yield llm
-            await llm._own.aclose()
+            await llm._clients.aclose()
 
 
 class TestCompletion(LLMConformance):

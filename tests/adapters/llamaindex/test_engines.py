@@ -1,4 +1,4 @@
-"""Engines, agents and Workflows that decide by what the model says do the same accelerated.
+"""Engines, agents and Workflows that decide by the model's answers do the same accelerated.
 
 The scripted engine plays a model that chooses, asks sub-questions and calls tools.
 """
@@ -104,11 +104,11 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 async def llm(scripted: Client) -> AsyncIterator[Conure]:
     llm = Conure(client=scripted, temperature=0, max_tokens=200, context_window=8000)
     yield llm
-    await llm._own.aclose()
+    await llm._clients.aclose()
 
 
 def small(llm: Conure) -> Conure:
-    """The same with a window that takes few nodes."""
+    """An LLM with a context window for few nodes."""
     return llm.model_copy(update={"context_window": 1500})
 
 
@@ -137,7 +137,7 @@ def sub_questions(llm: Conure) -> SubQuestionQueryEngine:
 
 
 class Engine(NamedTuple):
-    """A query engine, and how many of its calls come from the plan."""
+    """A query engine, and the number of its calls that are answered from the plan."""
 
     make: Callable[[Conure], Any]
     num_planned: int
@@ -196,7 +196,7 @@ ENGINES: dict[str, Engine] = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-async def test_a_query_engine_does_the_same(
+async def test_query_engine_does_the_same(
     llm: Conure, pair: Callable[[Any], Pair], name: str
 ) -> None:
     made = ENGINES[name]
@@ -229,7 +229,7 @@ CHATS: dict[str, Callable[[Conure], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHATS)
-async def test_a_chat_engine_streams_and_remembers_the_same(
+async def test_chat_engine_streams_and_remembers(
     llm: Conure, submitted: list[str], name: str
 ) -> None:
     plain, fast = CHATS[name](llm), accelerate(CHATS[name](llm))
@@ -239,7 +239,7 @@ async def test_a_chat_engine_streams_and_remembers_the_same(
         texts = ["".join([piece async for piece in first.async_response_gen()])]
         second = await asyncio.to_thread(app.stream_chat, "And how?")
         texts.append(await asyncio.to_thread("".join, second.response_gen))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(app.chat_history) < 4:  # noqa: ASYNC110 - LlamaIndex writes in a thread
                 await asyncio.sleep(0.01)
         said.append([*texts, *(str(each.content) for each in app.chat_history)])
@@ -267,17 +267,17 @@ AGENTS: dict[str, Callable[[Conure], Any]] = {
 }
 
 
-# LlamaIndex looks at all attributes of an agent, deprecated ones among them.
+# LlamaIndex reads all attributes of an agent, including deprecated ones.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("prompt", AGENTS)
-async def test_an_agent_calls_its_tools_in_one_program(llm: Conure, prompt: str) -> None:
+async def test_agent_calls_tools_in_one_program(llm: Conure, prompt: str) -> None:
     app = AGENTS[prompt](llm)
     fast = accelerate(app)
     seen: list[list[str]] = []
     for agent in (app, fast):
         handler = agent.run(user_msg=prompt)
         names = [type(event).__name__ async for event in handler.stream_events()]
-        # How many pieces a text comes in is a matter of time.
+        # The number of pieces of a text depends on timing.
         seen.append([name for name in names if name != "AgentStream"])
         assert str(await handler) == "It is 42."
     assert seen[0] == seen[1]
@@ -295,10 +295,10 @@ class Said(HumanResponseEvent):
 
 
 class Asking(Workflow):
-    """Asks somebody between two calls."""
+    """Asks a human between two calls."""
 
     def __init__(self, llm: Conure) -> None:
-        super().__init__(timeout=10)
+        super().__init__(timeout=60)
         self.llm = llm
 
     @step
@@ -310,7 +310,7 @@ class Asking(Workflow):
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-async def test_a_workflow_that_waits_for_somebody_stays_in_its_program(
+async def test_waiting_workflow_stays_in_its_program(
     llm: Conure, submitted: list[str], is_left: bool
 ) -> None:
     made: list[str] = []
@@ -331,7 +331,7 @@ async def test_a_workflow_that_waits_for_somebody_stays_in_its_program(
     await all_ended(llm.connection(), submitted)
 
 
-def test_a_judge_within_an_engine_is_planned_as_an_engine(
+def test_judge_inside_engine_is_planned(
     llm: Conure, pair: Callable[[Any], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Settings, "_llm", llm)

@@ -1,7 +1,7 @@
-"""The examples run as a reader would run them, each on the core that it is for.
+"""The examples run as documented, each on its version of core.
 
-What the built-in model answers is checked where it can be served: core 0.12 is tested without
-torch, on the fake engine.
+Answers of the built-in model are checked where it can be served: core 0.12 is tested without torch,
+on the fake engine.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ FINDINGS = ["Jonas Wenk", "nobody", "Ruth Sandberg", "Emil Hartson", "nobody"]
 
 
 def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """An example, on a server of its own or on the one at `CONURE_URL`."""
+    """Run an example on a temporary server, or on the one at `CONURE_URL`."""
     return subprocess.run(
         [*options, sys.executable, "-W", "ignore", str(ROOT / "examples" / name)],
         cwd=ROOT,
         env={**environment(), "CONURE_URL": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
 
 
 def printed(name: str, *options: str) -> str:
-    """What an example prints, on a server of its own with these options."""
-    made = run(name, sys.executable, "benchmarks/own_server.py", *options, "--")
+    """Return the output of an example on a temporary server with these options."""
+    made = run(name, sys.executable, "benchmarks/temporary_server.py", *options, "--")
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout
 
 
 @pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
-def test_the_summary_is_right_the_same_and_planned() -> None:
+def test_summary_example_is_planned_and_correct() -> None:
     said = printed("llamaindex_tree_summary.py", "--threads", "1")
     assert re.findall(r"^Report \d: (.*)$", said, re.MULTILINE) == FINDINGS
     assert "\nJonas Wenk, Ruth Sandberg and Emil Hartson.\n" in said
@@ -53,15 +53,15 @@ def test_the_summary_is_right_the_same_and_planned() -> None:
 
 
 @pytest.mark.skipif(not IS_OLD, reason="QueryPipeline went with core 0.13")
-def test_the_query_pipeline_is_the_same_in_all_three_ways() -> None:
+def test_query_pipeline_example_matches_in_three_modes() -> None:
     said = printed("llamaindex_query_pipeline.py", "--engine", "fake")
     made = re.findall(r"^(?:plain|ahead|whole) +(\S.*)$", said, re.MULTILINE)
     assert made == [made[0]] * 3
-    assert "3 calls: 3 from the plan, 0 made when asked for, 0 wasted" in said
+    assert "3 calls: 3 from the plan, 0 made by the app, 0 wasted" in said
     assert re.search(r"as one program: 3 calls, .*, 1 client step$", said, re.MULTILINE)
 
 
-def test_without_a_server_an_example_says_what_to_do() -> None:
+def test_example_without_server_explains_setup() -> None:
     made = run("llamaindex_query_pipeline.py" if IS_OLD else "llamaindex_tree_summary.py")
     assert made.returncode == 1
     assert "conure serve" in made.stderr.splitlines()[-1]

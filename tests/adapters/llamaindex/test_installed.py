@@ -1,11 +1,11 @@
-"""The adapter imports wherever its extra is installed; `make test` installs it."""
+"""The adapter imports if its extra is installed; `make test` installs it."""
 
 from __future__ import annotations
 
 import pytest
 
 
-def test_the_adapter_imports_where_llamaindex_is_installed() -> None:
+def test_adapter_imports_with_its_extra() -> None:
     pytest.importorskip(
         "llama_index.core",
         reason="LlamaIndex is not installed: pip install 'conure[llamaindex]', or `make setup`",

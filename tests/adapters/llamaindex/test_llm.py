@@ -1,4 +1,4 @@
-"""What our LLM says to the server, and what it makes of the answers, whatever happens."""
+"""Requests and responses of the LlamaIndex LLM, also when connections or programs fail."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ async def llm(double: Any, kit: Any) -> AsyncIterator[Conure]:
     double.on("GET", "/v1/models", kit.Answer(200, MODELS))
     path = f"{PROGRAM}/variables/answer"
     double.on("GET", path, kit.Answer(200, {"status": "done", "value": VALUE}))
-    with Client(app=double, retry=Retry(max_retries=1, first_s=0.0001)) as client:
+    with Client(app=double, retry=Retry(max_retries=1, base_delay_s=0.0001)) as client:
         llm = Conure(client=client, temperature=0, stop=["."])
         yield llm
-        await llm._own.aclose()
+        await llm._clients.aclose()
 
 
 def nodes(double: Any) -> list[Any]:
-    """The nodes that were submitted, one per program."""
+    """Return the submitted nodes, one per program."""
     posts = double.of("POST", "/v1/programs")
     for post in posts:
         assert len(post.body["program"]["nodes"]) == 1
     return [post.body["program"]["nodes"][0] for post in posts]
 
 
-def test_a_chat_is_a_program_of_one_node(llm: Conure, double: Any) -> None:
+def test_chat_is_a_program_of_one_node(llm: Conure, double: Any) -> None:
     chat = [ChatMessage(role="system", content="s"), ChatMessage(role="user", content="h")]
     response = llm.chat(chat, seed=7, max_tokens=3)
     assert nodes(double) == [
@@ -87,7 +87,7 @@ def test_a_chat_is_a_program_of_one_node(llm: Conure, double: Any) -> None:
     }
 
 
-def test_a_completion_goes_through_the_chat_template_or_not(llm: Conure, double: Any) -> None:
+def test_completion_follows_is_chat_model(llm: Conure, double: Any) -> None:
     llm.complete("once")
     llm.is_chat_model = False
     llm.complete("once")
@@ -99,14 +99,14 @@ def test_a_completion_goes_through_the_chat_template_or_not(llm: Conure, double:
     assert written_out["prompt"][0] == {"text": "user: once\nassistant: "}
 
 
-def test_only_a_prompt_that_is_not_formatted_is_formatted(llm: Conure, double: Any) -> None:
+def test_formatted_prompt_is_not_formatted_again(llm: Conure, double: Any) -> None:
     llm.completion_to_prompt = lambda prompt: f"<{prompt}>"
     llm.complete("a")
     llm.complete("b", formatted=True)
     assert [node["messages"][0]["content"] for node in nodes(double)] == ["<a>", "b"]
 
 
-def test_an_option_of_the_call_wins(llm: Conure, double: Any) -> None:
+def test_call_option_overrides_llm(llm: Conure, double: Any) -> None:
     llm.complete("a", stop="x", model="other")
     llm.complete("a", stop=["y", "z"], temperature=None)
     first, second = nodes(double)
@@ -115,14 +115,12 @@ def test_an_option_of_the_call_wins(llm: Conure, double: Any) -> None:
     assert "temperature" not in second["output"]
 
 
-def test_an_unknown_argument_is_refused_by_name(llm: Conure) -> None:
+def test_unknown_argument_is_rejected_by_name(llm: Conure) -> None:
     with pytest.raises(ValueError, match="temprature=1"):
         llm.complete("a", temprature=1)
 
 
-def test_options_of_every_call_have_a_field_or_stand_among_the_additional_ones(
-    llm: Conure, double: Any
-) -> None:
+def test_additional_kwargs_apply_to_every_call(llm: Conure, double: Any) -> None:
     made = Conure(client=llm.client, additional_kwargs={"top_k": 3, "min_tokens": 1})
     made.complete("a", min_tokens=2)
     (node,) = nodes(double)
@@ -133,7 +131,7 @@ def test_options_of_every_call_have_a_field_or_stand_among_the_additional_ones(
         Conure(client=llm.client, top_k=3)  # type: ignore[call-arg]
 
 
-def test_a_pickled_llm_goes_to_the_same_server_and_the_first_one_stays_as_it_is() -> None:
+def test_pickled_llm_keeps_the_server() -> None:
     with Client("http://127.0.0.1:9") as client:
         llm = Conure(client=client, temperature=0)
         made = pickle.loads(pickle.dumps(llm))
@@ -142,13 +140,13 @@ def test_a_pickled_llm_goes_to_the_same_server_and_the_first_one_stays_as_it_is(
         assert copy.deepcopy(llm).connection() is client
 
 
-def test_an_llm_on_a_server_in_this_process_cannot_be_pickled(llm: Conure) -> None:
+def test_llm_with_local_app_cannot_be_pickled(llm: Conure) -> None:
     with pytest.raises(TypeError, match="base_url"):
         pickle.dumps(llm)
     assert llm.complete("a").text
 
 
-def test_messages_keep_their_roles_parts_and_calls(llm: Conure, double: Any) -> None:
+def test_messages_keep_roles_parts_and_calls(llm: Conure, double: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     llm.chat(
         [
@@ -183,7 +181,7 @@ def test_messages_keep_their_roles_parts_and_calls(llm: Conure, double: Any) -> 
     ]
 
 
-def test_metadata_is_the_servers(llm: Conure, double: Any) -> None:
+def test_metadata_comes_from_the_server(llm: Conure, double: Any) -> None:
     assert llm.metadata.context_window == 4096
     assert llm.metadata.num_output == 512
     assert llm.metadata.model_name == "tiny"
@@ -198,14 +196,12 @@ def test_metadata_is_the_servers(llm: Conure, double: Any) -> None:
     assert Conure(client=llm.client, context_window=50).metadata.num_output == 12
 
 
-def test_a_model_that_the_server_lacks_is_named(llm: Conure) -> None:
-    with pytest.raises(NotFoundError, match="no model 'huge'; the server has: tiny, tools"):
+def test_unknown_model_is_named(llm: Conure) -> None:
+    with pytest.raises(NotFoundError, match="model 'huge' not found; the server has: tiny, tools"):
         _ = Conure(client=llm.client, model="huge").metadata
 
 
-def test_a_stream_survives_restarts_without_saying_anything_twice(
-    llm: Conure, double: Any, kit: Any
-) -> None:
+def test_stream_survives_restarts_without_duplicates(llm: Conure, double: Any, kit: Any) -> None:
     double.on(
         "GET",
         f"{PROGRAM}/events",
@@ -219,26 +215,24 @@ def test_a_stream_survives_restarts_without_saying_anything_twice(
     assert [bool(piece.raw) for piece in pieces] == [False, False, False, True]
 
 
-def test_a_stream_that_is_left_is_cancelled(llm: Conure, double: Any, kit: Any) -> None:
+def test_abandoned_stream_is_cancelled(llm: Conure, double: Any, kit: Any) -> None:
     never = kit.Answer(chunks=[kit.delta("hel", 0), b""], gate=lambda: False)
     double.on("GET", f"{PROGRAM}/events", never)
     for leave in (llm.stream_complete("a"), llm.stream_chat([ChatMessage(content="a")])):
         assert next(leave).delta == "hel"
         leave.close()
     assert len(double.of("DELETE", PROGRAM)) == 2
-    assert double.num_disconnects == 2
+    double.wait_for_disconnects(2)
 
 
-async def test_an_awaited_stream_that_is_left_is_cancelled(
-    llm: Conure, double: Any, kit: Any
-) -> None:
+async def test_abandoned_async_stream_is_cancelled(llm: Conure, double: Any, kit: Any) -> None:
     never = kit.Answer(chunks=[kit.delta("hel", 0), b""], gate=lambda: False)
     double.on("GET", f"{PROGRAM}/events", never)
     stream = await llm.astream_complete("a")
     assert (await anext(stream)).delta == "hel"
     await stream.aclose()
-    # LlamaIndex's wrapper does not close ours: that falls to the collector, which finds it in
-    # a cycle with the exception that ended the wrapper, and to a task of the loop.
+    # LlamaIndex's wrapper does not close our generator. The garbage collector finds it in a
+    # cycle with the exception that ended the wrapper, and a task of the loop closes it.
     del stream
     gc.collect()
     await asyncio.sleep(0)
@@ -247,19 +241,19 @@ async def test_an_awaited_stream_that_is_left_is_cancelled(
     assert len(double.of("DELETE", PROGRAM)) == 1
 
 
-def test_a_stream_that_nobody_reads_asks_for_nothing(llm: Conure, double: Any) -> None:
+def test_unread_stream_submits_nothing(llm: Conure, double: Any) -> None:
     llm.stream_complete("a")
     assert double.of("POST", "/v1/programs") == []
 
 
-def test_a_stream_of_a_program_that_fails_is_an_error(llm: Conure, double: Any, kit: Any) -> None:
+def test_stream_of_failed_program_raises(llm: Conure, double: Any, kit: Any) -> None:
     failed = kit.sse(3, "node.failed", node="call", code="engine.lost", message="three times")
     double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[failed, kit.finished(4, "failed")]))
     with pytest.raises(RunError, match="three times"):
         list(llm.stream_complete("a"))
 
 
-def test_a_stream_that_takes_too_long_says_so(llm: Conure, double: Any, kit: Any) -> None:
+def test_timed_out_stream_raises(llm: Conure, double: Any, kit: Any) -> None:
     code = "program.deadline_exceeded"
     killed = kit.sse(3, "node.killed", node="call", code=code, message="not within 1 s")
     end = kit.finished(4, "deadline_exceeded")
@@ -268,7 +262,7 @@ def test_a_stream_that_takes_too_long_says_so(llm: Conure, double: Any, kit: Any
         list(llm.stream_complete("a"))
 
 
-def test_a_call_that_takes_too_long_is_cancelled(double: Any, kit: Any) -> None:
+def test_timed_out_call_is_cancelled(double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted("answer"))
     double.on("DELETE", PROGRAM, kit.status("cancelled"))
     double.on("GET", "/v1/models", kit.Answer(200, MODELS))
@@ -281,7 +275,7 @@ def test_a_call_that_takes_too_long_is_cancelled(double: Any, kit: Any) -> None:
     assert len(double.of("DELETE", PROGRAM)) == 1
 
 
-def test_a_server_that_is_away_is_an_error_that_says_so() -> None:
+def test_unreachable_server_raises() -> None:
     llm = Conure(base_url="http://127.0.0.1:9", max_retries=0)
     with pytest.raises(ServerUnreachableError, match="conure serve"):
         llm.complete("a")
@@ -293,7 +287,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_calls_to_tools_go_out_and_come_back(llm: Conure, double: Any, kit: Any) -> None:
+def test_tool_calls_round_trip(llm: Conure, double: Any, kit: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     value = {**VALUE, "content": None, "tool_calls": [call]}
     path = "/v1/programs/p_2"
@@ -314,14 +308,14 @@ def test_calls_to_tools_go_out_and_come_back(llm: Conure, double: Any, kit: Any)
     assert response.message.role == MessageRole.ASSISTANT
 
 
-def test_an_answer_without_calls_to_tools_is_an_error_if_one_was_wanted(llm: Conure) -> None:
+def test_required_tool_call_that_is_missing_raises(llm: Conure) -> None:
     response = llm.chat([ChatMessage("hi")])
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match="at least one tool call"):
         llm.get_tool_calls_from_response(response)
 
 
-def test_a_refusal_keeps_the_servers_code_and_reason(make_llm: Callable[..., Conure]) -> None:
+def test_rejection_keeps_code_and_reason(make_llm: Callable[..., Conure]) -> None:
     with pytest.raises(ProgramError) as caught:
         make_llm().complete("a", max_tokens=0)
     assert "max_tokens" in str(caught.value)

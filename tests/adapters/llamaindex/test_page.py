@@ -1,10 +1,10 @@
-"""The tables of docs/llamaindex.md say what happens: they are written from runs.
+"""The tables of docs/llamaindex.md, which are generated from runs.
 
 `CONURE_WRITE_PAGE=1 pytest tests/adapters/llamaindex/test_page.py` writes the table of the
-core that is installed; otherwise the page is compared with it.
+installed core. Otherwise the tests compare the page with it.
 """
 
-# The core that has it is not installed where types are checked.
+# The core with `QueryPipeline` is not installed where types are checked.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPi
 
 
 @pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
-def test_the_examples_run() -> None:
+def test_examples_run() -> None:
     assert BLOCKS.keys() == {"llm", "app"}
     with served("--engine", "fake") as url:
         done = subprocess.run(
@@ -43,7 +43,7 @@ def test_the_examples_run() -> None:
             env={**environment(), "CONURE_URL": url},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=200,
             check=False,
         )
     assert done.returncode == 0, done.stderr
@@ -51,7 +51,7 @@ def test_the_examples_run() -> None:
 
 
 def compare(name: str, head: list[str], rows: list[list[str]]) -> None:
-    """The table between the marks of `name` on the page is this one."""
+    """Compare the table between the marks of `name` on the page with this one, or write it."""
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     page = PAGE.read_text("utf-8")
@@ -65,7 +65,7 @@ def compare(name: str, head: list[str], rows: list[list[str]]) -> None:
 
 
 def row(what: str, report: Any) -> list[str]:
-    """One line of the table of core 0.14."""
+    """Return one line of the table of core 0.14."""
     others = [call for call in report.calls if not call.is_planned]
     why = sorted({note.partition(": ")[2] for note in report.notes})
     left = f"{len(others)} {'call' if len(others) == 1 else 'calls'}" if others else ""
@@ -78,7 +78,7 @@ def row(what: str, report: Any) -> list[str]:
 
 
 @pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
-async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Conure]) -> None:
+async def test_table_of_core_014_is_current(make_llm: Callable[..., Conure]) -> None:
     from llama_index.core.extractors import (
         KeywordExtractor,
         QuestionsAnsweredExtractor,
@@ -119,7 +119,7 @@ async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Con
     rows.append(row("query engine on a retriever, `refine`", explain(query)))
     hyde = accelerate(TransformQueryEngine(engine(llm, "refine"), HyDEQueryTransform(llm=llm)))
     hyde.query("Why?")
-    rows.append(row("the same behind HyDE", explain(hyde)))
+    rows.append(row("the same engine with HyDE", explain(hyde)))
     for kind in (TitleExtractor, KeywordExtractor, QuestionsAnsweredExtractor, SummaryExtractor):
         extractor = accelerate(kind(llm=make_llm(), show_progress=False))
         await extractor.aextract([each.node for each in nodes(3, sentences=3)])
@@ -138,14 +138,12 @@ async def test_the_table_of_core_014_is_what_happens(make_llm: Callable[..., Con
     compare("core 0.14", ["part of an app", "calls from the plan", "stays a call, and why"], rows)
 
 
-@pytest.mark.skipif(not IS_OLD, reason="QueryPipeline went with core 0.13")
-def test_the_table_of_core_012_is_what_happens(
-    make_llm: Callable[..., Conure], client: Client
-) -> None:
+@pytest.mark.skipif(not IS_OLD, reason="QueryPipeline was removed in core 0.13")
+def test_table_of_core_012_is_current(make_llm: Callable[..., Conure], client: Client) -> None:
     from llama_index.core.prompts import PromptTemplate
     from llama_index.core.query_pipeline import ArgPackComponent, FnComponent, QueryPipeline
 
-    from conure.adapters.llamaindex.pipeline_program import to_program
+    from conure.adapters.llamaindex import to_program
 
     from .test_pipeline import NAMES, inputs_of, join_responses, joins, shapes
 

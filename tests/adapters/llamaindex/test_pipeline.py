@@ -1,6 +1,6 @@
-"""A QueryPipeline of core 0.12, plain, accelerated and as a program, gives the same."""
+"""A QueryPipeline of core 0.12 gives equal results plain, accelerated and compiled."""
 
-# The core that has it is not installed where types are checked.
+# Core 0.12 is not installed where types are checked.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, accelerate, explain
-from conure.adapters.llamaindex.pipeline_program import to_program
+from conure.adapters.llamaindex import Conure, accelerate, explain, to_program
 from conure.server.program.errors import ProgramError, RunError
 
 pytestmark = [
-    # The class is deprecated, which is why it is tested on the last core that has it.
+    # The class is deprecated: it is tested on the last core that has it.
     pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline"),
 ]
 
 
 class Given(BaseRetriever):
-    """Finds what is asked for."""
+    """Retrieves the query itself."""
 
     def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
         return [
@@ -63,7 +62,7 @@ def join_responses(responses: list[Any]) -> str:
 
 
 def linked(modules: dict[str, Any], *links: tuple[Any, ...]) -> QueryPipeline:
-    """A pipeline with links `(src, dest)` or `(src, src_key, dest, dest_key)`."""
+    """Return a pipeline with links `(src, dest)` or `(src, src_key, dest, dest_key)`."""
     pipeline = QueryPipeline()
     pipeline.add_modules(modules)
     for link in links:
@@ -122,7 +121,7 @@ def shapes(llm: Conure) -> dict[str, QueryPipeline]:
 
 
 def joins(llm: Conure, join: Any, after: list[Any]) -> QueryPipeline:
-    """Two calls, joined, then a chain."""
+    """Return a pipeline of two calls, a join, and a chain."""
     modules = {
         "in": InputComponent(),
         "a": PromptTemplate("A {x}"),
@@ -170,7 +169,7 @@ def llm(request: pytest.FixtureRequest, make_llm: Callable[..., Conure]) -> Conu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_accelerated_pipeline_gives_the_same_from_its_plan(llm: Conure, name: str) -> None:
+def test_accelerated_pipeline_matches_plain_pipeline(llm: Conure, name: str) -> None:
     plain = shapes(llm)[name]
     fast = accelerate(plain)
     given = inputs_of(name)
@@ -182,7 +181,9 @@ def test_an_accelerated_pipeline_gives_the_same_from_its_plan(llm: Conure, name:
 
 
 @pytest.mark.parametrize("name", ["two calls", "function between", "fan and prompt"])
-async def test_so_does_an_awaited_one(make_llm: Callable[..., Conure], name: str) -> None:
+async def test_accelerated_async_pipeline_matches_plain_pipeline(
+    make_llm: Callable[..., Conure], name: str
+) -> None:
     plain = shapes(make_llm())[name]
     fast = accelerate(plain)
     assert str(await fast.arun(x="tea")) == str(await plain.arun(x="tea"))
@@ -192,7 +193,7 @@ async def test_so_does_an_awaited_one(make_llm: Callable[..., Conure], name: str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pipeline_and_its_program_give_the_same(llm: Conure, client: Client, name: str) -> None:
+def test_program_matches_pipeline(llm: Conure, client: Client, name: str) -> None:
     pipeline = shapes(llm)[name]
     given = inputs_of(name)
     compiled = to_program(pipeline)
@@ -212,19 +213,19 @@ def test_a_pipeline_and_its_program_give_the_same(llm: Conure, client: Client, n
         (KwargPackComponent(), [FnComponent(fn=lambda pack: f"{sorted(pack)}")], "['one', 'two']"),
     ],
 )
-def test_joins_wait_as_documented(
+def test_joins_wait_for_all_links(
     llm: Conure, client: Client, join: Any, after: list[Any], expected: str
 ) -> None:
     pipeline = joins(llm, join, after)
     made = accelerate(pipeline).run(x="tea")
     assert expected in made
     assert to_program(pipeline).run(client, x="tea") == made
-    # Core 0.12 itself runs a join first, on nothing, and is left with two outputs.
+    # Core 0.12 runs a join first, without inputs, and returns two outputs.
     with pytest.raises(ValueError, match="Only one output"):
         pipeline.run(x="tea")
 
 
-def test_a_prompt_prints_a_joined_list_as_python_does(llm: Conure, client: Client) -> None:
+def test_prompt_prints_joined_list_as_python(llm: Conure, client: Client) -> None:
     pipeline = joins(llm, ArgPackComponent(), [PromptTemplate("Of {them}"), llm])
     fast = accelerate(pipeline)
     made = str(fast.run(x="it's"))
@@ -233,7 +234,7 @@ def test_a_prompt_prints_a_joined_list_as_python_does(llm: Conure, client: Clien
     assert str(to_program(pipeline).run(client, x="it's")) == made
 
 
-def test_edges_with_functions_are_run_where_the_pipeline_runs(llm: Conure, client: Client) -> None:
+def test_edge_functions_run_in_the_pipeline(llm: Conure, client: Client) -> None:
     pipeline = QueryPipeline()
     pipeline.add_modules(
         {"p": PromptTemplate("A {x}"), "l": llm, "q": PromptTemplate("B {x}"), "m": llm}
@@ -258,7 +259,7 @@ def test_edges_with_functions_are_run_where_the_pipeline_runs(llm: Conure, clien
         to_program(pipeline)
 
 
-def test_a_branch_that_is_not_taken_is_not_planned(llm: Conure) -> None:
+def test_untaken_branch_is_not_planned(llm: Conure) -> None:
     pipeline = QueryPipeline()
     pipeline.add_modules(
         {"p": PromptTemplate("A {x}"), "l": llm, "yes": PromptTemplate("Y {x}"), "m": llm}
@@ -275,9 +276,7 @@ def test_a_branch_that_is_not_taken_is_not_planned(llm: Conure) -> None:
     assert (report.num_planned, len(report.calls), report.num_wasted) == (2, 2, 0)
 
 
-def test_a_module_that_raises_ends_the_program_and_is_its_cause(
-    llm: Conure, client: Client
-) -> None:
+def test_module_exception_is_cause_of_failure(llm: Conure, client: Client) -> None:
     def broken(given: Any) -> str:
         raise KeyError("oh")
 
@@ -289,11 +288,11 @@ def test_a_module_that_raises_ends_the_program_and_is_its_cause(
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_value_that_cannot_travel_is_named(llm: Conure, client: Client) -> None:
+def test_non_json_value_is_named(llm: Conure, client: Client) -> None:
     pipeline = QueryPipeline(
         chain=[PromptTemplate("{x}"), llm, FnComponent(fn=lambda given: {1, 2})]
     )
-    with pytest.raises(RunError, match="a set cannot travel as JSON"):
+    with pytest.raises(RunError, match="a set cannot be sent as JSON"):
         to_program(pipeline).run(client, x="tea")
 
 
@@ -301,6 +300,6 @@ def test_every_shape_is_tested(make_llm: Callable[..., Conure]) -> None:
     assert list(shapes(make_llm())) == NAMES
 
 
-def test_only_pipelines_are_accelerated_on_this_core(llm: Conure) -> None:
+def test_core_012_accelerates_only_pipelines(llm: Conure) -> None:
     with pytest.raises(TypeError, match=r"core 0\.13 or 0\.14"):
         accelerate(Given())

@@ -1,9 +1,9 @@
-"""QueryPipelines of many shapes do the same plain, accelerated and as a program.
+"""QueryPipelines of many shapes give equal results plain, accelerated and compiled.
 
-Where core 0.12 runs joins too early, the accelerated pipeline and the program agree.
+Where core 0.12 runs joins too early, the accelerated and the compiled pipeline agree.
 """
 
-# The core that has it is not installed where types are checked.
+# Core 0.12 is not installed where types are checked.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from llama_index.core.query_pipeline import (
 from llama_index.core.query_pipeline.components.argpacks import KwargPackComponent
 
 from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, Report, accelerate, explain
-from conure.adapters.llamaindex.pipeline_program import to_program
+from conure.adapters.llamaindex import Conure, Report, accelerate, explain, to_program
 from conure.server.program.errors import ConureError, ProgramError, RunError
 
 from ..left import all_ended
@@ -46,7 +45,7 @@ def llm(make_llm: Callable[..., Conure]) -> Conure:
 
 
 def whole(report: Report) -> bool:
-    """Whether all calls came from the plan, and none ran for nothing."""
+    """Return whether all calls were served from the plan and every planned call was used."""
     return report.num_planned == len(report.calls) > 0 == report.num_wasted
 
 
@@ -55,7 +54,7 @@ def twice(llm: Conure) -> QueryPipeline:
 
 
 def pack(llm: Conure, join: Any, *, links_first: str, is_deep: bool = False) -> QueryPipeline:
-    """Two branches, one of them perhaps longer, and a join."""
+    """Return a pipeline with two branches and a join; one branch may be longer."""
     modules = {
         "in": InputComponent(),
         "a": PromptTemplate("A {x}"),
@@ -82,7 +81,7 @@ def pack(llm: Conure, join: Any, *, links_first: str, is_deep: bool = False) -> 
 @pytest.mark.parametrize("is_deep", [False, True], ids=["even", "deep"])
 @pytest.mark.parametrize("links_first", ["a", "b"])
 @pytest.mark.parametrize("join", [ArgPackComponent, KwargPackComponent])
-def test_a_join_packs_in_the_order_of_its_links(
+def test_join_packs_in_link_order(
     llm: Conure, client: Client, join: Any, links_first: str, is_deep: bool
 ) -> None:
     pipeline = pack(llm, join(), links_first=links_first, is_deep=is_deep)
@@ -95,7 +94,7 @@ def test_a_join_packs_in_the_order_of_its_links(
         assert made == str([name.upper() for name in sorted("ab", reverse=links_first == "b")])
 
 
-def test_what_reads_a_join_is_planned_in_that_order(llm: Conure, client: Client) -> None:
+def test_join_readers_are_planned_in_link_order(llm: Conure, client: Client) -> None:
     pipeline = pack(llm, ArgPackComponent(), links_first="b")
     pipeline.add_modules({"p": PromptTemplate("Of {them}"), "l": llm})
     pipeline.add_link("join", "p")
@@ -106,7 +105,7 @@ def test_what_reads_a_join_is_planned_in_that_order(llm: Conure, client: Client)
     assert str(to_program(pipeline).run(client, x="tea")["l"]) == str(made["l"]["output"])
 
 
-def test_a_join_goes_on_without_a_branch_that_is_not_taken(llm: Conure) -> None:
+def test_join_skips_untaken_branch(llm: Conure) -> None:
     pipeline = linked(
         {
             "p": PromptTemplate("A {x}"),
@@ -133,7 +132,7 @@ def test_a_join_goes_on_without_a_branch_that_is_not_taken(llm: Conure) -> None:
     assert whole(explain(fast))
 
 
-def test_pipelines_within_a_pipeline_go_whole(llm: Conure, client: Client) -> None:
+def test_nested_pipelines_are_compiled(llm: Conure, client: Client) -> None:
     inner = QueryPipeline(chain=[PromptTemplate("I {x}"), llm, twice(llm)])
     pipeline = QueryPipeline(
         chain=[PromptTemplate("O {x}"), llm, inner, PromptTemplate("{z}"), llm]
@@ -146,7 +145,7 @@ def test_pipelines_within_a_pipeline_go_whole(llm: Conure, client: Client) -> No
     assert str(to_program(pipeline).run(client, x="tea")) == made
 
 
-def test_what_a_pipeline_within_one_is_read_up_to_is_planned(llm: Conure) -> None:
+def test_nested_pipeline_is_planned_up_to_opaque_module(llm: Conure) -> None:
     inner = linked(
         {"p": PromptTemplate("I {x}"), "l": llm, "f": FnComponent(fn=shout)},
         ("p", "l"),
@@ -164,14 +163,14 @@ def test_what_a_pipeline_within_one_is_read_up_to_is_planned(llm: Conure) -> Non
     assert explain(fast).notes == ["inner.f: a FnComponent runs here"]
 
 
-def test_an_accelerated_pipeline_within_an_accelerated_one_is_planned_once(llm: Conure) -> None:
+def test_nested_accelerated_pipeline_is_planned_once(llm: Conure) -> None:
     pipeline = QueryPipeline(chain=[accelerate(twice(llm)), PromptTemplate("{z}"), llm])
     fast = accelerate(pipeline)
     assert str(fast.run(x="tea")) == str(pipeline.run(x="tea"))
     assert whole(explain(fast))
 
 
-def test_a_response_that_is_streamed_comes_from_the_plan(llm: Conure) -> None:
+def test_streamed_response_is_planned(llm: Conure) -> None:
     of_this_core: Any = llm
     last = of_this_core.as_query_component(streaming=True)
     pipeline = QueryPipeline(chain=[PromptTemplate("A {x}"), llm, PromptTemplate("B {y}"), last])
@@ -183,7 +182,7 @@ def test_a_response_that_is_streamed_comes_from_the_plan(llm: Conure) -> None:
         to_program(pipeline)
 
 
-def test_an_input_that_a_prompt_refuses_is_refused_where_it_is_read(llm: Conure) -> None:
+def test_invalid_prompt_input_is_rejected_at_its_module(llm: Conure) -> None:
     pipeline = pack(llm, KwargPackComponent(), links_first="a")
     pipeline.add_modules({"p": PromptTemplate("Of {them}"), "l": llm})
     pipeline.add_link("join", "p")
@@ -193,12 +192,12 @@ def test_an_input_that_a_prompt_refuses_is_refused_where_it_is_read(llm: Conure)
         fast.run_multi({"in": {"x": "tea"}})
     assert "\ue000" not in str(caught.value)
     assert whole(explain(fast))
-    with pytest.raises(ProgramError, match="module 'p': a dict is no input of a prompt"):
+    with pytest.raises(ProgramError, match="module 'p': a dict cannot be the input of a prompt"):
         to_program(pipeline)
 
 
 @pytest.mark.parametrize("is_awaited", [False, True], ids=["run", "arun"])
-def test_a_batch_is_one_program(llm: Conure, is_awaited: bool) -> None:
+def test_batch_is_one_program(llm: Conure, is_awaited: bool) -> None:
     pipeline = twice(llm)
     fast = accelerate(pipeline)
     given = {"x": ["tea", "milk", "ale"]}
@@ -211,7 +210,7 @@ def test_a_batch_is_one_program(llm: Conure, is_awaited: bool) -> None:
     assert len(explain(fast).programs) == 1
 
 
-def test_several_roots_and_leaves_are_the_same(llm: Conure, client: Client) -> None:
+def test_several_roots_and_leaves_match(llm: Conure, client: Client) -> None:
     pipeline = linked(
         {
             "p": PromptTemplate("A {x}"),
@@ -243,12 +242,12 @@ def test_several_roots_and_leaves_are_the_same(llm: Conure, client: Client) -> N
 
 
 def after_a_step(llm: Conure, made: Any) -> QueryPipeline:
-    """A call, a step that makes this of it, and a call on that."""
+    """Return a pipeline of a call, a step that returns a value, and a call that reads it."""
     step = FnComponent(fn=lambda given: made)
     return QueryPipeline(chain=[PromptTemplate("A {x}"), llm, step, PromptTemplate("{y}"), llm])
 
 
-async def test_text_that_cannot_travel_is_an_error_and_leaves_nothing_running(
+async def test_unsendable_text_fails_and_leaves_nothing_running(
     llm: Conure, client: Client, submitted: list[str]
 ) -> None:
     pipeline = after_a_step(llm, "\ud800")
@@ -260,20 +259,19 @@ async def test_text_that_cannot_travel_is_an_error_and_leaves_nothing_running(
     await all_ended(client, submitted)
 
 
-async def test_a_value_that_is_too_large_is_an_error_and_no_wait(
+async def test_too_large_value_fails_at_once(
     llm: Conure, client: Client, submitted: list[str]
 ) -> None:
     pipeline = after_a_step(llm, "x" * 5_000_000)
-    with pytest.raises(ConureError, match="larger than the 4,194,304 bytes"):
+    too_long = "5000019 prompt tokens and 40 output tokens exceed the limit"
+    with pytest.raises(ConureError, match=too_long):
         await accelerate(pipeline).arun(x="tea")
-    with pytest.raises(RunError, match="its value has 10,0"):
+    with pytest.raises(ConureError, match=too_long):
         await asyncio.to_thread(to_program(pipeline).run, client, x="tea")
     await all_ended(client, submitted)
 
 
 @pytest.mark.parametrize("given", [{}, {"y": "tea"}, {"x": "tea", "y": "tea"}])
-def test_inputs_that_a_pipeline_lacks_or_does_not_have_are_named(
-    llm: Conure, client: Client, given: dict[str, str]
-) -> None:
-    with pytest.raises(ProgramError, match=r"has the inputs \['x'\], and was given"):
+def test_wrong_inputs_are_named(llm: Conure, client: Client, given: dict[str, str]) -> None:
+    with pytest.raises(ProgramError, match=r"has the inputs \['x'\], got"):
         to_program(twice(llm)).run(client, **given)

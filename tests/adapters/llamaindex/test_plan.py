@@ -1,4 +1,4 @@
-"""A planned call is given out once, to its own call, and only if its condition holds."""
+"""Planned calls of LlamaIndex: slots in prompts, and keys of calls."""
 
 from __future__ import annotations
 
@@ -6,137 +6,150 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llama_index.core.utils import get_tokenizer
 
-from conure.adapters.llamaindex.call import Call, Text
-from conure.adapters.llamaindex.plan import (
+from conure.adapters.llamaindex.acceleration.prompt_slots import (
     SLOT,
-    Plan,
-    Planned,
-    Slot,
+    PromptSlot,
     fits,
-    holds,
+    planned_call,
     text_read,
     with_slots,
 )
+from conure.adapters.llamaindex.llm.model_request import ModelRequest
+from conure.adapters.speculation.answer_stream import AnswerTextStream
+from conure.adapters.speculation.planned_call import PlannedCall, holds, request_key
+from conure.adapters.speculation.registry import CallRecord, PlanFailedError, PlannedCallRegistry
+from conure.server.program.ir import Json
+from conure.server.program.status import Event
 
 
-def chat(content: Any, **output: Any) -> Call:
-    return Call("default", output, messages=[{"role": "user", "content": content}])
+def chat(content: Any, **output: Any) -> ModelRequest:
+    return ModelRequest("default", output, messages=[{"role": "user", "content": content}])
 
 
 def message(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def reading(variable: str, template: str = "Of {}.") -> Call:
+def reading(variable: str, template: str = "Of {}.") -> ModelRequest:
     mark = SLOT.format(0)
-    made = with_slots(chat(template.format(mark)), [Slot(mark, text_read(variable))])
+    made = with_slots(chat(template.format(mark)), [PromptSlot(mark, text_read(variable))])
     assert made is not None
     return made
 
 
-def test_a_known_call_is_given_out_once() -> None:
-    plan = Plan()
-    plan.add([Planned("a", chat("x"), frozenset())])
-    assert plan.has(chat("x"))
-    assert plan.claim(chat("y")) is None
-    assert plan.claim(chat("x", temperature=0)) is None
-    claimed = plan.claim(chat("x"))
+def call_b(when: Any = None) -> PlannedCall:
+    return planned_call("b", reading("a"), frozenset("a"), when)
+
+
+def claim(registry: PlannedCallRegistry, call: ModelRequest) -> CallRecord | None:
+    return registry.claim(call.node("", ""))
+
+
+def commit(registry: PlannedCallRegistry, variable: str, value: Json) -> None:
+    data = {"program": "p", "variable": variable, "value": value}
+    registry.on_event(Event(1, "variable.committed", data))
+
+
+def test_known_call_is_claimed_once() -> None:
+    registry = PlannedCallRegistry()
+    registry.plan([planned_call("a", chat("x"))])
+    assert registry.has_planned(chat("x").node("", ""))
+    assert claim(registry, chat("y")) is None
+    assert claim(registry, chat("x", temperature=0)) is None
+    claimed = claim(registry, chat("x"))
     assert claimed is not None
     assert claimed.variable == "a"
-    assert plan.claim(chat("x")) is None
-    assert plan.unclaimed() == []
+    assert claim(registry, chat("x")) is None
+    assert registry.unclaimed() == []
 
 
-def test_equal_calls_are_given_out_in_their_order() -> None:
-    plan = Plan()
-    plan.add([Planned(name, chat("x"), frozenset()) for name in "abc"])
-    claimed = [plan.claim(chat("x")) for _ in range(4)]
+def test_equal_calls_are_claimed_in_order() -> None:
+    registry = PlannedCallRegistry()
+    registry.plan([planned_call(name, chat("x")) for name in "abc"])
+    claimed = [claim(registry, chat("x")) for _ in range(4)]
     assert [each and each.variable for each in claimed] == ["a", "b", "c", None]
 
 
-def test_a_call_that_reads_an_answer_waits_for_it() -> None:
-    plan = Plan()
-    plan.add([Planned("b", reading("a"), frozenset("a"))])
-    assert plan.claim(chat("Of tea.")) is None
-    plan.learn("a", message("tea"))
-    assert plan.claim(chat("Of milk.")) is None
-    assert plan.claim(chat("Of tea.")) is not None
+def test_call_that_reads_an_answer_waits_for_it() -> None:
+    registry = PlannedCallRegistry()
+    registry.plan([planned_call("a", chat("x")), call_b()])
+    assert claim(registry, chat("Of tea.")) is None
+    commit(registry, "a", message("tea"))
+    assert claim(registry, chat("Of milk.")) is None
+    assert claim(registry, chat("Of tea.")) is not None
 
 
-def test_a_call_whose_condition_is_false_is_dropped_and_not_wasted() -> None:
-    plan = Plan()
-    when = {"ne": [text_read("a"), ""]}
-    plan.add([Planned("b", reading("a"), frozenset("a"), when)])
-    assert len(plan.unclaimed()) == 1
-    plan.learn("a", message(""))
-    assert plan.unclaimed() == []
-    assert plan.claim(chat("Of .")) is None
+def test_call_with_false_condition_is_dropped_and_not_wasted() -> None:
+    registry = PlannedCallRegistry()
+    registry.plan([planned_call("a", chat("x")), call_b({"ne": [text_read("a"), ""]})])
+    assert claim(registry, chat("x")) is not None
+    assert len(registry.unclaimed()) == 1
+    commit(registry, "a", message(""))
+    assert registry.unclaimed() == []
+    assert claim(registry, chat("Of .")) is None
 
 
-def test_a_call_that_has_failed_is_forgotten() -> None:
-    plan = Plan()
-    plan.add([Planned("a", chat("x"), frozenset()), Planned("b", reading("a"), frozenset("a"))])
-    plan.forget("a")
-    plan.forget("b")
-    assert plan.claim(chat("x")) is None
-    assert plan.unclaimed() == []
+def test_failed_calls_are_not_claimed() -> None:
+    registry = PlannedCallRegistry()
+    registry.plan([planned_call("a", chat("x")), call_b()])
+    registry.reject([registry.records["a"]], PlanFailedError("x", "no"))
+    assert claim(registry, chat("x")) is None
+    assert registry.unclaimed() == []
 
 
 @given(st.lists(st.text(max_size=8), max_size=4), st.text(max_size=8))
-def test_a_prompt_with_slots_has_the_key_of_the_prompt_that_comes_of_it(
-    pieces: list[str], answer: str
-) -> None:
+def test_prompt_with_slots_has_the_key_of_the_final_prompt(pieces: list[str], answer: str) -> None:
     mark = SLOT.format(0)
     if any("\ue000" in text for text in [*pieces, answer]):
         return
-    call = with_slots(chat(mark.join(["", *pieces, ""])), [Slot(mark, text_read("a"))])
+    call = with_slots(chat(mark.join(["", *pieces, ""])), [PromptSlot(mark, text_read("a"))])
     assert call is not None
     known = chat(answer.join(["", *pieces, ""]))
-    assert call.key({"a": message(answer)}) == known.key()
+    values = {"a": message(answer)}
+    assert request_key(call.node("b", "c"), values) == request_key(known.node("", ""), {})
 
 
-def test_a_call_that_cannot_be_put_together_is_nobodys() -> None:
-    plan = Plan()
-    plan.add([Planned("a", chat("\ud800"), frozenset()), Planned("b", chat("x"), frozenset())])
-    plan.add([Planned("c", reading("a"), frozenset("a"))])
-    plan.learn("a", message("\ud800"))
-    claimed = plan.claim(chat("x"))
+def test_call_that_cannot_be_encoded_is_not_claimed() -> None:
+    registry = PlannedCallRegistry()
+    registry.plan([planned_call("a", chat("\ud800")), planned_call("b", chat("x"))])
+    registry.plan([planned_call("c", reading("a"), frozenset("a"))])
+    commit(registry, "a", message("\ud800"))
+    claimed = claim(registry, chat("x"))
     assert claimed is not None
     assert claimed.variable == "b"
-    assert plan.unclaimed() == []
+    assert registry.unclaimed() == []
 
 
-def test_a_call_with_slots_is_the_call_in_all_else() -> None:
+def test_slots_change_the_prompt_only() -> None:
     mark = SLOT.format(0)
-    call = Call("m", {"seed": 1}, prompt=[{"text": mark}], extra={"tools": []}, timeout_s=3)
-    made = with_slots(call, [Slot(mark, text_read("a"))])
+    call = ModelRequest("m", {"seed": 1}, prompt=[{"text": mark}], extra={"tools": []}, timeout_s=3)
+    made = with_slots(call, [PromptSlot(mark, text_read("a"))])
     assert made == replace(call, prompt=[{"input": text_read("a")}])
 
 
-def test_a_mark_that_is_nowhere_is_noticed() -> None:
-    assert with_slots(chat("x"), [Slot(SLOT.format(0), "a")]) is None
+def test_missing_mark_is_noticed() -> None:
+    assert with_slots(chat("x"), [PromptSlot(SLOT.format(0), "a")]) is None
 
 
-@settings(deadline=None)  # the first one loads the tokenizer
 @given(st.text(max_size=60), st.integers(0, 60))
-def test_a_text_that_fits_has_at_most_so_many_tokens(text: str, num_tokens: int) -> None:
+def test_text_that_fits_has_few_enough_tokens(text: str, num_tokens: int) -> None:
     if holds(fits({"lit": text}, num_tokens), {}):
         assert len(get_tokenizer()(text)) <= num_tokens
 
 
 @pytest.mark.parametrize(("text", "limit"), [("tea " * 10, 40), ("ä" * 10, 40)])
-def test_plain_text_fits_by_its_letters_and_other_text_by_a_fourth(text: str, limit: int) -> None:
+def test_ascii_counts_one_token_and_others_four(text: str, limit: int) -> None:
     assert holds(fits({"lit": text}, limit), {})
     assert not holds(fits({"lit": text}, limit - 1), {})
 
 
 @given(st.text(min_size=1, max_size=20), st.data())
-def test_pieces_joined_are_the_text_whatever_is_said_again(text: str, data: Any) -> None:
-    reader, made = Text(), ""
+def test_pieces_joined_are_the_text_despite_restarts(text: str, data: Any) -> None:
+    reader, made = AnswerTextStream(), ""
     for _ in range(data.draw(st.integers(0, 6))):
         start = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(start, len(text)))

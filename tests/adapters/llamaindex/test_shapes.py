@@ -1,7 +1,6 @@
-"""Apps of many shapes, plain and accelerated on one server, do the same.
+"""Apps of many shapes do the same plain and accelerated, on one server.
 
-What an app is made of is LlamaIndex's; what is told here is where it stood in the way of a
-run that goes ahead.
+The shapes are those that once caused a difference or a plan miss.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, accelerate, explain, programs
+from conure.adapters.llamaindex import Conure, accelerate, explain
+from conure.adapters.speculation import outbox
 from conure.server.app import create_app
 from conure.server.config import Config
 
@@ -48,7 +48,7 @@ __all__ = ["llm", "pair"]
 
 
 class Open(Workflow):
-    """A Workflow whose one step is a function."""
+    """A Workflow whose only step is a function."""
 
 
 @step(workflow=Open)
@@ -56,14 +56,14 @@ async def answer(ev: StartEvent) -> StopEvent:
     return StopEvent(result=await ev.tree.aget_response("Why?", ev.texts))
 
 
-async def test_steps_that_are_functions_are_steps_of_the_accelerated_workflow(llm: Conure) -> None:
+async def test_function_steps_belong_to_accelerated_workflow(llm: Conure) -> None:
     given: Any = {"tree": TreeSummarize(llm=llm), "texts": [each.text for each in nodes()]}
     plain, fast = Open(), accelerate(Open())
     assert str(await fast.run(**given)) == str(await plain.run(**given))
     assert explain(fast).num_planned == len(explain(fast).calls) == 3
 
 
-def test_an_accelerated_workflow_has_the_name_of_the_app(client: Client) -> None:
+def test_accelerated_workflow_keeps_its_name(client: Client) -> None:
     class Local(Fan):
         pass
 
@@ -84,11 +84,11 @@ def test_an_accelerated_workflow_has_the_name_of_the_app(client: Client) -> None
 @pytest.mark.parametrize(
     "make", [Refine, lambda llm: TitleExtractor(llm=llm), engine], ids=["refine", "title", "engine"]
 )
-def test_copies_of_an_accelerated_app_are_accelerated(
+def test_copies_of_accelerated_app_are_accelerated(
     make: Callable[..., Any], again: Callable[[Any], Any]
 ) -> None:
     llm = Conure(base_url="http://127.0.0.1:9", context_window=1300)
-    llm._pages["default"] = {"id": "m", "max_model_len": 1300}
+    llm._model_infos["default"] = {"id": "m", "max_model_len": 1300}
     app = make(llm=llm)
     made = again(accelerate(app))
     assert isinstance(made, type(app))
@@ -96,14 +96,12 @@ def test_copies_of_an_accelerated_app_are_accelerated(
     assert vars(made).keys() == vars(app).keys()
 
 
-def test_an_app_that_is_accelerated_twice_is_planned(
-    llm: Conure, pair: Callable[[Any], Pair]
-) -> None:
+def test_app_accelerated_twice_is_planned(llm: Conure, pair: Callable[[Any], Pair]) -> None:
     report = pair(accelerate(Refine(llm=llm))).same(lambda app: app.synthesize("Why?", nodes(3)))
     assert report.num_planned == len(report.calls) == 3
 
 
-def test_the_extractors_of_an_ingestion_pipeline_are_planned_in_one_program(
+def test_ingestion_pipeline_is_planned_in_one_program(
     llm: Conure, pair: Callable[[Any], Pair]
 ) -> None:
     extractors: list[Any] = [
@@ -121,7 +119,7 @@ def test_the_extractors_of_an_ingestion_pipeline_are_planned_in_one_program(
 
 
 class Shape(NamedTuple):
-    """An app, what it is asked, and how many of its calls come from the plan."""
+    """An app, a question, and the number of its calls that are answered from the plan."""
 
     make: Callable[[Conure], Any]
     ask: Callable[[Any], Any]
@@ -130,7 +128,7 @@ class Shape(NamedTuple):
 
 
 def synthesized(app: Any) -> list[Any]:
-    """All that a response says, but for its text."""
+    """Return the parts of a response besides its text."""
     made = app.synthesize("Why?", nodes=nodes())
     return [str(made), type(made), made.metadata, [each.node.node_id for each in made.source_nodes]]
 
@@ -237,7 +235,7 @@ SHAPES: dict[str, Shape] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_synthesizer_of_this_shape_does_the_same(
+def test_synthesizer_shape_does_the_same(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair], name: str
 ) -> None:
     shape = SHAPES[name]
@@ -249,9 +247,7 @@ def test_a_synthesizer_of_this_shape_does_the_same(
     assert len(report.notes) == (report.num_planned == 0 < len(report.calls))
 
 
-def test_a_synthesizer_that_cannot_stream_asks_for_nothing(
-    llm: Conure, submitted: list[str]
-) -> None:
+def test_synthesizer_that_cannot_stream_submits_nothing(llm: Conure, submitted: list[str]) -> None:
     for app in (Accumulate(llm=llm, streaming=True), CompactAndAccumulate(llm=llm, streaming=True)):
         with pytest.raises(ValueError, match="Unable to stream"):
             accelerate(app).synthesize("Why?", nodes())
@@ -261,9 +257,7 @@ def test_a_synthesizer_that_cannot_stream_asks_for_nothing(
 @pytest.mark.parametrize(
     "function", ["completion_to_prompt", "messages_to_prompt", "query_wrapper_prompt", "mapping"]
 )
-def test_a_function_that_makes_prompts_runs_as_often_as_without(
-    make_llm: Callable[..., Conure], function: str
-) -> None:
+def test_prompt_functions_run_equally_often(make_llm: Callable[..., Conure], function: str) -> None:
     seen: list[str] = []
 
     def made(*given: Any, **named: Any) -> str:
@@ -288,16 +282,16 @@ def test_a_function_that_makes_prompts_runs_as_often_as_without(
 
 
 async def summarised(app: Any) -> list[str]:
-    """What many short nodes are about."""
+    """Return summaries of many short nodes."""
     many = [TextNode(id_=f"n{n}", text=f"Fact {n}.") for n in range(40)]
     return [str(each) for each in await app.aextract(many)]
 
 
-async def test_a_run_of_more_calls_than_a_program_takes_goes_on_in_another(
+async def test_large_run_uses_several_programs(
     client: Client, make_llm: Callable[..., Conure], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "BATCH", 4)
-    monkeypatch.setattr(programs, "MAX_NODES", 10)
+    monkeypatch.setattr(outbox, "MAX_BATCH", 4)
+    monkeypatch.setattr(outbox, "MAX_NODES", 10)
     app = SummaryExtractor(llm=make_llm(), show_progress=False)
     fast = accelerate(app)
     assert await summarised(fast) == await summarised(app)
@@ -307,7 +301,7 @@ async def test_a_run_of_more_calls_than_a_program_takes_goes_on_in_another(
     await all_ended(client, report.programs)
 
 
-async def test_a_plan_that_is_larger_than_a_request_may_be_is_sent_in_parts(
+async def test_plan_larger_than_a_request_is_sent_in_parts(
     tmp_path: Path, submitted: list[str]
 ) -> None:
     config = Config(engine="fake", data=tmp_path, max_body=6_000)
@@ -318,14 +312,14 @@ async def test_a_plan_that_is_larger_than_a_request_may_be_is_sent_in_parts(
         assert await summarised(fast) == await summarised(app)
         assert explain(fast).num_planned == 40
         await all_ended(client, submitted)
-        await llm._own.aclose()
+        await llm._clients.aclose()
 
 
-async def test_an_app_that_is_cancelled_leaves_no_failure_that_nobody_hears(
+async def test_cancelled_app_leaves_no_unretrieved_exception(
     tmp_path: Path, submitted: list[str]
 ) -> None:
-    told: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     config = Config(engine="fake", data=tmp_path, time_per_call=0.2)
     with Client(app=create_app(config)) as client:
         llm = Conure(client=client, context_window=1300, max_tokens=5)
@@ -341,6 +335,6 @@ async def test_an_app_that_is_cancelled_leaves_no_failure_that_nobody_hears(
             if thread.name == "conure-events":
                 await asyncio.to_thread(thread.join, 10)
         await asyncio.sleep(0)
-        await llm._own.aclose()
+        await llm._clients.aclose()
     gc.collect()
-    assert told == []
+    assert reported == []

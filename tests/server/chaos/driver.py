@@ -1,9 +1,9 @@
-"""Runs random programs on a server that is killed again and again, and checks its promises.
+"""Runs random programs on a server that is repeatedly killed, and checks its guarantees.
 
-Speaks HTTP alone. Every program has a client that submits it under an idempotency key, follows
-its events over as many connections as it takes, and answers its client steps, each answer a
-fresh one, so that asking twice would show. A prober reads values and statuses in between.
-Whatever anybody hears goes into one ledger.
+Uses HTTP only. Every program has a client that submits it under an idempotency key, follows its
+events over as many connections as necessary, and answers its client steps. Each answer is new, so
+a repeated request is detected. A prober reads values and statuses in between. All responses are
+recorded in one ledger.
 
     async with Server(folder, arguments=...) as server:
         report = await Chaos(server, seed=1).run(num_kills=20)
@@ -12,6 +12,7 @@ Whatever anybody hears goes into one ledger.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -27,32 +28,32 @@ from typing import Any
 import httpx
 import msgspec
 
+from . import crash_points
 from .ledger import Heard, Ledger, ViolationError
 from .programs import RandomProgram, random_program
 
 Json = Any
 
-READY_S = 30.0
-HANG_S = 25.0
-"""An answer, or a sign of life on a stream of events, must come within this."""
-END_S = 60.0
-"""After the last start all programs must have ended within this."""
+READY_S = 60.0
+HANG_S = 60.0
+"""Limit for a response, or for the next data of an event stream."""
+END_S = 180.0
+"""Limit for the end of all programs after the last start."""
 
 
 class Server:
-    """One data folder and port, and the server process that uses them at the moment."""
+    """A data folder and port, and the server process that currently uses them."""
 
     def __init__(self, folder: Path, *, arguments: Callable[[int], Sequence[str]]) -> None:
-        """Args: `arguments` gives the command line of the n-th life, beside data and port."""
+        """Args: `arguments` returns additional arguments for the n-th process."""
         self.is_up = asyncio.Event()
         self.num_lives = 0
         self._folder = folder
         self._arguments = arguments
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
+        self._port = _unused_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._process: asyncio.subprocess.Process | None = None
+        self._is_aimed = False
 
     async def __aenter__(self) -> Server:
         return self
@@ -69,9 +70,16 @@ class Server:
             if error is None:
                 raise
 
-    async def spawn(self) -> None:
-        """Start a process; it is not ready yet."""
-        command = ["-m", "conure.server.cli", "serve", *self._arguments(self.num_lives)]
+    async def spawn(self, aim: tuple[str, int] | None = None) -> None:
+        """Start a process; it is not ready yet.
+
+        With `aim` it kills itself at this point of `crash_points`, the n-th time.
+        """
+        self._is_aimed = aim is not None
+        command = ["-m", "conure.cli.main"]
+        if aim is not None:
+            command = ["-m", crash_points.__name__, aim[0], str(aim[1])]
+        command += ["serve", *self._arguments(self.num_lives)]
         command += ["--port", str(self._port), "--data", str(self._folder / "data")]
         self.num_lives += 1
         with self._log.open("wb") as log:
@@ -80,12 +88,14 @@ class Server:
             )
 
     async def wait_ready(self) -> None:
-        """Wait until the process says that it can serve."""
+        """Wait until the process reports that it is ready."""
         assert self._process is not None
-        deadline = time.monotonic() + READY_S
+        process, deadline = self._process, time.monotonic() + READY_S
         async with httpx.AsyncClient(base_url=self.url, timeout=READY_S) as http:
             while time.monotonic() < deadline:
-                if self._process.returncode is not None:
+                if process.returncode is not None:
+                    if self._is_aimed and process.returncode == -signal.SIGKILL:
+                        return
                     raise ViolationError(f"the server did not start: {self.last_words()}")
                 try:
                     if (await http.get("/readyz")).status_code == 200:
@@ -97,20 +107,50 @@ class Server:
         raise ViolationError(f"the server is not ready after {READY_S} s: {self.last_words()}")
 
     async def kill(self) -> None:
-        """Kill (-9) the process and all that it started in its group; safe when it is dead."""
+        """Kill (-9) the process and its process group; safe when it is dead."""
         self.is_up.clear()
         if self._process is None:
             return
         process, self._process = self._process, None
-        if process.returncode is not None:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just crashed where it was aimed
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        elif not self._is_aimed or process.returncode != -signal.SIGKILL:
             raise ViolationError(f"the server had ended by itself: {self.last_words()}")
-        os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
         if "Traceback" in self._log.read_text("utf-8", "replace"):
             raise ViolationError(f"the server stumbled: {self.last_words()}")
 
+    async def wait_dead(self, seconds: float) -> bool:
+        """Wait until an aimed process has killed itself; return whether it has."""
+        assert self._process is not None
+        try:
+            await asyncio.wait_for(self._process.wait(), seconds)
+        except TimeoutError:
+            return False
+        self.is_up.clear()
+        return True
+
+    def signal_engine(self, number: signal.Signals, source: random.Random) -> bool:
+        """Send a signal to one of the engines; return whether there was one."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        task = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        try:
+            children = [int(each) for each in task.read_text("ascii").split()]
+            engines = [
+                each
+                for each in children
+                if b"conure.engine" in Path(f"/proc/{each}/cmdline").read_bytes()
+            ]
+            if engines:
+                os.kill(source.choice(sorted(engines)), number)
+        except OSError:  # it ended meanwhile
+            return False
+        return bool(engines)
+
     def last_words(self) -> str:
-        """What the latest process printed: its first traceback, else the end."""
+        """Return the first traceback of the latest process, or the end of its output."""
         said = self._log.read_text("utf-8", "replace")
         trouble = said.find("Traceback")
         return said[-4_000:] if trouble < 0 else said[max(0, trouble - 500) : trouble + 3_500]
@@ -122,7 +162,7 @@ class Server:
 
 @dataclass(slots=True)
 class Report:
-    """What a run was made of, so that a test can see that it tested something."""
+    """Counts of a run, so that a test can check that it exercised something."""
 
     num_programs: int = 0
     num_nodes: int = 0
@@ -131,6 +171,9 @@ class Report:
     num_kills: int = 0
     num_kills_under_load: int = 0
     """Kills while programs were accepted and had not ended."""
+    num_engine_kills: int = 0
+    num_engine_freezes: int = 0
+    num_aimed_kills: int = 0
     num_survivors: int = 0
     """Programs that lived through at least one kill."""
     num_calls_run_again: int = 0
@@ -139,14 +182,18 @@ class Report:
 
 
 class Chaos:
-    """The clients of all programs, and who kills the server under them."""
+    """The clients of all programs, and the task that kills the server."""
 
-    def __init__(self, server: Server, *, seed: int, num_at_once: int = 10) -> None:
+    def __init__(
+        self, server: Server, *, seed: int, num_at_once: int = 10, has_aimed_kills: bool = False
+    ) -> None:
+        """Args: `has_aimed_kills` also kills and stops engines, and aims at crash points."""
         self.ledger = Ledger()
         self.report = Report()
         self._server = server
         self._seed = seed
         self._num_at_once = num_at_once
+        self._has_aimed_kills = has_aimed_kills
         self._keeps_submitting = True
         self._running: set[str] = set()
         self._survivors: set[str] = set()
@@ -154,10 +201,10 @@ class Chaos:
         self._http = httpx.AsyncClient(base_url=server.url, timeout=HANG_S, limits=limits)
 
     async def run(self, *, num_kills: int) -> Report:
-        """Kill the server so often, let everything end, and check it all.
+        """Kill the server `num_kills` times, let all programs end, and check them.
 
         Raises:
-            ViolationError: in an ExceptionGroup, if a promise was broken.
+            ViolationError: in an ExceptionGroup, if a guarantee was violated.
         """
         async with self._http:
             async with asyncio.TaskGroup() as tasks:
@@ -180,7 +227,10 @@ class Chaos:
 
     async def _kill_often(self, num_kills: int) -> None:
         source = random.Random(f"{self._seed}/kill")
-        for _ in range(num_kills):
+        while self.report.num_kills < num_kills:
+            if self._has_aimed_kills and source.random() < 0.6:
+                await self._kill_aimed(source)
+                continue
             await self._server.spawn()
             if source.random() < 0.2:
                 # Somewhere between its first breath and the end of its recovery.
@@ -194,6 +244,32 @@ class Chaos:
             await self._server.kill()
         await self._server.spawn()
         await self._server.wait_ready()
+
+    async def _kill_aimed(self, source: random.Random) -> None:
+        """Kill or stop engines of one server process, or let it crash at an aimed point."""
+        report = self.report
+        if source.random() < 0.5:
+            await self._server.spawn()
+            await self._server.wait_ready()
+            for _ in range(source.randint(1, 4)):
+                await asyncio.sleep(source.uniform(0.02, 0.6))
+                is_freeze = source.random() < 0.2
+                number = signal.SIGSTOP if is_freeze else signal.SIGKILL
+                if self._server.signal_engine(number, source):
+                    report.num_engine_freezes += is_freeze
+                    report.num_engine_kills += not is_freeze
+                    report.num_kills += 1
+            await asyncio.sleep(source.uniform(0.1, 1.0))
+        else:
+            point = source.choice(sorted(crash_points.POINTS))
+            await self._server.spawn((point, source.choice((1, 2, 5, 20, 100))))
+            await self._server.wait_ready()
+            is_dead = await self._server.wait_dead(source.uniform(0.2, 2.0))
+            report.num_aimed_kills += is_dead
+        report.num_kills += 1
+        report.num_kills_under_load += bool(self._running)
+        self._survivors |= self._running
+        await self._server.kill()
 
     # --- clients ------------------------------------------------------------------------
 
@@ -261,7 +337,7 @@ class Chaos:
         self.ledger.heard_value(id_, name, answer)
 
     async def _events(self, id_: str) -> AsyncIterator[Heard]:
-        """The journaled events of a program up to its end, over as many connections as needed."""
+        """Iterate over the journaled events of a program, over as many connections as necessary."""
         last = 0
         while True:
             await self._server.is_up.wait()
@@ -275,7 +351,7 @@ class Chaos:
                     if response.status_code != 200:
                         await response.aread()
                         raise ViolationError(f"{id_}: no events: {response.text}")
-                    async for event in _read_events(response.aiter_lines()):
+                    async for event in read_events(response.aiter_lines()):
                         if event.seq <= last:
                             raise ViolationError(f"{id_}: {event} after number {last}")
                         last = event.seq
@@ -288,7 +364,7 @@ class Chaos:
                 await asyncio.sleep(0.02)
 
     async def _probe(self) -> None:
-        """Read at random what clients do not: statuses, and values by their own path."""
+        """Read random statuses and values."""
         source = random.Random(f"{self._seed}/probe")
         while True:
             await asyncio.sleep(0.01)
@@ -317,7 +393,7 @@ class Chaos:
             raise ViolationError(f"{id_}: {name} had a value and has none now: {response.text}")
 
     async def _ask(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        """Ask until there is an answer: servers die, and full ones say when to come again."""
+        """Retry a request until it is answered; a full server names the delay."""
         while True:
             await self._server.is_up.wait()
             try:
@@ -354,13 +430,23 @@ class Chaos:
         report.num_survivors = len(self._survivors)
 
 
+def _unused_port() -> int:
+    """Return a port that stays free while no server listens: not one of an outgoing connection."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii").split()[0])
+    for port in random.SystemRandom().sample(range(lowest // 2, lowest), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ViolationError("no free port among 100")
+
+
 def _expect(response: httpx.Response, id_: str, *codes: int) -> None:
     if response.status_code not in codes:
         raise ViolationError(f"{id_}: {response.request.url} got {response.text}")
 
 
-async def _read_events(lines: AsyncIterator[str]) -> AsyncIterator[Heard]:
-    """The journaled events of a stream; transient ones have no id and are skipped."""
+async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[Heard]:
+    """Return the journaled events of a stream; transient events have no id and are skipped."""
     fields: dict[str, str] = {}
     async for line in lines:
         if line:

@@ -1,7 +1,7 @@
-"""Everything that was ever heard from a server, and what may not be heard after it.
+"""A ledger of all responses of a server, and the contradictions it detects.
 
-Fed by clients while servers die and come back. Raises ViolationError at the first thing that
-contradicts what was heard before; `check_history` reads a whole program once it has ended.
+Clients record responses while the server is killed and restarted. Raises ViolationError at the
+first contradiction; `check_history` checks a whole program after its end.
 
     a variable has one value for ever       an event of a number is the same for ever
     a client step has one request id        a number belongs to one program
@@ -20,7 +20,7 @@ RUNS = frozenset({"node.queued", "node.started", "node.restarted"})
 
 
 class ViolationError(AssertionError):
-    """The server broke a promise."""
+    """The server violated a guarantee."""
 
 
 class Heard(NamedTuple):
@@ -32,7 +32,7 @@ class Heard(NamedTuple):
 
 
 class Ledger:
-    """What all clients of all programs have heard."""
+    """The responses that all clients of all programs have received."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, str], Json] = {}
@@ -52,17 +52,17 @@ class Ledger:
             self.values[id_, name] = value
 
     def heard_value(self, id_: str, variable: str, value: Json) -> None:
-        """Somebody was told the value of a variable."""
+        """Record a value that a client received."""
         before = self.values.setdefault((id_, variable), value)
         if before != value:
             raise ViolationError(f"{id_}: {variable} was {before!r} and is now {value!r}")
 
     def known(self, id_: str) -> frozenset[str]:
-        """Variables of a program whose value somebody was told by now."""
+        """Return the variables of a program whose values clients have received."""
         return frozenset(name for owner, name in self.values if owner == id_)
 
     def heard_status(self, id_: str, status: dict[str, Json], *, known: frozenset[str]) -> None:
-        """Somebody read the status of a program, having asked when these values were known."""
+        """Record a status; `known` are the values received before the request was sent."""
         for name, variable in status["variables"].items():
             if variable["status"] == "done":
                 self.heard_value(id_, name, variable["value"])
@@ -70,7 +70,7 @@ class Ledger:
                 raise ViolationError(f"{id_}: {name} had a value and is now {variable!r}")
 
     def heard_event(self, id_: str, event: Heard) -> None:
-        """Somebody read a journaled event."""
+        """Record a journaled event."""
         if event.data.get("program", id_) != id_ or event.data.get("seq", event.seq) != event.seq:
             raise ViolationError(f"{id_}: event {event} names another program or number")
         owner = self._program_of.setdefault(event.seq, id_)
@@ -116,7 +116,7 @@ class Ledger:
         self._check_values(id_, history)
 
     def _check_commits(self, id_: str, history: list[Heard]) -> None:
-        """Every variable is committed once, and nothing runs to make it again."""
+        """Check that every variable is committed once and never computed again."""
         producer = {
             name: node for node, names in self.programs[id_].variables.items() for name in names
         }
@@ -137,7 +137,7 @@ class Ledger:
             raise ViolationError(f"{id_}: ended without committing {unmade}")
 
     def _check_values(self, id_: str, history: list[Heard]) -> None:
-        """What was computed, and what clients were shown, follows from the values that stand."""
+        """Check that computed and received values follow from the committed values."""
         program = self.programs[id_]
         values = {name: value for (owner, name), value in self.values.items() if owner == id_}
         for name, expr in program.exprs.items():

@@ -1,12 +1,12 @@
-"""Random programs, and what their pure parts must come to.
+"""Random programs, and the expected values of their pure nodes.
 
 A program is drawn whole from one random source: `generate` nodes as prompts (one output or
 two) and as messages, `expr` nodes, client steps, joined to a random acyclic graph of 1 to 20
 nodes in random order. Texts stay short, so that no prompt outgrows a context.
 
-`evaluate` is an independent reading of the few operators that occur here. Comparing it with
-what the server committed shows whether a value was computed from the values that stand now,
-and not from ones that a crash took away.
+`evaluate` is an independent implementation of the few operators used here. Comparing it with the
+committed values shows whether a value was computed from committed inputs, not from inputs that a
+crash has lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_TEXT = 40
 
 @dataclass(slots=True)
 class RandomProgram:
-    """A submission and what the driver has to know about its nodes."""
+    """A submission and the facts about its nodes that the driver needs."""
 
     submission: dict[str, Json]
     variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ def random_program(source: random.Random, *, max_nodes: int = 20) -> RandomProgr
 
 
 def evaluate(expression: Json, values: dict[str, Json]) -> Json:
-    """The value of an expression made of the operators that occur here."""
+    """Return the value of an expression with the operators used here."""
     match expression:
         case dict():
             ((operator, operand),) = expression.items()
@@ -69,7 +69,7 @@ def evaluate(expression: Json, values: dict[str, Json]) -> Json:
 
 
 class _Draw:
-    """One program while it is drawn."""
+    """A program under construction."""
 
     def __init__(self, source: random.Random) -> None:
         self._source = source
@@ -147,7 +147,7 @@ class _Draw:
         return {"op": "client", "name": "step", "args": args, "output": f"v{i}"}
 
     def _read(self) -> list[str]:
-        """Up to three texts that are there already, rather late ones: programs get deep."""
+        """Return up to three known texts, preferring late ones, so that programs get deep."""
         late = self._texts[-6:]
         return self._source.sample(late, min(len(late), self._source.choice((0, 1, 1, 2, 3))))
 

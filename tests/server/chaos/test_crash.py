@@ -1,4 +1,4 @@
-"""kill -9 of a whole server under load: what was promised before holds after."""
+"""kill -9 of a whole server under load: guarantees hold after the restart."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .driver import Chaos, Server
 
 
 def write_script(folder: Path, life: int) -> Path:
-    """What the model says in one life of the server: mostly something else in each.
+    """Write the model's outputs for one server process; most differ between processes.
 
-    A call that ran twice, or that built on a value which a crash took away, then shows.
+    A repeated call, or a call that read a lost value, is then detected.
     """
     script = folder / f"script-{life}.json"
     script.write_text(json.dumps([{"match": "^(Say|List)|brief", "text": f"{life} lives"}]))
     return script
 
 
-@pytest.mark.timeout(180)
-async def test_twenty_kills_lose_nothing_and_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+async def test_twenty_crashes_lose_nothing(tmp_path: Path) -> None:
     def arguments(life: int) -> list[str]:
         script = write_script(tmp_path, life)
         fake = ["--engine", "fake", "--script", str(script), "--time-per-output-token", "0.004"]

@@ -1,4 +1,4 @@
-"""The ledger of the chaos tests: it sees every broken promise, and lets a kept one pass."""
+"""Tests of the ledger: it detects every violation and accepts valid histories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ID = "p_1"
 
 
 def small_program() -> RandomProgram:
-    """A program: write (an output each for a and b) -> glue -> ask."""
+    """Return a program: write (an output each for a and b) -> glue -> ask."""
     return RandomProgram(
         submission={"inputs": {"topic": "cats"}, "program": {"outputs": ["d"]}},
         variables={"write": ("a", "b"), "glue": ("c",), "ask": ("d",)},
@@ -25,7 +25,7 @@ def small_program() -> RandomProgram:
 
 
 def events() -> list[Heard]:
-    """A crash between the two outputs, and one while the client was asked."""
+    """Return the events of a crash between the outputs, and of one during the client step."""
     happened: list[tuple[str, dict[str, Any]]] = [
         ("program.accepted", {"outputs": ["d"]}),
         ("node.queued", {"node": "write"}),
@@ -61,7 +61,7 @@ def ledger() -> Ledger:
     return ledger
 
 
-def test_a_kept_promise_passes_also_when_it_is_read_twice(ledger: Ledger) -> None:
+def test_valid_history_passes_when_read_twice(ledger: Ledger) -> None:
     for event in events()[:7]:
         ledger.heard_event(ID, event)
     ledger.check_history(ID, events(), status())
@@ -103,7 +103,7 @@ def insert(index: int, type_: str, **data: Any) -> Callable[[list[Heard]], None]
         (lambda history: history.pop(5), "without committing"),
     ],
 )
-def test_a_history_that_breaks_a_promise_is_seen(
+def test_broken_invariant_is_detected(
     ledger: Ledger, change: Callable[[list[Heard]], None], complaint: str
 ) -> None:
     history = events()
@@ -116,7 +116,7 @@ def test_a_history_that_breaks_a_promise_is_seen(
         ledger.check_history(ID, history, final)
 
 
-def test_what_was_told_may_neither_change_nor_vanish(ledger: Ledger) -> None:
+def test_published_values_never_change(ledger: Ledger) -> None:
     told = events()[3]
     ledger.heard_event(ID, told)
     with pytest.raises(ViolationError, match="is now"):
@@ -129,7 +129,7 @@ def test_what_was_told_may_neither_change_nor_vanish(ledger: Ledger) -> None:
         ledger.check_history(ID, [e for e in events() if e.seq != told.seq], status())
 
 
-def test_two_programs_share_neither_id_nor_number(ledger: Ledger) -> None:
+def test_ids_and_numbers_are_unique(ledger: Ledger) -> None:
     ledger.heard_event(ID, events()[0])
     with pytest.raises(ViolationError, match="the id p_1"):
         ledger.accepted(ID, small_program())
@@ -138,13 +138,13 @@ def test_two_programs_share_neither_id_nor_number(ledger: Ledger) -> None:
         ledger.heard_event("p_2", Heard(10, "program.accepted", {}))
 
 
-def test_blocks_that_are_held_after_the_end_are_seen(ledger: Ledger) -> None:
+def test_leaked_blocks_are_detected(ledger: Ledger) -> None:
     with pytest.raises(ViolationError, match="holds blocks"):
         ledger.check_history(ID, events(), {**status(), "receipt": {"blocks_held": 1}})
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_random_programs_are_acyclic_and_their_expressions_short(seed: int) -> None:
+def test_random_programs_are_well_formed(seed: int) -> None:
     program = random_program(random.Random(seed))
     nodes = program.submission["program"]["nodes"]
     assert {node["id"] for node in nodes} == program.variables.keys()

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.engine import api
+from conure.engine import protocol
 from conure.server.engines.reports import join_tokens
 
 contexts = st.integers(1, 3)
 tokens = st.builds(
-    lambda context, ids: api.Tokens(
-        context, ids, "".join(map(chr, ids)), [api.Chance(-float(each)) for each in ids]
+    lambda context, ids: protocol.Tokens(
+        context, ids, "".join(map(chr, ids)), [protocol.TokenLogprob(-float(each)) for each in ids]
     ),
     contexts,
     st.lists(st.integers(97, 122), min_size=1, max_size=2),
@@ -21,42 +21,42 @@ tokens = st.builds(
 reports = st.one_of(
     tokens,
     tokens,
-    st.builds(lambda context: api.Filled(context, 1, 0, 0, 0), contexts),
-    st.builds(lambda context: api.Failed(context, "engine.step", "no"), contexts),
-    st.just(api.Pong(1)),
+    st.builds(lambda context: protocol.Filled(context, 1, 0, 0, 0), contexts),
+    st.builds(lambda context: protocol.Failed(context, "engine.step", "no"), contexts),
+    st.just(protocol.Pong(1)),
 )
 
 
-def heard(reports: Sequence[api.Report], context: int) -> list[object]:
+def heard(reports: Sequence[protocol.Report], context: int) -> list[object]:
     """What one context is told, letter by letter."""
     told: list[object] = []
     for report in reports:
         if getattr(report, "context", None) != context:
             continue
-        if isinstance(report, api.Tokens):
-            told += zip(report.ids, report.text, report.chances, strict=True)
+        if isinstance(report, protocol.Tokens):
+            told += zip(report.ids, report.text, report.logprobs, strict=True)
         else:
             told.append(report)
     return told
 
 
 @given(st.lists(st.lists(reports, max_size=6), min_size=1, max_size=5))
-def test_every_context_is_told_the_same(steps: list[list[api.Report]]) -> None:
+def test_every_context_is_told_the_same(steps: list[list[protocol.Report]]) -> None:
     joined = join_tokens(steps)
     flat = [report for step in steps for report in step]
     for context in (1, 2, 3):
         assert heard(joined, context) == heard(flat, context)
-    assert [each for each in joined if isinstance(each, api.Pong)] == [
-        each for each in flat if isinstance(each, api.Pong)
+    assert [each for each in joined if isinstance(each, protocol.Pong)] == [
+        each for each in flat if isinstance(each, protocol.Pong)
     ]
 
 
 def test_what_an_output_grew_by_is_one_report() -> None:
-    def grown(context: int, text: str) -> api.Tokens:
-        return api.Tokens(context, [ord(letter) for letter in text], text)
+    def grown(context: int, text: str) -> protocol.Tokens:
+        return protocol.Tokens(context, [ord(letter) for letter in text], text)
 
-    filled = api.Filled(2, 1, 0, 0, 0)
-    steps: list[list[api.Report]] = [
+    filled = protocol.Filled(2, 1, 0, 0, 0)
+    steps: list[list[protocol.Report]] = [
         [grown(1, "a"), grown(2, "b")],
         [grown(1, "c"), filled, grown(2, "d")],
         [grown(1, "e")],

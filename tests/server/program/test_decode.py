@@ -1,4 +1,4 @@
-"""Bodies become records, or errors that say where and why."""
+"""Decoding of bodies, and the paths and positions in errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conure.server.program.decode import (
     measure_depth,
 )
 from conure.server.program.errors import ProgramError
-from conure.server.program.graph import Graph
+from conure.server.program.graph.graph import Graph
 from conure.server.program.ir import Append, Submission
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.json"))
@@ -34,7 +34,7 @@ def refusal(body: bytes, record: Any = Submission) -> ProgramError:
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_every_example_decodes_builds_and_survives_a_round_trip(path: Path) -> None:
+def test_examples_survive_a_round_trip(path: Path) -> None:
     document = json.loads(path.read_text())
     appends = document.pop("append", [])
     submission = decode_submission(json.dumps(document).encode())
@@ -81,57 +81,52 @@ BAD_RECORDS = [
 
 
 @pytest.mark.parametrize(("body", "path", "words"), BAD_RECORDS)
-def test_what_is_not_as_it_should_be_is_named_with_its_path(
-    body: str, path: str | None, words: str
-) -> None:
+def test_invalid_fields_are_reported_with_path(body: str, path: str | None, words: str) -> None:
     error = refusal(body.encode())
-    assert (error.code, error.path, error.http_status) == ("program.invalid", path, 400)
+    assert (error.code, error.path, error.status) == ("program.invalid", path, 400)
     assert words in error.message
     assert "$" not in error.message.replace("\\w*$", "")
 
 
-def test_an_op_of_the_language_that_is_not_run_yet_is_told_from_one_that_is_none() -> None:
-    later = refusal((NODE % '{"op": "procedure", "id": "m"}').encode())
-    never = refusal((NODE % '{"op": "mop", "id": "m"}').encode())
-    assert later.code == never.code == "program.unsupported_op"
-    assert later.path == never.path == "program.nodes[1].op"
-    assert "`procedure` belongs to the language" in later.message
-    assert "no op `mop`" in never.message
-    assert "generate, call, client, expr, map, if, loop, wait, kill, yield, try" in never.message
-    appended = refusal(b'{"nodes": [{"op": "procedure", "id": "m"}]}', Append)
+def test_unknown_ops_are_refused_with_a_list_of_the_known_ones() -> None:
+    error = refusal((NODE % '{"op": "mop", "id": "m"}').encode())
+    assert (error.code, error.path) == ("program.unsupported_op", "program.nodes[1].op")
+    assert "op `mop` is unknown" in error.message
+    assert "generate, call, client, expr, map, if, loop, try, procedure, wait" in error.message
+    appended = refusal(b'{"nodes": [{"op": "mop", "id": "m"}]}', Append)
     assert (appended.code, appended.path) == ("program.unsupported_op", "nodes[0].op")
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b'{"a"', b"\xff", b'"\xff"', b'{"a": "\xed\xa0\x80"}', b"{} x", b"nul"]
 )
-def test_what_is_not_json_is_malformed(body: bytes) -> None:
+def test_invalid_json_is_malformed(body: bytes) -> None:
     assert refusal(body, Any).code == "json.malformed"
 
 
-def test_a_malformed_body_is_answered_with_line_and_column() -> None:
+def test_malformed_json_is_reported_with_position() -> None:
     assert "line 2, column 8" in refusal(b'{"a": 1,\n  "b": x}', Any).message
 
 
 @pytest.mark.parametrize("number", ["9" * 25, "-9223372036854775809", "18446744073709551616"])
-def test_integers_beyond_64_bits_are_refused_and_strings_of_digits_are_not(number: str) -> None:
+def test_integers_beyond_64_bits_are_refused(number: str) -> None:
     assert refusal(b'{"a": [1, %s]}' % number.encode(), Any).code == "json.number"
     assert decode_json(b'["%s", 0.%s]' % (number.encode(), b"1" * 30), list)[0] == number
     assert decode_json(b"[18446744073709551615, -9223372036854775808]", Any)[0] == 2**64 - 1
 
 
-def test_a_body_beyond_the_limit_is_too_large() -> None:
+def test_the_size_of_a_body_is_limited() -> None:
     error = refusal(b" " * (MAX_BODY_BYTES + 1), Any)
-    assert (error.code, error.http_status) == ("program.too_large", 413)
+    assert (error.code, error.status) == ("program.too_large", 413)
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"nodes":'])
 @pytest.mark.parametrize("count", [70, 5_000, 100_000])
-def test_deep_nesting_is_refused_before_it_is_parsed(opening: bytes, count: int) -> None:
+def test_deep_nesting_is_refused_before_parsing(opening: bytes, count: int) -> None:
     assert refusal(b'{"inputs": ' + opening * count).code == "json.too_deep"
 
 
-def test_64_levels_pass_and_65_do_not() -> None:
+def test_64_levels_are_the_limit() -> None:
     assert decode_json(b"[" * 64 + b"]" * 64, Any)
     assert refusal(b"[" * 65 + b"]" * 65, Any).code == "json.too_deep"
 
@@ -147,10 +142,10 @@ def test_64_levels_pass_and_65_do_not() -> None:
         b'"' + b'\\"[' * 333_333,
     ],
 )
-def test_the_scan_of_a_megabyte_is_quick_whatever_it_holds(body: bytes) -> None:
+def test_measuring_depth_takes_linear_time(body: bytes) -> None:
     started = time.process_time()
     measure_depth(body)
-    # 5 to 25 ms where measured; the bound only tells linear from quadratic.
+    # Measured: 5 to 25 ms. The bound only detects quadratic time.
     assert time.process_time() - started < 0.5
 
 
@@ -172,14 +167,68 @@ def depth_of(value: Any) -> int:
 
 
 @given(VALUES)
-def test_the_scan_counts_depth_as_a_parser_would(value: Any) -> None:
+def test_measured_depth_equals_parsed_depth(value: Any) -> None:
     body = json.dumps(value).encode()
     assert measure_depth(body) == depth_of(value)
     assert decode_json(body, Any) == value
 
 
 @given(st.binary(max_size=60) | st.text('{}[]":,abc01\\', max_size=60).map(str.encode))
-def test_whatever_the_bytes_are_only_a_program_error_escapes(body: bytes) -> None:
+def test_any_bytes_raise_only_program_errors(body: bytes) -> None:
     for record in (Submission, Any):
         with contextlib.suppress(ProgramError):
             decode_json(body, record)
+
+
+# --- hostile bodies ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b'"' + b'\\"' * 500_000, b'"' * 1_000_000, b'"a' * 500_000])
+def test_open_strings_cost_linear_time(body: bytes) -> None:
+    # Quadratic time would be more than an hour.
+    assert refusal(b'1234567890123456789 "' + body).code in ("json.malformed", "program.invalid")
+
+
+def test_repeated_keys_are_refused() -> None:
+    for body in (
+        b'{"program":{"name":"a","name":"b"}}',
+        b'{"program":{},"inputs":{"a":{"x":1,"\\u0078":2}}}',
+        b'{"program":{},"inputs":{"a":[{"":1},{"":2,"":3}]}}',
+    ):
+        assert refusal(body).code == "json.duplicate_key"
+    for body in (
+        b'{"program":{"name":":\\":{"}}',
+        b'{"program":{},"inputs":{"a":{"x":1},"b":{"x":"\\\\"},"c":[{"x":1},{"x":":"}]}}',
+    ):
+        decode_submission(body)
+
+
+def test_number_of_items_is_bounded() -> None:
+    body = b'{"program":{},"inputs":{"a":[' + b"[]," * 200_000 + b"1]}}"
+    assert refusal(body).code == "program.too_large"
+
+
+@pytest.mark.parametrize(
+    ("program", "path"),
+    [
+        ({"variables": {"a": {}, "b": {"typ": 1}, "c": {}}}, "program.variables.b"),
+        ({"jobs": {"a": {}, "b": {"timeout_s": -1}}}, "program.jobs.b.timeout_s"),
+        (
+            {
+                "nodes": [
+                    {
+                        "id": "m",
+                        "op": "map",
+                        "items": "x",
+                        "body": [
+                            {"id": "l", "op": "loop", "carry": {"r": [1, 2], "s": 3}, "body": []}
+                        ],
+                    }
+                ]
+            },
+            "program.nodes[0].body[0].carry.s",
+        ),
+    ],
+)
+def test_path_names_the_key_of_an_invalid_item(program: Any, path: str) -> None:
+    assert refusal(json.dumps({"program": program}).encode()).path == path

@@ -1,4 +1,4 @@
-"""Constraints become grammars: what each kind lets through, as the compiler has it."""
+"""The grammars of constraints, checked with the compiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conure.engine.grammar import accepts, byte_tokenizer, compile_grammar
+from conure.engine.constraints.grammar import accepts, byte_tokenizer, compile_grammar
 from conure.server.program.grammar import MAX_LIST_ITEMS, grammar_of
 from conure.server.program.ir import Constraint
 
@@ -33,21 +33,19 @@ def matches(constraint: Constraint, text: str) -> bool:
         ),
     ],
 )
-def test_types_are_spelled_as_json_spells_them(
-    kind: str, inside: list[str], outside: list[str]
-) -> None:
+def test_types_have_json_spelling(kind: str, inside: list[str], outside: list[str]) -> None:
     constraint = Constraint(type=kind)  # type: ignore[arg-type]  # one of them
     assert [text for text in inside if not matches(constraint, text)] == []
     assert [text for text in outside if matches(constraint, text)] == []
 
 
-def test_a_list_has_an_end() -> None:
+def test_the_length_of_a_list_is_limited() -> None:
     most = "[" + ",".join(['"a"'] * MAX_LIST_ITEMS) + "]"
     assert matches(Constraint(type="list"), most)
     assert not matches(Constraint(type="list"), most[:-1] + ',"a"]')
 
 
-def test_json_of_a_schema_is_written_compactly_whatever_the_schema_says() -> None:
+def test_schemas_produce_compact_json() -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "array", "items": {"type": "integer"}}},
@@ -62,12 +60,12 @@ def test_json_of_a_schema_is_written_compactly_whatever_the_schema_says() -> Non
     assert matches(Constraint(json_schema=True), '[{"any":null}]')
 
 
-def test_a_lark_grammar_stands_as_it_is() -> None:
+def test_a_lark_grammar_is_unchanged() -> None:
     assert matches(Constraint(lark='start: "a" b\nb: /[0-9]+/'), "a42")
 
 
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=6), st.text(max_size=12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_choices_are_literal(choices: list[str], other: str) -> None:
     constraint = Constraint(choices=choices)
     assert all(matches(constraint, choice) for choice in choices)
@@ -106,7 +104,7 @@ REGEXES = st.sampled_from(
     st.lists(REGEXES, min_size=1, max_size=4).map("".join),
     st.text('a/b\nxyé0129"# \\\x7f\x00', max_size=8),
 )
-@settings(max_examples=300, deadline=None)
-def test_a_regex_matches_what_it_matches_elsewhere(regex: str, text: str) -> None:
+@settings(max_examples=300)
+def test_a_regex_matches_like_re(regex: str, text: str) -> None:
     expected = re.fullmatch(regex, text) is not None
     assert matches(Constraint(regex=regex), text) == expected

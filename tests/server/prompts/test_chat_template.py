@@ -1,4 +1,4 @@
-"""Chat templates: whose text is whose, and the same ids as transformers' own rendering."""
+"""Chat templates: the origin of each text, and the same ids as transformers' own rendering."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from conure.server.program.errors import PromptError
 from conure.server.program.ir import Json
-from conure.server.prompts.chat import ChatMessage, RenderedChat
+from conure.server.prompts.chat import RenderedChat, TemplateMessage
 from conure.server.prompts.chat_template import ChatTemplate
-from conure.server.prompts.tokenizer import Piece, Tokenizer
+from conure.server.prompts.tokenizer import PromptPiece, Tokenizer
 
 CHATML = (
     "{% for message in messages %}"
@@ -153,8 +153,10 @@ def transformers_tokenizer(name: str) -> Any:
     )  # fmt: skip
 
 
-def message(role: str, *segments: str, **fields: Any) -> ChatMessage:
-    return ChatMessage(role, tuple(Piece(each, special=False) for each in segments), **fields)
+def message(role: str, *segments: str, **fields: Any) -> TemplateMessage:
+    return TemplateMessage(
+        role, tuple(PromptPiece(each, special=False) for each in segments), **fields
+    )
 
 
 def text_of(rendered: RenderedChat) -> str:
@@ -170,7 +172,7 @@ def upto(rendered: RenderedChat) -> list[str]:
 
 
 def their_ids(
-    name: str, messages: Sequence[ChatMessage], tools: list[Json] | None = None
+    name: str, messages: Sequence[TemplateMessage], tools: list[Json] | None = None
 ) -> list[int]:
     chat = [
         {"role": each.role, "content": "".join(piece.text for piece in each.content)}
@@ -191,8 +193,8 @@ texts = st.lists(
 ).map("".join)
 
 
-def chats(content: st.SearchStrategy[str]) -> st.SearchStrategy[list[ChatMessage]]:
-    """Chats in the order that every template takes: a system message or none, then turns."""
+def chats(content: st.SearchStrategy[str]) -> st.SearchStrategy[list[TemplateMessage]]:
+    """Chats in an order that every template accepts: an optional system message, then turns."""
     segments = st.lists(content, min_size=1, max_size=3)
     system = st.lists(segments.map(lambda each: message("system", *each)), max_size=1)
     turns = st.lists(segments, min_size=1, max_size=4).map(
@@ -208,8 +210,8 @@ names = pytest.mark.parametrize("name", TEMPLATES)
 
 @names
 @given(messages=chats(texts))
-def test_ids_of_plain_contents_are_those_of_transformers(
-    name: str, messages: list[ChatMessage]
+def test_plain_contents_encode_like_transformers(
+    name: str, messages: list[TemplateMessage]
 ) -> None:
     rendered = template(name).render(messages)
     assert tokenizer().encode(rendered.pieces, bos=False).ids == their_ids(name, messages)
@@ -217,10 +219,10 @@ def test_ids_of_plain_contents_are_those_of_transformers(
 
 @names
 @given(messages=chats(texts | st.sampled_from(MARKERS)))
-def test_contents_never_yield_control_tokens(name: str, messages: list[ChatMessage]) -> None:
+def test_contents_never_yield_control_tokens(name: str, messages: list[TemplateMessage]) -> None:
     controls = {raw_tokenizer().token_to_id(each) for each in MARKERS}
     harmless = [
-        each._replace(content=tuple(Piece("x", special=False) for _ in each.content))
+        each._replace(content=tuple(PromptPiece("x", special=False) for _ in each.content))
         for each in messages
     ]
     expected = [each for each in their_ids(name, harmless) if each in controls]
@@ -231,25 +233,23 @@ def test_contents_never_yield_control_tokens(name: str, messages: list[ChatMessa
 
 @names
 @given(messages=chats(texts))
-def test_ends_never_decrease_and_there_is_one_for_each_segment(
-    name: str, messages: list[ChatMessage]
-) -> None:
+def test_each_segment_has_a_nondecreasing_end(name: str, messages: list[TemplateMessage]) -> None:
     rendered = template(name).render(messages)
     assert len(rendered.ends) == sum(len(each.content) for each in messages)
     assert list(rendered.ends) == sorted(rendered.ends)
     assert all(0 <= end <= len(text_of(rendered)) for end in rendered.ends)
 
 
-def test_pieces_and_ends_of_a_chat() -> None:
+def test_chat_has_expected_pieces_and_ends() -> None:
     rendered = template("chatml").render(
         [message("system", "Be brief."), message("user", "Sum up: ", "", "a text")]
     )
     assert rendered.pieces == (
-        Piece("<|im_start|>system\n", special=True),
-        Piece("Be brief.", special=False),
-        Piece("<|im_end|>\n<|im_start|>user\n", special=True),
-        Piece("Sum up: a text", special=False),
-        Piece("<|im_end|>\n<|im_start|>assistant\n", special=True),
+        PromptPiece("<|im_start|>system\n", special=True),
+        PromptPiece("Be brief.", special=False),
+        PromptPiece("<|im_end|>\n<|im_start|>user\n", special=True),
+        PromptPiece("Sum up: a text", special=False),
+        PromptPiece("<|im_end|>\n<|im_start|>assistant\n", special=True),
     )
     assert [text[-8:] for text in upto(rendered)] == [
         "e brief.",
@@ -260,29 +260,31 @@ def test_pieces_and_ends_of_a_chat() -> None:
     assert not rendered.prefix_break
 
 
-def test_a_trusted_segment_counts_as_the_templates_own() -> None:
-    mixed = ChatMessage("user", (Piece("a", special=False), Piece("<|im_end|>", special=True)))
+def test_special_segment_counts_as_template_text() -> None:
+    mixed = TemplateMessage(
+        "user", (PromptPiece("a", special=False), PromptPiece("<|im_end|>", special=True))
+    )
     rendered = template("chatml").render([mixed])
     assert plain_of(rendered) == "a"
 
     assert [text[-10:] for text in upto(rendered)] == ["rt|>user\na", "<|im_end|>"]
 
 
-def test_a_template_that_trims_keeps_its_pieces() -> None:
+def test_trimming_template_keeps_pieces() -> None:
     rendered = template("gemma").render([message("user", "  ", " a", "<end_of_turn> b", "\n\n")])
     assert plain_of(rendered) == "a<end_of_turn> b"
     assert [text[23:] for text in upto(rendered)] == ["", "a", *["a<end_of_turn> b"] * 2]
     assert not rendered.prefix_break
 
 
-def test_an_empty_message_ends_with_the_one_before() -> None:
+def test_empty_message_ends_with_previous_segment() -> None:
     rendered = template("chatml").render([message("user", "a"), message("assistant", "")])
     assert upto(rendered) == ["<|im_start|>user\na"] * 2
     first = template("chatml").render([message("user", "")])
     assert first.ends == (0,)
 
 
-def test_a_template_that_moves_a_message_breaks_the_prefix_and_keeps_the_pieces() -> None:
+def test_moved_message_breaks_prefix_but_keeps_pieces() -> None:
     chat = [message("system", "</s>"), message("user", "a"), message("assistant", "b")]
     kept = template("mistral").render(chat[:2])
     assert not kept.prefix_break
@@ -292,15 +294,15 @@ def test_a_template_that_moves_a_message_breaks_the_prefix_and_keeps_the_pieces(
     assert set(moved.ends) == {len(text_of(moved))}
 
 
-def test_a_template_that_rewrites_a_turn_leaves_an_opaque_run() -> None:
+def test_rewritten_turn_leaves_one_opaque_piece() -> None:
     chat = [message("user", "a"), message("assistant", "<think>b</think>\n\nc")]
     rendered = template("thinking").render(chat)
     assert rendered.prefix_break
-    assert rendered.pieces == (Piece(text_of(rendered), special=True),)
+    assert rendered.pieces == (PromptPiece(text_of(rendered), special=True),)
     assert tokenizer().encode(rendered.pieces, bos=False).ids == their_ids("thinking", chat)
 
 
-def test_text_that_spells_a_control_token_in_an_opaque_run_is_refused() -> None:
+def test_control_token_in_opaque_text_is_rejected() -> None:
     chat = [message("user", "say <|im_end|>"), message("assistant", "</think>c")]
     for with_tokenizer in (True, False):
         asked = tokenizer().spells_special if with_tokenizer else None
@@ -311,20 +313,20 @@ def test_text_that_spells_a_control_token_in_an_opaque_run_is_refused() -> None:
         ChatTemplate(THINKING, SPECIALS).render([message("user", "</s>"), chat[1]])
 
 
-def test_a_refusal_by_the_template_carries_its_message() -> None:
+def test_template_rejection_keeps_its_message() -> None:
     with pytest.raises(PromptError, match="roles must alternate") as refused:
         template("mistral").render([message("user", "a"), message("user", "b")])
     assert refused.value.code == "prompt.template"
 
 
-def test_a_model_without_a_template_refuses_chats() -> None:
+def test_model_without_template_rejects_chats() -> None:
     with pytest.raises(PromptError) as refused:
         ChatTemplate("", {}).render([message("user", "a")])
     assert refused.value.code == "prompt.no_template"
 
 
 @pytest.mark.parametrize("role", ["<|im_end|>", "user\n", "", "a|b"])
-def test_a_role_is_a_plain_word(role: str) -> None:
+def test_role_must_be_a_plain_word(role: str) -> None:
     with pytest.raises(PromptError) as refused:
         template("chatml").render([message(role, "a")])
     assert refused.value.code == "prompt.role"
@@ -340,7 +342,7 @@ TOOL: Json = {
 }
 
 
-def test_tools_and_tool_calls_are_rendered_as_transformers_does() -> None:
+def test_tools_and_calls_render_like_transformers() -> None:
     calls = [{"type": "function", "function": {"name": "look", "arguments": {"q": 'a "b" ä'}}}]
     chat = [message("user", "q"), message("assistant", "", tool_calls=calls)]
     tool = {"type": "function", "function": {"name": "look", "description": "Looks it up."}}
@@ -350,7 +352,7 @@ def test_tools_and_tool_calls_are_rendered_as_transformers_does() -> None:
     assert not rendered.prefix_break
 
 
-def test_strings_of_tools_and_tool_calls_yield_no_control_tokens() -> None:
+def test_strings_of_tools_yield_no_control_tokens() -> None:
     calls = [{"function": {"name": "look", "arguments": {"<|eot_id|>": "<|eot_id|>\n"}}}]
     chat = [
         message("user", "q"),
@@ -365,7 +367,7 @@ def test_strings_of_tools_and_tool_calls_yield_no_control_tokens() -> None:
     assert len(rendered.ends) == 3
 
 
-def test_a_tool_nested_without_end_is_refused() -> None:
+def test_deeply_nested_tool_is_rejected() -> None:
     deep: Json = "x"
     for _ in range(5_000):
         deep = [deep]
@@ -373,7 +375,7 @@ def test_a_tool_nested_without_end_is_refused() -> None:
         template("llama").render([message("user", "q")], tools=[deep])
 
 
-def test_the_date_is_the_same_all_through_one_rendering() -> None:
+def test_one_rendering_uses_one_date() -> None:
     dated = ChatTemplate(
         "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }} {{ messages[0].content }}", SPECIALS
     )
@@ -383,14 +385,14 @@ def test_the_date_is_the_same_all_through_one_rendering() -> None:
     assert abs((datetime.now() - written).total_seconds()) < 60
 
 
-def test_content_that_a_template_tests_is_rendered_as_the_template_says() -> None:
+def test_content_tested_by_template_renders_correctly() -> None:
     source = "{% if messages[0].content == 'a' %}<s>{% else %}{{ messages[0].content }}{% endif %}"
     rendered = ChatTemplate(source, SPECIALS).render([message("user", "a")])
-    assert rendered == RenderedChat((Piece("<s>", special=True),), (3,), True)
+    assert rendered == RenderedChat((PromptPiece("<s>", special=True),), (3,), True)
     assert text_of(ChatTemplate(source, SPECIALS).render([message("user", "b")])) == "b"
 
 
-def test_content_that_is_dropped_leaves_no_trace() -> None:
+def test_dropped_content_leaves_no_trace() -> None:
     source = "{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
     rendered = ChatTemplate(source, {}).render(
         [message("user", "a"), message("critic", "b"), message("user", "c")]
@@ -400,8 +402,22 @@ def test_content_that_is_dropped_leaves_no_trace() -> None:
     assert not rendered.prefix_break
 
 
-def test_content_that_is_repeated_is_plain_each_time() -> None:
+def test_repeated_content_is_plain_each_time() -> None:
     source = "<s>{% for _ in range(2) %}{{ messages[0].content }}|{% endfor %}"
     rendered = ChatTemplate(source, SPECIALS).render([message("user", "<s>", "b")])
     assert [piece.text for piece in rendered.pieces] == ["<s>", "<s>b", "|", "<s>b", "|"]
     assert rendered.ends == (6, 7)
+
+
+def test_options_are_variables_that_cannot_replace_the_chat() -> None:
+    source = "{{ mood | default('none') }}{{ messages[0].content }}"
+    template = ChatTemplate(source, {"eos_token": "</s>"})
+    chat = [TemplateMessage("user", (PromptPiece("Hi", False),))]
+
+    def text(**options: Json) -> str:
+        return "".join(piece.text for piece in template.render(chat, options=options).pieces)
+
+    assert text() == "noneHi"
+    assert text(mood="calm", messages=[]) == "calmHi"
+    with pytest.raises(PromptError, match="spells a control token"):
+        text(mood="</s>")

@@ -1,4 +1,4 @@
-"""Prompts of `generate` nodes: pieces, boundaries, and what may not be spliced."""
+"""Prompts of `generate` nodes: pieces, boundaries, and invalid splices."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from conure.engine.bytelevel import CHAT_TEMPLATE, EOS_IDS, SPECIAL_TOKENS, tokenizer_json
+from conure.engine.text.byte_tokenizer import CHAT_TEMPLATE, EOS_IDS, SPECIAL_TOKENS, tokenizer_json
 from conure.server.program.errors import ExpressionError, PromptError
-from conure.server.program.ir import Generate, Json
-from conure.server.program.rope import prefix_hash
+from conure.server.program.ir import GenerateNode, Json
+from conure.server.program.prompt_prefix import prefix_hash
 from conure.server.prompts.chat_template import ChatTemplate
-from conure.server.prompts.prompt import Rendered, render_chat, render_slot, render_value
-from conure.server.prompts.tokenizer import Piece, Tokenizer
+from conure.server.prompts.prompt import RenderedPrompt, render_chat, render_slot, render_value
+from conure.server.prompts.tokenizer import PromptPiece, Tokenizer
 
 TOKENIZER = Tokenizer(tokenizer_json(), bos_id=None, special_tokens=SPECIAL_TOKENS)
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, SPECIAL_TOKENS, spells_special=TOKENIZER.spells_special)
@@ -26,20 +26,20 @@ CALLS = ChatTemplate(
 )
 
 
-def node(**fields: Any) -> Generate:
-    return msgspec.convert({"op": "generate", "id": "n", **fields}, Generate)
+def node(**fields: Any) -> GenerateNode:
+    return msgspec.convert({"op": "generate", "id": "n", **fields}, GenerateNode)
 
 
-def chat(*messages: Json, **fields: Any) -> Generate:
+def chat(*messages: Json, **fields: Any) -> GenerateNode:
     return node(messages=list(messages), output={"variable": "out"}, **fields)
 
 
-def upto(rendered: Rendered) -> list[str]:
+def upto(rendered: RenderedPrompt) -> list[str]:
     text = "".join(piece.text for piece in rendered.pieces)
     return [text[:end] for end in rendered.ends]
 
 
-def text_of(rendered: Rendered) -> str:
+def text_of(rendered: RenderedPrompt) -> str:
     return "".join(piece.text for piece in rendered.pieces)
 
 
@@ -70,32 +70,32 @@ VALUES = {"task": "t", "code": "c", "test": "e", "more": "m"}
         ({}, "{}"),
     ],
 )  # fmt: skip
-def test_a_string_stands_as_it_is_and_all_else_as_compact_json(value: Json, text: str) -> None:
+def test_strings_render_unchanged_and_others_as_json(value: Json, text: str) -> None:
     assert render_value(value) == text
 
 
-def test_a_slot_is_what_stands_between_two_outputs() -> None:
+def test_slot_is_the_text_between_two_outputs() -> None:
     first = render_slot(GROWING, 0, {"task": {"n": 1}})
     assert first.pieces == (
-        Piece("<|im_start|>", special=True),
-        Piece('{"n":1}', special=False),
-        Piece("\nCode:", special=False),
+        PromptPiece("<|im_start|>", special=True),
+        PromptPiece('{"n":1}', special=False),
+        PromptPiece("\nCode:", special=False),
     )
     assert upto(first) == ["<|im_start|>", '<|im_start|>{"n":1}', '<|im_start|>{"n":1}\nCode:']
     assert not first.prefix_break
     second = render_slot(GROWING, 1, {"code": "x"})
     assert upto(second) == ["\nTest:", "\nTest:<x>"]
-    assert render_slot(GROWING, 2, {}) == Rendered((), (), False)
+    assert render_slot(GROWING, 2, {}) == RenderedPrompt((), (), False)
 
 
-def test_only_text_marked_special_yields_special_tokens() -> None:
+def test_only_special_text_yields_special_tokens() -> None:
     rendered = render_slot(GROWING, 0, {"task": "<|im_end|>"})
     ids = TOKENIZER.encode(rendered.pieces, bos=True).ids
     assert ids[0] == 257
     assert all(each < 256 for each in ids[1:])
 
 
-def test_boundaries_are_those_of_the_prefix_hashes() -> None:
+def test_boundaries_match_prefix_hashes() -> None:
     messages = chat(
         {"role": "system", "content": "S"},
         {"role": "user", "content": [{"text": "a"}, {"input": "x"}, {"text": "b"}]},
@@ -116,18 +116,18 @@ def test_boundaries_are_those_of_the_prefix_hashes() -> None:
     )
     tails = [text.rsplit("\n", 1)[-1] for text in upto(rendered)]
     assert tails == ["S", "a", "a[1]", "a[1]b", "a[1]b", "r", "r", "r", "z"]
-    # The last hash is that of the chat with the answer in it.
+    # The last hash includes the answer.
     assert len(rendered.ends) == len(prefix_hash(messages)) - 1
     numbers = [len(render_slot(GROWING, slot, VALUES).ends) for slot in range(3)]
     assert sum(numbers) + 3 + 1 == len(prefix_hash(GROWING))
 
 
-def test_a_chat_that_starts_with_an_empty_splice_has_a_boundary_at_its_start() -> None:
+def test_leading_empty_splice_ends_at_zero() -> None:
     messages = chat({"splice": "none"}, {"role": "user", "content": "a"})
     assert render_chat(messages, {"none": []}, TEMPLATE).ends == (0, 18)
 
 
-def test_text_of_messages_is_never_special() -> None:
+def test_message_text_is_never_special() -> None:
     rendered = render_chat(
         chat(
             {"role": "user", "content": [{"text": "<|im_end|>", "special": True}]},
@@ -178,13 +178,13 @@ def test_spliced_text_parts_are_joined() -> None:
 @pytest.mark.parametrize(
     ("value", "path", "reason"),
     [
-        ("text", "splice", "no object"),
-        (None, "splice", "no object"),
-        ([{"role": "user", "content": "a"}, 3], "splice[1]", "no object"),
+        ("text", "splice", "not an object"),
+        (None, "splice", "not an object"),
+        ([{"role": "user", "content": "a"}, 3], "splice[1]", "not an object"),
         ({"content": "a"}, "splice", "its role None"),
         ({"role": ["user"], "content": "a"}, "splice", "its role"),
         ({"role": "<|im_end|>", "content": "a"}, "splice", "its role"),
-        ({"role": "user", "content": 3}, "splice", "content is neither"),
+        ({"role": "user", "content": 3}, "splice", "content must be"),
         ({"role": "user", "content": [{"text": "a"}]}, "splice", "part 0"),
         ({"role": "user", "content": [{"type": "text"}]}, "splice", "part 0"),
         ({"role": "user", "content": [3]}, "splice", "part 0"),
@@ -193,7 +193,7 @@ def test_spliced_text_parts_are_joined() -> None:
         ({"role": "user", "tool_call_id": []}, "splice", "tool_call_id"),
     ],
 )
-def test_what_is_no_message_is_not_spliced(value: Json, path: str, reason: str) -> None:
+def test_non_message_value_is_not_spliced(value: Json, path: str, reason: str) -> None:
     with pytest.raises(PromptError, match=reason) as refused:
         render_chat(chat({"splice": "m"}), {"m": value}, TEMPLATE)
     assert refused.value.code == "prompt.splice"
@@ -203,8 +203,8 @@ def test_what_is_no_message_is_not_spliced(value: Json, path: str, reason: str) 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
-def test_parts_that_are_not_text_are_refused_where_they_stand() -> None:
-    renders: list[Callable[[], Rendered]] = [
+def test_non_text_part_is_rejected_with_its_path() -> None:
+    renders: list[Callable[[], RenderedPrompt]] = [
         lambda: render_slot(node(prompt=[{"part": PICTURE}, {"output": "o"}]), 0, {}),
         lambda: render_chat(
             chat({"role": "user", "content": [{"text": "a"}, {"part": PICTURE}]}), {}, TEMPLATE
@@ -226,7 +226,7 @@ def test_parts_that_are_not_text_are_refused_where_they_stand() -> None:
     ]
 
 
-def test_an_expression_that_fails_says_where_it_stands() -> None:
+def test_failing_expression_reports_its_path() -> None:
     broken = node(prompt=[{"input": {"parse_json": {"var": "x"}}}, {"output": "o"}])
     with pytest.raises(ExpressionError) as refused:
         render_slot(broken, 0, {"x": "{"})
@@ -234,7 +234,7 @@ def test_an_expression_that_fails_says_where_it_stands() -> None:
     assert refused.value.path == "nodes.n.prompt[0].input"
 
 
-def test_a_template_that_refuses_says_which_node() -> None:
+def test_template_rejection_names_the_node() -> None:
     strict = ChatTemplate("{{ raise_exception('No system role') }}", {})
     with pytest.raises(PromptError, match="No system role") as refused:
         render_chat(chat({"role": "system", "content": "a"}), {}, strict)

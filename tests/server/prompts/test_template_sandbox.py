@@ -1,4 +1,4 @@
-"""What templates may use, and how those that go too far are stopped."""
+"""Features that templates may use, and limits that stop them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def render(source: str, **variables: Any) -> str:
     return TemplateSandbox(source).render(variables, strftime=NOW.strftime)
 
 
-def test_loop_controls_are_understood() -> None:
+def test_loop_controls_are_supported() -> None:
     source = (
         "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
         "{% if i > 3 %}{% break %}{% endif %}{{ i }}{% endfor %}"
@@ -25,12 +25,12 @@ def test_loop_controls_are_understood() -> None:
     assert render(source) == "023"
 
 
-def test_generation_blocks_change_nothing_and_keep_their_names() -> None:
+def test_generation_block_only_scopes_names() -> None:
     source = "{% generation %}{% set x = 1 %}{{ a }}{{ x }}{% endgeneration %}{{ x is defined }}"
     assert render(source, a="b") == "b1False"
 
 
-def test_blocks_leave_no_lines_behind() -> None:
+def test_blocks_leave_no_blank_lines() -> None:
     assert render("a\n  {% if true %}\nb\n  {% endif %}\nc\n") == "a\nb\nc"
 
 
@@ -39,11 +39,11 @@ def test_json_is_not_escaped_for_html() -> None:
     assert render("{{ v | tojson(indent=1) }}", v=[1]) == "[\n 1\n]"
 
 
-def test_the_date_is_the_callers() -> None:
+def test_date_is_passed_by_the_caller() -> None:
     assert render("{{ strftime_now('%d %b %Y') }}") == "28 Feb 2026"
 
 
-def test_a_template_may_raise_with_its_own_message() -> None:
+def test_template_can_raise_its_own_message() -> None:
     with pytest.raises(PromptError, match="No system role") as refused:
         render("{{ raise_exception('No system role') }}")
     assert refused.value.code == "prompt.template"
@@ -61,7 +61,7 @@ def test_macros_namespaces_and_nested_loops_run() -> None:
     )
 
 
-def test_powers_products_and_formats_in_proportion_are_fine() -> None:
+def test_proportionate_operators_are_allowed() -> None:
     assert render("{{ 2 ** 10 }} {{ 'ab' * 2 }} {{ 3 * [0] }} {{ '%03d' % 7 }} {{ 7 % 4 }}") == (
         "1024 abab [0, 0, 0] 007 3"
     )
@@ -89,14 +89,14 @@ def test_powers_products_and_formats_in_proportion_are_fine() -> None:
         "{{ 1 / 0 }}",
     ],
 )
-def test_a_template_out_of_bounds_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_beyond_limits_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("conure.server.prompts.template_sandbox.MAX_STEPS", 50_000)
     with pytest.raises(PromptError) as refused:
         render(source, m=["a"])
     assert refused.value.code == "prompt.template"
 
 
-def test_a_template_that_takes_too_much_processor_time_is_stopped(
+def test_template_beyond_cpu_limit_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("conure.server.prompts.template_sandbox.MAX_CPU_S", 0.0)
@@ -105,7 +105,7 @@ def test_a_template_that_takes_too_much_processor_time_is_stopped(
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{", "{% generation %}", "{{ x | nothing }}"])
-def test_what_is_no_template_is_refused(source: str) -> None:
+def test_invalid_template_is_rejected(source: str) -> None:
     with pytest.raises(PromptError) as refused:
         TemplateSandbox(source)
     assert refused.value.code == "prompt.template"

@@ -1,4 +1,4 @@
-"""For which tokenizers a bound is proven, and which one; that it holds: test_tokenizer."""
+"""Which tokenizers have a proven bound, and which bound. `test_tokenizer` checks that it holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conure.server.prompts.token_bound import Growth, growth
+from conure.server.prompts.token_bound import TokenExpansionBound, find_expansion_bound
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False}
 BYTES_WITH_SPACE = {"type": "ByteLevel", "add_prefix_space": True}
@@ -34,16 +34,19 @@ def row(*steps: Any, key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tokenizer", "expected"),
     [
-        (layout(), Growth(1, 0)),
-        (layout({"type": "NFC"}, BYTES), Growth(3, 0)),
-        (layout(None, BYTES_WITH_SPACE, ("<s>",)), Growth(1, 1)),
-        (layout(None, row(SPLIT, BYTES, key="pretokenizers")), Growth(1, 0)),
-        (layout(None, META, ("<s>",)), Growth(1, 1)),
-        (layout(row(PREPEND, TO_META, key="normalizers"), None, ("<s>",)), Growth(1, 1)),
-        # A prefix for each piece, and no token long enough to make up for it.
+        (layout(), TokenExpansionBound(1, 0)),
+        (layout({"type": "NFC"}, BYTES), TokenExpansionBound(3, 0)),
+        (layout(None, BYTES_WITH_SPACE, ("<s>",)), TokenExpansionBound(1, 1)),
+        (layout(None, row(SPLIT, BYTES, key="pretokenizers")), TokenExpansionBound(1, 0)),
+        (layout(None, META, ("<s>",)), TokenExpansionBound(1, 1)),
+        (
+            layout(row(PREPEND, TO_META, key="normalizers"), None, ("<s>",)),
+            TokenExpansionBound(1, 1),
+        ),
+        # A prefix per piece, and no token that is long enough to compensate for it.
         (layout(None, row(SPLIT, BYTES_WITH_SPACE, key="pretokenizers")), None),
         (layout(None, META, ("<s>", "a")), None),
-        # The sign for a blank takes three bytes where it is no token.
+        # The symbol for a blank takes three bytes if it is not a token.
         (layout(TO_META, BYTES), None),
         (layout(TO_META, None, vocab={}), None),
         (layout(None, META, vocab={}), None),
@@ -53,11 +56,13 @@ def row(*steps: Any, key: str) -> dict[str, Any]:
         (layout(type="Unheard"), None),
     ],
 )
-def test_growth_is_proven_or_given_up(tokenizer: dict[str, Any], expected: Growth | None) -> None:
-    assert growth(tokenizer) == expected
+def test_bound_is_proven_or_absent(
+    tokenizer: dict[str, Any], expected: TokenExpansionBound | None
+) -> None:
+    assert find_expansion_bound(tokenizer) == expected
 
 
 def test_the_bound_counts_bytes() -> None:
-    assert Growth(3, 1).max_tokens("abc") == 4
-    assert Growth(3, 1).max_tokens("aä") == 10
-    assert Growth(1, 0).max_tokens("") == 0
+    assert TokenExpansionBound(3, 1).max_tokens("abc") == 4
+    assert TokenExpansionBound(3, 1).max_tokens("aä") == 10
+    assert TokenExpansionBound(1, 0).max_tokens("") == 0

@@ -1,4 +1,4 @@
-"""The tokenizer against Hugging Face's own encoding, on tokenizers trained on the spot."""
+"""The tokenizer, compared with Hugging Face's own encoding on tokenizers trained by the tests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tokenizers import (
     trainers,
 )
 
-from conure.engine.bytelevel import EOS_IDS, SPECIAL_TOKENS, tokenizer_json
+from conure.engine.text.byte_tokenizer import EOS_IDS, SPECIAL_TOKENS, tokenizer_json
 from conure.server.program.errors import PromptError
-from conure.server.prompts.tokenizer import Piece, Tokenizer
+from conure.server.prompts.tokenizer import PromptPiece, Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
@@ -56,7 +56,7 @@ def byte_level(*, add_prefix_space: bool = False) -> tokenizers.Tokenizer:
 def add_markers(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
     tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
-    # No flag, and steering all the same; then two that are only text.
+    # Control tokens without a flag, then two tokens that are only text.
     tokenizer.add_tokens([AddedToken("[INST]", normalized=False)])
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("    ")])
 
@@ -111,7 +111,7 @@ def unigram() -> tokenizers.Tokenizer:
 
 
 def lower_case() -> tokenizers.Tokenizer:
-    """Control tokens that are found in normalized text, and that swallow blanks."""
+    """Return a tokenizer whose control tokens are found in normalized text and absorb blanks."""
     tokenizer = byte_level()
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     tokenizer.add_special_tokens([AddedToken("<|user|>", lstrip=True, rstrip=True)])
@@ -147,12 +147,12 @@ def control_ids(theirs: tokenizers.Tokenizer) -> set[int]:
     return {token_id for token_id, token in added.items() if token.content not in plain}
 
 
-def special(text: str) -> Piece:
-    return Piece(text, special=True)
+def special(text: str) -> PromptPiece:
+    return PromptPiece(text, special=True)
 
 
-def plain(text: str) -> Piece:
-    return Piece(text, special=False)
+def plain(text: str) -> PromptPiece:
+    return PromptPiece(text, special=False)
 
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -168,24 +168,24 @@ frames = st.lists(words | st.sampled_from([*MARKERS, "<|user|>"]), max_size=5).m
 
 
 @kinds
-@given(pieces=st.lists(st.builds(Piece, frames, st.just(True)) | st.builds(plain, words)))
-def test_ids_are_hugging_faces_where_no_plain_text_spells_a_control_token(
-    kind: str, pieces: list[Piece]
+@given(pieces=st.lists(st.builds(PromptPiece, frames, st.just(True)) | st.builds(plain, words)))
+def test_ids_match_hugging_face_without_spelled_tokens(
+    kind: str, pieces: list[PromptPiece]
 ) -> None:
     theirs, ours = pair(kind)
     text = "".join(piece.text for piece in pieces)
-    # Borders may still make one out of two halves; then there is nothing to compare.
+    # Two halves may form a token across a boundary; such cases are skipped.
     expected = theirs.encode(text, add_special_tokens=False).ids
     num_allowed = sum(num_controls(theirs, piece.text) for piece in joined(pieces) if piece.special)
     if num_controls(theirs, text) == num_allowed:
         assert ours.encode(pieces, bos=False).ids == expected
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
-    result: list[Piece] = []
+def joined(pieces: list[PromptPiece]) -> list[PromptPiece]:
+    result: list[PromptPiece] = []
     for piece in pieces:
         if result and (result[-1].special == piece.special or not piece.text):
-            result[-1] = Piece(result[-1].text + piece.text, result[-1].special)
+            result[-1] = PromptPiece(result[-1].text + piece.text, result[-1].special)
         else:
             result.append(piece)
     return result
@@ -198,7 +198,7 @@ def num_controls(theirs: tokenizers.Tokenizer, text: str) -> int:
 
 @kinds
 @given(text=plain_texts)
-def test_text_alone_is_encoded_as_hugging_face_does(kind: str, text: str) -> None:
+def test_text_encodes_like_hugging_face(kind: str, text: str) -> None:
     theirs, ours = pair(kind)
     expected = theirs.encode(text, add_special_tokens=False).ids
     if control_ids(theirs).isdisjoint(expected):
@@ -207,14 +207,14 @@ def test_text_alone_is_encoded_as_hugging_face_does(kind: str, text: str) -> Non
 
 @kinds
 @given(text=wild_texts)
-def test_plain_text_never_yields_a_control_token(kind: str, text: str) -> None:
+def test_plain_text_yields_no_control_token(kind: str, text: str) -> None:
     theirs, ours = pair(kind)
     assert control_ids(theirs).isdisjoint(ours.encode_text(text))
 
 
 @kinds
-@given(pieces=st.lists(st.builds(Piece, wild_texts, st.booleans()), max_size=6))
-def test_control_tokens_come_from_special_pieces_alone(kind: str, pieces: list[Piece]) -> None:
+@given(pieces=st.lists(st.builds(PromptPiece, wild_texts, st.booleans()), max_size=6))
+def test_control_tokens_only_in_special_pieces(kind: str, pieces: list[PromptPiece]) -> None:
     theirs, ours = pair(kind)
     controls = control_ids(theirs)
     allowed = [
@@ -229,8 +229,8 @@ def test_control_tokens_come_from_special_pieces_alone(kind: str, pieces: list[P
 
 
 @kinds
-@given(pieces=st.lists(st.builds(Piece, wild_texts, st.booleans()), max_size=6))
-def test_ends_never_decrease_and_cover_the_text(kind: str, pieces: list[Piece]) -> None:
+@given(pieces=st.lists(st.builds(PromptPiece, wild_texts, st.booleans()), max_size=6))
+def test_ends_never_decrease_and_cover_the_text(kind: str, pieces: list[PromptPiece]) -> None:
     _, ours = pair(kind)
     text = "".join(piece.text for piece in pieces)
     encoded = ours.encode(pieces, bos=False)
@@ -243,7 +243,7 @@ def test_ends_never_decrease_and_cover_the_text(kind: str, pieces: list[Piece]) 
 
 @kinds
 @given(text=wild_texts)
-def test_the_bound_holds_for_any_text(kind: str, text: str) -> None:
+def test_bound_holds_for_any_text(kind: str, text: str) -> None:
     theirs, ours = pair(kind)
     bound = ours.max_tokens(text)
     if bound is not None:
@@ -253,7 +253,7 @@ def test_the_bound_holds_for_any_text(kind: str, text: str) -> None:
 
 @cache
 def without_inst(kind: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-    """The same tokenizer for which [INST] is a word, and its ids as the other one has them."""
+    """Return the same tokenizer with [INST] as a word, and its ids in terms of the original."""
     theirs, _ = pair(kind)
     layout = json.loads(theirs.to_str())
     layout["added_tokens"] = [t for t in layout["added_tokens"] if t["content"] != "[INST]"]
@@ -271,9 +271,7 @@ def without_inst(kind: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         max_size=6,
     )
 )
-def test_a_spelled_token_is_encoded_as_if_there_were_no_such_token(
-    kind: str, pieces: list[Piece]
-) -> None:
+def test_spelled_token_encodes_as_plain_text(kind: str, pieces: list[PromptPiece]) -> None:
     theirs, ours = pair(kind)
     oracle, ids = without_inst(kind)
     text = "".join(piece.text for piece in pieces)
@@ -284,7 +282,7 @@ def test_a_spelled_token_is_encoded_as_if_there_were_no_such_token(
         assert ours.encode(pieces, bos=False).ids == expected
 
 
-def test_a_marker_across_a_border_is_no_token() -> None:
+def test_marker_across_pieces_is_not_a_token() -> None:
     theirs, ours = pair("byte-level")
     marker = theirs.token_to_id("<|im_end|>")
     assert marker not in ours.encode([plain("<|im_"), special("end|>")], bos=False).ids
@@ -293,14 +291,14 @@ def test_a_marker_across_a_border_is_no_token() -> None:
     assert ours.encode([special("<|im_"), plain(""), special("end|>")], bos=False).ids == [marker]
 
 
-def test_a_marker_that_overlaps_an_allowed_one_does_not_swallow_it() -> None:
+def test_overlapping_marker_does_not_absorb_allowed_one() -> None:
     theirs, ours = pair("byte-level")
     ids = ours.encode([plain("</s"), special("><s>")], bos=False).ids
     assert ids[-1] == theirs.token_to_id("<s>")
     assert theirs.token_to_id("</s>") not in ids
 
 
-def test_unflagged_markers_count_as_control_and_unflagged_text_does_not() -> None:
+def test_unflagged_markers_are_control_tokens_but_tags_are_not() -> None:
     theirs, ours = pair("byte-level")
     assert theirs.token_to_id("[INST]") not in ours.encode_text("[INST]")
     assert theirs.token_to_id("<think>") in ours.encode_text("<think>")
@@ -309,7 +307,7 @@ def test_unflagged_markers_count_as_control_and_unflagged_text_does_not() -> Non
     assert not ours.spells_special("say <think>")
 
 
-def test_unknown_text_is_no_control_token_but_its_name_is() -> None:
+def test_unknown_text_is_not_a_control_token() -> None:
     theirs, ours = pair("unigram")
     unknown = theirs.token_to_id("<unk>")
     assert unknown in ours.encode_text("\U0001f642")
@@ -318,7 +316,7 @@ def test_unknown_text_is_no_control_token_but_its_name_is() -> None:
     assert not ours.spells_special("\U0001f642")
 
 
-def test_blanks_that_a_marker_swallows_may_be_anyones() -> None:
+def test_blanks_absorbed_by_marker_may_be_untrusted() -> None:
     theirs, ours = pair("lower case")
     pieces = [plain("dog  "), special("<|user|>"), plain("  dog")]
     expected = theirs.encode("dog  <|user|>  dog", add_special_tokens=False).ids
@@ -328,7 +326,7 @@ def test_blanks_that_a_marker_swallows_may_be_anyones() -> None:
     assert 16 in spelled.ends
 
 
-def test_bos_stands_in_front_once() -> None:
+def test_bos_is_prepended_once() -> None:
     theirs, ours = pair("byte-level")
     bos = theirs.get_vocab()["<s>"]
     with_bos = ours.encode([plain("dog")], bos=True)
@@ -340,7 +338,7 @@ def test_bos_stands_in_front_once() -> None:
     assert ours.encode([], bos=True).ids == [bos]
 
 
-def test_a_model_without_bos_gets_none() -> None:
+def test_model_without_bos_gets_none() -> None:
     _, ours = pair("bytes")
     assert ours.encode([plain("A")], bos=True).ids == [65]
 
@@ -353,7 +351,7 @@ def test_tokens_before_counts_whole_tokens_only() -> None:
     assert encoded.tokens_before(13) == 5
 
 
-def test_offsets_are_those_of_the_text_when_a_marker_is_spelled() -> None:
+def test_offsets_refer_to_text_with_spelled_marker() -> None:
     _, ours = pair("bytes")
     encoded = ours.encode(
         [special("<|im_end|>"), plain("<|im_end|>"), special("<|im_end|>a")], bos=False
@@ -362,19 +360,19 @@ def test_offsets_are_those_of_the_text_when_a_marker_is_spelled() -> None:
     assert encoded.ends == [10, *range(11, 21), 30, 31]
 
 
-def test_blanks_at_the_end_of_a_token_belong_to_it() -> None:
-    # The tokenizer's own post-processor would cut them off its offsets.
+def test_trailing_blanks_belong_to_their_token() -> None:
+    # The tokenizer's own post-processor would exclude them from the offsets.
     theirs, ours = pair("byte-level")
     assert theirs.encode("a    b").offsets[1] != (1, 5)
     assert ours.encode([plain("a    b")], bos=False).ends == [1, 5, 6]
 
 
-def test_decode_leaves_special_tokens_out() -> None:
+def test_decode_omits_special_tokens() -> None:
     _, ours = pair("bytes")
     assert ours.decode([*"ä!".encode(), EOS_IDS[0]]) == "ä!"
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
+def test_half_a_surrogate_pair_is_rejected() -> None:
     _, ours = pair("bytes")
     with pytest.raises(PromptError) as refused:
         ours.encode_text("a\ud800")
@@ -382,12 +380,12 @@ def test_half_a_surrogate_pair_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"type": "Nonsense"}}'])
-def test_what_is_no_tokenizer_is_refused(text: str) -> None:
+def test_invalid_tokenizer_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Tokenizer(text, bos_id=None, special_tokens={})
 
 
-def test_truncation_and_padding_of_the_file_are_ignored() -> None:
+def test_truncation_and_padding_settings_are_ignored() -> None:
     layout: dict[str, Any] = json.loads(tokenizer_json())
     layout["truncation"] = {
         "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0,
@@ -408,7 +406,7 @@ def test_threads_get_the_same_ids() -> None:
 
 @kinds
 @pytest.mark.parametrize("tail", ["dog", " dog", "im_end of the text", "  the", "\nAssistant: a"])
-def test_text_that_goes_on_gets_no_blank_that_nobody_wrote(kind: str, tail: str) -> None:
+def test_continued_text_has_no_prefix_space(kind: str, tail: str) -> None:
     _, ours = pair(kind)
     before = ours.encode_text("the")
     continued = ours.encode([plain(tail)], bos=False, continues=True)
@@ -419,7 +417,7 @@ def test_text_that_goes_on_gets_no_blank_that_nobody_wrote(kind: str, tail: str)
 
 @kinds
 @pytest.mark.parametrize("before", ["", "dog"])
-def test_what_stands_behind_a_control_token_is_encoded_as_ever(kind: str, before: str) -> None:
+def test_text_after_control_token_encodes_unchanged(kind: str, before: str) -> None:
     theirs, ours = pair(kind)
     end = theirs.token_to_id("<|im_end|>")
     assert end is not None
@@ -433,7 +431,7 @@ def test_what_stands_behind_a_control_token_is_encoded_as_ever(kind: str, before
 
 
 @kinds
-def test_the_bytes_of_tokens_one_by_one_are_those_of_the_text(kind: str) -> None:
+def test_bytes_of_tokens_join_to_the_text(kind: str) -> None:
     theirs, ours = pair(kind)
     ids = ours.encode_text("The dog, 你好 ä 🦜 <b>both</b> x")
     joined = b"".join(ours.token_bytes(token_id) for token_id in ids)

@@ -1,10 +1,10 @@
-"""How calls are written is read off templates of several families, and off nothing else."""
+"""Tool call formats derived from the templates of several model families."""
 
 from __future__ import annotations
 
 import pytest
 
-from conure.engine.bytelevel import CHAT_TEMPLATE
+from conure.engine.text.byte_tokenizer import CHAT_TEMPLATE
 from conure.server.prompts.chat_template import ChatTemplate
 from conure.server.prompts.tool_format import ToolFormat, find_tool_format
 
@@ -63,41 +63,41 @@ def found(source: str) -> ToolFormat | None:
 
 
 @pytest.mark.parametrize("source", [HERMES, CHAT_TEMPLATE])
-def test_calls_in_tags(source: str) -> None:
+def test_format_of_tagged_calls(source: str) -> None:
     form = found(source)
     assert form is not None
     assert form.marker == "<tool_call>"
-    text = form.spell([("f", {"a": "ü"}), ("g", {"b": [1, 2]})])
+    text = form.render_calls([("f", {"a": "ü"}), ("g", {"b": [1, 2]})])
     assert text.strip() == (
         '<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {"b": [1, 2]}}\n</tool_call>'
     )
 
 
-def test_one_bare_call_at_a_time() -> None:
+def test_format_of_a_single_bare_call() -> None:
     form = found(LLAMA)
     assert form is not None
-    assert (form.marker, form.joint) == ("", None)
-    assert form.spell([("f", {"a": 1})]) == '{"name": "f", "parameters": {"a": 1}}'
+    assert (form.marker, form.separator) == ("", None)
+    assert form.render_calls([("f", {"a": 1})]) == '{"name": "f", "parameters": {"a": 1}}'
 
 
-def test_a_list_of_calls() -> None:
+def test_format_of_a_call_list() -> None:
     form = found(LISTED)
     assert form is not None
     assert form.marker == "[TOOL_CALLS]"
     calls = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'
-    assert form.spell([("f", {}), ("g", {})]) == calls
+    assert form.render_calls([("f", {}), ("g", {})]) == calls
 
 
-def test_calls_printed_as_a_whole() -> None:
+def test_format_of_calls_rendered_as_one_value() -> None:
     form = found(WHOLE)
     assert form is not None
     assert form.marker == "<|call|>"
     calls = '<|call|>{"name": "f", "arguments": {"a": 1}}<|/call|>'
-    assert form.spell([("f", {"a": 1})]) == calls
-    assert form.spell([("f", {"a": 1}), ("f", {"a": 1})]) == calls * 2
+    assert form.render_calls([("f", {"a": 1})]) == calls
+    assert form.render_calls([("f", {"a": 1}), ("f", {"a": 1})]) == calls * 2
 
 
 @pytest.mark.parametrize("source", [PLAIN, XML, DOUBLE, "", "{{ raise_exception('no') }}"])
-def test_no_tools_or_no_json_is_no_format(source: str) -> None:
+def test_template_without_json_tools_has_no_format(source: str) -> None:
     assert found(source) is None

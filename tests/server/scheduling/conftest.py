@@ -1,4 +1,4 @@
-"""Queues under every policy, and under our own."""
+"""Scheduler harnesses under every policy, and under the default policy."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import pytest
 from conure.server.scheduling.policy import POLICIES, Policy
 from conure.server.scheduling.scheduler import Scheduler
 
-from .desks import Desk
+from .scheduler_harness import SchedulerHarness
 
 
 @pytest.fixture(params=POLICIES.values(), ids=lambda policy: policy.name)
 def policy(request: pytest.FixtureRequest) -> Policy:
-    """Every policy."""
+    """Return each policy."""
     found: Policy = request.param
     return found
 
 
 @pytest.fixture
-def desk(policy: Policy) -> Desk:
-    """A queue under every policy: what is tested with this holds under all of them."""
-    return Desk(Scheduler(policy))
+def harness(policy: Policy) -> SchedulerHarness:
+    """Return a scheduler under every policy, for behaviour that all of them share."""
+    return SchedulerHarness(Scheduler(policy))
 
 
 @pytest.fixture
-def conure() -> Desk:
-    """A queue under the policy that has our name."""
-    return Desk(Scheduler())
+def default_harness() -> SchedulerHarness:
+    """Return a scheduler under the default policy."""
+    return SchedulerHarness(Scheduler())

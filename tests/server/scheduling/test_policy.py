@@ -1,4 +1,4 @@
-"""What calls are worth, and what engines cost them: every policy by its own rules."""
+"""Ranks of calls and costs of engines under each policy."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.scheduling.demand import Demand, Standing
-from conure.server.scheduling.load import Load
-from conure.server.scheduling.pace import Pace
 from conure.server.scheduling.policy import (
-    AHEAD_S,
-    ATTAINED_S,
+    BACKGROUND_DELAY_S,
     HEAD_START_S,
-    LENGTH,
-    LINE_S,
-    LONGEST_S,
+    LENGTH_PENALTY,
+    MAX_ATTAINED_S,
+    MAX_LENGTH_S,
+    MAX_PLACE_IN_LINE_S,
+    MAX_TENANT_OVERUSE_DELAY_S,
     POLICIES,
     PRIORITY_S,
-    THROUGHPUT_S,
-    Offer,
+    EngineCandidate,
     Policy,
 )
+from conure.server.scheduling.request import PriorityInputs, ResourceRequest
+from conure.server.scheduling.reservations import EngineReservations
+from conure.server.scheduling.service_time import ServiceTimeEstimator
 
-from .desks import demand, prefixes
+from .scheduler_harness import prefixes, resource_request
 
 
 @pytest.fixture(params=POLICIES.values(), ids=lambda policy: policy.name)
@@ -34,160 +34,190 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     return found
 
 
-def at(name: str, came_s: float = 1000.0, **fields: Any) -> float:
-    """A rank, beside that of a plain call that came at the same time in a new program."""
-    standing = Standing(**{"came_s": came_s, "began_s": came_s, **fields})
-    return POLICIES[name].rank(standing).at_s - came_s
+def at(name: str, arrived_s: float = 1000.0, **fields: Any) -> float:
+    """Return a rank relative to a default call of a new program that arrives at the same time."""
+    inputs = PriorityInputs(
+        **{"arrived_at_s": arrived_s, "program_started_at_s": arrived_s, **fields}
+    )
+    return POLICIES[name].rank(inputs).at_s - arrived_s
 
 
 seconds = st.floats(0, 1e6)
-standings = st.builds(
-    Standing,
-    came_s=seconds,
-    began_s=seconds,
+priority_inputs = st.builds(
+    PriorityInputs,
+    arrived_at_s=seconds,
+    program_started_at_s=seconds,
     kind=st.sampled_from(["latency", "throughput"]),
     depth=st.integers(0, 10_000),
     priority=st.just(0),
-    latest_s=st.none() | st.floats(-1e6, 2e6),
+    latest_start_s=st.none() | st.floats(-1e6, 2e6),
     total_s=seconds,
     attained_s=seconds,
-    ahead_s=st.floats(-1e3, 1e6),
+    tenant_overuse_s=st.floats(-1e3, 1e6),
 )
 
 
-@given(waiting=standings, other=standings)
-def test_whoever_waited_long_enough_is_overtaken_by_nobody(
-    waiting: Standing, other: Standing
-) -> None:
-    """So nobody starves: however urgent, old or lucky those are that come later."""
+@given(waiting=priority_inputs, other=priority_inputs)
+def test_long_waiting_call_is_not_overtaken(waiting: PriorityInputs, other: PriorityInputs) -> None:
+    """No call starves, however urgent later calls are."""
     for policy in POLICIES.values():
-        if other.came_s > waiting.came_s + policy.patience_s and other.began_s <= other.came_s:
-            began_s = min(waiting.began_s, waiting.came_s)
-            known = Standing(
-                came_s=waiting.came_s,
-                began_s=began_s,
+        if (
+            other.arrived_at_s > waiting.arrived_at_s + policy.patience_s
+            and other.program_started_at_s <= other.arrived_at_s
+        ):
+            began_s = min(waiting.program_started_at_s, waiting.arrived_at_s)
+            known = PriorityInputs(
+                arrived_at_s=waiting.arrived_at_s,
+                program_started_at_s=began_s,
                 kind=waiting.kind,
                 depth=waiting.depth,
-                latest_s=waiting.latest_s,
+                latest_start_s=waiting.latest_start_s,
                 total_s=waiting.total_s,
                 attained_s=waiting.attained_s,
-                ahead_s=waiting.ahead_s,
+                tenant_overuse_s=waiting.tenant_overuse_s,
             )
             assert policy.rank(other).at_s >= policy.rank(known).at_s - 1e-6
 
 
-def test_one_step_of_priority_is_worth_a_minute_everywhere(policy: Policy) -> None:
+def test_priority_step_is_one_minute_in_every_policy(policy: Policy) -> None:
     assert at(policy.name, priority=1) == pytest.approx(at(policy.name) - PRIORITY_S)
 
 
-def test_what_somebody_waits_for_comes_before_what_nobody_does() -> None:
-    assert at("conure", kind="throughput") == at("conure") + THROUGHPUT_S
+def test_latency_call_ranks_before_background_call() -> None:
+    assert at("conure", kind="throughput") == at("conure") + BACKGROUND_DELAY_S
 
 
-def test_work_on_what_began_long_ago_comes_first_within_limits() -> None:
-    assert at("conure", began_s=995.0) == pytest.approx(-5.0)
-    assert at("conure", began_s=0.0) == pytest.approx(-LINE_S)
+def test_early_start_advances_rank_up_to_limit() -> None:
+    assert at("conure", program_started_at_s=995.0) == pytest.approx(-5.0)
+    assert at("conure", program_started_at_s=0.0) == pytest.approx(-MAX_PLACE_IN_LINE_S)
     bulk = at("conure", kind="throughput")
-    assert at("conure", kind="throughput", began_s=0.0) == pytest.approx(bulk - HEAD_START_S)
+    assert at("conure", kind="throughput", program_started_at_s=0.0) == pytest.approx(
+        bulk - HEAD_START_S
+    )
 
 
-def test_a_short_program_comes_a_little_sooner() -> None:
-    assert at("conure", total_s=40.0) == pytest.approx(LENGTH * 40.0)
-    assert at("conure", total_s=1e9) == pytest.approx(LENGTH * LONGEST_S)
+def test_shorter_program_ranks_earlier() -> None:
+    assert at("conure", total_s=40.0) == pytest.approx(LENGTH_PENALTY * 40.0)
+    assert at("conure", total_s=1e9) == pytest.approx(LENGTH_PENALTY * MAX_LENGTH_S)
 
 
-def test_a_deadline_says_how_long_a_call_can_wait() -> None:
-    assert at("conure", latest_s=1004.0) == pytest.approx(4.0)
-    assert at("conure", latest_s=5000.0) == pytest.approx(THROUGHPUT_S)
-    assert at("conure", latest_s=-5000.0) == pytest.approx(-HEAD_START_S)
+def test_deadline_slack_bounds_rank() -> None:
+    assert at("conure", latest_start_s=1004.0) == pytest.approx(4.0)
+    assert at("conure", latest_start_s=5000.0) == pytest.approx(BACKGROUND_DELAY_S)
+    assert at("conure", latest_start_s=-5000.0) == pytest.approx(-HEAD_START_S)
 
 
-def test_the_longer_way_to_go_comes_first() -> None:
+def test_deeper_call_ranks_first() -> None:
     assert at("conure", depth=3) < at("conure", depth=2) < at("conure")
     assert at("parrot", depth=3) < at("parrot", depth=2) < at("parrot")
 
 
-def test_a_tenant_that_has_had_more_than_its_share_stands_back() -> None:
-    assert at("conure", ahead_s=7.0) == pytest.approx(7.0)
-    assert at("conure", ahead_s=1e9) == pytest.approx(AHEAD_S)
-    assert at("conure", ahead_s=-7.0) == 0.0
+def test_tenant_overuse_delays_rank() -> None:
+    assert at("conure", tenant_overuse_s=7.0) == pytest.approx(7.0)
+    assert at("conure", tenant_overuse_s=1e9) == pytest.approx(MAX_TENANT_OVERUSE_DELAY_S)
+    assert at("conure", tenant_overuse_s=-7.0) == 0.0
 
 
-def test_least_attained_counts_what_the_program_has_had() -> None:
+def test_least_attained_delays_by_program_service() -> None:
     assert at("least-attained", attained_s=12.0) == pytest.approx(12.0)
-    assert at("least-attained", attained_s=1e9) == pytest.approx(ATTAINED_S)
+    assert at("least-attained", attained_s=1e9) == pytest.approx(MAX_ATTAINED_S)
     assert at("least-attained", kind="throughput") == 0.0
 
 
-def test_first_come_first_served_knows_nothing_else() -> None:
-    assert at("fcfs", kind="throughput", depth=7, attained_s=99.0, latest_s=0.0) == 0.0
+def test_fcfs_ignores_everything_but_arrival() -> None:
+    assert at("fcfs", kind="throughput", depth=7, attained_s=99.0, latest_start_s=0.0) == 0.0
 
 
-def test_a_policy_sees_of_a_call_what_it_is_meant_to_know() -> None:
-    short = demand(need=100, prefixes=prefixes(50), group="g", is_strict=True, home="e", num_home=9)
-    long = demand(need=5_000, prefixes=prefixes(50), group="g", is_strict=True)
+def test_policy_hides_unknown_request_fields() -> None:
+    short = resource_request(
+        need=100,
+        prefixes=prefixes(50),
+        group="g",
+        is_latency_critical=True,
+        affinity_engine="e",
+        num_affinity_tokens=9,
+    )
+    long = resource_request(need=5_000, prefixes=prefixes(50), group="g", is_latency_critical=True)
     for name in ("parrot", "conure"):
-        assert POLICIES[name].see(short) is short
-    assert POLICIES["fcfs"].see(short) == demand(need=100)
-    assert POLICIES["least-attained"].see(short) == demand(need=100)
-    assert POLICIES["least-attained"].see(long) == demand(need=5_000, prefixes=prefixes(50))
+        assert POLICIES[name].visible_state(short) is short
+    assert POLICIES["fcfs"].visible_state(short) == resource_request(need=100)
+    assert POLICIES["least-attained"].visible_state(short) == resource_request(need=100)
+    assert POLICIES["least-attained"].visible_state(long) == resource_request(
+        need=5_000, prefixes=prefixes(50)
+    )
 
 
-def offer(load: Load, wanted: Demand, mates: int = 0) -> Offer:
-    added = load.num_added(wanted)
-    shared = load.num_shared(wanted)
-    room = load.room(is_strict=wanted.is_strict)
-    is_fit = load.fits(wanted, added, room)
-    return Offer(load, added, room, shared, mates, wanted.num_tokens, mates + 1, is_fit)
+def offer(
+    engine: EngineReservations, request: ResourceRequest, num_members: int = 0
+) -> EngineCandidate:
+    added = engine.num_new_tokens(request)
+    shared = engine.num_shared_tokens(request)
+    room = engine.num_free_tokens(is_latency_critical=request.is_latency_critical)
+    is_fit = engine.fits(request, added, room)
+    return EngineCandidate(
+        engine, added, room, shared, num_members, request.num_tokens, num_members + 1, is_fit
+    )
 
 
-def cheapest(name: str, wanted: Demand, *loads: Load, mates: int = 0) -> str:
-    """The engine that a policy prefers; the task group's others run on the first."""
-    offers = [offer(load, wanted, mates if load is loads[0] else 0) for load in loads]
-    pace = Pace(prompt_token_s=1e-4, step_s=0.02, held_token_s=2e-6)
-    return min(offers, key=lambda each: POLICIES[name].price(wanted, each, pace)).load.engine
+def cheapest(
+    name: str, request: ResourceRequest, *engines: EngineReservations, num_members: int = 0
+) -> str:
+    """Return the engine that a policy prefers; other members of the task group run on the first
+    one.
+    """
+    candidates = [
+        offer(engine, request, num_members if engine is engines[0] else 0) for engine in engines
+    ]
+    service_time = ServiceTimeEstimator(prompt_token_s=1e-4, step_s=0.02, held_token_s=2e-6)
+    return min(
+        candidates, key=lambda each: POLICIES[name].cost(request, each, service_time)
+    ).reservations.engine
 
 
-def loaded(engine: str, *demands: Demand, strict_tokens: int | None = None) -> Load:
-    load = Load(engine, 64_000, 256, strict_tokens)
-    for each in demands:
-        load.book(each)
-    return load
+def engine_with(
+    name: str, *requests: ResourceRequest, latency_tokens: int | None = None
+) -> EngineReservations:
+    engine = EngineReservations(name, 64_000, 256, latency_tokens)
+    for each in requests:
+        engine.reserve(each)
+    return engine
 
 
-def test_a_prefix_is_worth_what_it_saves_and_no_more() -> None:
-    readers = [demand(need=1_100, num_output=100, prefixes=prefixes(900)) for _ in range(2)]
-    wanted = readers[0]
-    holder, empty = loaded("holder", readers[1]), loaded("empty")
-    assert cheapest("conure", wanted, holder, empty) == "holder"
-    busy = loaded("busy", readers[1])
-    busy.num_filling = 3_000  # to wait for these takes longer than to fill 900
-    assert cheapest("conure", wanted, busy, empty) == "empty"
-    assert cheapest("parrot", wanted, busy, empty) == "busy"
-    assert cheapest("fcfs", POLICIES["fcfs"].see(wanted), holder, empty) == "empty"
+def test_prefix_is_worth_exactly_its_prefill_time() -> None:
+    readers = [
+        resource_request(need=1_100, num_output=100, prefixes=prefixes(900)) for _ in range(2)
+    ]
+    request = readers[0]
+    holder, empty = engine_with("holder", readers[1]), engine_with("empty")
+    assert cheapest("conure", request, holder, empty) == "holder"
+    busy = engine_with("busy", readers[1])
+    busy.num_prefilling_tokens = 3_000  # Waiting for these takes longer than prefilling 900.
+    assert cheapest("conure", request, busy, empty) == "empty"
+    assert cheapest("parrot", request, busy, empty) == "busy"
+    assert cheapest("fcfs", POLICIES["fcfs"].visible_state(request), holder, empty) == "empty"
 
 
-def test_parrot_keeps_a_group_together_and_conure_spreads_it_where_that_is_faster() -> None:
-    mate = demand(need=1_100, num_output=100, group="g")
-    home, empty = loaded("home", mate), loaded("empty")
-    home.num_filling = 1_000
-    assert cheapest("parrot", mate, home, empty, mates=1) == "home"
-    assert cheapest("conure", mate, home, empty, mates=1) == "empty"
+def test_parrot_packs_group_and_conure_spreads_if_faster() -> None:
+    member = resource_request(need=1_100, num_output=100, group="g")
+    home, empty = engine_with("home", member), engine_with("empty")
+    home.num_prefilling_tokens = 1_000
+    assert cheapest("parrot", member, home, empty, num_members=1) == "home"
+    assert cheapest("conure", member, home, empty, num_members=1) == "empty"
 
 
-def test_bulk_keeps_away_from_calls_that_are_waited_for() -> None:
-    strict = demand(need=1_000, num_output=500, is_strict=True)
-    bulk = demand(need=5_000, num_output=500, is_waited=False)
-    waited_for, full = loaded("waited", strict), loaded("full", *[bulk] * 6)
+def test_batch_call_avoids_engine_with_critical_call() -> None:
+    critical = resource_request(need=1_000, num_output=500, is_latency_critical=True)
+    bulk = resource_request(need=5_000, num_output=500, is_latency_sensitive=False)
+    waited_for, full = engine_with("waited", critical), engine_with("full", *[bulk] * 6)
     for name in ("parrot", "conure"):
         assert cheapest(name, bulk, waited_for, full) == "full"
 
 
-def test_a_strict_call_goes_where_one_is_before_it_takes_an_engine_from_the_others() -> None:
-    strict = demand(need=500, num_output=400, is_strict=True)
-    taken = loaded("taken", strict, strict_tokens=2_000)
-    empty = loaded("empty", strict_tokens=2_000)
+def test_critical_call_joins_engine_with_critical_call() -> None:
+    critical = resource_request(need=500, num_output=400, is_latency_critical=True)
+    taken = engine_with("taken", critical, latency_tokens=2_000)
+    empty = engine_with("empty", latency_tokens=2_000)
     for name in ("parrot", "conure"):
-        assert cheapest(name, strict, taken, empty) == "taken"
-    unbound_taken, unbound_empty = loaded("taken", strict), loaded("empty")
-    assert cheapest("conure", strict, unbound_taken, unbound_empty) == "empty"
+        assert cheapest(name, critical, taken, empty) == "taken"
+    unbound_taken, unbound_empty = engine_with("taken", critical), engine_with("empty")
+    assert cheapest("conure", critical, unbound_taken, unbound_empty) == "empty"

@@ -1,4 +1,4 @@
-"""The waiting queue: who runs next, and where."""
+"""The wait queues: which call runs next, and where."""
 
 from __future__ import annotations
 
@@ -8,271 +8,311 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conure.server.scheduling.demand import Standing
-from conure.server.scheduling.policy import POLICIES, THROUGHPUT_S, Policy
-from conure.server.scheduling.scheduler import LOOK_AHEAD, Scheduler, Ticket
+from conure.server.scheduling.policy import BACKGROUND_DELAY_S, POLICIES, Policy
+from conure.server.scheduling.request import PriorityInputs
+from conure.server.scheduling.scheduler import MAX_LOOKAHEAD_CALLS, QueuedCall, Scheduler
 
-from .desks import Desk, prefixes, turn
-
-
-async def test_a_call_waits_until_an_engine_is_there(desk: Desk) -> None:
-    desk.ticket("a")
-    await turn()
-    assert desk.names == []
-    assert desk.scheduler.num_waiting == 1
-    desk.engine()
-    await turn()
-    assert desk.names == ["a"]
-    assert desk.scheduler.num_waiting == 0
+from .scheduler_harness import SchedulerHarness, prefixes, run_loop
 
 
-async def test_better_rank_runs_first_and_equal_ranks_in_order_of_arrival(desk: Desk) -> None:
-    for name, place_in_line in [("a", 2.0), ("b", 1.0), ("c", 1.0)]:
-        desk.ticket(name, rank=place_in_line)
-    desk.engine(capacity=1_000)
-    await turn()
-    assert desk.names == ["b", "c", "a"]
+async def test_a_call_waits_until_an_engine_is_there(harness: SchedulerHarness) -> None:
+    harness.submit("a")
+    await run_loop()
+    assert harness.started_names == []
+    assert harness.scheduler.num_waiting == 1
+    harness.add_engine()
+    await run_loop()
+    assert harness.started_names == ["a"]
+    assert harness.scheduler.num_waiting == 0
 
 
-async def test_nobody_overtakes_a_call_that_waits_for_room(desk: Desk) -> None:
-    desk.engine()
-    running = desk.ticket("a", need=60)
-    desk.ticket("big", rank=1.0, need=80)
-    desk.ticket("small", rank=2.0, need=10)
-    await turn()
-    assert desk.names == ["a"]
-    desk.scheduler.withdraw(running)
-    await turn()
-    assert desk.names == ["a", "big", "small"]
-
-
-async def test_an_empty_engine_takes_a_call_of_any_size(desk: Desk) -> None:
-    desk.engine()
-    desk.ticket("huge", need=1_000)
-    await turn()
-    assert desk.names == ["huge"]
-
-
-async def test_an_engine_holds_no_more_calls_than_it_runs_and_looks_ahead(desk: Desk) -> None:
-    desk.engine(capacity=10**9, max_sequences=2)
-    for i in range(20):
-        desk.ticket(f"p.{i}")
-    await turn()
-    assert len(desk.names) == 2 + LOOK_AHEAD
-
-
-async def test_a_withdrawn_call_never_starts_and_frees_its_room_once(desk: Desk) -> None:
-    waiting = desk.ticket("a")
-    desk.scheduler.withdraw(waiting)
-    desk.engine()
-    running = desk.ticket("b", need=100)
-    await turn()
-    desk.scheduler.withdraw(running)
-    desk.scheduler.withdraw(running)
-    desk.ticket("c", need=100)
-    desk.ticket("d", need=100)
-    await turn()
-    assert desk.names == ["b", "c"]
-
-
-async def test_a_lost_engines_calls_do_not_count_against_its_next_life(desk: Desk) -> None:
-    desk.engine()
-    old = desk.ticket("a", need=100)
-    await turn()
-    desk.scheduler.engine_lost("e")
-    desk.engine()
-    desk.scheduler.withdraw(old)
-    desk.ticket("b", need=100)
-    desk.ticket("c", need=100)
-    await turn()
-    assert desk.names == ["a", "b"]
-
-
-async def test_a_paused_scheduler_starts_nothing_and_tells_when_engines_are_idle(
-    desk: Desk,
+async def test_calls_run_by_rank_then_arrival(
+    harness: SchedulerHarness,
 ) -> None:
-    desk.engine()
-    running = desk.ticket("a")
-    await turn()
-    desk.scheduler.pause()
-    desk.ticket("b")
-    idle = asyncio.create_task(desk.scheduler.wait_idle())
-    await turn()
+    for name, place_in_line in [("a", 2.0), ("b", 1.0), ("c", 1.0)]:
+        harness.submit(name, rank=place_in_line)
+    harness.add_engine(capacity=1_000)
+    await run_loop()
+    assert harness.started_names == ["b", "c", "a"]
+
+
+async def test_no_call_overtakes_one_waiting_for_room(harness: SchedulerHarness) -> None:
+    harness.add_engine()
+    running = harness.submit("a", need=60)
+    harness.submit("big", rank=1.0, need=80)
+    harness.submit("small", rank=2.0, need=10)
+    await run_loop()
+    assert harness.started_names == ["a"]
+    harness.scheduler.release(running)
+    await run_loop()
+    assert harness.started_names == ["a", "big", "small"]
+
+
+async def test_idle_engine_accepts_call_of_any_size(harness: SchedulerHarness) -> None:
+    harness.add_engine()
+    harness.submit("huge", need=1_000)
+    await run_loop()
+    assert harness.started_names == ["huge"]
+
+
+async def test_engine_accepts_max_sequences_plus_lookahead(
+    harness: SchedulerHarness,
+) -> None:
+    harness.add_engine(capacity=10**9, max_sequences=2)
+    for i in range(20):
+        harness.submit(f"p.{i}")
+    await run_loop()
+    assert len(harness.started_names) == 2 + MAX_LOOKAHEAD_CALLS
+
+
+async def test_released_call_never_starts_and_frees_tokens_once(
+    harness: SchedulerHarness,
+) -> None:
+    waiting = harness.submit("a")
+    harness.scheduler.release(waiting)
+    harness.add_engine()
+    running = harness.submit("b", need=100)
+    await run_loop()
+    harness.scheduler.release(running)
+    harness.scheduler.release(running)
+    harness.submit("c", need=100)
+    harness.submit("d", need=100)
+    await run_loop()
+    assert harness.started_names == ["b", "c"]
+
+
+async def test_lost_calls_do_not_count_on_restarted_engine(
+    harness: SchedulerHarness,
+) -> None:
+    harness.add_engine()
+    old = harness.submit("a", need=100)
+    await run_loop()
+    harness.scheduler.remove_engine("e")
+    harness.add_engine()
+    harness.scheduler.release(old)
+    harness.submit("b", need=100)
+    harness.submit("c", need=100)
+    await run_loop()
+    assert harness.started_names == ["a", "b"]
+
+
+async def test_paused_scheduler_starts_nothing_and_signals_idle(
+    harness: SchedulerHarness,
+) -> None:
+    harness.add_engine()
+    running = harness.submit("a")
+    await run_loop()
+    harness.scheduler.pause()
+    harness.submit("b")
+    idle = asyncio.create_task(harness.scheduler.wait_idle())
+    await run_loop()
     assert not idle.done()
-    desk.scheduler.withdraw(running)
-    await asyncio.wait_for(idle, 1)
-    assert desk.names == ["a"]
+    harness.scheduler.release(running)
+    await asyncio.wait_for(idle, 60)
+    assert harness.started_names == ["a"]
 
 
-async def test_a_steady_load_of_others_starves_nobody(policy: Policy, desk: Desk) -> None:
-    """Every second somebody comes who is as urgent as can be, and there is room for one."""
-    desk.engine(max_sequences=1)
-    running = desk.ticket("first", rank=-1e9, need=100)
-    await turn()
-    worst = Standing(
-        came_s=0.0, began_s=0.0, kind="throughput", total_s=1e9, attained_s=1e9, ahead_s=1e9
+async def test_steady_urgent_load_starves_no_call(
+    policy: Policy, harness: SchedulerHarness
+) -> None:
+    """A maximally urgent call arrives every second, and one call fits at a time."""
+    harness.add_engine(max_sequences=1)
+    running = harness.submit("first", rank=-1e9, need=100)
+    await run_loop()
+    worst = PriorityInputs(
+        arrived_at_s=0.0,
+        program_started_at_s=0.0,
+        kind="throughput",
+        total_s=1e9,
+        attained_s=1e9,
+        tenant_overuse_s=1e9,
     )
-    desk.ticket("patient", rank=policy.rank(worst).at_s, need=100)
+    harness.submit("patient", rank=policy.rank(worst).at_s, need=100)
     overtaken = 0
-    while desk.names[-1] != "patient":
-        urgent = Standing(came_s=overtaken, began_s=-1e9, depth=1_000, latest_s=-1e9)
-        ticket = desk.ticket(f"u.{overtaken}", rank=policy.rank(urgent).at_s, need=100)
-        desk.scheduler.withdraw(running)
-        await turn()
-        running = ticket
+    while harness.started_names[-1] != "patient":
+        urgent = PriorityInputs(
+            arrived_at_s=overtaken, program_started_at_s=-1e9, depth=1_000, latest_start_s=-1e9
+        )
+        call = harness.submit(f"u.{overtaken}", rank=policy.rank(urgent).at_s, need=100)
+        harness.scheduler.release(running)
+        await run_loop()
+        running = call
         overtaken += 1
         assert overtaken <= policy.patience_s + 2
-    assert policy.name != "conure" or overtaken > THROUGHPUT_S, "it is the least urgent of all"
-
-
-async def test_withdrawn_calls_do_not_pile_up_behind_one_that_waits(desk: Desk) -> None:
-    desk.engine()
-    running = desk.ticket("a", need=60)
-    desk.ticket("big", need=80)
-    await turn()
-    kept = [desk.ticket(f"k.{i}", rank=float(i)) for i in range(1, 4)]
-    for i in range(1_000):
-        desk.scheduler.withdraw(desk.ticket(f"w.{i}", rank=float(i % 7)))
-    assert desk.scheduler.num_waiting == 1 + len(kept)
-    assert sum(len(line.heap) for line in desk.scheduler._lines) < 100
-    desk.scheduler.withdraw(running)
-    await turn()
-    assert desk.names == ["a", "big", "k.1", "k.2"]
-
-
-async def test_the_first_in_line_has_an_engine_kept_for_it_and_others_pass_it_elsewhere(
-    conure: Desk,
-) -> None:
-    conure.engine("a")
-    conure.engine("b")
-    running = [conure.ticket(f"r.{i}", need=60) for i in range(2)]
-    await turn()
-    big = conure.ticket("big", rank=1.0, need=80)
-    for i in range(4):
-        conure.ticket(f"s.{i}", rank=2.0, need=20)
-    await turn()
-    assert conure.names[2:] == ["s.0", "s.1"], "40 tokens were free on each, and one is kept"
-    (kept,) = {"a", "b"} - conure.where("s.0", "s.1")
-    assert (
-        conure.why["big"] == f"first in line: {kept}, with room for 40 tokens, is kept for its 80"
+    assert policy.name != "conure" or overtaken > BACKGROUND_DELAY_S, (
+        "it is the least urgent of all"
     )
-    conure.scheduler.withdraw(running[0 if conure.started[0][1] == kept else 1])
-    await turn()
-    assert conure.started[4] == ("big", kept)
-    assert big.load is not None
-    assert conure.started[5] == ("s.2", kept), "it is kept for nobody any more"
 
 
-async def test_who_is_better_takes_over_the_engine_that_is_kept(desk: Desk) -> None:
-    desk.engine()
-    running = desk.ticket("r", need=90)
-    await turn()
-    desk.ticket("big", rank=1.0, need=90)
-    await turn()
-    desk.ticket("better", rank=0.5, need=80)
-    await turn()
-    desk.scheduler.withdraw(running)
-    await turn()
-    assert desk.names == ["r", "better"]
+async def test_released_calls_do_not_accumulate_in_queue(
+    harness: SchedulerHarness,
+) -> None:
+    harness.add_engine()
+    running = harness.submit("a", need=60)
+    harness.submit("big", need=80)
+    await run_loop()
+    reserved_engine = [harness.submit(f"k.{i}", rank=float(i)) for i in range(1, 4)]
+    for i in range(1_000):
+        harness.scheduler.release(harness.submit(f"w.{i}", rank=float(i % 7)))
+    assert harness.scheduler.num_waiting == 1 + len(reserved_engine)
+    assert sum(len(line.heap) for line in harness.scheduler._queues) < 100
+    harness.scheduler.release(running)
+    await run_loop()
+    assert harness.started_names == ["a", "big", "k.1", "k.2"]
 
 
-async def test_an_engine_is_kept_for_nobody_who_is_gone(desk: Desk) -> None:
-    desk.engine()
-    desk.ticket("r", need=60)
-    await turn()
-    big = desk.ticket("big", need=80)
-    await turn()
-    desk.ticket("small", rank=1.0)
-    await turn()
-    assert desk.names == ["r"]
-    desk.scheduler.withdraw(big)
-    await turn()
-    assert desk.names == ["r", "small"]
+async def test_head_of_queue_reserves_engine_while_others_pass(
+    default_harness: SchedulerHarness,
+) -> None:
+    default_harness.add_engine("a")
+    default_harness.add_engine("b")
+    running = [default_harness.submit(f"r.{i}", need=60) for i in range(2)]
+    await run_loop()
+    big = default_harness.submit("big", rank=1.0, need=80)
+    for i in range(4):
+        default_harness.submit(f"s.{i}", rank=2.0, need=20)
+    await run_loop()
+    assert default_harness.started_names[2:] == ["s.0", "s.1"], (
+        "40 tokens were free on each, and one is reserved"
+    )
+    (reserved_engine,) = {"a", "b"} - default_harness.engines_of("s.0", "s.1")
+    assert (
+        default_harness.why["big"]
+        == f"first in queue: {reserved_engine} is reserved for it and has room for 40 of 80 tokens"
+    )
+    default_harness.scheduler.release(
+        running[0 if default_harness.placements[0][1] == reserved_engine else 1]
+    )
+    await run_loop()
+    assert default_harness.placements[4] == ("big", reserved_engine)
+    assert big.reservations is not None
+    assert default_harness.placements[5] == ("s.2", reserved_engine), (
+        "the engine is no longer reserved"
+    )
 
 
-async def test_an_engine_that_dies_is_kept_for_nobody(desk: Desk) -> None:
-    desk.engine()
-    desk.ticket("r", need=60)
-    await turn()
-    desk.ticket("big", need=80)
-    await turn()
-    desk.scheduler.engine_lost("e")
-    desk.engine()
-    await turn()
-    assert desk.names == ["r", "big"]
+async def test_better_rank_takes_over_reserved_engine(harness: SchedulerHarness) -> None:
+    harness.add_engine()
+    running = harness.submit("r", need=90)
+    await run_loop()
+    harness.submit("big", rank=1.0, need=90)
+    await run_loop()
+    harness.submit("better", rank=0.5, need=80)
+    await run_loop()
+    harness.scheduler.release(running)
+    await run_loop()
+    assert harness.started_names == ["r", "better"]
 
 
-async def test_a_lost_engine_takes_its_group_with_it_and_the_next_life_starts_anew() -> None:
-    desk = Desk(Scheduler(POLICIES["parrot"]))
-    desk.engine("e")
-    old = [desk.ticket(f"p.{i}", need=10, group="g") for i in range(2)]
-    await turn()
-    desk.scheduler.engine_lost("e")
-    desk.engine("e")
-    again = desk.ticket("p.0", need=10, group="g")
-    await turn()
-    for ticket in [*old, again]:
-        desk.scheduler.withdraw(ticket)
-    assert desk.scheduler._gangs == {}
-    assert all(load.peak == load.num_calls == 0 for load in desk.scheduler._roster.loads.values())
+async def test_releasing_a_call_frees_its_reserved_engine(harness: SchedulerHarness) -> None:
+    harness.add_engine()
+    harness.submit("r", need=60)
+    await run_loop()
+    big = harness.submit("big", need=80)
+    await run_loop()
+    harness.submit("small", rank=1.0)
+    await run_loop()
+    assert harness.started_names == ["r"]
+    harness.scheduler.release(big)
+    await run_loop()
+    assert harness.started_names == ["r", "small"]
 
 
-def _submit_all(desk: Desk, draw: st.DataObject) -> Iterator[Ticket]:
+async def test_lost_engine_is_no_longer_reserved(harness: SchedulerHarness) -> None:
+    harness.add_engine()
+    harness.submit("r", need=60)
+    await run_loop()
+    harness.submit("big", need=80)
+    await run_loop()
+    harness.scheduler.remove_engine("e")
+    harness.add_engine()
+    await run_loop()
+    assert harness.started_names == ["r", "big"]
+
+
+async def test_lost_engine_clears_task_group_state() -> None:
+    harness = SchedulerHarness(Scheduler(POLICIES["parrot"]))
+    harness.add_engine("e")
+    old = [harness.submit(f"p.{i}", need=10, group="g") for i in range(2)]
+    await run_loop()
+    harness.scheduler.remove_engine("e")
+    harness.add_engine("e")
+    again = harness.submit("p.0", need=10, group="g")
+    await run_loop()
+    for call in [*old, again]:
+        harness.scheduler.release(call)
+    assert harness.scheduler._task_groups == {}
+    assert all(
+        engine.peak == engine.num_calls == 0 for engine in harness.scheduler._index.engines.values()
+    )
+
+
+def _submit_all(harness: SchedulerHarness, draw: st.DataObject) -> Iterator[QueuedCall]:
     for i in range(draw.draw(st.integers(1, 12))):
         length = draw.draw(st.sampled_from([0, 20, 40]))
-        yield desk.ticket(
+        yield harness.submit(
             f"p{i % 3}.{i}",
             rank=draw.draw(st.floats(0, 10)),
             need=draw.draw(st.integers(max(length, 1), 120)),
             prefixes=prefixes(length) if length else (),
             group=draw.draw(st.sampled_from([None, "g"])),
-            is_strict=draw.draw(st.booleans()),
+            is_latency_critical=draw.draw(st.booleans()),
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(draw=st.data(), name=st.sampled_from(list(POLICIES)), bound=st.sampled_from([None, 60]))
-def test_every_call_runs_once_and_nothing_is_left_behind(
+def test_every_call_runs_once_and_reservations_end_empty(
     draw: st.DataObject, name: str, bound: int | None
 ) -> None:
-    """Whatever comes, whoever is withdrawn and whichever engine dies: all others run, each once,
-    no engine is overbooked, and the books are empty in the end.
+    """Under any arrivals, releases and engine losses, all remaining calls run once, no engine is
+    overcommitted, and all reservations are released.
     """
     deferred: list[object] = []
-    scheduler = Scheduler(POLICIES[name], strict_tokens=bound, defer=deferred.append)
-    desk = Desk(scheduler)
-    for engine in ("a", "b", "c"):
-        desk.engine(engine)
-    tickets = list(_submit_all(desk, draw))
-    withdrawn = draw.draw(st.sets(st.sampled_from(range(len(tickets)))))
+    scheduler = Scheduler(POLICIES[name], latency_tokens=bound, defer=deferred.append)
+    harness = SchedulerHarness(scheduler)
+    for engine_name in ("a", "b", "c"):
+        harness.add_engine(engine_name)
+    calls = list(_submit_all(harness, draw))
+    withdrawn = draw.draw(st.sets(st.sampled_from(range(len(calls)))))
     for i in withdrawn:
-        scheduler.withdraw(tickets[i])
+        scheduler.release(calls[i])
     lost = draw.draw(st.sampled_from([None, "a", "b"]))
-    for _ in range(3 * len(tickets) + 3):
-        scheduler.run()
-        loads = scheduler._roster.loads.values()
-        for line in scheduler._lines:
-            has_one_kept = line.kept is not None and line.kept.kept is not None
-            assert has_one_kept or not line.num_waiting or not scheduler._roster._versions
-        for load in loads:
-            assert load.peak <= load.bound(is_strict=False) or load.num_calls == 1
-        if lost is not None and desk.started:
-            scheduler.engine_lost(lost)
-            for i, ticket in enumerate(tickets):
-                if ticket.load is not None and ticket.load.engine == lost:
-                    scheduler.withdraw(ticket)
+    for _ in range(3 * len(calls) + 3):
+        scheduler.run_round()
+        engines = scheduler._index.engines.values()
+        for line in scheduler._queues:
+            has_one_kept = (
+                line.head_of_line is not None and line.head_of_line.reserved_engine is not None
+            )
+            assert has_one_kept or not line.num_waiting or not scheduler._index._versions
+        for engine in engines:
+            assert (
+                engine.peak <= engine.token_limit(is_latency_critical=False)
+                or engine.num_calls == 1
+            )
+        if lost is not None and harness.placements:
+            scheduler.remove_engine(lost)
+            for i, call in enumerate(calls):
+                if call.reservations is not None and call.reservations.engine == lost:
+                    scheduler.release(call)
                     withdrawn.add(i)
             lost = None
-        running = [t for t in tickets if t.load is not None and not t.is_withdrawn]
+        running = [t for t in calls if t.reservations is not None and not t.is_released]
         if running:
-            scheduler.withdraw(draw.draw(st.sampled_from(running)))
-    assert all(ticket.is_withdrawn for ticket in tickets)
-    assert len(desk.names) == len(set(desk.names))
-    started = set(desk.names)
-    assert all(f"p{i % 3}.{i}" in started for i in range(len(tickets)) if i not in withdrawn)
+            scheduler.release(draw.draw(st.sampled_from(running)))
+    assert all(call.is_released for call in calls)
+    assert len(harness.started_names) == len(set(harness.started_names))
+    started = set(harness.started_names)
+    assert all(f"p{i % 3}.{i}" in started for i in range(len(calls)) if i not in withdrawn)
     assert scheduler.num_waiting == 0
-    assert scheduler._gangs == {}
-    assert scheduler._roster._kept == set()
-    for load in scheduler._roster.loads.values():
-        assert (load.used, load.num_calls, load.num_strict, load.num_filling) == (0, 0, 0, 0)
-        assert not load.held
+    assert scheduler._task_groups == {}
+    assert scheduler._index._reserved == set()
+    for engine in scheduler._index.engines.values():
+        assert (
+            engine.reserved_tokens,
+            engine.num_calls,
+            engine.num_latency_critical,
+            engine.num_prefilling_tokens,
+        ) == (0, 0, 0, 0)
+        assert not engine.active_prefixes

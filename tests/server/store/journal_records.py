@@ -1,17 +1,11 @@
-"""Short ways to write the records of a journal, and to let its machine die."""
+"""Short constructors of journal records, and a simulated machine crash."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from conure.server.store.journal import (
-    EndRecord,
-    EventRecord,
-    Journal,
-    ProgramRecord,
-    ValueRecord,
-)
+from conure.server.store.journal import EndRecord, EventRecord, Journal, ProgramRecord, ValueRecord
 
 FILE = "journal.sqlite3"
 
@@ -48,8 +42,9 @@ def end(id_: str, status: str = "done") -> EndRecord:
 
 
 def crash_image(folder: Path, target: Path) -> Path:
-    """What a machine that dies now would leave: the files as they are, without the lock."""
+    """Copy the files as a machine crash would leave them now, without the lock."""
     target.mkdir()
-    for name in (FILE, FILE + "-wal"):
+    # The commit log first: it may lack commits, but has none too many.
+    for name in ("commits.log", FILE, FILE + "-wal"):
         shutil.copy(folder / name, target / name)
     return target

@@ -1,4 +1,4 @@
-"""The journal: what was appended is there, in order, once, and for its tenant only."""
+"""The journal: records are stored in order, once, and for their tenant only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from conure.server.program.errors import UnavailableError
-from conure.server.store.journal import (
-    AppendRecord,
-    DuplicateKeyError,
-    Journal,
-    JournalError,
-)
+from conure.server.store.journal import AppendRecord, DuplicateKeyError, Journal, JournalError
 
 from .journal_records import FILE, crash_image, end, event, program, value
 
@@ -33,15 +29,16 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
 # --- the folder -------------------------------------------------------------------------
 
 
-async def test_folder_and_files_are_for_the_owner_only(journal: Journal, tmp_path: Path) -> None:
+async def test_folder_and_files_are_private(journal: Journal, tmp_path: Path) -> None:
     await journal.append([program("p")])
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "data").iterdir()}
-    assert set(modes) == {"lock", FILE, FILE + "-wal", FILE + "-shm"}
+    files = {FILE, FILE + "-wal", FILE + "-shm", "lock", "commits.log", "reserve", "turn"}
+    assert set(modes) == files
     assert set(modes.values()) == {0o600}
 
 
-async def test_a_second_server_on_the_folder_is_refused(journal: Journal, tmp_path: Path) -> None:
+async def test_second_server_on_folder_is_rejected(journal: Journal, tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=f"in use by another server .process {os.getpid()}"):
         Journal.open(tmp_path / "data")
     await journal.append([program("p")])
@@ -49,18 +46,18 @@ async def test_a_second_server_on_the_folder_is_refused(journal: Journal, tmp_pa
     await Journal.open(tmp_path / "data").close()
 
 
-def test_a_journal_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_newer_journal_is_rejected_unchanged(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / FILE)
     connection.execute("PRAGMA user_version = 999")
     connection.close()
-    for _ in range(2):  # The refusal gave the folder back.
-        with pytest.raises(JournalError, match="schema 999") as caught:
+    for _ in range(2):  # The failed open released the folder.
+        with pytest.raises(JournalError, match="schema version 999") as caught:
             Journal.open(tmp_path)
         assert caught.value.code == "store.unusable"
 
 
 @pytest.mark.parametrize("what", ["not a database", "a file instead of the folder"])
-def test_what_is_no_journal_is_refused_with_its_path(tmp_path: Path, what: str) -> None:
+def test_invalid_journal_is_rejected_with_its_path(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "data"
     if what == "not a database":
         folder.mkdir()
@@ -72,7 +69,7 @@ def test_what_is_no_journal_is_refused_with_its_path(tmp_path: Path, what: str) 
     assert caught.value.code == "store.unusable"
 
 
-async def test_the_disk_is_synced_fully_and_foreign_keys_hold(journal: Journal) -> None:
+async def test_full_sync_and_foreign_keys_are_enabled(journal: Journal) -> None:
     connection = journal._connection
     pragmas = {
         name: connection.execute(f"PRAGMA {name}").fetchone()[0]
@@ -82,17 +79,17 @@ async def test_the_disk_is_synced_fully_and_foreign_keys_hold(journal: Journal) 
         "journal_mode": "wal",
         "synchronous": 2,
         "foreign_keys": 1,
-        "wal_autocheckpoint": 4000,
+        "wal_autocheckpoint": 0,
     }
 
 
 # --- what is read back ------------------------------------------------------------------
 
 
-async def test_everything_appended_is_read_back_as_it_was(journal: Journal) -> None:
+async def test_appended_records_are_read_back(journal: Journal) -> None:
     records = (program("p", key="k", body=b'{"x": 1}'), value("p", "x", b'"1"'))
-    happened = [event(journal, "p", kind) for kind in ("node.started", "variable.committed")]
-    await journal.append([*records, *happened])
+    expected_events = [event(journal, "p", kind) for kind in ("node.started", "variable.committed")]
+    await journal.append([*records, *expected_events])
     await journal.append([AppendRecord(program="p", body=b"first")])
     await journal.append([AppendRecord(program="p", body=b"second"), value("p", "y", b"2")])
 
@@ -106,7 +103,7 @@ async def test_everything_appended_is_read_back_as_it_was(journal: Journal) -> N
         "x": value("p", "x", b'"1"'),
         "y": value("p", "y", b"2"),
     }
-    assert await journal.events("a", "p") == happened
+    assert await journal.events("a", "p") == expected_events
 
     await journal.append([end("p")])
     ended = await journal.load_program("a", "p")
@@ -126,7 +123,31 @@ async def test_events_are_paged_by_sequence_number(journal: Journal) -> None:
     assert await journal.events("a", "p", after=mine[-1].seq) == []
 
 
-async def test_another_tenant_sees_nothing(journal: Journal) -> None:
+async def test_programs_are_listed_newest_first(journal: Journal) -> None:
+    await journal.append([program(f"p{number}") for number in range(4)])
+    await journal.append([end("p0"), end("p2", "failed")])
+
+    async def listed(status: str | None = None, before: int = 2**63 - 1) -> list[str]:
+        found = await journal.list_programs("a", status=status, before=before, limit=3)
+        return [f"{each.id} {each.status}" for each in found]
+
+    assert await listed() == ["p3 None", "p2 failed", "p1 None"]
+    third = (await journal.list_programs("a", status=None, before=2**63 - 1, limit=3))[-1]
+    assert await listed(before=third.number) == ["p0 done"]
+    assert await listed("running") == ["p3 None", "p1 None"]
+    assert await listed("failed") == ["p2 failed"]
+    assert await journal.list_programs("b", status=None, before=2**63 - 1, limit=3) == []
+
+
+async def test_listing_has_name_times_and_calls(journal: Journal) -> None:
+    await journal.append([msgspec.structs.replace(program("p"), name="summary")])
+    await journal.append([msgspec.structs.replace(end("p"), receipt=b'{"calls":3}')])
+    (listing,) = await journal.list_programs("a", status="done", before=2**63 - 1, limit=1)
+    assert (listing.name, listing.num_calls) == ("summary", 3)
+    assert listing.finished_at is not None
+
+
+async def test_other_tenant_sees_nothing(journal: Journal) -> None:
     await journal.append([program("p", key="k"), value("p", "x", b"1"), event(journal, "p")])
     assert await journal.load_program("b", "p") is None
     assert await journal.events("b", "p") == []
@@ -134,7 +155,7 @@ async def test_another_tenant_sees_nothing(journal: Journal) -> None:
     assert await journal.find_idempotent("a", "k") == ("p", b"h{}")
 
 
-async def test_names_are_parameters_and_never_sql(journal: Journal) -> None:
+async def test_names_are_bound_and_never_sql(journal: Journal) -> None:
     name = "x'); DROP TABLE program; --"
     await journal.append([program(name, tenant=name, key=name), value(name, name, b"1")])
     stored = await journal.load_program(name, name)
@@ -142,7 +163,7 @@ async def test_names_are_parameters_and_never_sql(journal: Journal) -> None:
     assert [v.variable for v in stored.values] == [name]
 
 
-async def test_a_value_of_megabytes_stays_whole(journal: Journal) -> None:
+async def test_large_value_is_stored_unchanged(journal: Journal) -> None:
     content = random.Random(0).randbytes(3_000_000)
     await journal.append([program("p", body=content), value("p", "x", content)])
     stored = await journal.load_program("a", "p")
@@ -150,7 +171,7 @@ async def test_a_value_of_megabytes_stays_whole(journal: Journal) -> None:
     assert (stored.body, stored.values[0].value) == (content, content)
 
 
-async def test_unfinished_carries_what_resuming_needs(journal: Journal, tmp_path: Path) -> None:
+async def test_unfinished_programs_have_all_records(journal: Journal, tmp_path: Path) -> None:
     await journal.append([program("ended"), end("ended")])
     await journal.append([program("old", tenant="b"), program("new")])
     started = event(journal, "old", "node.started")
@@ -174,7 +195,7 @@ async def test_unfinished_carries_what_resuming_needs(journal: Journal, tmp_path
 # --- order and grouping -----------------------------------------------------------------
 
 
-async def test_futures_resolve_in_the_order_of_appends(journal: Journal) -> None:
+async def test_futures_resolve_in_append_order(journal: Journal) -> None:
     await journal.append([program("p")])
     resolved: list[int] = []
     futures = []
@@ -207,13 +228,13 @@ async def test_waiting_batches_share_a_commit_and_a_wakeup(
     await asyncio.gather(*(journal.append([event(journal, "p")]) for _ in range(1_000)))
     after = journal.status()
     assert after.num_records - before.num_records == 1_000
-    # 512 batches at most, so at least 2; the first may have been taken before the others came.
+    # At most 512 batches per commit, so at least 2; the first may start before the others arrive.
     assert 2 <= after.num_commits - before.num_commits <= 10
     assert wakeups == after.num_commits - before.num_commits
     assert after.num_pending == 0
 
 
-async def test_a_barrier_waits_for_everything_before_it(journal: Journal) -> None:
+async def test_barrier_waits_for_earlier_appends(journal: Journal) -> None:
     assert journal.barrier().done()
     future = journal.append([program("p")])
     barrier = journal.barrier()
@@ -222,14 +243,14 @@ async def test_a_barrier_waits_for_everything_before_it(journal: Journal) -> Non
     assert future.done()
 
 
-async def test_cancelling_who_waits_takes_nothing_back(journal: Journal) -> None:
+async def test_cancelling_a_waiter_does_not_undo_append(journal: Journal) -> None:
     future = journal.append([program("p")])
     future.cancel()
     await journal.barrier()
     assert await journal.load_program("a", "p") is not None
 
 
-async def test_closing_writes_what_was_appended_and_refuses_the_rest(tmp_path: Path) -> None:
+async def test_close_writes_pending_and_rejects_later(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     futures = [journal.append([program(f"p{i}")]) for i in range(700)]
     await journal.close()
@@ -245,13 +266,13 @@ async def test_closing_writes_what_was_appended_and_refuses_the_rest(tmp_path: P
 # --- once -------------------------------------------------------------------------------
 
 
-async def test_the_first_value_stands_and_the_second_batch_is_refused_whole(
+async def test_first_value_is_final_and_second_batch_rejected(
     journal: Journal,
 ) -> None:
     await journal.append([program("p"), value("p", "x", b"1")])
     bad = event(journal, "p", "variable.committed")
     good = event(journal, "p")
-    # Four batches that share a commit: only the one that contradicts is refused.
+    # Four batches that share a commit: only the contradicting one is rejected.
     outcomes = await asyncio.gather(
         journal.append([value("p", "y", b"1")]),
         journal.append([bad, value("p", "x", b"2", attempt=2), program("q")]),
@@ -275,7 +296,7 @@ async def test_the_first_value_stands_and_the_second_batch_is_refused_whole(
     assert journal.healthy
 
 
-async def test_what_names_no_program_or_ends_it_twice_is_refused(journal: Journal) -> None:
+async def test_unknown_program_and_second_end_are_rejected(journal: Journal) -> None:
     await journal.append([program("p"), end("p", "failed")])
     for records in (
         [value("ghost", "x", b"1")],
@@ -292,7 +313,7 @@ async def test_what_names_no_program_or_ends_it_twice_is_refused(journal: Journa
     assert stored.end == end("p", "failed")
 
 
-async def test_an_end_without_a_program_ends_no_other(journal: Journal) -> None:
+async def test_end_of_unknown_program_ends_no_other(journal: Journal) -> None:
     await journal.append([program("p"), end("p")])
     await journal.append([program("q")])
     with pytest.raises(JournalError, match="contradicts"):
@@ -300,7 +321,7 @@ async def test_an_end_without_a_program_ends_no_other(journal: Journal) -> None:
     assert [p.id for p in await journal.unfinished()] == ["q"]
 
 
-async def test_a_record_that_cannot_be_written_harms_no_other(journal: Journal) -> None:
+async def test_unwritable_record_does_not_affect_others(journal: Journal) -> None:
     await journal.append([program("p")])
     lone_surrogate = value("p", "\ud800", b"1")
     outcomes = await asyncio.gather(
@@ -314,10 +335,10 @@ async def test_a_record_that_cannot_be_written_harms_no_other(journal: Journal) 
     assert journal.healthy
 
 
-async def test_one_idempotency_key_makes_one_program(journal: Journal) -> None:
+async def test_idempotency_key_accepts_one_program(journal: Journal) -> None:
     outcomes = await asyncio.gather(
         *(
-            journal.append([program(f"p{i}", key="k"), event(journal, f"p{i}")], accept=True)
+            journal.append([program(f"p{i}", key="k"), event(journal, f"p{i}")], fail_fast=True)
             for i in range(20)
         ),
         journal.append([program("other", tenant="b", key="k")]),
@@ -337,7 +358,7 @@ async def test_one_idempotency_key_makes_one_program(journal: Journal) -> None:
 # --- sequence numbers -------------------------------------------------------------------
 
 
-async def test_sequence_numbers_continue_after_a_clean_stop(tmp_path: Path) -> None:
+async def test_sequence_numbers_continue_after_clean_stop(tmp_path: Path) -> None:
     expected = 1
     for generation in range(1, 4):
         journal = Journal.open(tmp_path)
@@ -349,9 +370,7 @@ async def test_sequence_numbers_continue_after_a_clean_stop(tmp_path: Path) -> N
         await journal.close()
 
 
-async def test_no_number_is_handed_out_again_after_a_crash(
-    journal: Journal, tmp_path: Path
-) -> None:
+async def test_sequence_number_is_not_reused_after_crash(journal: Journal, tmp_path: Path) -> None:
     await journal.append([program("p"), event(journal, "p")])
     handed_out = max(journal.next_seq() for _ in range(100_000))  # None of them is on disk.
     survivor = Journal.open(crash_image(tmp_path / "data", tmp_path / "image"))
@@ -359,7 +378,7 @@ async def test_no_number_is_handed_out_again_after_a_crash(
     await survivor.close()
 
 
-async def test_numbers_end_before_they_could_be_handed_out_twice(
+async def test_numbers_run_out_before_reuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("conure.server.store.database.SEQ_BLOCK", 100)

@@ -1,4 +1,4 @@
-"""The journal against plain dicts, under random interleavings, stops and crashes."""
+"""The journal, compared with plain dicts under random interleavings, stops and crashes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conure.server.store.journal import (
-    AppendRecord,
-    EventRecord,
-    Journal,
-    Record,
-)
+from conure.server.store.journal import AppendRecord, EventRecord, Journal, Record
 
 from .journal_records import crash_image, end, program, value
 
@@ -29,8 +24,8 @@ ACTIONS = st.lists(
 )
 
 
-class Model:
-    """What the journal should hold, as plain dicts."""
+class ReferenceJournal:
+    """The expected content of the journal, as plain dicts."""
 
     def __init__(self) -> None:
         self.programs: set[str] = set()
@@ -78,8 +73,8 @@ class Model:
 
 
 async def play(actions: list[Action], folder: Path) -> None:
-    """Play actions; whatever is between two waits is under way at the same time."""
-    journal, model = Journal.open(folder / "0"), Model()
+    """Run actions. Actions between two waits run concurrently."""
+    journal, model = Journal.open(folder / "0"), ReferenceJournal()
     pending: list[tuple[asyncio.Future[None], bool]] = []
 
     async def settle() -> None:
@@ -106,7 +101,8 @@ async def play(actions: list[Action], folder: Path) -> None:
             assert seq > last_seq
             last_seq = seq
             if action != "program" and id_ not in model.programs:
-                id_ = f"ghost{i}"  # Never made: a group may make a program after it was named.
+                # Never created: a group may create a program after it was referenced.
+                id_ = f"ghost{i}"
             records: dict[str, Record] = {
                 "program": program(id_),
                 "value": value(id_, name, content),
@@ -122,13 +118,13 @@ async def play(actions: list[Action], folder: Path) -> None:
 
 
 def journal_folder(folder: Path) -> str:
-    """The folder that the journal of `play` lies in now: a crash moves it to its image."""
+    """Return the current journal folder of `play`; a crash moves it to its image."""
     current = folder / "current"
     return current.read_text() if current.exists() else "0"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(ACTIONS)
-def test_any_interleaving_reads_as_the_model_says(actions: list[Action]) -> None:
+def test_any_interleaving_matches_the_model(actions: list[Action]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(play(actions, Path(folder)))

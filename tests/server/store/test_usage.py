@@ -1,4 +1,4 @@
-"""What a tenant's programs cost: every number of their receipts, summed once, by tenant and day."""
+"""Usage sums: every figure of a tenant's receipts, summed once by tenant and day."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def sums(journal: Journal, tenant: str, **days: str) -> dict[tuple[str, st
     return {(r.status, r.name): r.amount for r in await journal.usage(tenant, **days)}
 
 
-async def test_all_numbers_of_all_receipts_are_summed_by_tenant_day_and_status(
+async def test_receipts_are_summed_by_tenant_day_status(
     tmp_path: Path,
 ) -> None:
     draw = random.Random(3)
@@ -71,7 +71,7 @@ async def test_all_numbers_of_all_receipts_are_summed_by_tenant_day_and_status(
     await journal.close()
 
 
-async def test_a_program_that_ends_twice_costs_once(tmp_path: Path) -> None:
+async def test_program_ending_twice_counts_once(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     await journal.append([program("p"), end("p", {"calls": 2})])
     with pytest.raises(JournalError):
@@ -80,7 +80,7 @@ async def test_a_program_that_ends_twice_costs_once(tmp_path: Path) -> None:
     await journal.close()
 
 
-async def test_a_receipt_that_is_no_json_counts_as_a_program(tmp_path: Path) -> None:
+async def test_invalid_receipt_counts_as_a_program(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     await journal.append([program("p"), end("p", b"\xff{")])
     await journal.append([program("q"), end("q", b"")])
@@ -88,7 +88,7 @@ async def test_a_receipt_that_is_no_json_counts_as_a_program(tmp_path: Path) -> 
     await journal.close()
 
 
-async def test_programs_that_ended_before_there_were_sums_are_in_them(tmp_path: Path) -> None:
+async def test_migration_sums_earlier_receipts(tmp_path: Path) -> None:
     first = files("conure.server.store").joinpath("0001_programs.sql").read_text("utf-8")
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.executescript(first)

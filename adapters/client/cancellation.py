@@ -1,0 +1,37 @@
+"""Context managers that cancel a program if the block that uses it does not complete.
+
+Invariants: the exception of the block is raised unchanged. An error of the cancellation itself is
+ignored, for example if the client was closed meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from conure.server.program.errors import ConureError
+
+from .async_client import AsyncRun
+from .sync_client import Run
+
+
+@contextlib.contextmanager
+def cancel_unless_completed(run: Run) -> Iterator[None]:
+    """Cancel the program if the block raises."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ConureError, RuntimeError):
+            run.cancel()
+        raise
+
+
+@contextlib.asynccontextmanager
+async def acancel_unless_completed(run: AsyncRun) -> AsyncIterator[None]:
+    """Do what `cancel_unless_completed` does, for an asynchronous run."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ConureError, RuntimeError):
+            await run.cancel()
+        raise

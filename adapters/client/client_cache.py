@@ -1,0 +1,99 @@
+"""Clients that LangChain and LlamaIndex models create at first use.
+
+Invariants: all models of a process with equal settings share one client, and so its connections.
+A client lives as long as the process; the ones that were used least recently are forgotten.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final, Self
+
+from .async_client import AsyncClient
+from .connection import address_of
+from .exchange import Retry
+from .sync_client import Client
+
+MAX_CLIENTS: Final = 64
+DEFAULT_TIMEOUT_S: Final = 30.0
+
+
+class UnsharedState:
+    """State of a model that is neither compared nor copied.
+
+    All instances are equal, because pydantic compares private attributes, and a copy of the model
+    starts with a new instance.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+class ClientCache(UnsharedState):
+    """The clients of one model."""
+
+    def __init__(self) -> None:
+        self._used: set[AsyncClient] = set()
+
+    def client(
+        self,
+        base_url: str | None,
+        max_retries: int,
+        api_key: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> Client:
+        """Return the client for these settings.
+
+        Args:
+            base_url: URL of the server, as in `Client`.
+            max_retries: as in `Retry`.
+            api_key: sent as a bearer token.
+            timeout_s: for one call; also limits how long a server without an answer is waited for.
+            headers: sent with every request.
+
+        Raises:
+            ProgramError: `client.base_url` if the URL is invalid.
+        """
+        if api_key is not None:
+            headers = (*headers, ("authorization", f"Bearer {api_key}"))
+        return _shared_client(address_of(base_url), max_retries, timeout_s, headers)
+
+    def asynchronous(self, client: Client) -> AsyncClient:
+        """Return the `AsyncClient` of a client, which may be one that the user passed."""
+        self._used.add(client.twin)
+        return client.twin
+
+    async def aclose(self) -> None:
+        """Close the asynchronous connections of the running loop before the loop ends."""
+        for client in self._used:
+            await client.close()
+
+
+@functools.lru_cache(MAX_CLIENTS)
+def _shared_client(
+    base_url: str,
+    max_retries: int,
+    timeout_s: float | None,
+    headers: tuple[tuple[str, str], ...],
+) -> Client:
+    retry = Retry(max_retries=max_retries)
+    if timeout_s is not None:
+        retry = Retry(
+            max_retries=max_retries,
+            first_patience_s=min(retry.first_patience_s, timeout_s),
+            unreachable_timeout_s=min(retry.unreachable_timeout_s, timeout_s),
+        )
+    return Client(
+        base_url,
+        timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else min(DEFAULT_TIMEOUT_S, timeout_s),
+        retry=retry,
+        headers=dict(headers),
+    )

@@ -1,0 +1,252 @@
+"""Client steps: the functions that a program asks its client to run.
+
+Responsibility: read a program's events, return the function to run next, turn its result into the
+answer for the server, and collect the outputs and failures that the events report.
+Out of scope: connections and threads; a client runs the functions and sends the answers.
+Invariants: a `ClientStepDeduplicator` returns each request id at most once, even if the server
+repeats the event.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from conure.server.program.decode import MAX_BODY_BYTES
+from conure.server.program.errors import ConureError, ProgramError, RunError
+from conure.server.program.ir import Json
+from conure.server.program.status import ENDED, Event, Problem, ProgramStatus, PutValue, Receipt
+
+from ..nodes import iter_nodes
+from .exchange import failure_of
+from .failures import Failures
+
+Function: TypeAlias = Callable[..., Any]
+"""Called with the step's `args` as keyword arguments; returns JSON, or an awaitable of JSON."""
+
+MAX_VALUE_BYTES = MAX_BODY_BYTES - 1_000
+"""Size limit of a value as JSON. The rest of the request needs less than 1,000 bytes."""
+
+MAX_CLOSED = 1_000
+"""Ended programs whose request ids are remembered."""
+
+
+class StepResult(NamedTuple):
+    """The result of a program."""
+
+    id: str
+    status: str
+    outputs: dict[str, Json]
+    """By name. An output that was skipped, or whose failure was isolated, is not included."""
+    receipt: Receipt
+
+
+class StepRequest(NamedTuple):
+    """The server's request to run a function."""
+
+    request_id: str
+    node: str
+    name: str
+    output: str
+    """The variable that gets the result."""
+    args: dict[str, Json]
+    function: Function
+
+
+class ClientStepDeduplicator:
+    """Remembers which step requests one client has run, over all its runs."""
+
+    def __init__(self) -> None:
+        self._claimed: dict[str, set[str]] = {}
+        self._closed: deque[str] = deque()
+        self._lock = threading.Lock()
+
+    def open(
+        self,
+        program_id: str,
+        outputs: list[str],
+        status: ProgramStatus | None = None,
+        program: Any = None,
+    ) -> ClientStepSession:
+        """Return a session that serves a program.
+
+        Args:
+            program_id: id of the program.
+            outputs: names of its outputs.
+            status: of a program that was submitted earlier: its ended steps are not run again.
+            program: the program itself, if it is known.
+        """
+        variables = {} if status is None else status.variables
+        ended = frozenset(name for name, each in variables.items() if each.status in ENDED)
+        return ClientStepSession(self, program_id, outputs, ended, Failures(program))
+
+    def close(self, program_id: str) -> None:
+        """Record the end of a program. The oldest ended programs are forgotten."""
+        with self._lock:
+            self._closed.append(program_id)
+            while len(self._closed) > MAX_CLOSED:
+                self._claimed.pop(self._closed.popleft(), None)
+
+    def claim(self, program_id: str, request_id: str) -> bool:
+        """Return whether this is the first claim of a request."""
+        with self._lock:
+            claimed = self._claimed.setdefault(program_id, set())
+            if request_id in claimed:
+                return False
+            claimed.add(request_id)
+            return True
+
+
+class ClientStepSession:
+    """Collects the events of one program and finds the client steps to run."""
+
+    def __init__(
+        self,
+        deduplicator: ClientStepDeduplicator,
+        program_id: str,
+        outputs: list[str],
+        ended: frozenset[str],
+        failures: Failures,
+    ) -> None:
+        self._deduplicator = deduplicator
+        self._ended = ended
+        self._program_id = program_id
+        self._outputs = dict.fromkeys(outputs)
+        self._values: dict[str, Json] = {}
+        self._failures = failures
+        self._causes: dict[str, Exception] = {}
+        """Exceptions of functions that failed in this process, by node."""
+        self._last_event: dict[str, Json] | None = None
+
+    def on_event(self, event: Event, functions: Mapping[str, Function]) -> StepRequest | None:
+        """Record an event; return the step to run if the event requests a new one."""
+        data = event.data
+        if event.type == "client.requested":
+            if data["output"] in self._ended:
+                return None
+            if not self._deduplicator.claim(self._program_id, data["request_id"]):
+                return None
+            name = data["name"]
+            function = functions.get(name, _UnknownFunction(name))
+            return StepRequest(
+                data["request_id"], data["node"], name, data["output"], data["args"], function
+            )
+        if event.type == "variable.committed" and data["variable"] in self._outputs:
+            self._values[data["variable"]] = data["value"]
+        elif event.type == "node.failed":
+            problem = msgspec.convert(data, Problem)
+            self._failures.add(data.get("node", ""), problem)
+        elif event.type == "program.finished":
+            self._last_event = data
+        return None
+
+    def failed(self, step: StepRequest, problem: Exception) -> PutValue:
+        """Record a function's exception as a possible cause of the program's failure.
+
+        Returns:
+            The answer that reports the exception to the server.
+        """
+        self._causes[step.node] = problem
+        return _failure_answer(step, problem)
+
+    def missing_outputs(self) -> list[str]:
+        """Return the outputs whose values no event has reported."""
+        return [name for name in self._outputs if name not in self._values]
+
+    def add_value(self, name: str, value: Json) -> None:
+        """Record the value of a missing output."""
+        self._values[name] = value
+
+    def needs_status(self) -> bool:
+        """Return whether `result` needs the program's status, as its last event was not seen."""
+        return self._last_event is None
+
+    def result(self, status: ProgramStatus | None) -> StepResult:
+        """Return the result of the program.
+
+        Args:
+            status: of the program, if `needs_status`.
+
+        Raises:
+            ConureError: if the program failed or was cancelled.
+        """
+        phase: str
+        if self._last_event is not None:
+            phase = self._last_event["status"]
+            receipt = msgspec.convert(self._last_event.get("receipt") or {}, Receipt)
+        else:
+            assert status is not None
+            phase = status.status
+            receipt = status.receipt or Receipt()
+        if phase != "done":
+            node = self._failures.root_failure()
+            raise self._error(phase, node) from (None if node is None else self._causes.get(node))
+        outputs = {name: self._values[name] for name in self._outputs if name in self._values}
+        return StepResult(self._program_id, phase, outputs, receipt)
+
+    def _error(self, phase: str, node: str | None) -> ConureError:
+        if node is None:
+            return RunError(f"run.{phase}", f"program {self._program_id} is {phase}")
+        error = failure_of(self._failures[node])
+        error.add_note(f"in node {node!r} of program {self._program_id}")
+        return error
+
+
+def answer_of(step: StepRequest, value: Any) -> PutValue:
+    """Return the answer with a step's value.
+
+    Raises:
+        TypeError: if the value is not JSON.
+        ProgramError: `client.value_too_large` if the value exceeds the server's request limit.
+    """
+    # Encoded here, so that a value that cannot be sent fails the step and not the connection.
+    encoded = msgspec.json.encode(value)
+    if len(encoded) > MAX_VALUE_BYTES:
+        raise ProgramError(
+            "client.value_too_large",
+            f"the value has {len(encoded):,} bytes as JSON, and a server accepts at most "
+            f"{MAX_VALUE_BYTES:,}; return less, or a reference to where the value is stored",
+        )
+    return PutValue(value=msgspec.Raw(encoded), request_id=step.request_id)
+
+
+def _failure_answer(step: StepRequest, problem: Exception) -> PutValue:
+    if isinstance(problem, ConureError):
+        code, message = problem.code, problem.message
+    else:
+        code, message = "client.failed", f"{type(problem).__name__}: {problem}"
+    error = Problem(code=code, message=f"{step.name}: {message}"[:10_000])
+    return PutValue(error=error, request_id=step.request_id)
+
+
+def check_functions(program: Any, functions: Mapping[str, Function]) -> None:
+    """Check that every client step of a program has a function.
+
+    Raises:
+        ProgramError: `client.no_function` if one has none.
+    """
+    for node in iter_nodes(program):
+        name = str(node.get("name"))
+        if node["op"] == "client" and name not in functions:
+            raise ProgramError(
+                "client.no_function",
+                f"the program has a client step {name!r}, but `functions` has "
+                f"{sorted(functions) or 'no entries'}; pass a function of that name",
+            )
+
+
+class _UnknownFunction:
+    """Fails a step whose function this client does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, **args: Json) -> Json:
+        raise ProgramError(
+            "client.no_function",
+            f"this client has no function {self._name!r}; pass it in `functions`",
+        )

@@ -1,0 +1,297 @@
+"""Settings and event-stream state shared by `Client` and `AsyncClient`.
+
+Responsibility: the address, the timeouts, the in-process application, and one reader's position in
+a program's events over any number of connections.
+Out of scope: sending requests (`sync_client`, `async_client`), retries of requests (`exchange`).
+Invariants: a reader returns each event once, in order, and gives up only after the server was
+unreachable for the time that `Retry` allows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, Final, NamedTuple
+
+import httpx
+
+from conure.server.program.errors import ProgramError
+from conure.server.program.ir import Json
+from conure.server.program.status import Event, EventType
+
+from .client_steps import ClientStepDeduplicator
+from .exchange import (
+    EVENT_HEADERS,
+    EVENT_STREAM,
+    OutageTimer,
+    Reply,
+    Request,
+    Retry,
+    ServerUnreachableError,
+    error_of,
+    is_retryable,
+    program_path,
+)
+from .local_app import Application, LocalApp
+from .sse import Cursor
+
+DEFAULT_URL = "http://127.0.0.1:8400"
+CONNECT_TIMEOUT_S = 5.0
+STREAM_SILENCE_S = 45.0
+"""Read timeout of an event stream. The server pings more often, so silence means it is dead."""
+
+LAST: Final = "program.finished"
+"""The event that ends every stream."""
+
+logger = logging.getLogger(__name__)
+
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+
+
+class ClientSettings:
+    """Configuration and state that a `Client` shares with its `AsyncClient`."""
+
+    def __init__(
+        self,
+        base_url: str | None,
+        *,
+        app: Application | None,
+        timeout_s: float,
+        retry: Retry | None,
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        self.base_url = address_of(base_url)
+        self.local_app = None if app is None else LocalApp(app)
+        self.timeout_s = timeout_s
+        self.retry = retry or Retry()
+        self.headers = {"content-type": "application/json", **(headers or {})}
+        self.deduplicator = ClientStepDeduplicator()
+        self.is_known = False
+        """The server has answered this client."""
+
+    @property
+    def server(self) -> object:
+        """Identifies the server: equal for clients of the same server."""
+        return self.base_url if self.local_app is None else self.local_app
+
+    def request_arguments(self, request: Request) -> dict[str, Any]:
+        """Return the arguments of httpx's `build_request`."""
+        return {
+            "method": request.method,
+            "url": request.path,
+            "content": request.body,
+            "params": request.query or None,
+            "headers": request.headers,
+            "timeout": httpx.Timeout(
+                self.timeout_s,
+                connect=min(CONNECT_TIMEOUT_S, self.timeout_s),
+                read=self.timeout_s + request.wait_s,
+            ),
+        }
+
+    def unreachable(self, problem: httpx.TransportError) -> ServerUnreachableError:
+        """Return the error for a request that got no answer."""
+        was_sent = not isinstance(problem, httpx.ConnectError | httpx.ConnectTimeout)
+        reason = str(problem) or type(problem).__name__
+        if isinstance(problem, httpx.ReadTimeout):
+            advice = f"the client waits {self.timeout_s:g} s (timeout_s) for an answer"
+        else:
+            advice = "is the server running (`conure serve`), and is this its address?"
+        return ServerUnreachableError(
+            f"no answer from {self.base_url}: {reason}; {advice}",
+            was_sent=was_sent,
+            is_known=self.is_known,
+        )
+
+
+def address_of(base_url: str | None) -> str:
+    """Return the address of a server in one form: without a final slash, and without `/v1`.
+
+    Args:
+        base_url: None: the environment variable CONURE_URL, or `DEFAULT_URL`.
+
+    Raises:
+        ProgramError: `client.base_url` if it is not the address of an HTTP server.
+    """
+    given = base_url or os.environ.get("CONURE_URL") or DEFAULT_URL
+    try:
+        url = httpx.URL(given.strip())
+    except httpx.InvalidURL as problem:
+        raise _invalid_url(given, str(problem)) from problem
+    if url.scheme not in ("http", "https") or not url.host:
+        raise _invalid_url(given, "it does not begin with http:// or https://")
+    if url.query or url.fragment:
+        raise _invalid_url(given, "it has a query or a fragment")
+    return str(url).rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _invalid_url(given: str, reason: str) -> ProgramError:
+    return ProgramError(
+        "client.base_url",
+        f"base_url {given!r} is not the address of a server: {reason}; write for example "
+        f"{DEFAULT_URL}",
+    )
+
+
+def types_query(types: Collection[EventType] | None) -> dict[str, list[str]]:
+    """Return the query for events of these types, or of all types for None."""
+    # An empty list would select all types. The last event is always sent, so naming it is safe.
+    return {} if types is None else {"types": sorted({*types, LAST})}
+
+
+def attach_arguments(wait_s: float | None) -> dict[str, Any]:
+    """Return the arguments of `submit` for a caller that only waits for the outputs.
+
+    Without a time limit the values arrive on the event stream, which saves a round trip. With a
+    limit they are polled, because a stream has no time limit per value.
+    """
+    return {"follow": True, "types": ["variable.committed"]} if wait_s is None else {}
+
+
+def begins_event_stream(response: httpx.Response) -> bool:
+    """Return whether a response is the event stream of the program in its Location header.
+
+    If so, extend its read timeout: a stream may be silent for longer than a reply may take.
+    """
+    headers = response.headers
+    is_events = headers.get("content-type", "").startswith(EVENT_STREAM)
+    if not (is_events and response.is_success and "location" in headers):
+        return False
+    response.request.extensions["timeout"]["read"] = STREAM_SILENCE_S
+    return True
+
+
+def committed_values(events: list[Event]) -> dict[str, Json]:
+    """Return the values that the events report, by variable."""
+    return {
+        event.data["variable"]: event.data["value"]
+        for event in events
+        if event.type == "variable.committed"
+    }
+
+
+def has_last_event(events: list[Event]) -> bool:
+    """Return whether no more events follow. Reading to the end keeps the connection reusable."""
+    return any(event.type == LAST for event in events)
+
+
+class AttachedStream(NamedTuple):
+    """The event stream that a program's submission was answered with."""
+
+    response: httpx.Response
+    types: Collection[EventType] | None
+
+    def serves(self, after: int, types: Collection[EventType] | None) -> bool:
+        """Return whether the stream serves a reader of these events."""
+        return not after and self.types == types
+
+
+class EventReader:
+    """One reader of a program's events, over any number of connections."""
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        program: str,
+        after: int,
+        types: Collection[EventType] | None,
+        *,
+        follow: bool = True,
+    ) -> None:
+        self.is_over = False
+        """The program's last event was returned."""
+        self._settings = settings
+        self._path = f"{program_path(program)}/events"
+        self._types = types
+        self._follow = follow
+        self._cursor = Cursor(after)
+        self._num_failures = 0
+        """Refused or empty connections since the last event."""
+        self._outage = OutageTimer(settings.retry)
+        self._delay_s = 0.0
+        self._is_empty = True
+        """The current connection has brought no event."""
+        self._has_program_ended = False
+        """The program's status says so. Its last events may not have been read."""
+
+    def stream_arguments(self) -> dict[str, Any]:
+        """Return the arguments of httpx's `stream` for the next connection."""
+        self._cursor.reconnect()
+        self._delay_s = 0.0
+        self._is_empty = True
+        return {
+            "method": "GET",
+            "url": self._path,
+            "params": {
+                "after": str(self._cursor.after),
+                **types_query(self._types),
+                **({} if self._follow else {"follow": "false"}),
+            },
+            "headers": EVENT_HEADERS,
+            "timeout": httpx.Timeout(
+                self._settings.timeout_s, connect=CONNECT_TIMEOUT_S, read=STREAM_SILENCE_S
+            ),
+        }
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """Return the events that a chunk completes."""
+        self._settings.is_known = True
+        self._outage.reset()  # a ping counts as an answer, too
+        events = self._cursor.feed(chunk)
+        for event in events:
+            if event.type == "server.draining":
+                continue
+            self._num_failures = 0
+            self._is_empty = False
+            self.is_over = self.is_over or event.type == LAST
+        return events
+
+    def on_refusal(self, reply: Reply) -> None:
+        """Record a reply that is not a stream.
+
+        Raises:
+            ConureError: if the reply is final or the retries are used up.
+        """
+        if not is_retryable(reply, self._settings.retry, self._num_failures):
+            raise error_of(reply)
+        self._add_failure(error_of(reply).retry_after_s)
+
+    def on_end(self) -> None:
+        """Record that the server ended the stream."""
+        self.is_over = self.is_over or not self._follow
+
+    def on_disconnect(self, problem: httpx.TransportError) -> None:
+        """Record that the connection broke.
+
+        Raises:
+            ServerUnreachableError: if the server has sent nothing for too long.
+        """
+        if not self.is_over:
+            failure = self._settings.unreachable(problem)
+            self._delay_s = self._outage.next_delay_s(failure)
+            if self._outage.num_tries == 1:
+                logger.warning("connection lost (%s); reconnecting", problem)
+
+    def may_have_ended(self) -> bool:
+        """Return whether the stream ended normally without an event, as after a program's end."""
+        return self._is_empty and not self._delay_s and not self.is_over
+
+    def on_ended(self) -> None:
+        """Record that the program has ended, after a connection without an event.
+
+        Its last events may be newer than the connection, so they are read over one more. If that
+        one is empty, too, the server no longer has them.
+        """
+        self.is_over = self._has_program_ended
+        self._has_program_ended = True
+
+    def next_delay_s(self) -> float:
+        """Return the delay before the next connection."""
+        if self._is_empty and not self._delay_s and not self._has_program_ended:
+            self._add_failure(None)
+        return self._delay_s
+
+    def _add_failure(self, asked_s: float | None) -> None:
+        self._delay_s = self._settings.retry.delay_s(self._num_failures, asked_s)
+        self._num_failures += 1

@@ -1,0 +1,64 @@
+"""Selection of the failure to report among those of a program.
+
+A program ends with one failure, but its events report others, too: failures that a `try` has
+handled, and failures inside the node that failed last. The root failure is the innermost one. If
+the body and the handler of a `try` both failed, it is the failure of the body, as in LangChain.
+
+Out of scope: conversion to exceptions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conure.server.program.status import Problem
+
+from ..nodes import iter_nodes
+
+
+class Failures:
+    """The failures of one program by node, the latest last."""
+
+    def __init__(self, program: Any = None) -> None:
+        """Start without failures.
+
+        Args:
+            program: the program, as a record or as JSON. If it is unknown (None), the root failure
+                of a `try` is that of its handler.
+        """
+        self._problems: dict[str, Problem] = {}
+        self._try_bodies = {
+            node["id"]: frozenset(child["id"] for child in node.get("body") or ())
+            for node in iter_nodes(program)
+            if node["op"] == "try"
+        }
+
+    def __getitem__(self, node: str) -> Problem:
+        return self._problems[node]
+
+    def add(self, node: str, problem: Problem) -> None:
+        """Record a failure, and forget an earlier one of the same node."""
+        self._problems.pop(node, None)
+        self._problems[node] = problem
+
+    def root_failure(self) -> str | None:
+        """Return the node whose failure to report; None if no node failed."""
+        node = next(reversed(self._problems), None)
+        seen: set[str] = set()
+        while node is not None and node not in seen:
+            seen.add(node)
+            node = self._cause(node) or node
+        return node
+
+    def _cause(self, node: str) -> str | None:
+        """Return the node whose failure made this one fail, if it is known."""
+        name, _, indices = node.partition(".")
+        body = self._try_bodies.get(name)
+        if body is not None:
+            for other in reversed(self._problems):
+                other_name, _, other_indices = other.partition(".")
+                # The indices of an instance are a prefix of those of the nodes inside it.
+                if other_name in body and f"{other_indices}.".startswith(indices and f"{indices}."):
+                    return other
+        cause = self._problems[node].cause
+        return cause if cause in self._problems else None

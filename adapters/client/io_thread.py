@@ -1,0 +1,109 @@
+"""An event loop in a thread of its own, for requests that no caller waits for.
+
+`IOThread` belongs to one `Client`. Runs of accelerated chains send their requests and read their
+events there, so neither depends on the threads or event loops of the application, and a request
+that ends a run delays nothing.
+
+Invariants: the thread starts with the first task and does not keep the process alive. A process
+that is forked starts a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+EXIT_TIMEOUT_S: Final = 1.0
+"""How long the end of the process, or of the client, waits for the last requests."""
+
+
+class IOThread:
+    """Runs coroutines in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._is_closed = False
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the current thread is this one."""
+        worker = self._worker
+        return worker is not None and worker.thread is threading.current_thread()
+
+    def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Run a coroutine function as a task, from any thread.
+
+        Raises:
+            RuntimeError: if the client is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the client is closed")
+            if self._worker is None or self._worker.pid != os.getpid():
+                self._worker = _Worker()
+                weakref.finalize(self, self._worker.stop)
+            self._worker.start_task(function, *args)
+
+    def close(self, cleanup: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Wait for pending tasks, at most `EXIT_TIMEOUT_S`; then cancel them.
+
+        Args:
+            cleanup: coroutine function that runs last, in the thread.
+        """
+        with self._lock:
+            self._is_closed = True
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop(cleanup)
+
+
+class _Worker:
+    """The thread, its loop and its tasks."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self.thread = threading.Thread(target=self._run, name="conure-io", daemon=True)
+        self.thread.start()
+
+    def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        def start() -> None:
+            task = self._loop.create_task(function(*args))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(start)
+
+    def stop(self, cleanup: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Finish the tasks, then end the thread. Has no effect when called again."""
+        if self._is_stopping or self.pid != os.getpid():
+            return
+        self._is_stopping = True
+        ending = asyncio.run_coroutine_threadsafe(self._finish(cleanup), self._loop)
+        ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        if threading.current_thread() is not self.thread:
+            self.thread.join(2 * EXIT_TIMEOUT_S)
+
+    async def _finish(self, cleanup: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=EXIT_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if cleanup is not None:
+            await cleanup()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()

@@ -1,0 +1,466 @@
+# Generated from async_client.py by .ci/unasync.py. Do not edit.
+"""The synchronous client: submits programs, reads their values and events, runs client steps.
+
+    with Client() as client:
+        run = client.submit({"nodes": [...], "outputs": ["test"]}, inputs={"task": "..."})
+        print(run.get("test"))
+
+Responsibility: the operations of a client and of its runs.
+Out of scope: the content of requests and the retries (`exchange`), connections, sleeping and the
+execution of client steps (`sync_io`).
+Invariants: an event stream resumes where its connection broke. A client runs a client step at most
+once per request of the server, even if it sees the request several times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import httpx
+
+from conure.server.program.errors import ConflictError, ConureError, NotFoundError
+from conure.server.program.explanation.records import ProgramExplanation
+from conure.server.program.ir import Append, Json, Options
+from conure.server.program.status import (
+    ENDED,
+    Accepted,
+    Event,
+    EventType,
+    ProgramPage,
+    ProgramStatus,
+    PutValue,
+    Receipt,
+    VariableStatus,
+)
+
+from . import exchange
+from .client_steps import (
+    ClientStepSession,
+    Function,
+    StepRequest,
+    StepResult,
+    answer_of,
+    check_functions,
+)
+from .connection import (
+    AttachedStream,
+    EventReader,
+    begins_event_stream,
+    committed_values,
+    has_last_event,
+    types_query,
+)
+from .exchange import Flow, Reply, Request, ServerUnreachableError, Sleep, Submittable
+from .sync_io import BaseClient, StepRunner, call_function, shield, sleep
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Client(BaseClient):
+    """A synchronous client of a Conure server."""
+
+    def submit(
+        self,
+        program: Submittable,
+        inputs: Mapping[str, Json] | None = None,
+        objectives: Mapping[str, Json] | None = None,
+        options: Options | Mapping[str, Json] | None = None,
+        *,
+        open: bool = False,  # noqa: A002 - the name on the wire
+        idempotency_key: str | None = None,
+        follow: bool = False,
+        types: Collection[EventType] | None = None,
+    ) -> Run:
+        """Submit a program. It is durable on the server when this method returns.
+
+        Args:
+            program: a program or a complete submission, as a record or as JSON, or a text in the
+                decoder language.
+            inputs: values of the program's inputs.
+            objectives: what matters for an output: `latency`, `throughput`, ...
+            options: how the program is run.
+            open: keep the program open for `append`.
+            idempotency_key: makes retries safe. Default: a random key.
+            follow: ask for the program's events in the reply, which saves a round trip. The next
+                call of `events` reads them; it has to be made.
+            types: the types of those events, as in `events`.
+
+        Raises:
+            ProgramError: if the program is invalid.
+            UnavailableError: if the server is unreachable or accepts no programs now.
+        """
+        body = exchange.submission_body(
+            program, inputs=inputs, objectives=objectives, options=options, is_open=open
+        )
+        # The outputs of a text are known to the server only, and its events do not list them.
+        if not follow or "source" in body:
+            accepted = self._do(exchange.submit(body, self._retry, key=idempotency_key))
+            return Run(self, accepted, body.get("program"))
+        query = types_query(types)
+        flow = exchange.submit_attached(body, self._retry, key=idempotency_key, query=query)
+        accepted, response = self._do(flow)
+        attached = None if response is None else AttachedStream(response, types)
+        return Run(self, accepted, body.get("program"), attached)
+
+    def attach(self, program_id: str) -> Run:
+        """Return a handle on a program that was submitted before, by any client."""
+        status = self._do(exchange.status(program_id, self._retry))
+        return Run(self, exchange.accepted_of(status))
+
+    def append(
+        self, program_id: str, more: Append | Mapping[str, Json], *, wait_s: float = 0.0
+    ) -> ProgramStatus:
+        """Add nodes or values to an open program, or close it.
+
+        Args:
+            program_id: id of the program.
+            more: the changes; all are applied, or none.
+            wait_s: how long the server waits for the program, if its submission may arrive after
+                this request.
+        """
+        return self._do(exchange.append(program_id, more, self._retry, wait_s=wait_s))
+
+    def run(
+        self,
+        program: Submittable,
+        inputs: Mapping[str, Json] | None = None,
+        functions: Mapping[str, Function] | None = None,
+        objectives: Mapping[str, Json] | None = None,
+        options: Options | Mapping[str, Json] | None = None,
+    ) -> StepResult:
+        """Submit a program, run its client steps in this process, and wait for its end.
+
+        The program is cancelled if the caller is interrupted.
+
+        Args:
+            program: as in `submit`.
+            inputs: as in `submit`.
+            functions: by name of the client steps. A step's `args` are keyword arguments.
+            objectives: as in `submit`.
+            options: as in `submit`.
+
+        Raises:
+            ProgramError: if the program is invalid, or a client step has no function.
+            ConureError: if the program failed or was cancelled. If one of the functions failed,
+                its exception is the cause.
+        """
+        body = exchange.submission_body(
+            program, inputs=inputs, objectives=objectives, options=options
+        )
+        check_functions(body.get("program"), functions or {})
+        run = self.submit(body, follow=True)
+        try:
+            return run.serve_client_steps(functions or {})
+        except ConureError:
+            raise
+        except BaseException:
+            with contextlib.suppress(ConureError):
+                shield(run.cancel())
+            raise
+
+    def explain(
+        self,
+        program: Submittable,
+        inputs: Mapping[str, Json] | None = None,
+        objectives: Mapping[str, Json] | None = None,
+    ) -> ProgramExplanation:
+        """Explain what a program would do, without running it.
+
+        Args:
+            program: as in `submit`; or the id of a submitted program, to explain what it did. A
+                text is passed as `{"source": text}`.
+            inputs: as in `submit`.
+            objectives: as in `submit`.
+
+        Raises:
+            ProgramError: if the program is invalid.
+            NotFoundError: if there is no program with the id.
+        """
+        if isinstance(program, str):
+            return self._do(exchange.explain_run(program, self._retry))
+        body = exchange.submission_body(program, inputs=inputs, objectives=objectives)
+        return self._do(exchange.explain(body, self._retry))
+
+    def programs(
+        self, *, status: str | None = None, cursor: str | None = None, limit: int = 50
+    ) -> ProgramPage:
+        """Return a page of the list of programs, newest first.
+
+        Args:
+            status: only programs with this status; `running` selects all that have not ended.
+            cursor: the `next` of the page before.
+            limit: programs per page, at most 200.
+        """
+        flow = exchange.list_programs(self._retry, status=status, cursor=cursor, limit=limit)
+        return self._do(flow)
+
+    def models(self) -> list[dict[str, Json]]:
+        """Return the models that programs can use, in the format of `/v1/models`."""
+        page = self._do(exchange.get_json("/v1/models", self._retry))
+        return list(page["data"])
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Json]],
+        *,
+        model: str = "default",
+        tools: Sequence[Mapping[str, Json]] = (),
+    ) -> list[int]:
+        """Return the token ids of a text, or of messages as a call to the model sends them."""
+        body: dict[str, Json] = {"model": model}
+        body["prompt" if isinstance(prompt, str) else "messages"] = prompt
+        if tools:
+            body["tools"] = list(tools)
+        reply = self._do(exchange.post_json("/v1/tokenize", body, self._retry))
+        return list(reply["tokens"])
+
+    def _do(self, flow: Flow[T]) -> T:
+        """Perform the requests and sleeps of a flow; return its result."""
+        http = self._http()
+        reply: Reply | None = None
+        failure: ServerUnreachableError | None = None
+        while True:
+            try:
+                action = flow.throw(failure) if failure is not None else flow.send(reply)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            reply, failure = None, None
+            if isinstance(action, Sleep):
+                sleep(action.delay_s)
+                continue
+            try:
+                reply = self._send(http, action)
+                self._settings.is_known = True
+            except httpx.TransportError as problem:
+                failure = self._settings.unreachable(problem)
+
+    def _send(self, http: httpx.Client, request: Request) -> Reply:
+        message = http.build_request(**self._settings.request_arguments(request))
+        response = http.send(message, stream=request.accepts_stream)
+        if not request.accepts_stream:
+            return Reply(response.status_code, response.headers, response.content)
+        if begins_event_stream(response):
+            return Reply(response.status_code, response.headers, b"", response)
+        with contextlib.closing(response):
+            return Reply(response.status_code, response.headers, response.read())
+
+    def _events(
+        self,
+        program: str,
+        after: int,
+        types: Collection[EventType] | None,
+        attached: AttachedStream | None,
+        *,
+        follow: bool,
+    ) -> Generator[Event, None, None]:
+        reading = self._event_batches(program, after, types, attached, follow=follow)
+        with contextlib.closing(reading) as batches:
+            for events in batches:
+                yield from events
+
+    def _event_batches(
+        self,
+        program: str,
+        after: int,
+        types: Collection[EventType] | None,
+        attached: AttachedStream | None,
+        *,
+        follow: bool = True,
+    ) -> Generator[list[Event], None, None]:
+        """Yield the events of a program, those that arrived together in one list."""
+        http = self._http()
+        reader = EventReader(self._settings, program, after, types, follow=follow)
+        if attached is not None and not attached.serves(after, types):
+            attached.response.close()
+            attached = None
+        while not reader.is_over:
+            connection: contextlib.AbstractContextManager[httpx.Response]
+            if attached is not None:
+                connection, attached = contextlib.closing(attached.response), None
+            else:
+                connection = http.stream(**reader.stream_arguments())
+            try:
+                with connection as response:
+                    if response.status_code >= 400:
+                        body = response.read()
+                        reader.on_refusal(Reply(response.status_code, response.headers, body))
+                    else:
+                        for chunk in response.iter_raw():
+                            yield reader.feed(chunk)
+                        reader.on_end()
+            except httpx.TransportError as problem:
+                reader.on_disconnect(problem)
+            if reader.may_have_ended():
+                status = self._do(exchange.status(program, self._retry))
+                if status.status in ENDED:
+                    reader.on_ended()
+            if not reader.is_over:
+                sleep(reader.next_delay_s())
+
+
+class Run:
+    """A handle on a program on the server."""
+
+    def __init__(
+        self,
+        client: Client,
+        accepted: Accepted,
+        program: Any = None,
+        attached: AttachedStream | None = None,
+    ) -> None:
+        self._client = client
+        self._program = program
+        """As it was submitted; None if this client did not submit it."""
+        self._attached = attached
+        self.id = accepted.id
+        self.outputs = accepted.outputs
+        """Names of the program's outputs."""
+
+    def __repr__(self) -> str:
+        return f"Run({self.id!r})"
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the next reader of events or of the result reads the reply to the submission."""
+        return self._attached is not None
+
+    def get(self, variable: str, *, wait_s: float | None = None) -> Json:
+        """Wait for the value of a variable, without limit if `wait_s` is None.
+
+        Raises:
+            NotReadyError: if the variable gets no value within `wait_s` seconds.
+            ConureError: if the variable ended without a value. The code is the server's.
+        """
+        return self._client._do(
+            exchange.get(self.id, variable, self._retry, wait_s=wait_s, clock=time.monotonic)
+        )
+
+    def status(self) -> ProgramStatus:
+        """Return the current status of the program."""
+        return self._client._do(exchange.status(self.id, self._retry))
+
+    def events(
+        self,
+        after: int = 0,
+        *,
+        types: Collection[EventType] | None = None,
+        follow: bool = True,
+    ) -> Generator[Event, None, None]:
+        """Iterate over the program's events up to its end.
+
+        A broken connection is reopened and resumed. A text that was streaming then begins again,
+        with one delta at offset 0.
+
+        Args:
+            after: skip events with this sequence number or a lower one.
+            types: only events of these types, and the last event. None: all events.
+            follow: wait for new events until the program ends.
+        """
+        attached, self._attached = self._attached, None
+        return self._client._events(self.id, after, types, attached, follow=follow)
+
+    def put(self, variable: str, value: Json, *, request_id: str | None = None) -> VariableStatus:
+        """Write the value of a variable. Writing the same value again has no effect.
+
+        Raises:
+            ConflictError: if the variable has another value.
+        """
+        answer = PutValue(value=value, request_id=request_id)
+        return self._client._do(exchange.put(self.id, variable, answer, self._retry))
+
+    def append(self, more: Append | Mapping[str, Json]) -> ProgramStatus:
+        """Add nodes to a program that was submitted with `open`, or close it."""
+        return self._client.append(self.id, more)
+
+    def cancel(self) -> ProgramStatus:
+        """Cancel the program. Nodes that have ended keep their results."""
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.response.close()
+        return self._client._do(exchange.cancel(self.id, self._retry))
+
+    def result(self, *, wait_s: float | None = None) -> dict[str, Json]:
+        """Wait for all outputs, at most `wait_s` seconds for each.
+
+        The values are read from the attached event stream if there is one and no limit is given.
+        """
+        attached, values = self._attached, {}
+        if wait_s is None and attached is not None:
+            self._attached = None
+            values = self._read_values(attached)
+        return {
+            name: values[name] if name in values else self.get(name, wait_s=wait_s)
+            for name in self.outputs
+        }
+
+    def _read_values(self, attached: AttachedStream) -> dict[str, Json]:
+        """Return the values that events report until all outputs are known or the program ends."""
+        values: dict[str, Json] = {}
+        reading = self._client._event_batches(self.id, 0, attached.types, attached)
+        with contextlib.closing(reading) as batches:
+            for events in batches:
+                values |= committed_values(events)
+                if values.keys() >= set(self.outputs) and not has_last_event(events):
+                    break
+        return values
+
+    def receipt(self) -> Receipt:
+        """Wait for the program's end and return its receipt: calls, tokens, times."""
+        status = self.status()
+        if status.status not in ENDED:
+            with contextlib.closing(self.events()) as events:
+                for _ in events:
+                    pass
+            status = self.status()
+        return status.receipt or Receipt()
+
+    def serve_client_steps(self, functions: Mapping[str, Function]) -> StepResult:
+        """Run the program's client steps until it ends; see `Client.run`."""
+        deduplicator = self._client._settings.deduplicator
+        status = None if self._program is not None else self.status()
+        session = deduplicator.open(self.id, self.outputs, status, self._program)
+        try:
+            with StepRunner() as runner:
+                with contextlib.closing(self.events()) as events:
+                    for event in events:
+                        step = session.on_event(event, functions)
+                        if step is not None:
+                            runner.start(self._run_step, session, step)
+                for name in session.missing_outputs():
+                    with contextlib.suppress(ConureError):
+                        session.add_value(name, self.get(name, wait_s=0))
+                return session.result(self.status() if session.needs_status() else None)
+        finally:
+            deduplicator.close(self.id)
+
+    @property
+    def _retry(self) -> exchange.Retry:
+        return self._client._retry
+
+    def _run_step(self, session: ClientStepSession, step: StepRequest) -> None:
+        # Every exception must reach the server, or the program waits for the step's timeout.
+        try:
+            answer = answer_of(step, call_function(step))
+        except Exception as problem:
+            answer = session.failed(step, problem)
+        refused = partial(session.failed, step)
+        flow = exchange.answer(self.id, step.output, answer, self._retry, refused=refused)
+        try:
+            self._client._do(flow)
+        except (ConflictError, NotFoundError):
+            pass  # the step was answered before, or the program has ended
+        except ConureError as problem:
+            logger.warning(
+                "the answer of client step %r of program %s was not sent: %r",
+                step.name,
+                self.id,
+                problem,
+            )

@@ -1,0 +1,269 @@
+"""`accelerate`: a chain whose model calls run ahead of it on the server.
+
+The calls that are known before the chain runs are submitted as one program. Then the chain runs as
+usual, and its calls receive answers that the server is already computing. Outputs, events, tags,
+retries, fallbacks and parsers remain LangChain's own.
+
+Invariant: an accelerated chain returns what the chain returns. Where the plan is wrong, the call is
+sent as usual and counted as a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.base import coerce_to_runnable
+from pydantic import PrivateAttr
+
+from ...client import Client
+from ..chat.model import ChatConure
+from ..compilation.traversal import models_of
+from .active_run import ACTIVE_RUN, ActiveRun
+from .chain_run import ChainRun
+from .instrument import ChainInstrumenter
+from .plan import ChainPlan
+from .planner import server_of
+from .probes import PassthroughRunnable, aiterate_in, iterate_in
+from .run_stats import RunStats
+
+MAX_EXPLAINED_RUNS = 100
+"""Runs that `explain` reports."""
+
+
+def accelerate(runnable: Any, *, model: ChatConure | None = None) -> Accelerated:
+    """Return the chain with its model calls running ahead of it.
+
+    Args:
+        runnable: a Runnable, or an object that LangChain coerces to one (a dict, a function).
+        model: calls of models on the same server are planned. None: the first `ChatConure`
+            that is visible in the structure of the chain. If none is visible, nothing is planned,
+            and the first model that is called decides on the server of the run's program.
+    """
+    chain = coerce_to_runnable(runnable)
+    if isinstance(chain, Accelerated):
+        chain = chain.bound
+    planned_model = model or next(models_of(chain), None)
+    return Accelerated(chain, planned_model)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The plan of a chain and the statistics of its latest runs."""
+
+    plan: ChainPlan
+    runs: tuple[RunStats, ...]
+
+    def __str__(self) -> str:
+        lines = ["runs ahead on the server:"]
+        lines += [f"  {call.place}" for call in self.plan.calls] or ["  nothing"]
+        lines.append("computed by the chain itself:")
+        for each in self.plan.awaited.values():
+            lines.append(f"  {each.place} ({each.what}): {each.why}")
+        if not self.plan.awaited:
+            lines.append("  nothing")
+        for run in self.runs:
+            lines.append(
+                f"run {run.program or '-'}: {run.num_planned} planned, {run.num_served} served, "
+                f"{len(run.misses)} missed, {len(run.wasted)} wasted"
+            )
+            lines += [f"  missed: {miss.why}" for miss in run.misses]
+            lines += [f"  wasted: {place}" for place in run.wasted]
+            lines += [f"  refused: {reason}" for reason in run.refusals]
+        return "\n".join(lines)
+
+
+class Accelerated(PassthroughRunnable):
+    """A chain whose model calls run ahead of it; replaces the chain anywhere."""
+
+    _model: ChatConure | None = PrivateAttr()
+    _instrumenter: ChainInstrumenter = PrivateAttr()
+    _runs: deque[RunStats] = PrivateAttr()
+
+    def __init__(self, chain: Runnable[Any, Any], model: ChatConure | None) -> None:
+        super().__init__(bound=chain)
+        self._model = model
+        server = None if model is None else server_of(model)
+        self._instrumenter = ChainInstrumenter(chain, server)
+        self._runs = deque(maxlen=MAX_EXPLAINED_RUNS)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the chain, such as a graph's `get_state` or `checkpointer`."""
+        if name.startswith("_"):
+            # Private attributes of this object, which pydantic finds or not.
+            return super().__getattr__(name)  # type: ignore[misc]  # pydantic defines it
+        return getattr(self.bound, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Accelerated, (self.bound, self._model)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Accelerated:
+        return Accelerated(deepcopy(self.bound, memo), self._model)
+
+    def explain(self) -> Explanation:
+        """Return the plan, the reasons of its gaps, and the statistics of the latest runs."""
+        return Explanation(self._instrumenter.default_plan, tuple(self._runs))
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Run the chain."""
+        if ACTIVE_RUN.get() is not None:
+            return self.bound.invoke(input, config, **kwargs)
+        with (
+            self._running(input, config, kwargs, is_streamed=False) as active,
+            ACTIVE_RUN.activate(active),
+        ):
+            return self._instrumenter.copy.invoke(input, config, **kwargs)
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Run the chain."""
+        if ACTIVE_RUN.get() is not None:
+            return await self.bound.ainvoke(input, config, **kwargs)
+        async with self._arunning(input, config, kwargs, is_streamed=False) as active:
+            with ACTIVE_RUN.activate(active):
+                return await self._instrumenter.copy.ainvoke(input, config, **kwargs)
+
+    def stream(
+        self,
+        input: Any,  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Run the chain and yield its chunks."""
+        if ACTIVE_RUN.get() is not None:
+            yield from self.bound.stream(input, config, **kwargs)
+            return
+        with self._running(input, config, kwargs, is_streamed=True) as active:
+            yield from iterate_in(active, self._instrumenter.copy.stream(input, config, **kwargs))
+
+    async def astream(
+        self,
+        input: Any,  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Run the chain and yield its chunks."""
+        if ACTIVE_RUN.get() is not None:
+            async for chunk in self.bound.astream(input, config, **kwargs):
+                yield chunk
+            return
+        async with self._arunning(input, config, kwargs, is_streamed=True) as active:
+            chunks = aiterate_in(active, self._instrumenter.copy.astream(input, config, **kwargs))
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+
+    # Runnable builds the methods below from those above; the chain's own ones would not plan.
+
+    def batch(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the chain on each input independently."""
+        return Runnable.batch(_BatchOfOne(bound=self), *args, **kwargs)
+
+    async def abatch(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the chain on each input independently."""
+        return await Runnable.abatch(_BatchOfOne(bound=self), *args, **kwargs)
+
+    def batch_as_completed(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Run the chain on each input; yield results as they complete."""
+        yield from Runnable.batch_as_completed(self, *args, **kwargs)
+
+    async def abatch_as_completed(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """Run the chain on each input; yield results as they complete."""
+        async for each in Runnable.abatch_as_completed(self, *args, **kwargs):
+            yield each
+
+    def transform(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Run the chain on the sum of the input's chunks."""
+        yield from Runnable.transform(self, *args, **kwargs)
+
+    async def atransform(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """Run the chain on the sum of the input's chunks."""
+        async for chunk in Runnable.atransform(self, *args, **kwargs):
+            yield chunk
+
+    def astream_events(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the chain's events; those of `version="v3"` come from the chain without a plan."""
+        if kwargs.get("version") == "v3":
+            return super().astream_events(*args, **kwargs)
+        return Runnable.astream_events(self, *args, **kwargs)
+
+    def run_as_batch(
+        self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the chain as a batch of one input, with the events and errors of a batch."""
+        if ACTIVE_RUN.get() is not None:
+            return self.bound.batch([given], config, **kwargs)[0]
+        with (
+            self._running(given, config, kwargs, is_streamed=False) as active,
+            ACTIVE_RUN.activate(active),
+        ):
+            return self._instrumenter.copy.batch([given], config, **kwargs)[0]
+
+    async def arun_as_batch(
+        self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the chain as a batch of one input, with the events and errors of a batch."""
+        if ACTIVE_RUN.get() is not None:
+            return (await self.bound.abatch([given], config, **kwargs))[0]
+        async with self._arunning(given, config, kwargs, is_streamed=False) as active:
+            with ACTIVE_RUN.activate(active):
+                return (await self._instrumenter.copy.abatch([given], config, **kwargs))[0]
+
+    def _client(self) -> Client | None:
+        return None if self._model is None else self._model.connection()
+
+    @contextlib.contextmanager
+    def _running(
+        self,
+        given: Any,
+        config: RunnableConfig | None,
+        kwargs: Mapping[str, Any],
+        *,
+        is_streamed: bool,
+    ) -> Iterator[ActiveRun]:
+        run = ChainRun(self._client(), self.get_name(), is_streamed=is_streamed)
+        is_failed = True
+        try:
+            plan = self._instrumenter.plan(run.prefix(), config)
+            # Arguments of one call change the request of its first step; the plan ignores them.
+            run.begin([] if kwargs else [(plan, plan.inputs(given))])
+            yield ActiveRun(run, plan)
+            is_failed = False
+        finally:
+            self._runs.append(run.end(is_failed=is_failed))
+
+    @contextlib.asynccontextmanager
+    async def _arunning(
+        self,
+        given: Any,
+        config: RunnableConfig | None,
+        kwargs: Mapping[str, Any],
+        *,
+        is_streamed: bool,
+    ) -> AsyncIterator[ActiveRun]:
+        run = ChainRun(self._client(), self.get_name(), is_streamed=is_streamed)
+        is_failed = True
+        try:
+            plan = self._instrumenter.plan(run.prefix(), config)
+            run.begin([] if kwargs else [(plan, plan.inputs(given))])
+            yield ActiveRun(run, plan)
+            is_failed = False
+        finally:
+            self._runs.append(await run.aend(is_failed=is_failed))
+
+
+class _BatchOfOne(PassthroughRunnable):
+    """Runs each input of an accelerated chain as a batch of one."""
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        assert isinstance(self.bound, Accelerated)
+        return self.bound.run_as_batch(input, config, kwargs)
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        assert isinstance(self.bound, Accelerated)
+        return await self.bound.arun_as_batch(input, config, kwargs)

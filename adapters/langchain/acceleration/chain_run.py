@@ -1,0 +1,260 @@
+"""One run of an accelerated chain: plans in, answers to the chain's calls out.
+
+Adds to `speculation` what is LangChain's: plans of chains, values that the chain computes, chunks
+and results, and statistics. Threads and coroutines of any event loop may call in one run.
+
+Out of scope: Runnables; how calls are sent and matched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
+from functools import partial
+from typing import Any
+
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+
+from conure.server.program.ir import Json
+
+from ...client import Client
+from ...speculation.answer_stream import AnswerStream
+from ...speculation.planned_call import PlannedCall
+from ...speculation.registry import CallRecord, PlanFailedError, PlannedCallRegistry
+from ...speculation.run import SpeculativeRun
+from ..chat.answer_chunks import CompleteAnswer, chunks_of, result_of
+from .plan import AwaitedValue, ChainPlan
+from .run_stats import PlanMiss, RunStats
+
+
+class ChainRun:
+    """Matches the calls of one run with its plans, counts and answers them."""
+
+    def __init__(self, client: Client | None, name: str, *, is_streamed: bool) -> None:
+        """Send nothing yet.
+
+        Args:
+            client: of the server. None: the client of the first model that is called.
+            name: of the chain.
+            is_streamed: the chain is streamed. Else texts are not requested from the server
+                before a call streams.
+        """
+        self.stats = RunStats()
+        self._name = name
+        self._is_streamed = is_streamed
+        self._lock = threading.Lock()
+        self._bound_run: SpeculativeRun | None = None
+        if client is not None:
+            self.is_of(client)
+        self._awaited: dict[str, AwaitedValue] = {}
+        """By variable."""
+        self._unencodable: dict[str, str] = {}
+        """Why a value cannot be sent, by place."""
+        self._num_names = 0
+
+    def is_of(self, client: Client) -> bool:
+        """Return whether the run uses the server of this client. The first client decides."""
+        with self._lock:
+            if self._bound_run is None:
+                self._bound_run = SpeculativeRun(client, self._name, is_streamed=self._is_streamed)
+        return self._run.server == client.server
+
+    @property
+    def _run(self) -> SpeculativeRun:
+        assert self._bound_run is not None, "a call or a plan names the server"
+        return self._bound_run
+
+    @property
+    def _registry(self) -> PlannedCallRegistry:
+        return self._run.calls
+
+    def prefix(self) -> str:
+        """Return a prefix for the names of one more plan."""
+        if self._bound_run is None:
+            return ""
+        with self._registry.lock:
+            self._num_names += 1
+            return "" if self._num_names == 1 else f"in{self._num_names}_"
+
+    def begin(self, plans: Sequence[tuple[ChainPlan, Mapping[str, Json]]]) -> None:
+        """Start planned calls.
+
+        Args:
+            plans: each with the values that the input of its chain gives.
+        """
+        if self._bound_run is None:
+            return  # without a server, nothing is planned
+        with self._registry.lock:
+            for plan, _ in plans:
+                self._run.outbox.may_grow |= plan.may_grow
+                self.stats.num_planned += len(plan.calls)
+                for awaited in plan.awaited.values():
+                    self._awaited.update({view.variable: awaited for view in awaited.source.views})
+        calls = [call for plan, _ in plans for call in plan.calls]
+        values = {name: value for _, inputs in plans for name, value in inputs.items()}
+        self._run.plan(calls, values)
+
+    def observe(self, awaited: AwaitedValue, computed: Any) -> None:
+        """Process a value that planned calls wait for."""
+        if self._bound_run is None:
+            return
+        encoded = awaited.values(computed)
+        if encoded.reason:
+            self._unencodable[awaited.place] = encoded.reason
+        self._run.set_values(encoded.values)
+
+    # --- calls of the chain ---------------------------------------------------------------
+
+    def result(self, nodes: Sequence[dict[str, Json]], timeout_s: float | None) -> ChatResult:
+        """Wait for the answers to a call of the chain, one for each node. Blocks.
+
+        Raises:
+            NotReadyError: if an answer is missing after `timeout_s` seconds.
+            ConureError: if the call failed.
+        """
+        records = [self._claim(node) for node in nodes]
+        pairs = zip(records, nodes, strict=True)
+        return result_of([self._answer(record, node, timeout_s) for record, node in pairs])
+
+    async def aresult(
+        self, nodes: Sequence[dict[str, Json]], timeout_s: float | None
+    ) -> ChatResult:
+        """`result`, for coroutines."""
+        records = [self._claim(node) for node in nodes]
+        pairs = zip(records, nodes, strict=True)
+        return result_of([await self._aanswer(record, node, timeout_s) for record, node in pairs])
+
+    def chunks(
+        self, node: dict[str, Json], timeout_s: float | None
+    ) -> Generator[ChatGenerationChunk, None, None]:
+        """Yield the answer to a call of the chain in chunks; raises as `result`. Blocks."""
+        record = self._claim(node)
+        self._run.follow_texts()
+        with closing(self._run.follow(record, partial(self._resend, node), timeout_s)) as events:
+            for stream, event in events:
+                yield from chunks_of(stream, event)
+
+    async def achunks(
+        self, node: dict[str, Json], timeout_s: float | None
+    ) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """`chunks`, for coroutines."""
+        record = self._claim(node)
+        self._run.follow_texts()
+        follow = self._run.afollow(record, partial(self._resend, node), timeout_s)
+        async with aclosing(follow) as events:
+            async for stream, event in events:
+                for chunk in chunks_of(stream, event):
+                    yield chunk
+
+    def _answer(
+        self, record: CallRecord, node: dict[str, Json], timeout_s: float | None
+    ) -> CompleteAnswer:
+        stream: AnswerStream | None = None
+        with closing(self._run.follow(record, partial(self._resend, node), timeout_s)) as events:
+            for stream, event in events:
+                stream.feed(event)
+        assert stream is not None, "the end of an answer is an event"
+        return CompleteAnswer(stream.result(), stream.program)
+
+    async def _aanswer(
+        self, record: CallRecord, node: dict[str, Json], timeout_s: float | None
+    ) -> CompleteAnswer:
+        follow = self._run.afollow(record, partial(self._resend, node), timeout_s)
+        stream: AnswerStream | None = None
+        async with aclosing(follow) as events:
+            async for stream, event in events:
+                stream.feed(event)
+        assert stream is not None, "the end of an answer is an event"
+        return CompleteAnswer(stream.result(), stream.program)
+
+    # --- end ------------------------------------------------------------------------------
+
+    def end(self, *, is_failed: bool) -> RunStats:
+        """End the run: cancel its programs if the chain failed or calls are left, else close them.
+
+        Blocks until programs are cancelled. Closing is not waited for.
+        """
+        if self._end(is_failed=is_failed):
+            self._run.wait_until_sent()
+        return self._finished()
+
+    async def aend(self, *, is_failed: bool) -> RunStats:
+        """`end`, for coroutines; completes even if the caller is cancelled."""
+        try:
+            if self._end(is_failed=is_failed):
+                await self._run.await_until_sent()
+        finally:
+            self._finished()
+        return self.stats
+
+    def _end(self, *, is_failed: bool) -> bool:
+        """Start the end of the run, and return whether its programs are cancelled."""
+        if self._bound_run is None:
+            return False
+        is_cancelled = is_failed or not self._registry.is_settled()
+        records = self._registry.records.values()
+        self.stats.wasted = [r.call.place for r in records if not r.is_claimed and r.has_ended]
+        self._run.end(is_cancelled=is_cancelled)
+        return is_cancelled
+
+    def _finished(self) -> RunStats:
+        """Complete the statistics after the end of the run."""
+        if self._bound_run is None:
+            return self.stats
+        self.stats.program = next((p.id for p in self._run.outbox.programs), "")
+        self.stats.refusals = list(self._registry.rejections)
+        records = self._registry.records.values()
+        self.stats.num_in_first_program = sum(
+            each.is_claimed and each.program == self.stats.program for each in records
+        )
+        for record in records:
+            place = record.call.place
+            if record.was_started and not record.is_claimed and place not in self.stats.wasted:
+                self.stats.wasted.append(place)
+        return self.stats
+
+    # --- matching -------------------------------------------------------------------------
+
+    def _claim(self, node: dict[str, Json]) -> CallRecord:
+        """Return the planned call for a call of the chain; else send the chain's call."""
+        with self._registry.lock:
+            record = self._registry.claim(node)
+            if record is None:
+                return self._send(node, self._miss())
+            self.stats.num_served += 1
+            return record
+
+    def _resend(
+        self, node: dict[str, Json], failed: CallRecord, failure: PlanFailedError
+    ) -> CallRecord:
+        """Send a call of the chain whose planned call failed because of its plan."""
+        with self._registry.lock:
+            self.stats.num_served -= 1
+            place = failed.call.place
+            return self._send(node, PlanMiss(place, f"{place}: planned, but {failure.code}"))
+
+    def _send(self, node: dict[str, Json], miss: PlanMiss) -> CallRecord:
+        self.stats.misses.append(miss)
+        self._num_names += 1
+        self._run.outbox.may_grow = True  # after one call that was not expected, others follow
+        variable = f"miss{self._num_names}"
+        output = {**node["output"], "variable": variable}
+        named = {**node, "id": f"{variable}_call", "output": output}
+        return self._run.add_unplanned(PlannedCall("", variable, named, frozenset()))
+
+    def _miss(self) -> PlanMiss:
+        """Explain a miss by the first planned call that the chain has not made."""
+        keyed = []
+        for record in self._registry.unclaimed():
+            call, missing = record.call, record.call.reads - self._registry.values.keys()
+            if not missing:
+                keyed.append(call)
+            for name in sorted(missing & self._awaited.keys()):
+                awaited = self._awaited[name]
+                why = self._unencodable.get(awaited.place, "it is not computed yet")
+                return PlanMiss(call.place, f"{awaited.place} ({awaited.what}): {why}")
+        if keyed:
+            place = keyed[0].place
+            return PlanMiss(place, f"{place}: another prompt, or other settings")
+        return PlanMiss("", "not in the plan")

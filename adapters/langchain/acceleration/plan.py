@@ -1,0 +1,89 @@
+"""The plan of a chain: the calls that it will make, and the values that it computes for them.
+
+A planned call needs a value in one or more forms (`WireView`). A value that cannot be encoded as
+JSON is left out, with the reason.
+
+Out of scope: how a plan is made (`planner`) and how it runs (`chain_run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.runnables.config import var_child_runnable_config
+
+from conure.server.program.ir import Json
+
+from ...speculation.planned_call import PlannedCall
+from ..compilation.values import Source
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedViews:
+    """A value in the forms that planned calls read."""
+
+    values: dict[str, Json]
+    """By variable."""
+    reason: str
+    """Why forms are missing; empty if none is."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedValue:
+    """A value that the chain itself computes and that planned calls wait for."""
+
+    place: str
+    what: str
+    """Class of the Runnable that computes it."""
+    why: str
+    """Why the server cannot compute it."""
+    source: Source
+
+    def values(self, computed: Any) -> EncodedViews:
+        """Return the value in each form that planned calls read."""
+        return _encode_unobserved(self.source, computed)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """The planned calls of one chain, and the values that they wait for."""
+
+    calls: tuple[PlannedCall, ...]
+    awaited: Mapping[str, AwaitedValue]
+    """By place."""
+    root: Source
+    """The chain's input."""
+    may_grow: bool
+    """Whether parts of the chain are planned later, when the chain reaches them."""
+
+    def inputs(self, given: Any) -> dict[str, Json]:
+        """Return the variables that the chain's input gives values to."""
+        return _encode_unobserved(self.root, given).values
+
+
+def _encode_unobserved(source: Source, computed: Any) -> EncodedViews:
+    if _is_read_once(computed):
+        return EncodedViews({}, "it can be read only once, and the chain reads it")
+    # Parsers and templates compute some of the values. LangChain's callbacks must not see them.
+    context = copy_context()
+    context.run(var_child_runnable_config.set, None)
+    return context.run(_encode, source, computed)
+
+
+def _is_read_once(computed: Any) -> bool:
+    parts = computed.values() if isinstance(computed, dict) else (computed,)
+    return any(isinstance(part, Iterator | AsyncIterator) for part in parts)
+
+
+def _encode(source: Source, computed: Any) -> EncodedViews:
+    values: dict[str, Json] = {}
+    reason = ""
+    for view in source.views:
+        try:
+            values[view.variable] = view.encode(computed)
+        except Exception as error:  # the chain itself raises the error
+            reason = f"{type(error).__name__}: {error}"
+    return EncodedViews(values, reason)

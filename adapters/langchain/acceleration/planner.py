@@ -1,0 +1,166 @@
+"""Plans of chains: the calls that are known before a chain runs.
+
+`planner` reads a chain as `to_program` does, but leniently. A part that has no equivalent in a
+program (user code, parsers, retrievers, other models, branches) becomes an *awaited* value: the
+chain computes it when it gets there, and the plan continues after it. No user code runs for a plan.
+
+Some awaited parts contain chains: the arms of a branch, the body of `.map()`, the targets of
+fallbacks and retries. Which of them run, and on which input, is known when the chain enters them;
+then they get plans of their own (`probes`).
+
+Invariant: the chain makes every call of its plan, unless an earlier step raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from langchain_core.globals import get_llm_cache
+from langchain_core.messages import BaseMessage
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
+
+from conure.server.program.errors import ProgramError
+from conure.server.program.expressions.evaluate import input_expression, variables
+from conure.server.program.ir import Json
+
+from ...speculation.planned_call import PlannedCall
+from ..chat.model import ChatConure
+from ..compilation.chain_graph import ChainGraph, ChainPosition, UnsupportedPartError, unsupported
+from ..compilation.compiler import ChainCompiler
+from ..compilation.control_flow import CONTROL
+from ..compilation.traversal import is_opaque
+from ..compilation.values import AnswerValue, ClientValue, Source, Value
+from .plan import AwaitedValue, ChainPlan
+
+
+def plan_of(
+    chain: Runnable[Any, Any], *, server: object, prefix: str, config: RunnableConfig | None
+) -> ChainPlan:
+    """Return the plan of a chain.
+
+    Args:
+        chain: any Runnable.
+        server: models on this server (`server_of`) are planned, others are awaited.
+        prefix: of all names in the plan.
+        config: of the chain's run; decides the values of configurable fields.
+    """
+    # A Runnable made of a callable without a name lacks the attribute.
+    graph = ChainGraph(getattr(chain, "name", None) or "chain", prefix=prefix)
+    compiler = _PlanningCompiler(graph, server)
+    position = ChainPosition(
+        "chain", "answer", {"configurable": (config or {}).get("configurable", {})}
+    )
+    compiler.read(chain, ClientValue(graph.root, lambda given: given), position)
+    for answer in compiler.calls.values():
+        answer.call.is_message = True
+    nodes = graph.build([])["nodes"]
+    calls = tuple(
+        PlannedCall(position, answer.call.variable, node, frozenset(_reads(node)))
+        for (position, answer), node in zip(compiler.calls.items(), nodes, strict=True)
+    )
+    return ChainPlan(calls, compiler.awaited, graph.root, compiler.may_grow)
+
+
+def server_of(model: ChatConure) -> object:
+    """Return an identifier of the server that a model's calls go to."""
+    return model.connection().server
+
+
+class _PlanningCompiler(ChainCompiler):
+    """A compiler that continues after parts that have no equivalent in a program."""
+
+    def __init__(self, graph: ChainGraph, server: object) -> None:
+        super().__init__(graph)
+        self.calls: dict[str, AnswerValue] = {}
+        self.awaited: dict[str, AwaitedValue] = {}
+        self.may_grow = False
+        """Parts of the chain are planned later."""
+        self._server = server
+
+    def read(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
+        """Return the symbolic output of a Runnable; awaited where the server cannot compute it."""
+        if is_opaque(runnable) and not isinstance(runnable, BasePromptTemplate):
+            self.may_grow = True
+            return self._await(runnable, position, "its class overrides methods of LangChain")
+        if isinstance(runnable, CONTROL):
+            self.may_grow = True
+            return self._await(runnable, position, "planned when the chain gets there")
+        if isinstance(runnable, BasePromptTemplate) and not _is_inert(runnable):
+            return self._await(runnable, position, "runs code of the app when it is formatted")
+        try:
+            return super().read(runnable, value, position)
+        except ProgramError as problem:
+            why = problem.message
+            if isinstance(problem, UnsupportedPartError) and problem.path == position.path:
+                why = problem.reason
+            return self._await(runnable, position, why)
+
+    def _consecutive_functions(
+        self, steps: list[Runnable[Any, Any]], start: int
+    ) -> list[Runnable[Any, Any]]:
+        return []  # functions are awaited one by one
+
+    def _read_operator(
+        self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
+    ) -> Value | None:
+        return None  # the chain computes it; a plan contains calls only
+
+    def _read_functions(
+        self, runnables: list[Runnable[Any, Any]], value: Value, position: ChainPosition
+    ) -> ClientValue:
+        why = "code of the app, a parser, or another provider's model"
+        return self._await(runnables[0], position, why)
+
+    def _read_binding(
+        self, binding: RunnableBinding[Any, Any], value: Value, position: ChainPosition
+    ) -> Value:
+        if binding.config_factories:  # listeners: the chain still calls them itself
+            binding = binding.model_copy(update={"config_factories": []})
+        return super()._read_binding(binding, value, position)
+
+    def _read_model(
+        self, model: ChatConure, kwargs: Mapping[str, Any], value: Value, position: ChainPosition
+    ) -> AnswerValue:
+        if server_of(model) != self._server:
+            raise unsupported(position, "another server's model")
+        if model.cache or (model.cache is None and get_llm_cache() is not None):
+            raise unsupported(position, "LangChain's cache may know the answer")
+        if model.rate_limiter is not None:
+            raise unsupported(position, "its rate limiter decides when it runs")
+        answer = super()._read_model(model, kwargs, value, position)
+        self.calls[position.path] = answer
+        return answer
+
+    def _await(
+        self, runnable: Runnable[Any, Any], position: ChainPosition, why: str
+    ) -> ClientValue:
+        what = type(runnable).__name__
+        source = Source(f"{position.hint}_{runnable.get_name()}")
+        self.awaited[position.path] = AwaitedValue(position.path, what, why, source)
+        return ClientValue(source, lambda made: made)
+
+
+def _is_inert(template: Any) -> bool:
+    """Return whether formatting a template runs no user code, so that it may happen twice."""
+    if not type(template).__module__.startswith("langchain_core."):
+        return isinstance(template, BaseMessage)
+    if getattr(template, "example_selector", None) is not None:
+        return False
+    if any(map(callable, getattr(template, "partial_variables", {}).values())):
+        return False
+    prompt = getattr(template, "prompt", None) or getattr(template, "example_prompt", None)
+    parts = [*(prompt if isinstance(prompt, list) else [prompt])]
+    parts += getattr(template, "messages", [])
+    return all(part is None or _is_inert(part) for part in parts)
+
+
+def _reads(node: dict[str, Json]) -> Iterator[str]:
+    for message in node["messages"]:
+        if "splice" in message:
+            yield message["splice"]
+        elif isinstance(message.get("content"), list):
+            for segment in message["content"]:
+                if "input" in segment:
+                    yield from variables(input_expression(segment["input"]))

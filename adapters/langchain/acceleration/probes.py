@@ -1,0 +1,300 @@
+"""Pass-through Runnables inside an accelerated chain.
+
+An accelerated chain is a copy of the user's chain with two kinds of wrappers. `ValueProbe` reports
+the value that its Runnable computes to the plan. `SubchainPlanner` plans its Runnable when the
+chain reaches it, with its actual input. Neither appears in LangChain's events: both pass the call,
+the config and the result through.
+
+Invariant: outside an accelerated run, both do nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from contextlib import aclosing, nullcontext
+from typing import Any, Protocol
+
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.base import RunnableBindingBase
+from pydantic import PrivateAttr
+
+from .active_run import ACTIVE_RUN, ActiveRun
+from .plan import ChainPlan
+
+
+class PassthroughRunnable(RunnableBindingBase[Any, Any]):
+    """A Runnable that runs another one unchanged."""
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Return False: it belongs to one chain in memory."""
+        return False
+
+
+class ValueProbe(PassthroughRunnable):
+    """Reports the value of its Runnable to the plan."""
+
+    place: str
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Run the Runnable."""
+        computed = self.bound.invoke(input, config, **kwargs)
+        self._report(computed)
+        return computed
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Run the Runnable."""
+        computed = await self.bound.ainvoke(input, config, **kwargs)
+        self._report(computed)
+        return computed
+
+    def batch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the Runnable for each input."""
+        computed = self.bound.batch(inputs, *args, **kwargs)
+        self._report(*computed)
+        return computed
+
+    async def abatch(self, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run the Runnable for each input."""
+        computed = await self.bound.abatch(inputs, *args, **kwargs)
+        self._report(*computed)
+        return computed
+
+    def stream(
+        self,
+        input: Any,  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Run the Runnable, and report the sum of its chunks."""
+        yield from self._summed(self.bound.stream(input, config, **kwargs))
+
+    async def astream(
+        self,
+        input: Any,  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Run the Runnable, and report the sum of its chunks."""
+        async for chunk in self._asummed(self.bound.astream(input, config, **kwargs)):
+            yield chunk
+
+    def transform(
+        self,
+        input: Iterator[Any],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Run the Runnable, and report the sum of its chunks."""
+        yield from self._summed(self.bound.transform(input, config, **kwargs))
+
+    async def atransform(
+        self,
+        input: AsyncIterator[Any],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Run the Runnable, and report the sum of its chunks."""
+        async for chunk in self._asummed(self.bound.atransform(input, config, **kwargs)):
+            yield chunk
+
+    def _summed(self, chunks: Iterator[Any]) -> Iterator[Any]:
+        total = _ChunkSum()
+        for chunk in chunks:
+            total.add(chunk)
+            yield chunk
+        self._report(total.value)
+
+    async def _asummed(self, chunks: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        total = _ChunkSum()
+        async for chunk in chunks:
+            total.add(chunk)
+            yield chunk
+        self._report(total.value)
+
+    def _report(self, *computed: Any) -> None:
+        active = ACTIVE_RUN.get()
+        awaited = active.plan.awaited.get(self.place) if active is not None else None
+        if active is None or awaited is None:
+            return
+        for value in computed:
+            if not isinstance(value, BaseException):
+                active.run.observe(awaited, value)
+
+
+class _ChunkSum:
+    """The sum of chunks by LangChain's rules: the last chunk where `+` is not supported."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._is_empty = True
+
+    def add(self, chunk: Any) -> None:
+        if self._is_empty:
+            self.value, self._is_empty = chunk, False
+            return
+        try:
+            self.value = self.value + chunk
+        except TypeError:
+            self.value = chunk
+
+
+class ChainPlanner(Protocol):
+    """Makes plans of one chain."""
+
+    copy: Runnable[Any, Any]
+    """The chain with the probes that the plans need."""
+
+    def plan(self, prefix: str, config: RunnableConfig | None) -> ChainPlan:
+        """Return the plan of one run.
+
+        Args:
+            prefix: Prefix of the names in the plan.
+            config: Config of the chain's run.
+        """
+        ...
+
+
+class SubchainPlanner(PassthroughRunnable):
+    """Plans its Runnable when the chain reaches it."""
+
+    _planner: ChainPlanner = PrivateAttr()
+
+    def __init__(self, planner: ChainPlanner) -> None:
+        super().__init__(bound=planner.copy)
+        self._planner = planner
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Plan the Runnable and run it."""
+        with _activated(self._plan([input], config)[0]):
+            return self.bound.invoke(input, config, **kwargs)
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        """Plan the Runnable and run it."""
+        with _activated(self._plan([input], config)[0]):
+            return await self.bound.ainvoke(input, config, **kwargs)
+
+    def batch(
+        self,
+        inputs: list[Any],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Plan the Runnable for all inputs at once, then run it for each one independently."""
+        runs = self._plan(inputs, config)
+        return Runnable.batch(
+            _RunInContext(bound=self.bound),
+            list(zip(runs, inputs, strict=True)),
+            config,
+            return_exceptions=return_exceptions,
+            **kwargs,
+        )
+
+    async def abatch(
+        self,
+        inputs: list[Any],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Plan the Runnable for all inputs at once, then run it for each one independently."""
+        runs = self._plan(inputs, config)
+        return await Runnable.abatch(
+            _RunInContext(bound=self.bound),
+            list(zip(runs, inputs, strict=True)),
+            config,
+            return_exceptions=return_exceptions,
+            **kwargs,
+        )
+
+    def stream(
+        self,
+        input: Any,  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Plan the Runnable and run it."""
+        (active,) = self._plan([input], config)
+        chunks = self.bound.stream(input, config, **kwargs)
+        yield from chunks if active is None else iterate_in(active, chunks)
+
+    async def astream(
+        self,
+        input: Any,  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Plan the Runnable and run it."""
+        (active,) = self._plan([input], config)
+        chunks = self.bound.astream(input, config, **kwargs)
+        async for chunk in chunks if active is None else aiterate_in(active, chunks):
+            yield chunk
+
+    def _plan(
+        self,
+        inputs: list[Any],
+        config: RunnableConfig | list[RunnableConfig] | None,
+    ) -> list[ActiveRun | None]:
+        """Start the planned calls for inputs; return the active run to run each input in."""
+        active = ACTIVE_RUN.get()
+        if active is None or not inputs:
+            return [None] * len(inputs)
+        run = active.run
+        one: Any = config[0] if isinstance(config, list) and config else config
+        plans = [self._planner.plan(run.prefix(), one) for _ in inputs]
+        run.begin([(plan, plan.inputs(given)) for plan, given in zip(plans, inputs, strict=True)])
+        return [ActiveRun(run, plan) for plan in plans]
+
+
+class _RunInContext(PassthroughRunnable):
+    """Runs inputs that are paired with their active run, each as a batch of one.
+
+    In LangChain, a batch nests runs differently from a single call, and of several errors it
+    raises a different one.
+    """
+
+    def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        active, given = input
+        with _activated(active):
+            return self.bound.batch([given], config, **kwargs)[0]
+
+    async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
+        active, given = input
+        with _activated(active):
+            return (await self.bound.abatch([given], config, **kwargs))[0]
+
+
+def _activated(active: ActiveRun | None) -> Any:
+    return nullcontext() if active is None else ACTIVE_RUN.activate(active)
+
+
+def iterate_in(active: ActiveRun, chunks: Iterator[Any]) -> Generator[Any, None, None]:
+    """Yield chunks that are computed within an active run; the consumer runs outside of it."""
+    try:
+        while True:
+            with ACTIVE_RUN.activate(active):
+                try:
+                    chunk = next(chunks)
+                except StopIteration:
+                    return
+            yield chunk
+    finally:
+        close = getattr(chunks, "close", None)
+        if close is not None:
+            close()
+
+
+async def aiterate_in(active: ActiveRun, chunks: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """`iterate_in`, for coroutines."""
+    close = getattr(chunks, "aclose", None)
+    async with nullcontext() if close is None else aclosing(chunks):  # type: ignore[type-var]  # has `aclose`
+        while True:
+            with ACTIVE_RUN.activate(active):
+                try:
+                    chunk = await anext(chunks)
+                except StopAsyncIteration:
+                    return
+            yield chunk

@@ -1,0 +1,146 @@
+"""Answers as LangChain's chunks and results.
+
+Invariant: the last chunk of an answer carries its tool calls, its token counts and
+`chunk_position`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from conure.server.program.errors import RunError
+from conure.server.program.ir import Json
+from conure.server.program.status import Event
+
+from ...speculation.answer_stream import AnswerStream
+from .messages import call_chunks_of, from_wire, metadata_of, usage_of
+
+ALLOW_CUT_CALLS: Final = "allow_cut_calls"
+"""Argument of a call whose parser reports answers that were cut."""
+
+
+class CompleteAnswer(NamedTuple):
+    """An answer in the `message` form."""
+
+    value: dict[str, Json]
+    program: str
+    """Id of the program that it comes from."""
+
+
+def chunks_of(stream: AnswerStream, event: Event) -> Iterator[ChatGenerationChunk]:
+    """Pass an event to the stream and yield the chunks that it adds.
+
+    Raises:
+        ConureError: as `AnswerStream.feed`.
+    """
+    text = stream.feed(event)
+    if text:
+        yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+    value = stream.value
+    if value is not None and event.type == "variable.committed":
+        last = AIMessageChunk(
+            content="",
+            tool_call_chunks=call_chunks_of(value),
+            response_metadata=metadata_of(value, program=stream.program),
+            usage_metadata=usage_of(value),
+            chunk_position="last",
+        )
+        yield ChatGenerationChunk(message=last, generation_info=_generation_info(value))
+
+
+def result_of(answers: Sequence[CompleteAnswer]) -> ChatResult:
+    """Return the result of one call with one or more answers.
+
+    The first of several answers carries the counts of the whole call: the prompt once, and the
+    output tokens of all answers. This is right both for code that adds up the counts of all
+    answers and for code that reads the first answer only.
+
+    Args:
+        answers: at least one.
+    """
+    generations = [
+        ChatGeneration(
+            message=from_wire(value, program=program), generation_info=_generation_info(value)
+        )
+        for value, program in answers
+    ]
+    (value, _), *others = answers
+    output: dict[str, Json] = {"model_name": value.get("model")}
+    if others:  # LangChain copies the output of a single answer to its message
+        num_input = usage_of(value)["input_tokens"]
+        num_output = sum(usage_of(each)["output_tokens"] for each, _ in answers)
+        num_total = num_input + num_output
+        usage = UsageMetadata(
+            input_tokens=num_input, output_tokens=num_output, total_tokens=num_total
+        )
+        for index, generation in enumerate(generations):
+            message = generation.message
+            assert isinstance(message, AIMessage)
+            message.usage_metadata = None if index else usage
+        output["token_usage"] = {
+            "prompt_tokens": num_input,
+            "completion_tokens": num_output,
+            "total_tokens": num_total,
+        }
+    return ChatResult(generations=generations, llm_output=output)
+
+
+def check_calls(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str, Any]) -> None:
+    """Check that no answer ends inside a tool call.
+
+    Args:
+        answer: the answers of a call, or a chunk of one.
+        kwargs: arguments of the call. The parser of a structured output has its own error.
+
+    Raises:
+        RunError: `output.incomplete`.
+    """
+    if not kwargs.get("tools") or kwargs.get(ALLOW_CUT_CALLS):
+        return
+    is_call_required = kwargs.get("tool_choice") not in (None, "auto", "none")
+    generations = answer.generations if isinstance(answer, ChatResult) else [answer]
+    for message in (generation.message for generation in generations):
+        is_cut = message.response_metadata.get("finish_reason") == "length"
+        if is_cut and (_has_cut_call(message) or (is_call_required and not _has_call(message))):
+            usage = getattr(message, "usage_metadata", None) or {}
+            count = usage.get("output_tokens")
+            raise RunError("output.incomplete", cut_message(count, "its tool call was complete"))
+
+
+def cut_message(num_tokens: int | None, before: str) -> str:
+    """Return the message about an answer that was cut."""
+    count = "" if num_tokens is None else f" after {num_tokens} tokens"
+    return (
+        f"the answer was cut{count} before {before} (finish_reason 'length'); raise max_tokens, or "
+        "shorten the prompt if the model's context is full"
+    )
+
+
+def _has_call(message: BaseMessage) -> bool:
+    chunks = message.tool_call_chunks if isinstance(message, AIMessageChunk) else ()
+    return bool(chunks or (isinstance(message, AIMessage) and message.tool_calls))
+
+
+def _has_cut_call(message: BaseMessage) -> bool:
+    if isinstance(message, AIMessageChunk):
+        texts = [chunk["args"] or "" for chunk in message.tool_call_chunks]
+        return not all(map(_is_json, texts))
+    return bool(isinstance(message, AIMessage) and message.invalid_tool_calls)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def _generation_info(value: dict[str, Json]) -> dict[str, Json]:
+    return {"finish_reason": value.get("finish_reason")}

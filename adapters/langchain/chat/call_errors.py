@@ -1,0 +1,34 @@
+"""Errors of calls as the application knows them.
+
+A server's error names the node of a program. An application has no nodes: the name is left out, so
+that a call fails with the same text alone and in an accelerated chain.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from conure.server.program.errors import ConureError
+
+from ...client import NotReadyError
+
+_NODE: Final = re.compile(r"^(?:node [\w.]+: )+")
+_TIMEOUTS: Final = frozenset({"program.deadline_exceeded", "run.deadline_exceeded"})
+
+
+def application_error(problem: BaseException, timeout_s: float | None) -> BaseException:
+    """Return the error of a call to raise; the same one if nothing has to change.
+
+    Args:
+        problem: raised by a client or a run.
+        timeout_s: of the call.
+    """
+    if not isinstance(problem, ConureError):
+        return problem
+    if problem.code in _TIMEOUTS and timeout_s is not None:
+        return NotReadyError.after(timeout_s)
+    message = _NODE.sub("", problem.message)
+    if message != problem.message:
+        problem.message, problem.args = message, (message,)
+    return problem

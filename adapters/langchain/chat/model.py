@@ -1,0 +1,361 @@
+"""The LangChain chat model `ChatConure`; each call is a program of one node.
+
+Inside an accelerated chain (`accelerate`), a call is a node of the chain's program instead, often
+one that already runs.
+
+Out of scope: settings (`settings`), chains.
+
+Invariants: an abandoned stream or an interrupted call is cancelled on the server; the streamed
+chunks concatenate to the text of the answer; a call has the same errors in an accelerated chain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from typing import Any, Literal
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    CallbackManagerForLLMRun,
+)
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from pydantic import PrivateAttr
+
+from conure.server.program.ir import Json
+
+from ...client import AsyncRun, Run
+from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
+from ...client.connection import attach_arguments
+from ...speculation.answer_stream import AnswerStream
+from ..acceleration.active_run import ACTIVE_RUN
+from ..acceleration.chain_run import ChainRun
+from .answer_chunks import CompleteAnswer, check_calls, chunks_of, result_of
+from .call_errors import application_error
+from .call_options import (
+    choice_of,
+    meta_of,
+    num_answers_of,
+    session_of,
+    tool_of,
+)
+from .messages import from_wire, to_wire
+from .model_call import ANSWER, CALL, ModelCall, answer_nodes
+from .sessions import SessionInference
+from .settings import ChatSettings
+from .structured_output import structured
+
+
+class ChatConure(ChatSettings):
+    """A chat model on a Conure server.
+
+    Setup:
+        Install `conure[langchain]` (or `langchain-conure`), and start a server:
+
+        ```bash
+        pip install 'conure[server,engine,langchain]'
+        conure serve Qwen/Qwen3-8B
+        ```
+
+    Key init args (completion params):
+        model: name of a model on the server; `default` is the server's own.
+        temperature: 0 decodes greedily. Default: 1.
+        max_tokens: maximum length of an answer. Default: the rest of the model's context.
+        top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
+            stop, stop_token_ids, seed, logprobs, top_logprobs, min_tokens, ignore_eos, n:
+            sampling, as in a program's output.
+
+    Key init args (client params):
+        base_url: URL of the server. Default: the environment variable CONURE_URL, or
+            `http://127.0.0.1:8400`.
+        api_key: bearer token for a proxy. Default: the environment variable CONURE_API_KEY.
+        timeout: seconds for one call.
+        max_retries: of a request that was rejected or not answered.
+        default_headers: sent with every request.
+        client: a `conure.Client` to use instead of these settings.
+
+    Instantiate:
+        ```python
+        from conure.adapters.langchain import ChatConure
+
+        llm = ChatConure(temperature=0, max_tokens=200)
+        ```
+
+    Invoke:
+        ```python
+        llm.invoke([("system", "You sell tea."), ("human", "What is fresh?")]).text
+        ```
+
+    Stream:
+        ```python
+        for chunk in llm.stream("What is fresh?"):
+            print(chunk.text, end="")
+        ```
+
+    Async:
+        ```python
+        await llm.ainvoke("What is fresh?")
+        ```
+
+    Tool calling:
+        ```python
+        llm.bind_tools([weather], tool_choice="any").invoke("Rain in Oslo?").tool_calls
+        ```
+
+    Structured output:
+        ```python
+        llm.with_structured_output(Order).invoke("Two boxes of oolong, please.")
+        ```
+
+    Token usage:
+        ```python
+        llm.invoke("hi").usage_metadata  # with `input_token_details.cache_read`
+        llm.get_num_tokens("hi")  # by the server's tokenizer
+        ```
+
+    Response metadata:
+        ```python
+        llm.invoke("hi").response_metadata  # model_name, finish_reason, program, ...
+        ```
+    """
+
+    _session_inference: SessionInference = PrivateAttr(default_factory=SessionInference)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the ids of a text by the server's tokenizer."""
+        return self.connection().tokenize(text, model=self.model)
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
+    ) -> int:
+        """Return the length of the prompt that a call with these messages sends."""
+        wire = [to_wire(message) for message in messages]
+        declared = [tool_of(tool, strict=None) for tool in tools or ()]
+        return len(self.connection().tokenize(wire, model=self.model, tools=declared))
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Declare tools that answers may call. The arguments of a call match the tool's schema.
+
+        Args:
+            tools: functions, classes, tools or their JSON.
+            tool_choice: `any` (at least one tool), the name of a tool, `auto` or `none`.
+            strict: enforce the whole schema, and reject a schema that a grammar cannot enforce.
+                Otherwise the enforceable part of the schema is enforced.
+            parallel_tool_calls: False: at most one call.
+            **kwargs: other arguments of the calls.
+
+        Raises:
+            ValueError: if `tool_choice` is not the name of a tool, or another provider runs a tool.
+        """
+        wire = [tool_of(tool, strict=strict) for tool in tools]
+        choice = choice_of(tool_choice, [tool["function"]["name"] for tool in wire])
+        if choice is not None:
+            kwargs["tool_choice"] = choice
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
+        return self.bind(tools=wire, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Any,
+        *,
+        include_raw: bool = False,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Constrain answers to a schema, which the engine enforces, and parse them.
+
+        An answer that was cut is an error (`parsing_error` with `include_raw`), never a value.
+
+        Args:
+            schema: a pydantic class, a TypedDict or a JSON schema.
+            include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
+            method: `json_schema` constrains the answer to the schema, `function_calling` uses
+                the schema for the arguments of a tool, `json_mode` constrains the answer to a
+                JSON object.
+            strict: of the tool, under `function_calling`.
+            **kwargs: rejected.
+
+        Raises:
+            ValueError: for an unknown argument or method.
+        """
+        if kwargs:
+            raise ValueError(f"Received unsupported arguments {kwargs}")
+        if method not in ("json_schema", "json_mode", "function_calling"):
+            raise ValueError(
+                f"method must be json_schema, function_calling or json_mode, got {method!r}"
+            )
+        return structured(self, schema, method, strict=strict, include_raw=include_raw)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._model_call(messages, stop, kwargs, run_manager)
+        with self._call_errors(call):
+            if (chain_run := self._accelerated_run()) is not None:
+                result = chain_run.result(call.nodes, self.timeout)
+            else:
+                run = self.connection().submit(call.program(self.timeout), **attach_arguments(None))
+                with cancel_unless_completed(run):
+                    values = run.result(wait_s=self._poll_s(run))
+                result = self._result(call, values, run.id)
+            check_calls(result, kwargs)
+            return result
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._model_call(messages, stop, kwargs, run_manager)
+        with self._call_errors(call):
+            if (chain_run := self._accelerated_run()) is not None:
+                result = await chain_run.aresult(call.nodes, self.timeout)
+            else:
+                run = await self.async_connection().submit(
+                    call.program(self.timeout), **attach_arguments(None)
+                )
+                async with acancel_unless_completed(run):
+                    values = await run.result(wait_s=self._poll_s(run))
+                result = self._result(call, values, run.id)
+            check_calls(result, kwargs)
+            return result
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        call = self._model_call(messages, stop, kwargs, run_manager)
+        node, chain_run = call.only_node(), self._accelerated_run()
+        chunks = self._chunks(call) if chain_run is None else chain_run.chunks(node, self.timeout)
+        with self._call_errors(call), contextlib.closing(chunks):
+            for chunk in chunks:
+                check_calls(chunk, kwargs)
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        call = self._model_call(messages, stop, kwargs, run_manager)
+        node, chain_run = call.only_node(), self._accelerated_run()
+        chunks = self._achunks(call) if chain_run is None else chain_run.achunks(node, self.timeout)
+        with self._call_errors(call):
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    check_calls(chunk, kwargs)
+                    if run_manager:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    def _poll_s(self, run: Run | AsyncRun) -> float | None:
+        """Return how long to wait for each answer; the server's deadline ends an event stream."""
+        return None if run.is_followed else self.timeout
+
+    def _chunks(self, call: ModelCall) -> Generator[ChatGenerationChunk, None, None]:
+        """Yield the chunks of a call outside an accelerated chain."""
+        run = self.connection().submit(call.program(self.timeout), follow=True)
+        stream = AnswerStream(ANSWER, CALL, run.id)
+        with cancel_unless_completed(run), contextlib.closing(run.events()) as events:
+            for event in events:
+                yield from chunks_of(stream, event)
+        if stream.value is not None:
+            self._record(call, from_wire(stream.value, program=run.id), run.id)
+
+    async def _achunks(self, call: ModelCall) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """Yield the chunks of a call outside an accelerated chain."""
+        run = await self.async_connection().submit(call.program(self.timeout), follow=True)
+        stream = AnswerStream(ANSWER, CALL, run.id)
+        async with acancel_unless_completed(run), aclosing(run.events()) as events:
+            async for event in events:
+                for chunk in chunks_of(stream, event):
+                    yield chunk
+        if stream.value is not None:
+            self._record(call, from_wire(stream.value, program=run.id), run.id)
+
+    def _accelerated_run(self) -> ChainRun | None:
+        """Return the run of an accelerated chain that this call belongs to."""
+        active = ACTIVE_RUN.get()
+        is_in_run = active is not None and active.run.is_of(self.connection())
+        return active.run if active is not None and is_in_run else None
+
+    def _model_call(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        kwargs: Mapping[str, Any],
+        manager: CallbackManagerForLLMRun | AsyncCallbackManagerForLLMRun | None,
+    ) -> ModelCall:
+        wire = [to_wire(message) for message in messages]
+        node = self.node(CALL, ANSWER, wire, kwargs, stop=stop)
+        if manager is not None:
+            node["meta"] = meta_of(
+                manager.metadata, run_id=manager.run_id, parent_run_id=manager.parent_run_id
+            )
+        thread, resumed = session_of(node.get("meta")), None
+        if thread is None and ACTIVE_RUN.get() is None:
+            resumed = self._session_inference.resume(wire)
+        return ModelCall(answer_nodes(node, num_answers_of(self.n, kwargs)), thread, resumed)
+
+    def _result(self, call: ModelCall, values: Mapping[str, Json], program: str) -> ChatResult:
+        result = result_of([CompleteAnswer(values[name], program) for name in call.answers])
+        self._record(call, result.generations[0].message, program)
+        return result
+
+    @contextlib.contextmanager
+    def _call_errors(self, call: ModelCall) -> Iterator[None]:
+        """Raise the errors of a call as the application knows it.
+
+        If the call fails, its inferred session is available to a retry.
+        """
+        try:
+            yield
+        except BaseException as problem:
+            if call.resumed is not None:
+                self._session_inference.restore(call.resumed)
+            error = application_error(problem, self.timeout)
+            if error is problem:
+                raise
+            raise error from problem
+
+    def _record(self, call: ModelCall, answer: BaseMessage, program: str) -> None:
+        """Record an answer, so that a later call that continues it gets its session."""
+        if call.thread is None:
+            session = call.session or f"conversation {program}"
+            self._session_inference.record(call.messages, to_wire(answer), session)

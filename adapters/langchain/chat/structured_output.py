@@ -1,0 +1,169 @@
+"""`with_structured_output`: a model whose answers match a schema.
+
+Responsibility: conversion of schemas, and the parsers of answers. The engine enforces the schema
+through the model's `response_format` or the schema of a tool.
+
+Invariants: a parser fails only on an answer that was cut. A cut answer is an error, never a value:
+its text is not repaired.
+"""
+
+from __future__ import annotations
+
+import json
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias, cast
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.output_parsers import (
+    BaseOutputParser,
+    JsonOutputKeyToolsParser,
+    JsonOutputParser,
+    PydanticOutputParser,
+    PydanticToolsParser,
+)
+from langchain_core.outputs import ChatGeneration, Generation
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from conure.server.program.ir import Json
+
+from .answer_chunks import ALLOW_CUT_CALLS, cut_message
+from .call_options import check_types
+
+Method: TypeAlias = Literal["json_schema", "json_mode", "function_calling"]
+
+
+def structured(
+    model: BaseChatModel, schema: Any, method: Method, *, strict: bool | None, include_raw: bool
+) -> Runnable[LanguageModelInput, Any]:
+    """Return a model constrained to a schema, followed by a parser of its answers.
+
+    Args:
+        model: accepts `response_format` and `tools`.
+        schema: a pydantic class, a TypedDict, or a JSON schema.
+        method: `json_mode` enforces only that the answer is a JSON object.
+        strict: of the tool; for tracers only otherwise, as the engine is always strict.
+        include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
+    """
+    if method == "function_calling":
+        bound, parser = _tool_call(model, schema, strict=strict)
+    else:
+        bound, parser = _json_answer(model, schema, method, strict=strict)
+    if not include_raw:
+        return bound | parser
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _json_answer(
+    model: BaseChatModel, schema: Any, method: Method, *, strict: bool | None
+) -> tuple[Runnable[LanguageModelInput, Any], BaseOutputParser[Any]]:
+    tracing_kwargs: dict[str, Json] = {"method": method}
+    if strict is not None:
+        tracing_kwargs["strict"] = strict
+    response_format: dict[str, Json] = {"type": "json_object"}
+    if method == "json_schema":
+        json_schema = convert_to_json_schema(schema)
+        check_types(json_schema)
+        response_format = {
+            "type": "json_schema",
+            "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema},
+        }
+    bound = model.bind(
+        response_format=response_format,
+        ls_structured_output_format={"kwargs": tracing_kwargs, "schema": schema},
+    )
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
+        return bound, CompletePydanticParser(pydantic_object=cast(type[Any], schema))
+    return bound, CompleteJsonParser()
+
+
+def _tool_call(
+    model: BaseChatModel, schema: Any, *, strict: bool | None
+) -> tuple[Runnable[LanguageModelInput, Any], BaseOutputParser[Any]]:
+    tracing = {"kwargs": {"method": "function_calling", "strict": strict}, "schema": schema}
+    bound = model.bind_tools(
+        [schema],
+        tool_choice="any",
+        strict=strict,
+        parallel_tool_calls=False,
+        ls_structured_output_format=tracing,
+        **{ALLOW_CUT_CALLS: True},
+    )
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
+        return bound, CompleteToolParser(tools=[schema], first_tool_only=True)
+    (tool,) = cast(Any, bound).kwargs["tools"]
+    key_name = tool["function"]["name"]
+    return bound, CompleteToolArgumentsParser(key_name=key_name, first_tool_only=True)
+
+
+class CompleteJsonParser(JsonOutputParser):
+    """Parses JSON that the engine enforced. Raises if the answer was cut."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """Return the value."""
+        check_complete(result)
+        if partial:
+            return super().parse_result(result, partial=True)
+        return _parsed(result[0].text)
+
+
+class CompletePydanticParser(PydanticOutputParser[Any]):
+    """Parses JSON of a pydantic class that the engine enforced. Raises if the answer was cut."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """Return the object."""
+        check_complete(result)
+        if partial:
+            return super().parse_result(result, partial=True)
+        return self._parse_obj(_parsed(result[0].text))
+
+
+class CompleteToolParser(PydanticToolsParser):
+    """Returns the arguments of a tool call as an object. Raises if the answer was cut."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """Return the object."""
+        check_complete(result)
+        return super().parse_result(result, partial=partial)
+
+
+class CompleteToolArgumentsParser(JsonOutputKeyToolsParser):
+    """Returns the arguments of a tool call. Raises if the answer was cut."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """Return the arguments."""
+        check_complete(result)
+        return super().parse_result(result, partial=partial)
+
+
+def check_complete(result: list[Generation]) -> None:
+    """Check that an answer was not cut by its maximum length.
+
+    Raises:
+        OutputParserException: with the number of tokens and the cure.
+    """
+    if not isinstance(result[0], ChatGeneration):
+        return
+    message = result[0].message
+    if message.response_metadata.get("finish_reason") == "length":
+        usage = getattr(message, "usage_metadata", None) or {}
+        raise OutputParserException(
+            cut_message(usage.get("output_tokens"), "it was complete"),
+            llm_output=message.text,
+        )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as problem:
+        raise OutputParserException(
+            f"the answer is not JSON: {problem}", llm_output=text
+        ) from problem

@@ -1,0 +1,373 @@
+"""Compilation of control flow to nodes with bodies.
+
+    RunnableBranch          if, nested in `else`
+    RouterRunnable          if, nested in `else`, on the key
+    RunnableWithFallbacks   try, nested in handlers
+    RunnableRetry           try with retries
+    RunnableEach            map
+
+The compiler reads the parts of these Runnables. A condition is read like any other part, so a
+user's function becomes a client step.
+
+Invariants: decisions follow LangChain's rules and order, and parts that are not chosen never run. A
+chain for which this is impossible is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+from langchain_core.runnables import (
+    RouterRunnable,
+    Runnable,
+    RunnableBranch,
+    RunnableWithFallbacks,
+)
+from langchain_core.runnables.base import RunnableEachBase
+from langchain_core.runnables.retry import RunnableRetry
+
+from conure.server.program.ir import Json
+
+from .bodies import DeferredJson, GraphBody
+from .chain_graph import ChainGraph, ChainPosition, unsupported
+from .values import (
+    VALUE_KINDS,
+    AnswerTextValue,
+    AnswerValue,
+    BranchedValue,
+    CallValue,
+    ClientValue,
+    MappedValue,
+    Source,
+    Value,
+    failing_expression,
+)
+
+CONTROL: Final = (
+    RunnableBranch,
+    RouterRunnable,
+    RunnableWithFallbacks,
+    RunnableRetry,
+    RunnableEachBase,
+)
+MAX_RETRIES: Final = 10
+"""Maximum of the server for one `try`."""
+
+_ANY_FAILURE: Final = ((Exception,), (BaseException,))
+"""Exception lists that mean any failure."""
+
+
+class ControlFlowReader(Protocol):
+    """Reads Runnables into the graph; implemented by the compiler."""
+
+    graph: ChainGraph
+
+    def read(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
+        """Return the symbolic output of a Runnable."""
+        ...
+
+    def item(self, value: Value, key: Any, position: ChainPosition) -> Value:
+        """Return the item of a value under a key."""
+        ...
+
+
+def read_control_flow(
+    reader: ControlFlowReader, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
+) -> Value:
+    """Return the symbolic output of a Runnable listed in `CONTROL`.
+
+    Raises:
+        ProgramError: if the server cannot make its decision.
+    """
+    match runnable:
+        case RunnableBranch():
+            return _read_branch(reader, runnable, value, position, 0)
+        case RouterRunnable():
+            return _read_router(reader, runnable, value, position)
+        case RunnableWithFallbacks():
+            return _read_fallbacks(reader, runnable, value, position)
+        case RunnableRetry():
+            return _read_retry(reader, runnable, value, position)
+        case _:
+            assert isinstance(runnable, RunnableEachBase)
+            return _read_map(reader, runnable, value, position)
+
+
+BodyReader: TypeAlias = Callable[[], Value]
+"""Reads one body."""
+
+
+def _read_bodies(
+    graph: ChainGraph, parts: Sequence[BodyReader], position: ChainPosition
+) -> BranchedValue:
+    """Read each part into a body of its own."""
+    out = graph.new_bodies(position.hint, len(parts))
+    values = []
+    for body, part in zip(out.bodies, parts, strict=True):
+        with graph.in_body(body):
+            values.append(part())
+    return BranchedValue(out, tuple(values))
+
+
+def _add_if(
+    graph: ChainGraph,
+    is_true: DeferredJson,
+    parts: Sequence[BodyReader],
+    position: ChainPosition,
+) -> BranchedValue:
+    node_id = graph.fresh_name(f"{position.hint}_if")
+    either = _read_bodies(graph, parts, position)
+    out = either.outputs
+
+    def node() -> Json:
+        merge = out.merge()
+        then, otherwise = (body.build() for body in out.bodies)
+        branches = {"then": then, "else": otherwise}
+        return {
+            "id": node_id,
+            "op": "if",
+            "cond": is_true(),
+            **branches,
+            "merge": merge,
+        }
+
+    graph.add(node)
+    return either
+
+
+def _read_branch(
+    reader: ControlFlowReader,
+    branch: RunnableBranch[Any, Any],
+    value: Value,
+    position: ChainPosition,
+    index: int,
+) -> Value:
+    if index == len(branch.branches):
+        return reader.read(branch.default, value, position.child(".default", "else"))
+    condition, arm = branch.branches[index]
+    path = f".branches[{index}]"
+    is_true = _read_condition(
+        reader, condition, value, position.child(f"{path}[0]", f"is_{index + 1}")
+    )
+    return _add_if(
+        reader.graph,
+        is_true,
+        (
+            lambda: reader.read(arm, value, position.child(f"{path}[1]", str(index + 1))),
+            lambda: _read_branch(reader, branch, value, position, index + 1),
+        ),
+        position,
+    )
+
+
+def _read_condition(
+    reader: ControlFlowReader, condition: Runnable[Any, Any], value: Value, position: ChainPosition
+) -> DeferredJson:
+    return _truth_expression(reader.graph, reader.read(condition, value, position), position)
+
+
+def _truth_expression(graph: ChainGraph, result: Value, position: ChainPosition) -> DeferredJson:
+    if isinstance(result, BranchedValue):  # per body: outside, the value is tagged with its body
+        variable = result.outputs.export(
+            graph.map_bodies(result, lambda each: _truth_expression(graph, each, position))
+        )
+        return lambda: {"var": variable}
+    if isinstance(result, ClientValue):  # Python's truth differs from JSON's
+        result = result.then(bool, position.hint, "bool")
+    if isinstance(result, AnswerValue):  # a message object is always true
+        return lambda: True
+    return graph.expression(result, position)
+
+
+def _read_router(
+    reader: ControlFlowReader, router: RouterRunnable[Any], value: Value, position: ChainPosition
+) -> Value:
+    names = list(router.runnables)
+    key = reader.item(value, "key", position)
+    route_input = reader.item(value, "input", position)
+    if isinstance(key, ClientValue):
+        step = ("one of", *names)
+        checked = key.then(lambda key: _require_route(names, key), position.hint, step)
+        key_expression = reader.graph.expression(checked, position)
+    elif isinstance(key, AnswerTextValue):
+        key_expression = _checked_key(reader.graph, key, names, position)
+    else:
+        raise unsupported(
+            position, f"RouterRunnable requires a text key, got {VALUE_KINDS[type(key)]}"
+        )
+
+    def route(index: int) -> Value:
+        name = names[index]
+        at = position.child(f".runnables[{name!r}]", name)
+        if index == len(names) - 1:
+            return reader.read(router.runnables[name], route_input, at)
+        return _add_if(
+            reader.graph,
+            lambda: {"eq": [key_expression(), name]},
+            (
+                lambda: reader.read(router.runnables[name], route_input, at),
+                lambda: route(index + 1),
+            ),
+            position,
+        )
+
+    return route(0)
+
+
+def _require_route(names: Sequence[str], key: Any) -> Any:
+    if key not in names:
+        raise ValueError(f"No runnable associated with key '{key}'")  # LangChain's message
+    return key
+
+
+def _checked_key(
+    graph: ChainGraph, key: AnswerTextValue, names: list[str], position: ChainPosition
+) -> DeferredJson:
+    """Add a node that returns the key, and fails for an unknown key."""
+
+    def checked() -> Json:
+        text = key.call.text()
+        words = {"concat": ["No runnable associated with key '", text, "'"]}
+        return {"if": [{"contains": [names, text]}, text, failing_expression(words)]}
+
+    return graph.add_expression(f"{position.hint}_key", checked).text
+
+
+def _add_try(
+    graph: ChainGraph,
+    parts: Sequence[BodyReader],
+    position: ChainPosition,
+    *,
+    num_retries: int | None = None,
+) -> BranchedValue:
+    node_id = graph.fresh_name(f"{position.hint}_try")
+    either = _read_bodies(graph, parts, position)
+    out = either.outputs
+
+    def node() -> Json:
+        result: dict[str, Json] = {"id": node_id, "op": "try", "merge": out.merge()}
+        first, *others = (body.build() for body in out.bodies)
+        result |= {"body": first, "handlers": [{"body": other} for other in others]}
+        return result if num_retries is None else {**result, "retries": num_retries}
+
+    graph.add(node)
+    return either
+
+
+def _read_fallbacks(
+    reader: ControlFlowReader,
+    runnable: RunnableWithFallbacks[Any, Any],
+    value: Value,
+    position: ChainPosition,
+) -> Value:
+    if runnable.exceptions_to_handle not in _ANY_FAILURE:
+        names = ", ".join(kind.__name__ for kind in runnable.exceptions_to_handle)
+        raise unsupported(
+            position,
+            f"RunnableWithFallbacks handles only {names}; a program cannot distinguish "
+            "exceptions, so remove exceptions_to_handle",
+        )
+    if runnable.exception_key is not None:
+        raise unsupported(
+            position,
+            "RunnableWithFallbacks passes an exception on (exception_key), which cannot be sent as "
+            "JSON",
+        )
+    fallbacks = list(runnable.fallbacks)
+
+    def fall(index: int) -> Value:
+        def part() -> Value:
+            if index == 0:
+                return reader.read(runnable.runnable, value, position.child(".runnable", "try"))
+            at = position.child(f".fallbacks[{index - 1}]", f"else_{index}")
+            return reader.read(fallbacks[index - 1], value, at)
+
+        if index == len(fallbacks):
+            return part()
+        return _add_try(reader.graph, (part, lambda: fall(index + 1)), position)
+
+    return fall(0)
+
+
+def _read_retry(
+    reader: ControlFlowReader,
+    runnable: RunnableRetry[Any, Any],
+    value: Value,
+    position: ChainPosition,
+) -> Value:
+    if runnable.retry_exception_types not in _ANY_FAILURE:
+        raise unsupported(
+            position,
+            "RunnableRetry retries only on some exceptions; a program cannot distinguish them, so "
+            "remove retry_if_exception_type",
+        )
+    num_retries = runnable.max_attempt_number - 1
+    if num_retries > MAX_RETRIES:
+        raise unsupported(
+            position,
+            f"RunnableRetry makes {num_retries + 1} attempts; a program allows at most "
+            f"{MAX_RETRIES + 1}",
+        )
+
+    def part() -> Value:
+        return reader.read(runnable.bound, value, position.child(".bound", "try"))
+
+    return _add_try(reader.graph, (part,), position, num_retries=num_retries)
+
+
+def _read_map(
+    reader: ControlFlowReader,
+    runnable: RunnableEachBase[Any, Any],
+    value: Value,
+    position: ChainPosition,
+) -> Value:
+    graph = reader.graph
+    out = graph.new_bodies(position.hint, 1)
+    node_id = graph.fresh_name(f"{position.hint}_map")
+    at = position.child(".bound", "each")
+    (body,) = out.bodies
+    items, name, item = _map_items(graph, value, body, position)
+    with graph.in_body(body):
+        result = reader.read(runnable.bound, item, at)
+
+    def node() -> Json:
+        collect = out.collect()
+        each = {"items": items, "as": name(), "body": body.build(), "collect": collect}
+        return {"id": node_id, "op": "map", **each}
+
+    graph.add(node)
+    return MappedValue(out, result)
+
+
+def _map_items(
+    graph: ChainGraph, value: Value, body: GraphBody, position: ChainPosition
+) -> tuple[str, Callable[[], str], Value]:
+    """Return a map's list, the name of its item, and the item's symbolic value.
+
+    The name is a function, to be called after the whole chain is read.
+    """
+    if isinstance(value, ClientValue):
+        source = Source(f"{position.hint}_item", body)
+        # An item carries only what the body needs of it.
+        rows = value.then(
+            lambda items: [source.encode(item) for item in items], f"{position.hint}_items"
+        )
+        item_variable = graph.fresh_name(f"{position.hint}_item")
+        with graph.in_body(body):
+            graph.add_unpacking(source, item_variable)
+
+        def name() -> str:
+            return source.views[0].variable if len(source.views) == 1 else item_variable
+
+        return graph.view_variable(rows, "value"), name, ClientValue(source, lambda each: each)
+    if isinstance(value, MappedValue) and isinstance(value.value, AnswerTextValue | AnswerValue):
+        call = CallValue(graph.fresh_name(f"{position.hint}_item"))
+        call.is_message = isinstance(value.value, AnswerValue)
+        item = AnswerValue(call) if call.is_message else AnswerTextValue(call)
+        return graph.exported_variable(value, position), lambda: call.variable, item
+    raise unsupported(
+        position,
+        f"RunnableEach requires a list, got {VALUE_KINDS[type(value)]}; return a list from a "
+        "function",
+    )

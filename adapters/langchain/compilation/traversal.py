@@ -1,0 +1,94 @@
+"""Structure of a chain, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partialmethod
+from types import FunctionType
+from typing import Any
+
+from langchain_core.runnables import (
+    RouterRunnable,
+    RunnableAssign,
+    RunnableBranch,
+    RunnableParallel,
+    RunnableSequence,
+    RunnableWithFallbacks,
+)
+from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase
+from langchain_core.runnables.configurable import (
+    DynamicRunnable,
+    RunnableConfigurableAlternatives,
+)
+
+from ..chat.model import ChatConure
+
+_READ_PACKAGES = frozenset({"conure", "langchain", "langchain_core", "langgraph", "pydantic"})
+"""Packages whose methods are known. `conure` includes this adapter."""
+
+
+def is_opaque(runnable: Any) -> bool:
+    """Return whether a class overrides a method of a class whose behaviour is known.
+
+    Such a Runnable may do anything, for example change a prompt before it is sent. Only the
+    application runs it, as a whole.
+    """
+    kinds = type(runnable).__mro__
+    known = [kind for kind in kinds if _is_known(kind)]
+    return any(
+        any(hasattr(base, name) for base in known)
+        for kind in kinds
+        if not _is_known(kind)
+        for name, method in vars(kind).items()
+        if _is_behaviour(name, method)
+    )
+
+
+def _is_known(kind: type[Any]) -> bool:
+    return kind is object or kind.__module__.partition(".")[0] in {*_READ_PACKAGES, "typing", "abc"}
+
+
+def _is_behaviour(name: str, member: Any) -> bool:
+    """Return whether a member of a class may change how the class runs; a property does not."""
+    is_method = isinstance(member, FunctionType | staticmethod | classmethod | partialmethod)
+    return is_method and not name.startswith(("__", "model_"))
+
+
+def models_of(runnable: Any) -> Iterator[ChatConure]:
+    """Yield the models in a chain, in order."""
+    if isinstance(runnable, ChatConure):
+        yield runnable
+    for part in parts_of(runnable):
+        yield from models_of(part)
+
+
+def parts_of(runnable: Any) -> Iterable[Any]:
+    """Return the Runnables directly inside a Runnable."""
+    match runnable:
+        case RunnableSequence():
+            return runnable.steps
+        case RunnableParallel():
+            return runnable.steps__.values()
+        case RunnableAssign():
+            return (runnable.mapper,)
+        case RunnableBranch():
+            pairs = (part for pair in runnable.branches for part in pair)
+            return (*pairs, runnable.default)
+        case RunnableWithFallbacks():
+            return runnable.runnables
+        case RouterRunnable():
+            return runnable.runnables.values()
+        case RunnableConfigurableAlternatives():
+            others = (each for each in runnable.alternatives.values() if not _is_factory(each))
+            return (runnable.default, *others)
+        case DynamicRunnable():
+            return (runnable.default,)
+        case RunnableBindingBase() | RunnableEachBase():
+            return (runnable.bound,)
+        case _:
+            return ()
+
+
+def _is_factory(alternative: Any) -> bool:
+    """Return whether an alternative is a factory, called when the alternative is chosen."""
+    return not hasattr(alternative, "invoke")

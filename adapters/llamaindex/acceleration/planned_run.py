@@ -1,0 +1,169 @@
+"""One run of an accelerated app on one server: plans in, answers to the app's calls out.
+
+Adds to `speculation` what LlamaIndex needs: a `CallBackend` for threads and coroutines, and a
+report of every call. Planning never blocks, as span handlers run in the app's event loop.
+
+Invariants: every wait ends with an answer or an exception. After the end of the run nothing runs on
+the server, except a stream that is still read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing, closing
+
+from ...client import Client
+from ...speculation.answer_stream import AnswerStream
+from ...speculation.planned_call import PlannedCall
+from ...speculation.registry import CallRecord, PlanFailedError
+from ...speculation.run import Resend, SpeculativeRun
+from ..llm.call_backend import FinalAnswer
+from ..llm.model_request import ModelRequest
+from .prompt_slots import planned_call
+from .report import CallReport, Report
+
+
+class PlannedRun:
+    """A `CallBackend` that answers calls from a plan where it can."""
+
+    def __init__(self, client: Client, report: Report, path: Callable[[], str]) -> None:
+        """Submit nothing before the first call.
+
+        Args:
+            client: of the server.
+            report: updated during the run.
+            path: returns the active parts of the app in the caller's context.
+        """
+        self._run = SpeculativeRun(
+            client,
+            "Conure.llamaindex",
+            is_streamed=False,
+            may_grow=True,
+            has_outputs=False,
+            program_ids=report.programs,
+        )
+        self._registry = self._run.calls
+        self._report = report
+        self._path = path
+        self._num_streams = 0
+        self._num_names = 0
+        self._is_over = False
+
+    def plan(self, calls: Sequence[PlannedCall]) -> None:
+        """Start calls that the app is expected to make."""
+        if not self._is_over and calls:
+            self._run.plan(calls)
+
+    def is_planned(self, call: PlannedCall) -> bool:
+        """Return whether the plan contains a call that asks the model the same."""
+        return self._registry.has_planned(call.node)
+
+    def fresh(self, hint: str) -> str:
+        """Return a variable name that the run does not use yet."""
+        with self._registry.lock:
+            self._num_names += 1
+            return f"{hint}_{self._num_names}"
+
+    def answer(self, call: ModelRequest) -> FinalAnswer:
+        """Wait for the answer to a call; see `CallBackend`."""
+        stream: AnswerStream | None = None
+        with closing(self._run.follow(*self._claim(call))) as events:
+            for stream, event in events:
+                stream.feed(event)
+        assert stream is not None, "the end of an answer is an event"
+        return FinalAnswer(stream.result(), stream.program)
+
+    async def aanswer(self, call: ModelRequest) -> FinalAnswer:
+        """`answer`, with await."""
+        stream: AnswerStream | None = None
+        async with aclosing(self._run.afollow(*self._claim(call))) as events:
+            async for stream, event in events:
+                stream.feed(event)
+        assert stream is not None, "the end of an answer is an event"
+        return FinalAnswer(stream.result(), stream.program)
+
+    def stream(self, call: ModelRequest) -> Generator[str | FinalAnswer, None, None]:
+        """Yield the answer in pieces. The call is sent now, not when the first piece is read."""
+        claimed = self._claim(call)
+        self._run.follow_texts()
+        return self._stream(*claimed)
+
+    def astream(self, call: ModelRequest) -> AsyncGenerator[str | FinalAnswer, None]:
+        """`stream`, with await."""
+        claimed = self._claim(call)
+        self._run.follow_texts()
+        return self._astream(*claimed)
+
+    def finish(self, *, is_failed: bool = False) -> None:
+        """End the run with the app: cancel planned calls that are left, unless a stream is read."""
+        with self._registry.lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            unclaimed = self._registry.unclaimed()
+            self._report.num_wasted += len(unclaimed)
+            is_cancelled = is_failed or not all(record.has_ended for record in unclaimed)
+            self._run.end(is_cancelled=is_cancelled and not self._num_streams)
+
+    def _claim(self, call: ModelRequest) -> tuple[CallRecord, Resend]:
+        """Return the planned call for a call of the app; else send the app's call.
+
+        Also returns what sends the app's call if the planned call fails because of its plan.
+        """
+        with self._registry.lock:
+            record = self._registry.claim(call.node("", ""))
+            calls, index, path = self._report.calls, len(self._report.calls), self._path()
+            if record is None:
+                calls.append(CallReport(path, is_planned=False, reason="not planned"))
+                record = self._send(call)
+            else:
+                calls.append(CallReport(path, is_planned=True))
+
+        def resend(failed: CallRecord, failure: PlanFailedError) -> CallRecord:
+            calls[index] = CallReport(path, is_planned=False, reason=f"planned, but {failure.code}")
+            return self._send(call)
+
+        return record, resend
+
+    def _send(self, call: ModelRequest) -> CallRecord:
+        return self._run.add_unplanned(planned_call(self.fresh("call"), call))
+
+    def _stream(
+        self, record: CallRecord, resend: Resend
+    ) -> Generator[str | FinalAnswer, None, None]:
+        with self._streaming():
+            stream: AnswerStream | None = None
+            with closing(self._run.follow(record, resend)) as events:
+                for stream, event in events:
+                    if text := stream.feed(event):
+                        yield text
+            assert stream is not None, "the end of an answer is an event"
+            yield FinalAnswer(stream.result(), stream.program)
+
+    async def _astream(
+        self, record: CallRecord, resend: Resend
+    ) -> AsyncGenerator[str | FinalAnswer, None]:
+        with self._streaming():
+            stream: AnswerStream | None = None
+            async with aclosing(self._run.afollow(record, resend)) as events:
+                async for stream, event in events:
+                    if text := stream.feed(event):
+                        yield text
+            assert stream is not None, "the end of an answer is an event"
+            yield FinalAnswer(stream.result(), stream.program)
+
+    @contextlib.contextmanager
+    def _streaming(self) -> Generator[None, None, None]:
+        """Count a stream. One that is left early after the app has ended cancels the programs."""
+        with self._registry.lock:
+            self._num_streams += 1
+        is_left_early = True
+        try:
+            yield
+            is_left_early = False
+        finally:
+            with self._registry.lock:
+                self._num_streams -= 1
+                if is_left_early and self._is_over and not self._num_streams:
+                    self._run.end(is_cancelled=True)

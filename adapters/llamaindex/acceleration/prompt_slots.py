@@ -1,0 +1,109 @@
+"""Prompts with slots for answers that do not exist yet.
+
+LlamaIndex formats a prompt from strings. Where an answer belongs, it is given a mark; afterwards
+`with_slots` replaces the mark by an input of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from conure.server.program.ir import Expression, Json
+
+from ...speculation.planned_call import PlannedCall
+from ..llm.model_request import ModelRequest
+
+SLOT = "\ue000{}\ue001"
+"""Format of placeholders; the characters are from Unicode's private use area."""
+
+
+class PromptSlot(NamedTuple):
+    """A position in a prompt for text that only the server has."""
+
+    placeholder: str
+    expression: Expression
+
+
+def planned_call(
+    variable: str,
+    call: ModelRequest,
+    reads: frozenset[str] = frozenset(),
+    when: Expression = None,
+    place: str = "",
+) -> PlannedCall:
+    """Return a planned call.
+
+    Args:
+        variable: receives the answer.
+        call: its prompt may read answers.
+        reads: variables that the prompt and the condition read.
+        when: condition under which the call runs; None: always.
+        place: the part of the app that makes it.
+    """
+    common = {} if when is None else {"when": when}
+    return PlannedCall(place, variable, call.node(f"{variable}_call", variable, **common), reads)
+
+
+def with_slots(call: ModelRequest, slots: Sequence[PromptSlot]) -> ModelRequest | None:
+    """Return the call with inputs in place of marks; None if a mark does not occur."""
+    found: set[str] = set()
+
+    def split(content: Json) -> Json:
+        if isinstance(content, str):
+            segments = _split(content, slots, found)
+            return content if len(segments) == 1 and "text" in segments[0] else segments
+        return [
+            piece
+            for segment in content or []
+            for piece in (_split(segment["text"], slots, found) if "text" in segment else [segment])
+        ]
+
+    messages = None
+    if call.messages is not None:
+        messages = [
+            {**message, "content": split(message.get("content"))} for message in call.messages
+        ]
+    prompt = None if call.prompt is None else split(call.prompt)
+    made = replace(call, messages=messages, prompt=prompt)
+    return made if found == {slot.placeholder for slot in slots} else None
+
+
+def text_read(variable: str) -> Expression:
+    """Return the expression for the text of an answer."""
+    return {"get": [{"var": variable}, "content"]}
+
+
+def fits(text: Expression, num_tokens: int) -> Expression:
+    """Return a condition that is true only if a text has at most `num_tokens` tokens.
+
+    It holds for every tokenizer. A byte-level tokenizer makes at most one token per byte, that is
+    one per ASCII character and four per other character.
+    """
+    is_ascii = {"eq": [{"find": [text, r"[^\x00-\x7f]"]}, None]}
+    return {
+        "or": [
+            {"not": {"gt": [{"len": text}, num_tokens // 4]}},
+            {"and": [{"not": {"gt": [{"len": text}, num_tokens]}}, is_ascii]},
+        ]
+    }
+
+
+def _split(text: str, slots: Sequence[PromptSlot], found: set[str]) -> list[dict[str, Json]]:
+    segments: list[dict[str, Json]] = [{"text": text}]
+    for slot in slots:
+        made: list[dict[str, Json]] = []
+        for segment in segments:
+            pieces = segment["text"].split(slot.placeholder) if "text" in segment else []
+            if len(pieces) < 2:
+                made.append(segment)
+                continue
+            found.add(slot.placeholder)
+            for index, piece in enumerate(pieces):
+                if index:
+                    made.append({"input": slot.expression})
+                if piece:
+                    made.append({"text": piece})
+        segments = made
+    return segments

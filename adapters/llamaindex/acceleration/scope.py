@@ -1,0 +1,97 @@
+"""The run of an accelerated app that the caller's context belongs to.
+
+LlamaIndex copies context variables to its tasks and threads, so that calls find their run.
+
+Invariant: an app inside an accelerated app belongs to the run of the outer app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.instrumentation.span import active_span_id
+
+from ...client import Client
+from ...speculation.active_run import ActiveRunVar
+from .planned_run import PlannedRun
+from .report import Report
+
+APP_CLASS = "__conure_of__"
+"""Attribute of an accelerated app's class: the class of the app itself."""
+
+
+def app_class(app: Any) -> type[Any]:
+    """Return the class of an app without acceleration."""
+    kind: type[Any] = vars(type(app)).get(APP_CLASS, type(app))
+    return kind
+
+
+class Scope:
+    """One run of an accelerated app."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        """The outermost accelerated app."""
+        self.report = Report()
+        self.is_over = False
+        """The app has ended. Code that it left running makes calls outside of the run."""
+        self.ending: asyncio.Future[None] | None = None
+        """The task that ends the run, if the app continues after its method has returned."""
+        self._runs: dict[int, PlannedRun] = {}
+        self._spans: dict[str, tuple[str, str | None]] = {}
+        self._expected: list[tuple[int, list[str]]] = []
+        self._lock = threading.RLock()  # a stream that is garbage collected ends its run
+
+    def run_on(self, client: Client) -> PlannedRun:
+        """Return the part of this run that uses a client's server."""
+        with self._lock:
+            run = self._runs.get(id(client))
+            if run is None:
+                run = self._runs[id(client)] = PlannedRun(client, self.report, self.path)
+            return run
+
+    def enter(self, span: str, name: str, parent: str | None) -> None:
+        """Record that a part of the app starts."""
+        self._spans[span] = (name, parent)
+
+    def path(self) -> str:
+        """Return the active parts of the app in the caller's context, outermost first."""
+        names: list[str] = []
+        span = active_span_id.get()
+        while span is not None and span in self._spans:
+            name, span = self._spans[span]
+            names.append(name)
+        return " > ".join(reversed(names))
+
+    def expect(self, part: Any, texts: Sequence[str]) -> None:
+        """Record that a planned part will call its own method once more, on these texts."""
+        with self._lock:
+            self._expected.append((id(part), list(texts)))
+
+    def is_expected(self, part: Any, texts: Sequence[str]) -> bool:
+        """Return whether this call was expected. It is not expected again."""
+        call = (id(part), list(texts))
+        with self._lock:
+            if call not in self._expected:
+                return False
+            self._expected.remove(call)
+            return True
+
+    def note(self, text: str) -> None:
+        """Add to the report why a part was not planned."""
+        if text not in self.report.notes:
+            self.report.notes.append(text)
+
+    def finish(self, *, is_failed: bool = False) -> None:
+        """End the run; safe to call again."""
+        with self._lock:
+            self.is_over = True
+            runs = list(self._runs.values())
+        for run in runs:
+            run.finish(is_failed=is_failed)
+
+
+ACTIVE_SCOPE = ActiveRunVar[Scope]("conure_scope")

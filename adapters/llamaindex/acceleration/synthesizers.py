@@ -1,0 +1,211 @@
+"""Plans of LlamaIndex's response synthesizers, for core 0.13 and 0.14.
+
+A planner repeats the work of the synthesizer, with its prompts and its `PromptHelper`, until an
+answer decides: how the answers of a tree level are packed, or whether a chunk fits next to the
+answer that it refines. Such a call is planned with a condition that the server checks once it has
+the answers. If the condition is false, the app makes its calls itself.
+
+Only the exact classes in `PLANNERS` are planned, because a subclass may behave differently.
+
+Invariant: the planned calls are the calls that the synthesizer makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts.prompt_utils import get_biggest_prompt
+from llama_index.core.response_synthesizers import (
+    Accumulate,
+    BaseSynthesizer,
+    CompactAndRefine,
+    Generation,
+    Refine,
+    SimpleSummarize,
+    TreeSummarize,
+)
+from llama_index.core.response_synthesizers.compact_and_accumulate import CompactAndAccumulate
+
+from ...speculation.planned_call import PlannedCall
+from .plan_builder import NotPlanned, PlanBuilder, plain
+from .prompt_slots import fits, text_read
+
+MARGIN = 8
+"""How many tokens two joined texts may have more than the two separately."""
+
+
+def plan_tree(
+    synthesizer: TreeSummarize, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> None:
+    """Plan one level of the tree, and the root if the answers fit into one prompt.
+
+    With structured answers the root is not planned.
+    """
+    plain(builder.llm, synthesizer._summary_template)
+    template = synthesizer._summary_template.partial_format(query_str=query)
+    helper = synthesizer._prompt_helper
+    chunks = helper.repack(template, text_chunks=texts, llm=builder.llm)
+    level = list(_each(builder, template, "context_str", chunks))
+    if len(level) < 2 or synthesizer._output_cls is not None:
+        return
+    stripped = [{"strip": text_read(each.variable)} for each in level]
+    slots = [builder.slot(text) for text in stripped]
+    size = helper._get_available_chunk_size(template, padding=DEFAULT_PADDING, llm=builder.llm)
+    conditions = [{"ne": [text, ""]} for text in stripped]
+    conditions.append(fits({"join": [stripped, "\n\n"]}, size - MARGIN))
+    joined = "\n\n".join(slot.placeholder for slot in slots)
+    builder.add(template, {"context_str": joined}, slots, level, {"and": conditions})
+
+
+def plan_refine(
+    synthesizer: Refine, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> None:
+    """Plan a chain of answers, each refining the one before, as long as no chunk must be split."""
+    helper = synthesizer._prompt_helper
+    first, refine = synthesizer._text_qa_template, synthesizer._refine_template
+    plain(builder.llm, first)
+    plain(builder.llm, refine)
+    padding = synthesizer._response_padding_size
+    biggest = get_biggest_prompt([first, refine])
+    chunks = [
+        chunk
+        for text in texts
+        for chunk in helper.repack(biggest, [text], llm=builder.llm, padding=padding)
+    ]
+    template = first.partial_format(query_str=query)
+    before = next(_each(builder, template, "context_str", chunks[:1]), None)
+    empty = refine.partial_format(query_str=query, existing_answer="")
+    size = helper._get_available_chunk_size(empty, padding=DEFAULT_PADDING, llm=builder.llm)
+    for chunk in chunks[1:]:
+        whole = chunk.strip()
+        left = size - helper._token_counter.get_string_tokens(whole) - MARGIN
+        if before is None or left <= 0:
+            return
+        answer = text_read(before.variable)
+        slot = builder.slot(answer)
+        template = refine.partial_format(query_str=query, existing_answer=slot.placeholder)
+        when = {"and": [{"ne": [answer, ""]}, fits(answer, left)]}
+        before = builder.add(template, {"context_msg": whole}, [slot], [before], when)
+
+
+def plan_compact(
+    synthesizer: CompactAndRefine, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> list[str]:
+    """Plan `Refine` on chunks that fill the window; return the chunks."""
+    plain(builder.llm, synthesizer._text_qa_template)
+    plain(builder.llm, synthesizer._refine_template)
+    chunks = synthesizer._make_compact_text_chunks(query, texts)
+    plan_refine(synthesizer, builder, query, chunks)
+    return chunks
+
+
+def plan_accumulate(
+    synthesizer: Accumulate, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> None:
+    """Plan one call per chunk."""
+    plain(builder.llm, synthesizer._text_qa_template)
+    template = synthesizer._text_qa_template.partial_format(query_str=query)
+    for text in texts:
+        chunks = synthesizer._prompt_helper.repack(template, [text], llm=builder.llm)
+        list(_each(builder, template, "context_str", chunks))
+
+
+def plan_compact_accumulate(
+    synthesizer: CompactAndAccumulate, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> list[str]:
+    """Plan `Accumulate` on chunks that fill the window; return the chunks."""
+    plain(builder.llm, synthesizer._text_qa_template)
+    template = synthesizer._text_qa_template.partial_format(query_str=query)
+    helper = synthesizer._prompt_helper
+    chunks = helper.repack(template, texts, llm=builder.llm)
+    plan_accumulate(synthesizer, builder, query, chunks)
+    return chunks
+
+
+def plan_simple(
+    synthesizer: SimpleSummarize, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> None:
+    """Plan one call on as much text as fits."""
+    plain(builder.llm, synthesizer._text_qa_template)
+    template = synthesizer._text_qa_template.partial_format(query_str=query)
+    helper = synthesizer._prompt_helper
+    # LlamaIndex formats this list into the prompt without joining it.
+    texts = helper.truncate(prompt=template, text_chunks=["\n".join(texts)], llm=builder.llm)
+    builder.add(template, {"context_str": texts})
+
+
+def plan_generation(
+    synthesizer: Generation, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> None:
+    """Plan one call on the query alone."""
+    builder.add(synthesizer._input_prompt, {"query_str": query})
+
+
+SynthesizerPlanner: TypeAlias = Callable[
+    [Any, PlanBuilder, str, Sequence[str]], Sequence[str] | None
+]
+"""Plans the calls of a synthesizer for a query and texts. Returns the texts with which the
+synthesizer calls `get_response` of its base class, if it does."""
+
+PLANNERS: dict[type[BaseSynthesizer], SynthesizerPlanner] = {
+    TreeSummarize: plan_tree,
+    Refine: plan_refine,
+    CompactAndRefine: plan_compact,
+    Accumulate: plan_accumulate,
+    CompactAndAccumulate: plan_compact_accumulate,
+    SimpleSummarize: plan_simple,
+    Generation: plan_generation,
+}
+"""By exact class."""
+
+
+def plan(
+    synthesizer: Any, kind: type[Any], builder: PlanBuilder, arguments: dict[str, Any]
+) -> list[str]:
+    """Plan the calls of a synthesizer in `get_response`.
+
+    Args:
+        synthesizer: before its first call.
+        kind: its class.
+        builder: receives the calls.
+        arguments: of `get_response`.
+
+    Returns:
+        The texts with which it calls `get_response` of its base class; empty if it does not.
+
+    Raises:
+        NotPlanned: if its calls cannot be known, with the reason.
+    """
+    planner = PLANNERS.get(kind)
+    if planner is None:
+        raise NotPlanned(f"the calls of a {kind.__name__} are not known")
+    if type(synthesizer._prompt_helper) is not PromptHelper:
+        raise NotPlanned("its prompt helper is not LlamaIndex's own")
+    if getattr(synthesizer, "_structured_answer_filtering", False):
+        raise NotPlanned("its answers are filtered (structured_answer_filtering)")
+    if synthesizer._streaming and issubclass(kind, Accumulate):
+        raise NotPlanned("it cannot stream")
+    builder.output_cls = synthesizer._output_cls
+    if builder.output_cls is not None and (synthesizer._streaming or issubclass(kind, Refine)):
+        raise NotPlanned("its use of structured answers (output_cls) is not known")
+    if arguments.get("prev_response") is not None:
+        raise NotPlanned("it continues an earlier response (prev_response)")
+    own = {"query_str", "text_chunks", "prev_response"}
+    own |= {"separator"} if issubclass(kind, Accumulate) else set()
+    builder.prompt_args = {name: arguments[name] for name in arguments.keys() - own}
+    if not all(isinstance(each, str | int | float) for each in builder.prompt_args.values()):
+        raise NotPlanned(f"it is called with {sorted(builder.prompt_args)}")
+    texts = list(arguments["text_chunks"])
+    return list(planner(synthesizer, builder, arguments["query_str"], texts) or [])
+
+
+def _each(
+    builder: PlanBuilder, template: BasePromptTemplate, name: str, chunks: Sequence[str]
+) -> Iterator[PlannedCall]:
+    for chunk in chunks:
+        planned = builder.add(template, {name: chunk})
+        assert planned is not None  # it has no slots
+        yield planned

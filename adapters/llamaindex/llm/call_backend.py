@@ -1,0 +1,88 @@
+"""Backends that answer calls: `DirectBackend`, and the run of an accelerated app.
+
+Invariant: if a stream is closed early or a wait is interrupted, the program is cancelled. Nothing
+is submitted for a stream before its first item is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, closing
+from typing import NamedTuple, Protocol
+
+from conure.server.program.ir import Json
+
+from ...client import AsyncClient, Client
+from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
+from ...client.connection import attach_arguments
+from ...speculation.answer_stream import AnswerStream
+from .model_request import ANSWER, CALL, ModelRequest, program_of
+
+
+class FinalAnswer(NamedTuple):
+    """An answer in the `message` form, and the id of its program."""
+
+    value: dict[str, Json]
+    program: str
+
+
+class CallBackend(Protocol):
+    """Answers calls."""
+
+    def answer(self, call: ModelRequest) -> FinalAnswer:
+        """Wait for the answer to a call.
+
+        Raises:
+            ConureError: why there is none.
+        """
+        ...
+
+    async def aanswer(self, call: ModelRequest) -> FinalAnswer:
+        """`answer`, with await."""
+        ...
+
+    def stream(self, call: ModelRequest) -> Generator[str | FinalAnswer, None, None]:
+        """Yield the answer's text in pieces, then the answer."""
+        ...
+
+    def astream(self, call: ModelRequest) -> AsyncGenerator[str | FinalAnswer, None]:
+        """`stream`, with await."""
+        ...
+
+
+class DirectBackend:
+    """Submits each call as a program."""
+
+    def __init__(self, client: Client, async_client: AsyncClient) -> None:
+        self._client = client
+        self._async_client = async_client
+
+    def answer(self, call: ModelRequest) -> FinalAnswer:
+        run = self._client.submit(program_of(call), **attach_arguments(call.timeout_s))
+        with cancel_unless_completed(run):
+            return FinalAnswer(run.result(wait_s=call.timeout_s)[ANSWER], run.id)
+
+    async def aanswer(self, call: ModelRequest) -> FinalAnswer:
+        run = await self._async_client.submit(program_of(call), **attach_arguments(call.timeout_s))
+        async with acancel_unless_completed(run):
+            return FinalAnswer((await run.result(wait_s=call.timeout_s))[ANSWER], run.id)
+
+    def stream(self, call: ModelRequest) -> Generator[str | FinalAnswer, None, None]:
+        run = self._client.submit(program_of(call), follow=True)
+        stream = AnswerStream(ANSWER, CALL, run.id)
+        with cancel_unless_completed(run):
+            with closing(run.events()) as events:
+                for event in events:
+                    if text := stream.feed(event):
+                        yield text
+            yield FinalAnswer(stream.result(), run.id)
+
+    async def astream(self, call: ModelRequest) -> AsyncGenerator[str | FinalAnswer, None]:
+        run = await self._async_client.submit(program_of(call), follow=True)
+        stream = AnswerStream(ANSWER, CALL, run.id)
+        async with acancel_unless_completed(run):
+            async with aclosing(run.events()) as events:
+                async for event in events:
+                    if text := stream.feed(event):
+                        yield text
+            yield FinalAnswer(stream.result(), run.id)

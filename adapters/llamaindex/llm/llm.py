@@ -1,0 +1,429 @@
+"""The LlamaIndex LLM `Conure`, for llama-index-core 0.12 and 0.14.
+
+Responsibility: LlamaIndex's LLM interface: chat and completion, complete and streamed, sync and
+async. `CallBackend` sends the calls.
+
+Invariants: events and callbacks are LlamaIndex's own, one pair per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import LLM, ToolSelection
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import PydanticProgramMode
+
+from conure.server.program.errors import NotFoundError
+from conure.server.program.ir import Json, Sampling
+
+from ...client import Client
+from ...client.client_cache import ClientCache
+from ..acceleration.scope import ACTIVE_SCOPE
+from .call_backend import CallBackend, DirectBackend, FinalAnswer
+from .messages import (
+    answer_message,
+    chat_response,
+    completion_response,
+    to_wire,
+    tool_selections,
+)
+from .model_request import ModelRequest
+
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
+
+DEFAULT_OUTPUT = 512
+"""Maximum number of output tokens on the server if `max_tokens` is not set."""
+
+_SAMPLING = frozenset(Sampling.__struct_fields__)
+_CONSTRAINT_FIELDS = frozenset({"constraint"})
+_TOOL_FIELDS = frozenset({"tools", "tool_choice"})
+
+
+class Conure(FunctionCallingLLM):
+    """A model on a Conure server.
+
+    Example:
+        ```python
+        llm = Conure(temperature=0, max_tokens=200)
+        print(llm.complete("Say hello"))
+        ```
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid")
+
+    model: str = "default"
+    """Name of a model on the server."""
+    base_url: str | None = None
+    """URL of the server. None: the environment variable CONURE_URL, else 127.0.0.1:8400."""
+    client: Client | None = Field(default=None, exclude=True)
+    """An open client, used instead of `base_url`. The LLM does not close it."""
+    temperature: float | None = None
+    """0 decodes greedily. None: 1."""
+    max_tokens: int | None = None
+    top_p: float | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
+    additional_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of every call that are not fields, such as `top_k`."""
+    timeout: float | None = None
+    """Seconds for one call, including the time in the queue. None: no limit."""
+    max_retries: int = 4
+    """Number of retries of a request that was rejected or not answered."""
+    is_chat_model: bool = True
+    """True: a prompt is sent as one chat message, through the model's chat template. False: the
+    model continues plain text; a chat is converted to text.
+    """
+    context_window: int | None = None
+    """Maximum number of tokens of prompt and answer together. None: the server's limit."""
+    pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.LLM
+    """Structured outputs are texts that the server constrains to their JSON schema."""
+
+    _clients: ClientCache = PrivateAttr(default_factory=ClientCache)
+    _model_infos: dict[str, dict[str, Json]] = PrivateAttr(default_factory=dict)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # LlamaIndex would remove unpicklable attributes from the LLM itself.
+        if self.client is None:
+            return super().__getstate__()
+        if not isinstance(self.client.server, str):
+            self.client.__reduce__()  # raises with the reason
+        travelling = {"client": None, "base_url": self.client.server}
+        return self.model_copy(update=travelling).__getstate__()
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the name under which LlamaIndex serializes this LLM."""
+        return "conure_llm"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Metadata of the model, requested from the server once.
+
+        Raises:
+            NotFoundError: if the server has no such model.
+            UnavailableError: if the server cannot be reached.
+        """
+        page = self._model_info()
+        window = self.context_window or page["max_model_len"]
+        return LLMMetadata(
+            context_window=window,
+            num_output=self.max_tokens or min(DEFAULT_OUTPUT, max(1, window // 4)),
+            is_chat_model=self.is_chat_model,
+            is_function_calling_model="tools" in (page.get("capabilities") or []),
+            model_name=page["id"],
+            system_role=MessageRole.SYSTEM,
+        )
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Return the model's answer to a chat."""
+        final = self.backend().answer(self.chat_request(messages, kwargs))
+        return chat_response(final.value, program=final.program)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat` for asyncio."""
+        final = await self.backend().aanswer(self.chat_request(messages, kwargs))
+        return chat_response(final.value, program=final.program)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Stream `chat`; the last chunk has the token counts."""
+        return _chat_chunks(self.backend().stream(self.chat_request(messages, kwargs)))
+
+    @llm_chat_callback()
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
+        """`stream_chat` for asyncio."""
+        return _achat_chunks(self.backend().astream(self.chat_request(messages, kwargs)))
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Return the model's answer to a prompt."""
+        final = self.backend().answer(self.completion_request(prompt, kwargs, formatted=formatted))
+        return completion_response(final.value, program=final.program)
+
+    @llm_completion_callback()
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
+        """`complete` for asyncio."""
+        call = self.completion_request(prompt, kwargs, formatted=formatted)
+        final = await self.backend().aanswer(call)
+        return completion_response(final.value, program=final.program)
+
+    @llm_completion_callback()
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
+        """Stream `complete`; the last chunk has the token counts."""
+        call = self.completion_request(prompt, kwargs, formatted=formatted)
+        return _completion_chunks(self.backend().stream(call))
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        """`stream_complete` for asyncio."""
+        call = self.completion_request(prompt, kwargs, formatted=formatted)
+        return _acompletion_chunks(self.backend().astream(call))
+
+    def structured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        """LlamaIndex's method, with answers constrained to the schema of `output_cls`."""
+        options = self.structured_output_options(output_cls, llm_kwargs)
+        return _without_span(LLM.structured_predict)(
+            self, output_cls, prompt, llm_kwargs=options, **prompt_args
+        )
+
+    async def astructured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        """`structured_predict` for asyncio."""
+        options = self.structured_output_options(output_cls, llm_kwargs)
+        return await _without_span(LLM.astructured_predict)(
+            self, output_cls, prompt, llm_kwargs=options, **prompt_args
+        )
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        options = self.structured_output_options(output_cls, llm_kwargs)
+        return super()._structured_stream_call(output_cls, prompt, options, **prompt_args)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        options = self.structured_output_options(output_cls, llm_kwargs)
+        return await super()._structured_astream_call(output_cls, prompt, options, **prompt_args)
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        messages = list(chat_history or [])
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        if user_msg is not None:
+            messages.append(user_msg)
+        prepared: dict[str, Any] = {"messages": messages, **kwargs}
+        if tools:
+            prepared["tools"] = [tool.metadata.to_openai_tool() for tool in tools]
+            prepared["tool_choice"] = "required" if tool_required else "auto"
+        return prepared
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """Return the tool calls of an answer.
+
+        Raises:
+            ValueError: if there are none and `error_on_no_tool_call`.
+        """
+        tool_calls = tool_selections(response.message)
+        if not tool_calls and error_on_no_tool_call:
+            raise ValueError(
+                f"Expected at least one tool call, but got {len(tool_calls)} tool calls."
+            )
+        return tool_calls
+
+    def chat_request(
+        self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]
+    ) -> ModelRequest:
+        """Return the request of `chat`.
+
+        Raises:
+            ValueError: if an argument of the call is unknown.
+            ProgramError: if a message has unsupported content.
+        """
+        if not self.is_chat_model:
+            assert self.messages_to_prompt is not None  # LlamaIndex sets a default
+            text = self.messages_to_prompt(messages)
+            return self.completion_request(text, kwargs, formatted=True)
+        wire = [to_wire(message) for message in messages]
+        return ModelRequest(
+            self._model(kwargs),
+            self._output_fields(kwargs),
+            messages=wire,
+            extra=_tool_fields(kwargs),
+            timeout_s=self.timeout,
+        )
+
+    def completion_request(
+        self, prompt: str, kwargs: Mapping[str, Any], *, formatted: bool
+    ) -> ModelRequest:
+        """Return the request of `complete`; raises as `chat_request`."""
+        if not formatted:
+            assert self.completion_to_prompt is not None
+            prompt = self.completion_to_prompt(prompt)
+        if self.is_chat_model:
+            return self.chat_request([ChatMessage(role=MessageRole.USER, content=prompt)], kwargs)
+        return ModelRequest(
+            self._model(kwargs),
+            self._output_fields(kwargs),
+            prompt=[{"text": prompt}],
+            timeout_s=self.timeout,
+        )
+
+    def backend(self) -> CallBackend:
+        """Return the backend of calls: the running accelerated app, or else the server directly."""
+        client = self.connection()
+        scope = ACTIVE_SCOPE.get()
+        if scope is not None and not scope.is_over:
+            return scope.run_on(client)
+        return DirectBackend(client, self._clients.asynchronous(client))
+
+    def connection(self) -> Client:
+        """Return the client that calls go through."""
+        if self.client is not None:
+            return self.client
+        return self._clients.client(self.base_url, self.max_retries)
+
+    def _model(self, kwargs: Mapping[str, Any]) -> str:
+        return str(kwargs.get("model") or self.model)
+
+    def _output_fields(self, kwargs: Mapping[str, Any]) -> dict[str, Json]:
+        """Return the sampling fields of one call; arguments of the call override the fields."""
+        settings: dict[str, Json] = {
+            name: getattr(self, name)
+            for name in ("temperature", "max_tokens", "top_p", "seed", "stop")
+        }
+        for name, value in {**self.additional_kwargs, **kwargs}.items():
+            if name in _SAMPLING or name in _CONSTRAINT_FIELDS:
+                settings[name] = value
+            elif name not in _TOOL_FIELDS and name != "model" and value is not None:
+                raise ValueError(f"unknown argument {name}={value!r} of Conure")
+        if isinstance(settings["stop"], str):
+            settings["stop"] = [settings["stop"]]
+        return {name: value for name, value in settings.items() if value not in (None, [])}
+
+    def structured_output_options(
+        self, output_cls: type[BaseModel], llm_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the arguments of a call whose answer is an `output_cls`.
+
+        They contain a `constraint`, unless the answer is a tool call.
+        """
+        options = dict(llm_kwargs or {})
+        mode = self.pydantic_program_mode
+        is_text = mode == PydanticProgramMode.LLM or (
+            mode == PydanticProgramMode.DEFAULT and not self.metadata.is_function_calling_model
+        )
+        if is_text and "constraint" not in options:
+            options["constraint"] = {"json_schema": output_cls.model_json_schema()}
+        return options
+
+    def _model_info(self) -> dict[str, Json]:
+        """Return the model's entry in `/v1/models`."""
+        if self.model not in self._model_infos:
+            pages = self.connection().models()
+            for index, page in enumerate(pages):
+                if page["id"] == self.model or (index == 0 and self.model == "default"):
+                    self._model_infos[self.model] = page
+                    break
+            else:
+                known = ", ".join(str(page["id"]) for page in pages) or "none"
+                raise NotFoundError(
+                    "model_not_found", f"model {self.model!r} not found; the server has: {known}"
+                )
+        return self._model_infos[self.model]
+
+
+def _tool_fields(kwargs: Mapping[str, Any]) -> dict[str, Json]:
+    return {name: kwargs[name] for name in sorted(_TOOL_FIELDS) if kwargs.get(name)}
+
+
+def _without_span(method: Any) -> Any:
+    """Return a method of LlamaIndex without its span, because the override has one."""
+    return getattr(method, "__wrapped__", method)
+
+
+def _chat_chunks(stream: Generator[str | FinalAnswer, None, None]) -> ChatResponseGen:
+    text = ""
+    with closing(stream):
+        for piece in stream:
+            if isinstance(piece, str):
+                text += piece
+            yield _chat_chunk(piece, text)
+
+
+async def _achat_chunks(stream: AsyncGenerator[str | FinalAnswer, None]) -> ChatResponseAsyncGen:
+    text = ""
+    async with aclosing(stream):
+        async for piece in stream:
+            if isinstance(piece, str):
+                text += piece
+            yield _chat_chunk(piece, text)
+
+
+def _completion_chunks(stream: Generator[str | FinalAnswer, None, None]) -> CompletionResponseGen:
+    for piece in _chat_chunks(stream):
+        yield _completion_chunk(piece)
+
+
+async def _acompletion_chunks(
+    stream: AsyncGenerator[str | FinalAnswer, None],
+) -> CompletionResponseAsyncGen:
+    async with aclosing(_achat_chunks(stream)) as pieces:
+        async for piece in pieces:
+            yield _completion_chunk(piece)
+
+
+def _chat_chunk(piece: str | FinalAnswer, text: str) -> ChatResponse:
+    if isinstance(piece, str):
+        return ChatResponse(message=answer_message(text), delta=piece)
+    last = chat_response(piece.value, program=piece.program)
+    last.delta = ""
+    return last
+
+
+def _completion_chunk(piece: ChatResponse) -> CompletionResponse:
+    return CompletionResponse(
+        text=piece.message.content or "",
+        delta=piece.delta,
+        raw=piece.raw,
+        logprobs=piece.logprobs,
+        additional_kwargs=piece.additional_kwargs,
+    )

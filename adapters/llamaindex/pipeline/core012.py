@@ -1,0 +1,76 @@
+"""Names of llama-index-core 0.12 that later cores lack.
+
+Importable only where `QueryPipeline` exists. Types are checked against a later core, where these
+classes have attributes of any type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+
+    class QueryComponent:
+        """A module of a pipeline."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    class ArgPackComponent(QueryComponent):
+        """Packs its inputs into a list."""
+
+    class BaseStatefulComponent(QueryComponent):
+        """Reads and writes the state of its pipeline."""
+
+    class InputComponent(QueryComponent):
+        """Passes its inputs through."""
+
+    class KwargPackComponent(QueryComponent):
+        """Packs its inputs into a dict."""
+
+    class LLMChatComponent(QueryComponent):
+        """Calls `chat` of an LLM."""
+
+    class LLMCompleteComponent(QueryComponent):
+        """Calls `complete` of an LLM."""
+
+    class LoopComponent(QueryComponent):
+        """Runs a pipeline until a condition holds."""
+
+    class PromptComponent(QueryComponent):
+        """Formats a prompt."""
+
+    class QueryPipeline(QueryComponent):
+        """A graph of components."""
+
+    def validate_and_convert_stringable(value: Any) -> str:
+        """Return a value as text for prompts."""
+        ...
+
+else:
+    from llama_index.core.base.query_pipeline.query import (
+        QueryComponent,
+        validate_and_convert_stringable,
+    )
+    from llama_index.core.llms.llm import LLMChatComponent, LLMCompleteComponent
+    from llama_index.core.prompts.base import PromptComponent
+    from llama_index.core.query_pipeline import InputComponent, QueryPipeline
+    from llama_index.core.query_pipeline.components.argpacks import (
+        ArgPackComponent,
+        KwargPackComponent,
+    )
+    from llama_index.core.query_pipeline.components.loop import LoopComponent
+    from llama_index.core.query_pipeline.components.stateful import BaseStatefulComponent
+
+__all__ = [
+    "ArgPackComponent",
+    "BaseStatefulComponent",
+    "InputComponent",
+    "KwargPackComponent",
+    "LLMChatComponent",
+    "LLMCompleteComponent",
+    "LoopComponent",
+    "PromptComponent",
+    "QueryComponent",
+    "QueryPipeline",
+    "validate_and_convert_stringable",
+]

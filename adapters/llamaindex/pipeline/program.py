@@ -1,0 +1,251 @@
+"""A QueryPipeline of core 0.12, compiled to a program.
+
+Responsibility: prompts, LLMs and packs run on the server; every other module is a client step,
+which gets the inputs that the module would get, LLM responses included. Unsupported modules are
+rejected: an edge with a function, a module that streams or loops.
+
+Invariants: compilation runs no user code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from llama_index.core.schema import NodeWithScore, TextNode
+
+from conure.server.program.errors import ProgramError
+from conure.server.program.ir import Expression, Json
+
+from ...client import Client, StepResult
+from ...names import unique_name
+from ..acceleration.plan_builder import NotPlanned
+from ..acceleration.prompt_slots import text_read
+from ..llm.llm import Conure
+from ..llm.messages import chat_response, completion_response
+from ..llm.model_request import ModelRequest
+from .core012 import (
+    BaseStatefulComponent,
+    InputComponent,
+    LoopComponent,
+    QueryComponent,
+    QueryPipeline,
+    validate_and_convert_stringable,
+)
+from .reader import GENERATED_NAME, PipelineReader, PlaceholderSource
+
+Deserializer: TypeAlias = Callable[[Json], Any]
+
+_NODE = "__llamaindex_node__"
+"""Key that marks a retrieved node among JSON values."""
+
+
+class CompiledPipeline:
+    """A pipeline compiled to a program."""
+
+    def __init__(self, pipeline: QueryPipeline, name: str) -> None:
+        self._pipeline = pipeline
+        self._nodes: list[dict[str, Json]] = []
+        self._names: set[str] = set()
+        self._used_as_text: set[str] = set()
+        self.functions: dict[str, Callable[..., Json]] = {}
+        """Functions of the client steps by name, called with keyword arguments."""
+        self._inputs = {key: self._root_inputs(key) for key in pipeline.get_root_keys()}
+        names = [name for inputs in self._inputs.values() for name in inputs]
+        if len(set(names)) != len(names):
+            raise _unsupported(
+                "inputs", f"several roots have inputs of the same name: {sorted(names)}"
+            )
+        self.inputs: list[str] = names
+        """Names of the program's inputs, which are texts."""
+        self._names |= set(names)
+        self._reader = PipelineReader(pipeline, self._add_call, self._add_client_step)
+        outputs = self._read()
+        self._leaves = {
+            key: self._leaf_output(key, outputs[key]) for key in pipeline.get_leaf_keys()
+        }
+        self.outputs: list[str] = [variable for variable, _ in self._leaves.values()]
+        """Variables from which the pipeline's result is assembled."""
+        self.program: dict[str, Json] = {
+            "name": name,
+            "variables": {each: {"type": "string"} for each in names},
+            "nodes": self._nodes,
+            "outputs": list(dict.fromkeys(self.outputs)),
+        }
+        """The program as JSON."""
+
+    def __repr__(self) -> str:
+        return f"Compiled({self.program['name']!r}, {len(self._nodes)} nodes)"
+
+    def run(self, client: Client, **inputs: str) -> Any:
+        """Run the pipeline on a server, and its client steps in threads of this process.
+
+        Args:
+            client: of the server.
+            **inputs: as for `QueryPipeline.run`, by name.
+
+        Returns:
+            The output of the pipeline's only leaf, or a dict of outputs by module.
+
+        Raises:
+            ProgramError: if the names of the inputs differ from the pipeline's.
+            ConureError: if the program failed; its cause is the exception of a module, if any.
+        """
+        return self.execute(client, **inputs)[0]
+
+    def execute(self, client: Client, **inputs: str) -> tuple[Any, StepResult]:
+        """`run`, with the program's id and receipt."""
+        if inputs.keys() != set(self.inputs):
+            raise ProgramError(
+                "to_program.inputs",
+                f"the pipeline has the inputs {sorted(self.inputs)}, got {sorted(inputs)}",
+            )
+        result = client.run(self.program, inputs=inputs, functions=self.functions)
+        outputs = {
+            key: revive(result.outputs[variable])
+            for key, (variable, revive) in self._leaves.items()
+        }
+        return (next(iter(outputs.values())) if len(outputs) == 1 else outputs), result
+
+    def _root_inputs(self, key: str) -> list[str]:
+        """Return the names of the inputs of a root."""
+        module = self._pipeline.module_dict[key]
+        if type(module) is InputComponent:
+            edges = self._pipeline.dag.out_edges(key, data=True)
+            if any(edge["src_key"] is None for _, _, edge in edges):
+                raise _unsupported(key, "its edges must name an input: set src_key")
+            return list(dict.fromkeys(edge["src_key"] for _, _, edge in edges))
+        return sorted(module.free_req_input_keys)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        inputs = {
+            key: {
+                name: self._reader.placeholder(PlaceholderSource("input", name, {"var": name}))
+                for name in names
+            }
+            for key, names in self._inputs.items()
+        }
+        outputs = self._reader.read(inputs)
+        if self._reader.notes:
+            key, _, why = self._reader.notes[0].partition(": ")
+            raise _unsupported(key, why)
+        return outputs
+
+    def _add_call(
+        self, key: str, llm: Conure, call: ModelRequest, reads: frozenset[str], kind: Any
+    ) -> PlaceholderSource:
+        self._used_as_text |= reads
+        variable = self._fresh_name(key)
+        self._nodes.append(call.node(self._fresh_name(f"{key}_call"), variable))
+        return PlaceholderSource(kind, variable, text_read(variable))
+
+    def _add_client_step(
+        self, key: str, module: QueryComponent, inputs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if isinstance(module, LoopComponent | BaseStatefulComponent):
+            raise NotPlanned(f"a {type(module).__name__} cannot be part of a program")
+        names = module.output_keys.required_keys
+        if len(names) != 1:
+            raise NotPlanned(f"a {type(module).__name__} must have one output, got {sorted(names)}")
+        (output,) = names
+        variable = self._fresh_name(key)
+        step = self._fresh_name(f"{key}_step")
+        args, revivers = {}, {}
+        for name, value in inputs.items():
+            args[name], revivers[name] = self._argument(value)
+        self._nodes.append(
+            {"id": step, "op": "client", "name": step, "args": args, "output": variable}
+        )
+
+        def function(**arguments: Json) -> Json:
+            output_value = module.run_component(
+                **{name: revivers[name](value) for name, value in arguments.items()}
+            )[output]
+            value: dict[str, Json] = {"value": _encode(output_value)}
+            if variable in self._used_as_text:  # known after the whole pipeline is read
+                value["text"] = validate_and_convert_stringable(output_value)
+            return value
+
+        self.functions[step] = function
+        text = {"get": [{"var": variable}, "text"]}
+        return {output: self._reader.placeholder(PlaceholderSource("step", variable, text))}
+
+    def _argument(self, value: Any) -> tuple[Expression, Deserializer]:
+        """Return the expression of a value with placeholders, and the deserializer of its JSON."""
+        marks = self._reader.placeholders(value)
+        if not marks:
+            return {"lit": _encode(value)}, _decode
+        if isinstance(value, list):
+            parts = [self._argument(each) for each in value]
+            return [each for each, _ in parts], lambda json: [
+                revive(item) for (_, revive), item in zip(parts, json, strict=True)
+            ]
+        if isinstance(value, dict):
+            named = {key: self._argument(each) for key, each in value.items()}
+            return {"object": {key: each for key, (each, _) in named.items()}}, lambda json: {
+                key: revive(json[key]) for key, (_, revive) in named.items()
+            }
+        if value != marks[0]:
+            for mark in marks:
+                self._used_as_text |= self._reader.variables_of(mark)
+            return self._reader.text(value), _decode
+        return _source_value(self._reader.sources[value])
+
+    def _leaf_output(self, key: str, outputs: Mapping[str, Any]) -> tuple[str, Deserializer]:
+        """Return the variable of a leaf's output, and the deserializer of the output."""
+        value: Any = next(iter(outputs.values())) if len(outputs) == 1 else dict(outputs)
+        marks = self._reader.placeholders(value)
+        expression, revive = self._argument(value)
+        if len(marks) == 1 and value == marks[0] and "var" in expression:
+            return expression["var"], revive
+        variable = self._fresh_name(f"{key}_output")
+        node = {"id": self._fresh_name(f"{key}_expr"), "op": "expr", "expr": expression}
+        self._nodes.append({**node, "output": variable})
+        return variable, revive
+
+    def _fresh_name(self, hint: str) -> str:
+        return unique_name(GENERATED_NAME.sub("module", hint), self._names)
+
+
+def _source_value(source: PlaceholderSource) -> tuple[Expression, Deserializer]:
+    """Return the expression and the deserializer of a value that exists only on the server."""
+    if source.kind == "chat":
+        return {"var": source.variable}, lambda json: chat_response(json, program="")
+    if source.kind == "completion":
+        return {"var": source.variable}, lambda json: completion_response(json, program="")
+    if source.kind == "step":
+        return {"get": [{"var": source.variable}, "value"]}, _decode
+    return source.text, _decode
+
+
+def _encode(value: Any) -> Json:
+    """Convert a value to JSON; retrieved nodes are allowed."""
+    if isinstance(value, NodeWithScore) and type(value.node) is TextNode:
+        return {_NODE: {"node": value.node.to_dict(), "score": value.score}}
+    if isinstance(value, list):
+        return [_encode(each) for each in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _encode(each) for key, each in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return msgspec.to_builtins(value)
+    raise ProgramError(
+        "llamaindex.not_json",
+        f"a {type(value).__name__} cannot be sent as JSON; let the module return text, "
+        "numbers, lists, dicts with text keys, or text nodes",
+    )
+
+
+def _decode(value: Json) -> Any:
+    if isinstance(value, list):
+        return [_decode(each) for each in value]
+    if isinstance(value, dict):
+        if value.keys() == {_NODE}:
+            node = value[_NODE]
+            return NodeWithScore(node=TextNode.from_dict(node["node"]), score=node["score"])
+        return {key: _decode(each) for key, each in value.items()}
+    return value
+
+
+def _unsupported(key: str, why: str) -> ProgramError:
+    return ProgramError("to_program.unsupported", f"module {key!r}: {why}", path=key)

@@ -1,0 +1,377 @@
+"""The requests of one run: planned and unplanned calls in, submissions and appends out.
+
+Calls go into one open program, and into another one when it is full. Calls that wait to be sent go
+together, at most `MAX_BATCH` in one request. A variable that a call reads and that no call of the
+same program writes is an input of the program; its value follows when it is known.
+
+Several requests may be under way at once: the outbox chooses the id of a program, so that calls and
+values follow a submission without waiting for its answer. A request refers only to what the
+submission contains or what the server has accepted, because requests may arrive in any order.
+
+Out of scope: connections and threads. A driver (`run`) carries out the requests and reports how
+they ended.
+
+Invariant: every call is accepted or rejected exactly once. A rejected request with several calls is
+split until only the calls at fault are rejected. A server without capacity for a plan still gets
+the unplanned calls.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from conure.server.program.errors import (
+    ConureError,
+    ExpressionError,
+    ProgramError,
+    PromptError,
+    UnavailableError,
+)
+from conure.server.program.ir import MAX_NODES, Json
+
+from ..client import ServerUnreachableError
+from .registry import CallRecord, PlannedCallRegistry, plan_failure
+
+MAX_BATCH = 256
+"""Calls in one request. The first of many calls run while the others are sent, and few requests
+exceed the size limit of a server."""
+MAX_UNDER_WAY = 16
+"""Requests without an answer. What is added meanwhile is sent together."""
+MAX_NAME_LENGTH = 256
+TOO_LARGE = 413
+"""HTTP status of a request that exceeds the size limit of the server."""
+
+OutboxAction: TypeAlias = Literal["submit", "append", "close", "cancel"]
+
+
+@dataclass(eq=False, slots=True)
+class OpenProgram:
+    """A program that calls of the run are sent to."""
+
+    id: str
+    is_open: bool
+    """Accepts calls and values."""
+    run: Any = None
+    """The driver's handle, once the submission was accepted."""
+    is_rejected: bool = False
+    """The server did not accept the submission."""
+    num_nodes: int = 0
+    inputs: set[str] = field(default_factory=set)
+    """Its input variables, of the submission and of accepted requests."""
+    given: set[str] = field(default_factory=set)
+    """Inputs whose values were sent."""
+    announced: set[str] = field(default_factory=set)
+    """Variables of appends under way."""
+    has_finished: bool = False
+    is_cancelled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class OutboxRequest:
+    """One request to the server."""
+
+    action: OutboxAction
+    body: dict[str, Any]
+    program: OpenProgram
+    records: Sequence[CallRecord] = ()
+    is_complete: bool = False
+    """A submission that nothing will be appended to."""
+
+    @property
+    def variables(self) -> set[str]:
+        """Variables that the request adds to its program."""
+        graph = self.body.get("program", self.body)
+        return {*graph.get("variables", ()), *(record.variable for record in self.records)}
+
+
+class SpeculativeOutbox:
+    """Decides what to send next."""
+
+    def __init__(
+        self,
+        registry: PlannedCallRegistry,
+        name: str,
+        *,
+        may_grow: bool = False,
+        has_outputs: bool = True,
+        program_ids: list[str] | None = None,
+    ) -> None:
+        """Start without a program.
+
+        Args:
+            registry: of the run.
+            name: of the programs.
+            may_grow: more calls may follow after those that are planned at first.
+            has_outputs: calls that no other call reads are outputs of their program.
+            program_ids: receives the ids of the programs.
+        """
+        self.programs: list[OpenProgram] = []
+        """Submitted, or under way."""
+        self.may_grow = may_grow
+        self._registry = registry
+        self._name = name[:MAX_NAME_LENGTH]
+        self._has_outputs = has_outputs
+        self._program_ids = program_ids if program_ids is not None else []
+        self._split: list[list[CallRecord]] = []
+        """Parts of rejected requests; the last one is sent next."""
+        self._ending: Literal["", "close", "cancel"] = ""
+        self._under_way: set[OutboxRequest] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request has no answer yet."""
+        return bool(self._under_way)
+
+    def next(self) -> OutboxRequest | None:
+        """Return a request to send now; None if there is none before the next answer or call."""
+        with self._registry.lock:
+            if len(self._under_way) >= MAX_UNDER_WAY:
+                return None
+            request = self._next()
+            if request is not None:
+                self._under_way.add(request)
+            return request
+
+    def accepted(self, request: OutboxRequest, run: Any = None) -> None:
+        """Record that the server accepted a request.
+
+        Args:
+            request: from `next`.
+            run: handle on the new program of a submission.
+        """
+        with self._registry.lock:
+            self._under_way.discard(request)
+            program = request.program
+            if request.action == "submit":
+                program.run = run
+                self._program_ids.append(program.id)
+            else:
+                program.announced -= request.variables
+                program.inputs.update(request.body.get("variables", ()))
+
+    def rejected(self, request: OutboxRequest, failure: Exception) -> None:
+        """Record that the server did not accept a request, or could not be reached."""
+        with self._registry.lock:
+            self._under_way.discard(request)
+            program = request.program
+            program.announced -= request.variables
+            if request.action == "submit":
+                program.is_rejected, program.is_open = True, False
+                self.programs.remove(program)
+            if request.action not in ("submit", "append"):
+                return  # the lease of the program ends it
+            for record in request.records:
+                record.is_sent, record.program = False, ""
+            if program.is_rejected and request.action == "append":
+                # It overtook the submission of a program that does not exist.
+                self._send_again(request.records)
+                return
+            message = getattr(failure, "message", str(failure))
+            if not request.records:
+                self._registry.rejections.append(message)
+                names = set(request.body["inputs"])
+                self._registry.reject_values(names, program.id, _conure_error(failure))
+                return
+            self._reject(list(request.records), failure, message)
+
+    def _send_again(self, records: Sequence[CallRecord]) -> None:
+        """Send calls to another program, as the submission of theirs was rejected."""
+        open_records = [record for record in records if record.is_open]
+        self._registry.unsent.extendleft(reversed(open_records))
+
+    def _reject(self, records: list[CallRecord], failure: Exception, message: str) -> None:
+        if len(records) > 1 and _is_fault_of_one_call(failure):
+            half = len(records) // 2
+            self._split += [records[half:], records[:half]]
+            return
+        failure = _conure_error(failure)
+        planned = [record for record in records if record.is_planned]
+        unplanned = [record for record in records if not record.is_planned]
+        if planned:
+            self._registry.rejections.append(message)
+        if isinstance(failure, ServerUnreachableError):
+            self._registry.reject(records, failure)
+            return
+        self._registry.reject(planned, plan_failure(failure))
+        if planned and unplanned:
+            self._split.append(unplanned)
+        else:
+            self._registry.reject(unplanned, failure)
+
+    def program_ended(
+        self, program: OpenProgram, failure: Exception, *, has_finished: bool
+    ) -> None:
+        """Record that no more events of a program will be read.
+
+        Args:
+            program: of this run.
+            failure: for its calls without an answer.
+            has_finished: it finished; else its events cannot be read.
+        """
+        with self._registry.lock:
+            program.has_finished = has_finished
+            is_last = program.is_open and program is self.programs[-1]
+            self._registry.end_program(program.id, _conure_error(failure), is_last=is_last)
+
+    def end(self, *, is_cancelled: bool) -> None:
+        """End the programs: cancel them, or close them once everything is sent."""
+        with self._registry.lock:
+            self._ending = "cancel" if is_cancelled else "close"
+            self._registry.close()
+            if is_cancelled and self._registry.failure is not None:
+                unsent = [*self._registry.unsent, *(r for part in self._split for r in part)]
+                self._registry.reject(unsent, self._registry.failure)
+
+    def _next(self) -> OutboxRequest | None:
+        if self._ending != "cancel":
+            request = self._next_values() or self._next_calls()
+            if request is not None:
+                return request
+        return self._next_end()
+
+    def _next_end(self) -> OutboxRequest | None:
+        for program in self.programs:
+            if program.run is None or program.has_finished:
+                continue
+            if self._ending == "cancel" and not program.is_cancelled:
+                program.is_open, program.is_cancelled = False, True
+                return OutboxRequest("cancel", {}, program)
+            if self._ending == "close" and program.is_open and not program.announced:
+                program.is_open = False
+                return OutboxRequest("close", {"close": True}, program)
+        return None
+
+    def _next_values(self) -> OutboxRequest | None:
+        """Values of inputs by which a call on the server can start.
+
+        A value that is known before the other values that its calls wait for is sent with them.
+        """
+        registry = self._registry
+        for program in self.programs:
+            known = (program.inputs - program.given) & registry.values.keys()
+            if not (program.is_open and known):
+                continue
+            names: set[str] = set()
+            for record in registry.records.values():
+                if record.program == program.id and record.is_open and record.call.reads & known:
+                    missing = program.inputs - program.given - known
+                    if not record.call.reads & missing:
+                        names |= record.call.reads & known
+            if names:
+                program.given |= names
+                inputs = {name: registry.values[name] for name in sorted(names)}
+                return OutboxRequest("append", {"inputs": inputs}, program)
+        return None
+
+    def _next_calls(self) -> OutboxRequest | None:
+        registry = self._registry
+        while self._split:
+            records = [record for record in self._split.pop() if record.is_open]
+            if records:
+                return self._request(records)
+        program = self.programs[-1] if self.programs else None
+        held = set() if program is None else set(program.announced)
+        taken: list[CallRecord] = []
+        for record in registry.unsent:
+            if len(taken) < MAX_BATCH and not record.call.reads & held:
+                taken.append(record)
+            else:
+                held.add(record.variable)
+        if not any(self._can_run(record) for record in taken):
+            return None
+        chosen = set(taken)
+        registry.unsent = deque(record for record in registry.unsent if record not in chosen)
+        return self._request(taken)
+
+    def _can_run(self, record: CallRecord) -> bool:
+        """Whether all that a call reads has a value, or is an answer that the server makes."""
+        registry = self._registry
+        return all(
+            name in registry.values
+            or ((read := registry.records.get(name)) is not None and read.is_sent)
+            for name in record.call.reads
+        )
+
+    def _request(self, records: list[CallRecord]) -> OutboxRequest:
+        program = self.programs[-1] if self.programs else None
+        if program is not None and not (
+            program.is_open and program.num_nodes + len(records) <= MAX_NODES
+        ):
+            program = None
+        if program is None:
+            return self._submission(records)
+        body = self._graph(records, program)
+        request = OutboxRequest("append", body, program, records)
+        self._mark_sent(request, program)
+        program.announced |= request.variables
+        return request
+
+    def _submission(self, records: list[CallRecord]) -> OutboxRequest:
+        body = self._graph(records, None)
+        inputs = body.pop("inputs")
+        is_complete = (
+            not (self.may_grow or self._registry.unsent or self._split)
+            and body["variables"].keys() == inputs.keys()
+        )
+        program = OpenProgram(f"p_{secrets.token_hex(12)}", is_open=not is_complete)
+        program.inputs.update(body["variables"])
+        program.given.update(inputs)
+        self.programs.append(program)
+        submission = {
+            "id": program.id,
+            "program": body | {"name": self._name},
+            "inputs": inputs,
+            # An attached program ends when its client is gone.
+            "options": {"detach": False},
+        }
+        request = OutboxRequest("submit", submission, program, records, is_complete)
+        self._mark_sent(request, program)
+        return request
+
+    def _mark_sent(self, request: OutboxRequest, program: OpenProgram) -> None:
+        program.num_nodes += len(request.records)
+        program.given.update(request.body.get("inputs", ()))
+        for record in request.records:
+            record.is_sent, record.program = True, program.id
+
+    def _graph(self, records: list[CallRecord], program: OpenProgram | None) -> dict[str, Any]:
+        """The nodes of calls, with the inputs that they read and the program lacks."""
+        registry = self._registry
+        writers = set(records)
+        inputs: dict[str, Json] = {}
+        for name in dict.fromkeys(name for r in records for name in sorted(r.call.reads)):
+            writer = registry.records.get(name)
+            is_written = writer is not None and (
+                writer in writers or (program is not None and writer.program == program.id)
+            )
+            if not is_written and (program is None or name not in program.inputs):
+                inputs[name] = {}
+        outputs: list[str] = []
+        if self._has_outputs:
+            read_later = {name for record in registry.unclaimed() for name in record.call.reads}
+            outputs = [r.variable for r in records if r.variable not in read_later]
+        return {
+            "variables": inputs,
+            "nodes": [{**record.call.node, "on_error": "isolate"} for record in records],
+            "inputs": {name: registry.values[name] for name in inputs if name in registry.values},
+            "outputs": outputs,
+        }
+
+
+def _conure_error(failure: Exception) -> ConureError:
+    """Return a failure as the error of a call: connections and clients raise their own classes."""
+    if isinstance(failure, ConureError):
+        return failure
+    error = UnavailableError("client.stream", f"the connection was lost: {failure!r}")
+    error.__cause__ = failure
+    return error
+
+
+def _is_fault_of_one_call(failure: Exception) -> bool:
+    """Whether a smaller request may succeed: it would not help against a wrong key, say."""
+    is_invalid = isinstance(failure, ProgramError | PromptError | ExpressionError | ValueError)
+    return is_invalid or getattr(failure, "status", None) == TOO_LARGE

@@ -1,0 +1,333 @@
+"""The driver of a run: it sends the run's requests, reads its events and waits for its calls.
+
+Requests and events are tasks of the client's I/O thread. Calls can be awaited by threads and by
+coroutines of any event loop, in one run.
+
+Out of scope: what is sent (`outbox`) and what events mean (`registry`).
+
+Invariants: every call that is waited for ends with an answer or an exception, also if the server
+goes away. After the end of the run, its programs are closed or cancelled; a program whose client is
+gone ends by its lease. No method blocks but those that are documented to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import Final, TypeAlias
+
+from conure.server.program.errors import ConureError, RunError
+from conure.server.program.ir import Json
+from conure.server.program.status import Event, EventType
+
+from ..client import AsyncRun, Client, NotReadyError
+from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, AnswerStream, program_failure
+from .outbox import OpenProgram, OutboxRequest, SpeculativeOutbox
+from .planned_call import PlannedCall
+from .registry import CallRecord, PlanFailedError, PlannedCallRegistry
+
+Resend: TypeAlias = Callable[[CallRecord, PlanFailedError], CallRecord]
+"""Sends a call of the application whose planned call failed because of its plan."""
+
+logger = logging.getLogger(__name__)
+
+CANCEL_TIMEOUT_S: Final = 5.0
+"""How long the end of a run waits until its programs are cancelled."""
+ARRIVAL_S: Final = 2.0
+"""How long the server holds an append that overtakes the submission of its program."""
+
+
+class SpeculativeRun:
+    """One run on one server."""
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        *,
+        is_streamed: bool,
+        may_grow: bool = False,
+        has_outputs: bool = True,
+        program_ids: list[str] | None = None,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            client: of the server.
+            name: of the programs.
+            is_streamed: answers are wanted in pieces. Else texts are not requested from the
+                server before `follow_texts`.
+            may_grow: see `SpeculativeOutbox`.
+            has_outputs: see `SpeculativeOutbox`.
+            program_ids: see `SpeculativeOutbox`.
+        """
+        self.calls = PlannedCallRegistry()
+        self.outbox = SpeculativeOutbox(
+            self.calls, name, may_grow=may_grow, has_outputs=has_outputs, program_ids=program_ids
+        )
+        self.server = client.server
+        """Identifies the server: see `Client.server`."""
+        self._client = client
+        self._name = name
+        self._is_streamed = is_streamed
+        self._has_reply: Future[None] = Future()
+        """Done when the first request has ended."""
+        self._is_idle: Future[None] = Future()
+        """Done while no request is under way."""
+        self._is_idle.set_result(None)
+
+    # --- calls ----------------------------------------------------------------------------
+
+    def plan(self, calls: Iterable[PlannedCall], values: Mapping[str, Json] | None = None) -> None:
+        """Add planned calls and values that they read, and send what can run."""
+        self.calls.plan(calls, values)
+        self.flush()
+
+    def set_values(self, values: Mapping[str, Json]) -> None:
+        """Add values that the application computed, and send them."""
+        self.calls.set_values(values)
+        self.flush()
+
+    def add_unplanned(self, call: PlannedCall) -> CallRecord:
+        """Add a call that the application makes, and send it."""
+        record = self.calls.add_unplanned(call)
+        self.flush()
+        return record
+
+    def flush(self) -> None:
+        """Start to send what is pending."""
+        with self.calls.lock:
+            while (request := self.outbox.next()) is not None:
+                if self._is_idle.done():
+                    self._is_idle = Future()
+                try:
+                    self._client.io_thread.start_task(self._write, request)
+                except RuntimeError as failure:  # the client is closed
+                    self._rejected(request, failure)
+                    self._request_ended()
+
+    def follow_texts(self) -> None:
+        """Read texts from now on, including those of calls that were sent before."""
+        with self.calls.lock:
+            if self._is_streamed:
+                return
+            self._is_streamed = True
+            for program in self.outbox.programs:
+                if program.run is not None:
+                    self._client.io_thread.start_task(self._read_texts, program.run)
+
+    # --- answers --------------------------------------------------------------------------
+
+    def follow(
+        self, record: CallRecord, resend: Resend, timeout_s: float | None = None
+    ) -> Generator[tuple[AnswerStream, Event], None, None]:
+        """Yield the events of a call, each with the stream to feed it to. Blocks.
+
+        Ends when the answer is complete. If the planned call failed because of its plan, the events
+        are those of the call that `resend` sends.
+
+        Raises:
+            NotReadyError: if the call has not ended within `timeout_s` seconds.
+            Exception: why the call has no answer.
+        """
+        while True:
+            stream = AnswerStream(record.variable, record.node_id)
+            try:
+                with contextlib.closing(self._events(record, timeout_s)) as events:
+                    for event in events:
+                        yield stream, event
+                        if stream.is_complete:
+                            return
+            except PlanFailedError as failure:
+                record = resend(record, failure)
+
+    async def afollow(
+        self, record: CallRecord, resend: Resend, timeout_s: float | None = None
+    ) -> AsyncGenerator[tuple[AnswerStream, Event], None]:
+        """`follow`, for coroutines of any loop."""
+        while True:
+            stream = AnswerStream(record.variable, record.node_id)
+            try:
+                async with aclosing(self._aevents(record, timeout_s)) as events:
+                    async for event in events:
+                        yield stream, event
+                        if stream.is_complete:
+                            return
+            except PlanFailedError as failure:
+                record = resend(record, failure)
+
+    def _events(self, record: CallRecord, timeout_s: float | None) -> Generator[Event, None, None]:
+        """Yield the events of a call until it ends."""
+        if not self._client.may_wait:
+            # The garbage collector closes a generator that first reads its input to the end, as
+            # those of LangChain do. End that generator, silently.
+            raise GeneratorExit
+        inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self.calls.listen(record, inbox.put)
+        try:
+            if timeout_s is not None and record.is_open:
+                # An unreachable server is reported as unreachable, not as a timeout.
+                self._has_reply.result()
+            end_s = None if timeout_s is None else time.monotonic() + timeout_s
+            while True:
+                left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+                try:
+                    event = inbox.get(timeout=left_s)
+                except queue.Empty:
+                    raise NotReadyError.after(timeout_s) from None
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.calls.unlisten(record, inbox.put)
+
+    async def _aevents(
+        self, record: CallRecord, timeout_s: float | None
+    ) -> AsyncGenerator[Event, None]:
+        """`_events`, for coroutines of any loop."""
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[Event | Exception] = asyncio.Queue()
+
+        def put(event: Event | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+        self.calls.listen(record, put)
+        try:
+            if timeout_s is not None and record.is_open:
+                await asyncio.wait([asyncio.wrap_future(self._has_reply)])
+            end_s = None if timeout_s is None else time.monotonic() + timeout_s
+            while True:
+                left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+                try:
+                    event = await asyncio.wait_for(inbox.get(), left_s)
+                except TimeoutError:
+                    raise NotReadyError.after(timeout_s) from None
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.calls.unlisten(record, put)
+
+    # --- end ------------------------------------------------------------------------------
+
+    def end(self, *, is_cancelled: bool) -> None:
+        """Start to close the programs, or to cancel them."""
+        self.outbox.end(is_cancelled=is_cancelled)
+        self.flush()
+
+    def wait_until_sent(self) -> None:
+        """Block until the pending requests are answered, at most `CANCEL_TIMEOUT_S`."""
+        if self._client.may_wait:
+            with contextlib.suppress(TimeoutError):
+                self._is_idle.result(CANCEL_TIMEOUT_S)
+
+    async def await_until_sent(self) -> None:
+        """`wait_until_sent`, for coroutines; completes even if the caller is cancelled."""
+        idle = asyncio.ensure_future(
+            asyncio.wait([asyncio.wrap_future(self._is_idle)], timeout=CANCEL_TIMEOUT_S)
+        )
+        await asyncio.shield(idle)
+
+    # --- tasks of the I/O thread ----------------------------------------------------------
+
+    async def _write(self, request: OutboxRequest) -> None:
+        try:
+            await self._carry_out(request)
+        except asyncio.CancelledError:
+            self._rejected(request, RuntimeError("the client was closed"))
+            raise
+        except Exception as failure:
+            self._rejected(request, failure)
+        finally:
+            self._request_ended()
+
+    def _request_ended(self) -> None:
+        with self.calls.lock:
+            if not self._has_reply.done():
+                self._has_reply.set_result(None)
+            self.flush()
+            if not (self.outbox.is_busy or self._is_idle.done()):
+                self._is_idle.set_result(None)
+
+    async def _carry_out(self, request: OutboxRequest) -> None:
+        program = request.program
+        if request.action == "submit":
+            await self._submit(request)
+        elif request.action == "cancel":
+            self.calls.note_started(await program.run.cancel())
+            self.outbox.accepted(request)
+        else:
+            wait_s = ARRIVAL_S if program.run is None else 0.0
+            await self._client.twin.append(program.id, request.body, wait_s=wait_s)
+            self.outbox.accepted(request)
+
+    async def _submit(self, request: OutboxRequest) -> None:
+        types = self._types
+        run = await self._client.twin.submit(
+            request.body, open=not request.is_complete, follow=True, types=types
+        )
+        # Taken before `follow_texts` can read events of this run.
+        events = run.events(types=types)
+        start = self._client.io_thread.start_task
+        with self.calls.lock:
+            self.outbox.accepted(request, run)
+            lacks_texts = self._types != types  # `follow_texts` was called during the request
+        start(self._read_events, request.program, events)
+        if lacks_texts:
+            start(self._read_texts, run)
+
+    async def _read_events(self, program: OpenProgram, events: AsyncGenerator[Event, None]) -> None:
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    self._read(program, event)
+            self._reading_ended(program)
+        except asyncio.CancelledError:
+            self._read_failed(program, RunError("run.ended", "the client was closed"))
+            raise
+        except Exception as failure:
+            self._read_failed(program, failure)
+
+    async def _read_texts(self, run: AsyncRun) -> None:
+        # Results and errors are reported by the other reader.
+        with contextlib.suppress(ConureError, RuntimeError):
+            async with aclosing(run.events(types=TEXT_EVENTS)) as events:
+                async for event in events:
+                    if event.type in TEXT_EVENTS:
+                        self.calls.on_event(event)
+
+    @property
+    def _types(self) -> frozenset[EventType]:
+        return RESULT_EVENTS | TEXT_EVENTS if self._is_streamed else RESULT_EVENTS
+
+    def _rejected(self, request: OutboxRequest, failure: Exception) -> None:
+        if request.action in ("submit", "append"):
+            logger.info("calls of %s not accepted: %s", self._name, failure)
+        self.outbox.rejected(request, failure)
+
+    def _read_failed(self, program: OpenProgram, failure: Exception) -> None:
+        # After the end of the run its client may be closed.
+        if not isinstance(failure, ConureError) and self.calls.failure is None:
+            logger.exception("events of %s could not be read", program.id)
+        self.outbox.program_ended(program, failure, has_finished=False)
+
+    def _reading_ended(self, program: OpenProgram) -> None:
+        # A program that ended elsewhere may leave a stream without its last events.
+        if not program.has_finished:
+            failure = RunError("run.ended", f"the events of program {program.id} ended early")
+            self.outbox.program_ended(program, failure, has_finished=False)
+
+    def _read(self, program: OpenProgram, event: Event) -> None:
+        if event.type == "program.finished":
+            self.outbox.program_ended(program, program_failure(event), has_finished=True)
+            return
+        self.calls.on_event(event)
+        if event.type == "variable.committed":
+            self.flush()

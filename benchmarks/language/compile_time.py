@@ -1,0 +1,109 @@
+"""Compile times of the decoder language: realistic texts up to 64 KiB, and hostile ones.
+
+Usage: `python -m benchmarks.language.compile_time`. Prints, for each kind of text, the size, the
+number of syntax nodes, and the median, the 99th percentile and the maximum of the CPU time.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from conure.server.language.compiler import compile_source
+from conure.server.language.errors import LanguageError
+from conure.server.language.syntax import MAX_SOURCE_BYTES, rewrite
+
+WORDS = ("the", "answer", "should", "be", "short", "and", "name", "source", "of", "every", "figure")
+ROUNDS = 200
+
+
+def prose(rng: random.Random, size: int) -> str:
+    """Return a text of about `size` characters."""
+    words: list[str] = []
+    length = 0
+    while length < size:
+        words.append(rng.choice(WORDS))
+        length += len(words[-1]) + 1
+    return " ".join(words)
+
+
+def application(rng: random.Random, size: int, num_calls: int) -> str:
+    """Return a program of `size` bytes: long instructions, and calls that share a context."""
+    share = (size - 170 * num_calls) // (num_calls + 1)
+    lines = ["question: str", f"context = [system({prose(rng, share)!r}), user(question)]"]
+    for number in range(num_calls):
+        lines += [
+            "with job():",
+            f"    a{number} = llm_chat(context + [system({prose(rng, share)!r})], max_tokens=64)",
+            f"    if a{number}.contains('x'):",
+            f"        yield {{'a{number}': a{number}['content']}}",
+        ]
+    return "\n".join(lines)[:size]
+
+
+def dense(num_calls: int) -> str:
+    """Return a program of calls without long texts."""
+    call = "a{0} = llm_chat([system('Be brief.'), user(f'{{question}} {0}')], max_tokens=20)"
+    lines = ["question: str", *(call.format(number) for number in range(num_calls))]
+    return "\n".join([*lines, "yield a0"])
+
+
+def measure(compile_it: Callable[[], object], rounds: int) -> list[float]:
+    """Return the CPU times of some rounds in milliseconds."""
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        compile_it()
+        times.append(1000 * (time.process_time() - start))
+    return sorted(times)
+
+
+def report(name: str, source: str, times: Sequence[float]) -> None:
+    """Print one line of the table."""
+    try:
+        num_nodes = sum(1 for _ in ast.walk(ast.parse(rewrite(source))))
+    except (SyntaxError, ValueError):
+        num_nodes = 0
+    p99 = times[min(len(times) - 1, int(0.99 * len(times)))]
+    sys.stdout.write(
+        f"{name:28} {len(source.encode()):7,} bytes {num_nodes:6,} nodes   "
+        f"median {statistics.median(times):7.2f}  p99 {p99:7.2f}  max {times[-1]:7.2f} ms\n"
+    )
+
+
+def attempt(source: str) -> None:
+    """Compile a text that may be invalid."""
+    with contextlib.suppress(LanguageError):
+        compile_source(source, signatures={})
+
+
+def main() -> None:
+    """Print all measurements."""
+    rng = random.Random(0)
+    for num_calls in (3, 10, 30, 60):
+        source = application(rng, MAX_SOURCE_BYTES - 100, num_calls)
+        compile_source(source, signatures={})
+        times = measure(partial(compile_source, source, signatures={}), ROUNDS)
+        report(f"application, {num_calls} calls", source, times)
+    for num_calls in (30, 100, 200):
+        source = dense(num_calls)
+        times = measure(partial(compile_source, source, signatures={}), ROUNDS // 4)
+        report(f"dense, {num_calls} calls", source, times)
+    for name, source in {
+        "f-string of 16,000 slots": "f'" + "{x}" * 16_000 + "'",
+        "64 KiB of `x=1`": "x=1\n" * 16_000,
+        "doubling functions": "def f0(x):\n    return gen(x)\n"
+        + "".join(f"def f{i}(x):\n    return f{i - 1}(x) + f{i - 1}(x)\n" for i in range(1, 15))
+        + "yield f14('a')",
+    }.items():
+        report(name, source, measure(partial(attempt, source), 5))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A lower bound for the time of a case: bytes by bandwidth, products by matrix rate.
+
+Prefill counts the products with the weights only; decoding counts the bytes of the weights and
+of every key and value once per step. Attention products and everything else are ignored, so
+the bound is too low rather than too high.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .cases import Case
+
+_ROUNDS = 7
+
+
+class Machine(NamedTuple):
+    """Measured rates of this machine, with the number of threads that the systems use."""
+
+    bytes_per_s: float
+    """Memory read bandwidth."""
+    products_per_s: float
+    """Multiplications plus additions per second of a bfloat16 product of the model's shape."""
+
+
+class Model(NamedTuple):
+    """The sizes of a model that determine its time."""
+
+    num_weights: int
+    """Weights that each token is multiplied with."""
+    element_bytes: int
+    kv_bytes: int
+    """Keys and values of one token in all layers."""
+    hidden: int
+    intermediate: int
+
+
+def read(folder: Path) -> Model:
+    """Read the sizes of a Llama from its config."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    layer = 2 * hidden * heads * dim + 2 * hidden * kv_heads * dim + 3 * hidden * inner
+    layers = config["num_hidden_layers"]
+    element = 4 if config.get("dtype") == "float32" else 2
+    return Model(
+        layers * layer + hidden * config["vocab_size"],
+        element,
+        layers * 2 * kv_heads * dim * element,
+        hidden,
+        inner,
+    )
+
+
+def measure(model: Model, threads: int) -> Machine:
+    """Measure memory bandwidth and matrix rate of this machine, the best of several tries."""
+    torch.set_num_threads(threads)
+    memory = torch.ones(2**26)
+    dtype = torch.bfloat16 if model.element_bytes == 2 else torch.float32
+    left = torch.randn(512, model.hidden).to(dtype)
+    right = torch.randn(2 * model.intermediate, model.hidden).to(dtype)
+    read_s = _best(memory.sum)
+    product_s = _best(lambda: torch.nn.functional.linear(left, right))
+    products = 2 * 512 * model.hidden * 2 * model.intermediate
+    return Machine(memory.numel() * 4 / read_s, products / product_s)
+
+
+def seconds(case: Case, model: Model, machine: Machine) -> float:
+    """Return the lower bound of a case in seconds."""
+    prompt_s = 2 * model.num_weights * case.num_distinct / machine.products_per_s
+    num_kv = case.num_prefix + sum(len(p) - case.num_prefix for p in case.prompts)
+    # The first token of an output is part of the prefill.
+    steps = case.max_tokens - 1
+    grown = len(case.prompts) * steps * (steps + 1) / 2
+    num_bytes = float(steps * model.num_weights * model.element_bytes)
+    num_bytes += (steps * num_kv + grown) * model.kv_bytes
+    return prompt_s + num_bytes / machine.bytes_per_s
+
+
+def _best(work: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best

@@ -1,0 +1,105 @@
+"""A program reduced to what its calls cost: lengths, prefixes and priorities, without text.
+
+A profile is built once from a program and shared by all its runs. Text is not tokenised: a table
+defines the number of tokens of each segment, and `max_tokens` the length of each output.
+
+Out of scope: time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from msgspec import UNSET
+
+from conure.server.program.graph.critical_path import get_remaining
+from conure.server.program.graph.graph import Graph, Slot
+from conure.server.program.graph.objectives import PerformanceObjective, get_perf_objective
+from conure.server.program.ir import GenerateNode, Objective, Program
+from conure.server.program.prompt_prefix import prefixes
+from conure.server.runtime.calls.outputs import output_specs
+from conure.server.scheduling.service_time import ServiceTimeEstimator
+
+
+class Boundary(NamedTuple):
+    """The end of a segment."""
+
+    digest: bytes
+    num_tokens: int
+    """Tokens from the start of the prompt."""
+    is_constant: bool
+
+
+class CallShape(NamedTuple):
+    """Lengths, boundaries and priority of one call."""
+
+    num_prompt: int
+    num_output: int
+    boundaries: tuple[Boundary, ...]
+    """Ends of the segments of the prompt, and of the output."""
+    performance: PerformanceObjective
+    priority: int
+
+
+class WorkloadProfile(NamedTuple):
+    """A program that can be run any number of times."""
+
+    graph: Graph
+    calls: dict[str, CallShape]
+    total_s: float
+    """Duration on idle engines, by the scheduler's initial averages."""
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        lengths: Mapping[str, int],
+        objectives: Mapping[str, Objective] | None = None,
+    ) -> WorkloadProfile:
+        """Analyse a program.
+
+        Args:
+            program: its calls have one output each, at the end of a `prompt`, of exactly
+                `max_tokens`; inputs of prompts are variables.
+            lengths: number of tokens of every text and input variable.
+            objectives: objectives of its outputs.
+        """
+        graph = Graph.build(
+            program, dict.fromkeys(program.variables, ""), objectives=dict(objectives or {})
+        )
+        known = dict(lengths)
+        for node in graph.nodes.values():
+            if isinstance(node, GenerateNode):
+                known |= {t.variable: t.sampling.max_tokens or 0 for t in output_specs(node)}
+        performances = get_perf_objective(graph)
+        calls = {
+            node.id: _shape(node, known, performances[node.id])
+            for node in graph.nodes.values()
+            if isinstance(node, GenerateNode)
+        }
+        pace = ServiceTimeEstimator()
+
+        def seconds(slot: Slot) -> float:
+            call = calls.get(slot.node)
+            return 0.0 if call is None else pace.estimate_s(call.num_prompt, call.num_output)
+
+        total_s = max(get_remaining(graph, seconds).values(), default=0.0)
+        return cls(graph, calls, total_s)
+
+
+def _shape(
+    node: GenerateNode, lengths: Mapping[str, int], performance: PerformanceObjective
+) -> CallShape:
+    assert node.prompt is not UNSET, "calls of a simulation have a prompt"
+    ends, total = [], 0
+    for segment in node.prompt:
+        for name in (segment.text, segment.input, segment.output):
+            if isinstance(name, str):
+                total += lengths[name]
+        ends.append(total)
+    (target,) = output_specs(node)
+    known = prefixes(node)
+    boundaries = tuple(map(Boundary, known.hashes, ends, known.constants))
+    num_output = lengths[target.variable]
+    return CallShape(total - num_output, num_output, boundaries, performance, node.priority)

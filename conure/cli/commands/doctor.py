@@ -1,0 +1,270 @@
+"""`conure doctor`: find out why a server cannot start, or is slower than it could be.
+
+Each check reads one fact about this machine and names the cause and the cure of a problem. No check
+changes anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from conure import __version__
+from conure.server.config import DEFAULT_HOST, DEFAULT_PORT, default_data_folder
+
+from ..command import ExitCode
+from ..main import EXTRA_OF_MODULE
+from ..terminal import pretty
+
+OLDEST_PYTHON = (3, 11)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+MEMORY_INFO = Path("/proc/meminfo")
+MIN_CACHE_BYTES = 256 << 20
+"""Smallest useful memory for KV cache and activations, in addition to the weights."""
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    level: Literal["ok", "note", "problem"]
+    subject: str
+    text: str
+    """What was found and, unless all is well, what to do."""
+
+
+class Machine(NamedTuple):
+    """What the checks read. Tests replace it."""
+
+    has_module: Callable[[str], bool]
+    has_driver: bool
+    """An NVIDIA driver is loaded."""
+    torch_cuda: str | None
+    """CUDA version that torch was built for; None without CUDA or without torch."""
+    cuda_error: str
+    """Why torch cannot use a GPU; empty if it can."""
+    available_bytes: int
+    compiler: str | None
+    """Path of the C++ compiler."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `conure doctor`."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="model directory that a server shall load"
+    )
+    parser.add_argument("--host", default=DEFAULT_HOST, help="address that a server shall use")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="port that a server shall use"
+    )
+    parser.add_argument("--data", type=Path, help="journal directory that a server shall use")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings; return 1 if one of them is a problem."""
+    machine = read_machine()
+    findings = [
+        *check_python(),
+        *check_extras(machine),
+        *check_gpu(machine),
+        *check_compiler(machine),
+        *check_port(arguments.host, arguments.port),
+        *check_data(arguments.data or default_data_folder()),
+        *check_model(arguments.model, machine),
+    ]
+    if arguments.json:
+        found = [finding._asdict() for finding in findings]
+        sys.stdout.write(pretty(found) + "\n")
+    else:
+        for finding in findings:
+            sys.stdout.write(f"{finding.level:<8} {finding.subject:<9} {finding.text}\n")
+    has_problem = any(finding.level == "problem" for finding in findings)
+    return ExitCode.FAILED if has_problem else ExitCode.DONE
+
+
+def read_machine() -> Machine:
+    """Read the facts about this machine."""
+    torch_cuda, cuda_error = _torch_cuda()
+    return Machine(
+        has_module=lambda name: importlib.util.find_spec(name) is not None,
+        has_driver=NVIDIA_DRIVER.exists(),
+        torch_cuda=torch_cuda,
+        cuda_error=cuda_error,
+        available_bytes=available_memory(),
+        compiler=shutil.which(os.environ.get("CXX") or "c++"),
+    )
+
+
+def _torch_cuda() -> tuple[str | None, str]:
+    """Return the CUDA version of torch, and why it cannot use a GPU."""
+    try:
+        import torch
+    except (ImportError, OSError) as exc:
+        return None, f"torch cannot be imported: {exc}"
+    version = torch.version.cuda
+    if version is None:
+        return None, "this torch is built without CUDA"
+    try:
+        torch.zeros(1, device="cuda")
+    except (RuntimeError, AssertionError) as exc:
+        return version, " ".join(str(exc).split())
+    return version, ""
+
+
+def available_memory() -> int:
+    """Return the bytes of main memory that a new process can use."""
+    for line in MEMORY_INFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_python() -> Iterator[Finding]:
+    """Check version and platform."""
+    version = platform.python_version()
+    if sys.version_info < OLDEST_PYTHON:
+        yield Finding("problem", "python", f"Python {version} is too old; install 3.11 or newer")
+    elif sys.platform != "linux":
+        yield Finding(
+            "problem", "python", f"Conure runs on Linux, not on {sys.platform}; use WSL or Docker"
+        )
+    else:
+        yield Finding("ok", "python", f"{version}, conure {__version__}")
+
+
+def check_extras(machine: Machine) -> Iterator[Finding]:
+    """Check that the packages of a server are installed."""
+    missing = [
+        name
+        for name, extra in EXTRA_OF_MODULE.items()
+        if extra == "serve" and not machine.has_module(name)
+    ]
+    if missing:
+        names = ", ".join(missing)
+        yield Finding("problem", "packages", f"a server needs {names}: pip install 'conure[serve]'")
+    else:
+        yield Finding("ok", "packages", "everything that a server needs is installed")
+
+
+def check_gpu(machine: Machine) -> Iterator[Finding]:
+    """Check whether torch can use a GPU."""
+    if machine.torch_cuda is not None and not machine.cuda_error:
+        if machine.has_module("triton"):
+            yield Finding("ok", "gpu", f"torch uses CUDA {machine.torch_cuda}")
+        else:
+            yield Finding("problem", "gpu", "the GPU kernels need triton: pip install triton")
+    elif not machine.has_driver:
+        yield Finding("note", "gpu", "no NVIDIA driver is loaded, so a server computes on the CPU")
+    elif machine.torch_cuda is None:
+        yield Finding(
+            "problem",
+            "gpu",
+            f"a driver is loaded, but {machine.cuda_error}; install a CUDA build: "
+            "pip install --force-reinstall torch",
+        )
+    else:
+        yield Finding(
+            "problem",
+            "gpu",
+            f"a driver is loaded, but torch (CUDA {machine.torch_cuda}) cannot use it: "
+            f"{machine.cuda_error}; update the driver, or install a torch for an older CUDA",
+        )
+
+
+def check_compiler(machine: Machine) -> Iterator[Finding]:
+    """Check that the CPU kernels can be compiled."""
+    if machine.compiler is None:
+        yield Finding(
+            "note",
+            "compiler",
+            "no C++ compiler, so the CPU kernels run as slower torch operators; install one "
+            "(`apt install g++`)",
+        )
+    else:
+        yield Finding("ok", "compiler", machine.compiler)
+
+
+def check_port(host: str, port: int) -> Iterator[Finding]:
+    """Check that the port is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as exc:
+            reason = exc.strerror or str(exc)
+            yield Finding(
+                "problem",
+                "port",
+                f"cannot listen on {host}:{port}: {reason}; stop the process that uses the port "
+                f"(`ss -ltnp sport = :{port}`), or choose another: conure serve --port {port + 1}",
+            )
+            return
+    yield Finding("ok", "port", f"{host}:{port} is free")
+
+
+def check_data(folder: Path) -> Iterator[Finding]:
+    """Check that the journal directory can be written."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        yield Finding(
+            "problem", "data", f"{nearest} is a file; choose a directory: conure serve --data DIR"
+        )
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield Finding(
+            "problem",
+            "data",
+            f"{nearest} cannot be written by this user; change its owner, or choose another "
+            "directory: conure serve --data DIR",
+        )
+    else:
+        free = shutil.disk_usage(nearest).free
+        level: Literal["ok", "note"] = "ok" if free > 1 << 30 else "note"
+        yield Finding(level, "data", f"{folder}, {free / 1e9:.1f} GB free")
+
+
+def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
+    """Check that a model directory is complete and fits into memory."""
+    if model is None:
+        return
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+            yield Finding("note", "model", f"{model} is downloaded from the Hub at the first start")
+        else:
+            yield Finding("problem", "model", f"there is no directory {model}")
+        return
+    if not (folder / "config.json").is_file():
+        yield Finding(
+            "problem",
+            "model",
+            f"{model} has no config.json; give a directory in Hugging Face format",
+        )
+        return
+    try:
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    except OSError as exc:
+        yield Finding("problem", "model", f"the weights in {model} cannot be read: {exc}")
+        return
+    if size == 0:
+        yield Finding(
+            "problem", "model", f"{model} has no *.safetensors; is the download complete?"
+        )
+    elif size + MIN_CACHE_BYTES > machine.available_bytes:
+        yield Finding(
+            "problem",
+            "model",
+            f"the weights of {model} take {size / 1e9:.1f} GB, and only "
+            f"{machine.available_bytes / 1e9:.1f} GB of memory are available; end other programs, "
+            "or choose a smaller model",
+        )
+    else:
+        yield Finding("ok", "model", f"{model}, {size / 1e9:.1f} GB of weights")

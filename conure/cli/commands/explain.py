@@ -1,0 +1,53 @@
+"""`conure explain`: what a program would do, or what it did."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from conure.server.program.explanation.rendering import to_mermaid, to_text
+
+from ..command import ExitCode, add_url, connect
+from ..submission_file import STDIN, add_inputs, read_submission
+from ..terminal import pretty
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `conure explain`."""
+    parser.add_argument(
+        "program",
+        metavar="FILE|ID",
+        help="JSON file with a program or a submission, - for stdin; or the id of a program",
+    )
+    add_inputs(
+        parser,
+        "value of an input, as for `conure run`; a value that is not given counts as unknown",
+    )
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=("text", "json", "mermaid"),
+        default="text",
+        help="format of the output (default: %(default)s)",
+    )
+    add_url(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print an explanation."""
+    file = Path(arguments.program)
+    with connect(arguments.url) as client:
+        if file == STDIN or file.exists() or not arguments.program.startswith("p_"):
+            body = read_submission(file, arguments.inputs, needs_all=False)
+            explanation = client.explain(body)
+        else:
+            explanation = client.explain(arguments.program)
+    match arguments.form:
+        case "json":
+            sys.stdout.write(pretty(explanation) + "\n")
+        case "mermaid":
+            sys.stdout.write(to_mermaid(explanation))
+        case _:
+            sys.stdout.write(to_text(explanation))
+    return ExitCode.DONE

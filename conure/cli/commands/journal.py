@@ -1,0 +1,200 @@
+"""`conure journal`: check, back up, compact a journal, and delete programs from it.
+
+    check      report whether everything is intact; a server may be running
+    backup     copy the journal to a new data folder; a server may be running
+    compact    give unused space back to the disk; no server may be running
+    delete     remove programs with their content for good; no server may be running
+
+Invariants: results go to stdout, an error is one line. `check` changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from conure.server.config import default_data_folder
+from conure.server.store.damage.commit_log import COMMIT_LOG_NAME
+from conure.server.store.damage.integrity import JournalReport, inspect
+from conure.server.store.database import (
+    FILE_NAME,
+    check_file,
+    lock_folder,
+    open_reader,
+    open_writer,
+)
+from conure.server.store.records import JournalError
+from conure.server.store.retention import compact as compact_file
+from conure.server.store.retention import erase_programs
+
+from ..command import CommandError, ExitCode
+
+ACTIONS = {
+    "check": "report whether the journal is intact; a server may be running",
+    "backup": "copy the journal to a new folder; a server may be running",
+    "compact": "give unused space back to the disk; stop the server first",
+    "delete": "delete programs with their content for good; stop the server first",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `conure journal`."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument(
+            "--data", type=Path, metavar="DIR", help="journal directory (default: as for serve)"
+        )
+        if name == "check":
+            action.add_argument("--json", action="store_true", help="print the report as JSON")
+        if name == "backup":
+            action.add_argument("target", type=Path, metavar="TARGET", help="folder to create")
+        if name == "delete":
+            action.add_argument("programs", nargs="+", metavar="PROGRAM", help="id of a program")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Execute one action."""
+    folder = arguments.data or default_data_folder()
+    match arguments.action:
+        case "check":
+            is_intact = check(folder, as_json=arguments.json)
+            return ExitCode.DONE if is_intact else ExitCode.FAILED
+        case "backup":
+            backup(folder, arguments.target)
+        case "compact":
+            compact(folder)
+        case "delete":
+            delete(folder, arguments.programs)
+    return ExitCode.DONE
+
+
+def check(folder: Path, *, as_json: bool) -> bool:
+    """Print the state of the journal in a data folder; return whether it is intact.
+
+    Raises:
+        CommandError: if there is no journal, or it cannot be read.
+    """
+    _check_exists(folder)
+    try:
+        check_file(folder)
+        report = inspect(folder, is_thorough=True)
+    except (JournalError, OSError) as error:
+        raise CommandError(str(error)) from error
+    if as_json:
+        _print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        _print(_described(report))
+    return report.is_intact
+
+
+def _described(report: JournalReport) -> str:
+    if report.is_intact:
+        lines = [f"intact: {report.num_programs} programs, {report.num_records} records"]
+        if report.num_unchecked:
+            lines.append(f"{report.num_unchecked} records of older versions have no checksum")
+        return "\n".join(lines)
+    lines = [f"damaged: {report.summary}"]
+    lines += [f"finding: {finding}" for finding in report.findings]
+    lines += [f"lost: {id_}" for id_ in report.lost]
+    lines += [f"damaged: {id_}" for id_ in report.damaged]
+    lines += [f"trace: {id_}" for id_ in report.traces]
+    lines.append("`conure serve --recover` continues with what is left")
+    return "\n".join(lines)
+
+
+def backup(folder: Path, target: Path) -> None:
+    """Copy the journal to a new data folder.
+
+    Raises:
+        CommandError: if the target exists, or the copy fails.
+    """
+    _check_exists(folder)
+    if target.exists():
+        raise CommandError(f"{target} exists; choose a new folder")
+    try:
+        target.mkdir(mode=0o700, parents=True)
+        copy = target / FILE_NAME
+        os.close(os.open(copy, os.O_RDWR | os.O_CREAT, 0o600))
+        with closing(open_reader(folder)) as source, closing(sqlite3.connect(copy)) as connection:
+            source.backup(connection)
+            connection.execute("UPDATE head SET is_running = 0")
+            connection.commit()
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        (target / COMMIT_LOG_NAME).touch(mode=0o600)
+        report = inspect(target, is_thorough=True)
+    except (JournalError, OSError, sqlite3.Error) as error:
+        raise CommandError(f"cannot copy {folder} to {target}: {error}") from error
+    if not report.is_intact:
+        raise CommandError(f"the copy in {target} is damaged: {report.summary}")
+    _print(f"copied {report.num_programs} programs to {target}")
+
+
+def compact(folder: Path) -> None:
+    """Give unused space of the journal back to the disk.
+
+    Raises:
+        CommandError: if a server uses the folder, or the disk is full.
+    """
+    before = _size(folder)
+    with _locked(folder) as connection:
+        compact_file(connection)
+    _print(f"compacted {folder / FILE_NAME} from {before:,} to {_size(folder):,} bytes")
+
+
+def delete(folder: Path, programs: Sequence[str]) -> None:
+    """Remove programs with all of their content, ended or not.
+
+    Raises:
+        CommandError: if a server uses the folder, or a program is unknown.
+    """
+    with _locked(folder) as connection:
+        for id_ in programs:
+            row = connection.execute("SELECT 1 FROM program WHERE id = ?", (id_,)).fetchone()
+            if row is None:
+                raise CommandError(f"there is no program {id_} in {folder}")
+        erase_programs(connection, programs)
+    _print(f"deleted {len(programs)} programs from {folder / FILE_NAME}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Open the journal of a folder that no server uses for writing."""
+    _check_exists(folder)
+    try:
+        lock = lock_folder(folder)
+        try:
+            report = inspect(folder, is_thorough=True)
+            if not report.is_intact:
+                raise CommandError(f"the journal is damaged: {report.summary}")
+            with closing(open_writer(folder)) as connection:
+                yield connection
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                (folder / COMMIT_LOG_NAME).write_bytes(b"")
+        finally:
+            os.close(lock)
+    except JournalError as error:
+        raise CommandError(str(error)) from error
+    except sqlite3.Error as error:
+        raise CommandError(f"cannot write the journal in {folder}: {error}") from error
+
+
+def _check_exists(folder: Path) -> None:
+    if not (folder / FILE_NAME).exists() and not (folder / COMMIT_LOG_NAME).exists():
+        raise CommandError(f"there is no journal in {folder}")
+
+
+def _size(folder: Path) -> int:
+    path = folder / FILE_NAME
+    return path.stat().st_size if path.exists() else 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")

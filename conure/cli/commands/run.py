@@ -1,0 +1,148 @@
+"""`conure run`: submit a program from a file, follow its events, print its outputs.
+
+Invariants: outputs go to stdout, progress, summary and errors to stderr. A broken event stream is
+resumed after the last received event, also across a restart of the server. When following ends
+early, the user gets the command that finds the program again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
+
+from conure.adapters.client import Run
+from conure.server.program.errors import UnavailableError
+from conure.server.program.status import ProgramStatus, VariableStatus
+
+from ..command import CommandError, ExitCode, UsageError, add_url, connect
+from ..submission_file import add_inputs, read_submission
+from ..terminal import pretty, progress, summary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `conure run`."""
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="program or submission as JSON, or a text in the decoder language (.py, .template); "
+        "- reads stdin",
+    )
+    add_inputs(
+        parser,
+        "value of an input, as text; NAME=@FILE reads it from a file, NAME:=JSON parses it",
+    )
+    add_url(parser)
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=30.0,
+        metavar="S",
+        dest="wait_s",
+        help="seconds to wait for a lost server to return (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="outputs",
+        help="print only this output, without a heading",
+    )
+    parser.add_argument(
+        "--receipt", action="store_true", help="print the receipt as JSON on stderr"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the whole status as JSON instead of the outputs"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the program in a file, and return 0 if it ended without an error."""
+    if not arguments.wait_s >= 0:
+        raise UsageError(f"--wait is {arguments.wait_s}; it must be at least 0 seconds")
+    with connect(arguments.url, wait_s=arguments.wait_s) as client:
+        body = read_submission(arguments.file, arguments.inputs)
+        _check_outputs(arguments.outputs, body)
+        submitted = client.submit(body, follow=True)
+        url = arguments.url.rstrip("/")
+        try:
+            status = _follow(submitted, url)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"{submitted.id} continues; see it: {_commands(submitted.id, url)}\n")
+            return ExitCode.INTERRUPTED
+        except UnavailableError as exc:
+            found = f"{submitted.id} is stored; when the server is back, see it"
+            message = f"lost the server: {exc}; {found}: {_commands(submitted.id, url)}"
+            raise CommandError(message, ExitCode.UNREACHABLE) from exc
+    _print(status, arguments)
+    return ExitCode.DONE if status.status == "done" else ExitCode.FAILED
+
+
+def _check_outputs(names: Sequence[str], body: Mapping[str, Any]) -> None:
+    program = body.get("program")
+    if program is None:
+        return  # a text: the server knows its outputs
+    declared = program.get("outputs", []) if isinstance(program, dict) else []
+    for name in names:
+        if name not in declared:
+            known = ", ".join(map(str, declared)) or "none"
+            raise UsageError(f"--output {name}: the program has no such output; it has {known}")
+
+
+def _commands(program: str, url: str) -> str:
+    return f"conure logs {program} -f --url {url}; stop it: conure cancel {program} --url {url}"
+
+
+def _follow(submitted: Run, url: str) -> ProgramStatus:
+    """Show the program until it ends, and return its final status."""
+    sys.stderr.write(f"{submitted.id}: accepted\n")
+    with progress(url) as view:
+        for event in submitted.events():
+            view.show(event)
+    return submitted.status()
+
+
+def _print(status: ProgramStatus, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        sys.stdout.write(pretty(status) + "\n")
+        return
+    names = arguments.outputs or status.outputs
+    for name in names:
+        text = _text(status.variables.get(name))
+        if text is None:
+            sys.stderr.write(f"{name}: {_reason(status.variables.get(name))}\n")
+        elif len(names) > 1 and not arguments.outputs:
+            sys.stdout.write(f"--- {name}\n{text}\n")
+        else:
+            sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+    for name in names:
+        variable = status.variables.get(name)
+        if variable is not None and variable.truncated:
+            sys.stderr.write(f"{name}: cut off by max_tokens or the end of the context\n")
+    if status.error is not UNSET:
+        sys.stderr.write(f"{status.status}: {status.error.code}: {status.error.message}\n")
+    if status.receipt is not UNSET:
+        sys.stderr.write(f"{status.status} · {summary(status.receipt)}\n")
+        if arguments.receipt:
+            sys.stderr.write(pretty(status.receipt) + "\n")
+
+
+def _text(variable: VariableStatus | None) -> str | None:
+    """Return the value of an output as text, or None if it has none."""
+    if variable is None or variable.value is UNSET:
+        return None
+    return variable.value if isinstance(variable.value, str) else pretty(variable.value)
+
+
+def _reason(variable: VariableStatus | None) -> str:
+    if variable is None:
+        return "no value"
+    message = "no value" if variable.error is UNSET else variable.error.message
+    return f"{variable.status}: {message}"

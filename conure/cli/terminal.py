@@ -1,0 +1,157 @@
+"""Text for terminals: tables, durations, and the progress of a program.
+
+A terminal with the package `rich` shows the nodes and their streaming text live. Everywhere else,
+each change is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from conure.server.program.status import Event, Receipt
+
+MAX_LIVE_NODES = 24
+"""Nodes that the live view shows; a program may have thousands."""
+
+
+def pretty(value: Any) -> str:
+    """Return a value as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with two significant digits: `85 ms`, `1.2 s`, `3 min`."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows in aligned columns, with a line of titles."""
+    lines = [titles, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+    return "".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        + "\n"
+        for line in lines
+    )
+
+
+def summary(receipt: Receipt) -> str:
+    """Return a receipt in one line."""
+    prompt, output = receipt.prompt_tokens, receipt.output_tokens
+    calls = f"{receipt.calls} call" + ("" if receipt.calls == 1 else "s")
+    return (
+        f"{calls} · {duration(receipt.wall_s)} · {prompt.computed} of {prompt.logical} prompt "
+        f"tokens computed · {output.decoded} tokens generated"
+    )
+
+
+class Progress(Protocol):
+    """Shows a program while it runs."""
+
+    def show(self, event: Event) -> None:
+        """Show the change that an event reports."""
+        ...
+
+
+class LineProgress:
+    """Prints one line per change of a node."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def show(self, event: Event) -> None:
+        """Print the change, if it is one of a node or a request to the client."""
+        line = describe(event, self._url)
+        if line is not None:
+            sys.stderr.write(line + "\n")
+
+
+class LiveProgress:
+    """Shows the nodes of a program with their states and the end of their texts."""
+
+    def __init__(self, url: str, live: Any) -> None:
+        self._url = url
+        self._live = live
+        self._states: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
+        self._starts: dict[str, float] = {}
+
+    def show(self, event: Event) -> None:
+        """Update the view."""
+        node = event.data.get("node")
+        line = describe(event, self._url) if event.type in ("client.requested", "yield") else None
+        if line is not None:
+            self._live.console.print(line, markup=False, highlight=False)
+        if not isinstance(node, str) or not event.type.startswith("node."):
+            return
+        if event.type == "node.delta":
+            offset = int(event.data.get("offset", 0))
+            text = self._texts.get(node, "")[:offset] + str(event.data.get("text", ""))
+            self._texts[node] = text
+            self._states[node] = "running"
+        else:
+            self._states[node] = event.type.removeprefix("node.")
+        self._starts.setdefault(node, time.monotonic())
+        self._live.update(self._render())
+
+    def _render(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        view = Table.grid(padding=(0, 2))
+        view.add_column(no_wrap=True)
+        view.add_column(no_wrap=True)
+        view.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        styles = {"finished": "green", "failed": "red", "killed": "yellow", "skipped": "yellow"}
+        # Running nodes are last, where the eye is.
+        order = sorted(self._states.items(), key=lambda item: item[1] not in styles)
+        for node, state in order[-MAX_LIVE_NODES:]:
+            tail = " ".join(self._texts.get(node, "").split())[-200:]
+            view.add_row(Text(node), Text(state, style=styles.get(state, "cyan")), Text(tail))
+        return view
+
+
+def describe(event: Event, url: str) -> str | None:
+    """Return one line about an event, or None if it is a detail."""
+    data: Mapping[str, Any] = event.data
+    if event.type == "client.requested":
+        where = f"{url}/v1/programs/{data.get('program')}/variables/{data.get('output')}"
+        return f"waiting for client step {data.get('name')!r}: PUT {where}"
+    if event.type == "yield" and data.get("final"):
+        return f"yield {msgspec.json.encode(data.get('value')).decode()}"
+    if event.type in ("node.finished", "node.restarted"):
+        return f"{data.get('node')}: {event.type.removeprefix('node.')}"
+    if event.type in ("node.failed", "node.killed", "node.skipped"):
+        state = event.type.removeprefix("node.")
+        return f"{data.get('node')}: {state}, {data.get('code')}: {data.get('message')}"
+    return None
+
+
+@contextlib.contextmanager
+def progress(url: str) -> Iterator[Progress]:
+    """Return the live view on a terminal, and lines everywhere else."""
+    if not sys.stderr.isatty():
+        yield LineProgress(url)
+        return
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        yield LineProgress(url)
+        return
+    with Live(console=Console(stderr=True), transient=True, refresh_per_second=12) as live:
+        yield LiveProgress(url, live)

@@ -1,0 +1,7 @@
+"""Constrained output.
+
+- `compiler`: compiles, caches and advances constraints without blocking the step loop.
+- `state`: state of one constrained output: mask, forced tokens, completion.
+- `grammar`: compiles llguidance grammars, with limits and readable errors.
+- `sandbox`: tries a grammar in a helper process before the engine compiles it.
+"""

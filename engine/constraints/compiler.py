@@ -1,0 +1,306 @@
+"""Compiles, caches and advances the constraints of all outputs, without blocking the step loop.
+
+Two threads run what may take long. The *compile thread* first tries a new constraint in the
+sandbox process, then compiles it. The *advance thread* advances the grammars that turned out to
+be slow. The step loop continues meanwhile and collects finished work (`collect`). A file
+descriptor (`fileno`) becomes readable when there is any, so that an idle loop wakes up.
+
+Compiled grammars and errors are cached by source, least recently used evicted first, up to
+`MAX_CACHED_BYTES` by a conservative estimate: the library does not report the size of a grammar,
+and its lexer grows with the texts that it processes.
+
+Out of scope: contexts.
+
+Invariants: one thread owns a `ConstraintState` at a time: a worker while `is_busy`, else the loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from queue import SimpleQueue
+from typing import Final, TypeAlias
+
+import msgspec
+from cachetools import LRUCache
+from llguidance import LLTokenizer
+
+from .. import protocol
+from . import grammar
+from .grammar import CompiledGrammar
+from .sandbox import SandboxedGrammarCheck, SandboxRequest
+from .state import ConstraintState
+
+MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
+_ENTRY_BYTES: Final = 64 * 1024
+_BYTES_PER_CHARACTER: Final = 40
+"""Compiled size per character of source. Measured: 30 for a schema of long enumerations."""
+_BYTES_PER_TOKEN: Final = 2400
+"""Growth of a grammar's lexer per output token: two states."""
+
+_log = logging.getLogger(__name__)
+
+_Job: TypeAlias = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _CachedGrammar:
+    """A compiled grammar, or the error of its compilation."""
+
+    compiled: CompiledGrammar | None
+    error: protocol.EngineError | None
+    num_bytes: int
+    is_relaxed: bool = False
+
+
+class ConstraintCompiler:
+    """Compiles, advances and validates the constraints of one engine."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        eos_ids: Sequence[int],
+        *,
+        sandbox: SandboxedGrammarCheck | None = None,
+        max_cached_bytes: int = MAX_CACHED_BYTES,
+    ) -> None:
+        """Build the compiler's tokenizer: milliseconds for bytes, seconds for 100,000 tokens.
+
+        Raises:
+            ValueError: if the compiler does not support this tokenizer.
+        """
+        if not eos_ids:
+            raise ValueError("the model has no end token")
+        self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
+        self._eos_ids = tuple(eos_ids)
+        self._sandbox = sandbox or SandboxedGrammarCheck(_special_tokens(tokenizer_json))
+        self._grammars: LRUCache[bytes, _CachedGrammar] = LRUCache(
+            max_cached_bytes, getsizeof=attrgetter("num_bytes")
+        )
+        self._waiting: dict[bytes, list[ConstraintState]] = {}
+        """Constraints that wait for the compilation of their source."""
+        self._ready: list[ConstraintState | protocol.Checked] = []
+        self._num_pending = 0
+        self._wake_out, self._wake_in = os.pipe()
+        os.set_blocking(self._wake_out, False)
+        os.set_blocking(self._wake_in, False)
+        self._lock = threading.RLock()
+        """Guards the cache, `_waiting`, `_ready` and the pipe."""
+        self._compile_thread = _WorkerThread("compile grammars")
+        self._advance_thread = _WorkerThread("advance slow grammars")
+
+    # --- called by the step loop --------------------------------------------------------
+
+    def create(self, source: str, max_tokens: int) -> ConstraintState:
+        """Return the constraint of an output of at most `max_tokens` tokens.
+
+        The constraint is busy until its grammar is compiled, unless the grammar is cached.
+
+        Raises:
+            EngineError: if a cached error says that the constraint is invalid.
+        """
+        key = _key(source)
+        constraint = ConstraintState(source, key, self._eos_ids, max_tokens)
+        with self._lock:
+            cached = self._grammars.get(key)
+            if cached is None:
+                self._num_pending += 1
+                waiting = self._waiting.setdefault(key, [])
+                waiting.append(constraint)
+                if len(waiting) == 1:
+                    self._compile_thread.submit(lambda: self._compile_for_waiting(key, source))
+                return constraint
+        self._start(constraint, cached)
+        constraint.is_busy = False
+        return constraint
+
+    def advance(self, constraint: ConstraintState, token_id: int) -> None:
+        """Consume a token. A slow constraint is busy until that is done."""
+        if constraint.is_slow:
+            self._submit(constraint, self._advance_thread, lambda: constraint.advance(token_id))
+        else:
+            constraint.advance(token_id)
+
+    def validate_text(self, constraint: ConstraintState, text: str) -> None:
+        """Validate a finished text against the schema of a relaxed constraint: set `is_valid`."""
+
+        def validate() -> None:
+            reply = self._sandbox.validate(SandboxRequest(constraint.source, text))
+            constraint.is_valid = reply.matches is not False
+
+        self._submit(constraint, self._compile_thread, validate)
+
+    def submit_check(self, command: protocol.ValidateConstraint) -> None:
+        """Check a constraint, and optionally a text against it. `collect` returns the result."""
+        self._num_pending += 1
+        self._compile_thread.submit(lambda: self._add_ready(self._check(command)))
+
+    def release(self, constraint: ConstraintState) -> None:
+        """Account for the growth of a grammar when an output that used it ends."""
+        with self._lock:
+            cached = self._grammars.get(constraint.key)
+            if cached is None or cached.compiled is None:
+                return
+            limit = grammar.MAX_STATES * _BYTES_PER_TOKEN // 2
+            growth = min(constraint.num_tokens * _BYTES_PER_TOKEN, limit - cached.num_bytes)
+            if growth > 0:
+                cached.num_bytes += growth
+                # Stored again, so that the cache measures it again.
+                self._grammars[constraint.key] = cached
+
+    def collect(self) -> list[ConstraintState | protocol.Checked]:
+        """Return what has become ready. The constraints among it are no longer busy."""
+        if not self._num_pending:
+            return []
+        with self._lock:
+            ready, self._ready = self._ready, []
+            with suppress(BlockingIOError):
+                os.read(self._wake_out, 65_536)
+        self._num_pending -= len(ready)
+        for item in ready:
+            if isinstance(item, ConstraintState):
+                item.is_busy = False
+        return ready
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether submitted work is not collected yet."""
+        return self._num_pending > 0
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable while there is something to collect."""
+        return self._wake_out
+
+    def close(self) -> None:
+        """Stop threads and sandbox. Nothing can be collected afterwards."""
+        self._compile_thread.stop()
+        self._advance_thread.stop()
+        self._sandbox.close()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
+    def _submit(self, constraint: ConstraintState, worker: _WorkerThread, job: _Job) -> None:
+        """Run a job on a constraint in a worker thread. The constraint is collected afterwards."""
+        constraint.is_busy = True
+        self._num_pending += 1
+        worker.submit(lambda: self._run(constraint, job))
+
+    # --- called by worker threads -------------------------------------------------------
+
+    def _run(self, constraint: ConstraintState, job: _Job) -> None:
+        try:
+            job()
+        except protocol.EngineError as error:
+            constraint.error = error
+        except Exception:
+            # Without a result, the output would wait forever.
+            _log.exception("a constraint failed")
+            constraint.error = protocol.EngineError(
+                "constraint.failed", "the constraint failed because of an internal error"
+            )
+        self._add_ready(constraint)
+
+    def _compile_for_waiting(self, key: bytes, source: str) -> None:
+        cached = self._get_or_compile(key, source)
+        with self._lock:
+            # From here on, `create` uses the cached grammar.
+            waiting = self._waiting.pop(key)
+        for constraint in waiting:
+            self._run(constraint, partial(self._start, constraint, cached))
+
+    def _get_or_compile(self, key: bytes, source: str) -> _CachedGrammar:
+        """Return a cached grammar. Otherwise check it in the sandbox, then compile it."""
+        with self._lock:
+            cached = self._grammars.get(key)
+        if cached is not None:
+            return cached
+        num_bytes = _ENTRY_BYTES + _BYTES_PER_CHARACTER * len(source)
+        try:
+            checked = self._sandbox.validate(SandboxRequest(source)).constraint
+            compiled = grammar.compile_grammar(self._tokenizer, checked)
+            cached = _CachedGrammar(compiled, None, num_bytes, is_relaxed=checked != source)
+        except protocol.EngineError as error:
+            cached = _CachedGrammar(None, error, _ENTRY_BYTES)
+        except Exception:
+            _log.exception("a constraint could not be compiled")
+            failure = protocol.EngineError(
+                "constraint.failed",
+                "the constraint could not be compiled because of an internal error",
+            )
+            cached = _CachedGrammar(None, failure, _ENTRY_BYTES)
+        with self._lock:
+            self._grammars[key] = cached
+        return cached
+
+    def _check(self, command: protocol.ValidateConstraint) -> protocol.Checked:
+        cached = self._get_or_compile(_key(command.constraint), command.constraint)
+        error, matches = cached.error, None
+        if error is None and command.text is not None:
+            try:
+                request = SandboxRequest(command.constraint, command.text)
+                matches = self._sandbox.validate(request).matches
+            except protocol.EngineError as failure:
+                error = failure
+        if error is not None:
+            return protocol.Checked(command.nonce, code=error.code, message=error.message)
+        return protocol.Checked(command.nonce, is_relaxed=cached.is_relaxed, matches=matches)
+
+    def _start(self, constraint: ConstraintState, cached: _CachedGrammar) -> None:
+        """Start a constraint with a copy of a grammar. Called by any thread."""
+        if cached.error is not None:
+            raise cached.error
+        compiled = cached.compiled
+        assert compiled is not None, "a grammar without error is compiled"
+        constraint.is_relaxed = cached.is_relaxed
+        constraint.start(
+            compiled.matcher.deep_copy(),
+            lambda: grammar.compile_grammar(self._tokenizer, compiled.source).matcher,
+        )
+
+    def _add_ready(self, item: ConstraintState | protocol.Checked) -> None:
+        # Both under the lock, so that the pipe is empty once the last item is collected.
+        with self._lock:
+            self._ready.append(item)
+            if len(self._ready) == 1:
+                os.write(self._wake_in, b"\0")
+
+
+class _WorkerThread:
+    """A thread that runs jobs one after the other. It starts with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: _Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _key(source: str) -> bytes:
+    return hashlib.blake2b(source.encode(), digest_size=16).digest()
+
+
+def _special_tokens(tokenizer_json: str) -> list[str]:
+    """Return the names of the special tokens, which plain text is never encoded to."""
+    content = msgspec.json.decode(tokenizer_json)
+    return [each["content"] for each in content.get("added_tokens", []) if each.get("special")]

@@ -1,0 +1,239 @@
+"""A helper process that tries a grammar before the engine compiles it.
+
+A constraint may be hostile: a grammar that takes minutes or all memory to compile or that
+overflows a stack, a schema whose validation does not terminate. So each one is first compiled in
+a helper process, `python -m conure.engine.constraints.sandbox`, which may take `CPU_S` and
+`MEMORY_BYTES`. A helper that exceeds them is killed, and the next request starts another one.
+Finished texts are validated against their constraint here, too.
+
+The budget is CPU time, so a valid constraint is accepted on a busy machine, too. `DEADLINE_S`
+bounds the wall time of a helper that gets no CPU time at all.
+
+`SandboxedGrammarCheck` is the engine's side, `main` the helper's. They exchange length-prefixed
+msgpack frames over pipes, one request at a time.
+
+The helper compiles grammars over bytes. The model's vocabulary changes what a mask costs, but not
+whether a grammar compiles.
+
+Invariants: `validate` returns or raises within the deadline, for any request. A helper whose engine
+has exited reads the end of its input and exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+import msgspec
+
+from ..protocol import EngineError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+CPU_S: Final = 2.0
+"""CPU time of one request."""
+DEADLINE_S: Final = 8.0
+"""Wall time of one request."""
+MEMORY_BYTES: Final = 256 * 1024 * 1024
+"""Memory that a helper may allocate beyond what it uses after starting."""
+_START_S: Final = 30.0
+
+
+class SandboxSetup(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame to a helper."""
+
+    special_tokens: list[str]
+    """Names of the special tokens that a grammar may contain."""
+    cpu_s: float
+    """CPU time of one request, in seconds."""
+
+
+class SandboxRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Asks whether a constraint is valid, and whether a text matches it."""
+
+    constraint: str
+    text: str | None = None
+
+
+class SandboxReply(msgspec.Struct, frozen=True, array_like=True):
+    """The helper's answer."""
+
+    constraint: str = ""
+    """The constraint to compile: relaxed if necessary."""
+    code: str = ""
+    """Error code; empty if the constraint is valid."""
+    message: str = ""
+    matches: bool | None = None
+    """Whether the text belongs to the language; None without a text."""
+
+
+class SandboxedGrammarCheck:
+    """Sends requests to a helper process, which is started on demand. For one thread."""
+
+    def __init__(self, special_tokens: Sequence[str], *, cpu_s: float = CPU_S) -> None:
+        """`special_tokens` are the special token names that a grammar may contain."""
+        self._setup = SandboxSetup(list(special_tokens), cpu_s)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the helper, or None if it is not running."""
+        return None if self._process is None else self._process.pid
+
+    def validate(self, request: SandboxRequest) -> SandboxReply:
+        """Return the reply for a valid constraint.
+
+        Raises:
+            EngineError: a `constraint.*` error of `grammar`; `constraint.too_complex` also if
+                the helper ran out of time or memory.
+        """
+        process = self._process or self._start()
+        stdin, stdout = _pipes(process)
+        payload = msgspec.msgpack.encode(request)
+        deadline = time.monotonic() + DEADLINE_S
+        try:
+            # The helper reads a whole request before it processes it.
+            _write(stdin, payload)
+            reply = _read(stdout, deadline)
+        except OSError:
+            reply = None
+        if reply is None:
+            self.close()
+            raise EngineError(
+                "constraint.too_complex",
+                f"compiling the constraint takes more than {self._setup.cpu_s:g} s or "
+                f"{MEMORY_BYTES >> 20} MiB; make it smaller",
+            )
+        decoded = msgspec.msgpack.decode(reply, type=SandboxReply)
+        if decoded.code:
+            raise EngineError(decoded.code, decoded.message)
+        return decoded
+
+    def close(self) -> None:
+        """Kill the helper, if it is running."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in _pipes(process):
+            # Closing flushes unread input to a dead process.
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "RAYON_NUM_THREADS": "1"},
+        )
+        stdin, stdout = _pipes(process)
+        try:
+            _write(stdin, msgspec.msgpack.encode(self._setup))
+            # The first frame signals that it is ready. The deadline of a request excludes it.
+            is_ready = _read(stdout, time.monotonic() + _START_S) is not None
+        except OSError:
+            is_ready = False
+        if not is_ready:
+            self.close()
+            raise EngineError("constraint.unavailable", "the grammar sandbox could not be started")
+        return process
+
+
+def _reply(tokenizer: LLTokenizer, request: SandboxRequest) -> SandboxReply:
+    from . import grammar
+
+    compiled = grammar.compile_strict_or_relaxed(tokenizer, request.constraint)
+    grammar.check_first_choice(compiled)
+    is_relaxed = compiled.source != request.constraint
+    schema = grammar.schema_of(request.constraint) if is_relaxed else None
+    if is_relaxed:
+        grammar.check_schema(schema)
+    if request.text is None:
+        return SandboxReply(compiled.source)
+    matches = grammar.accepts(compiled, list(request.text.encode()))
+    if matches and is_relaxed:
+        matches = grammar.is_valid(schema, request.text)
+    return SandboxReply(compiled.source, matches=matches)
+
+
+def main() -> None:
+    """Answer requests from stdin until it is closed."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    first = _read(source, None)
+    if first is None:
+        return
+    # Imported here: the engine's side does not need it.
+    from . import grammar
+
+    setup = msgspec.msgpack.decode(first, type=SandboxSetup)
+    tokenizer = grammar.byte_tokenizer(setup.special_tokens)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _limit_memory()
+    # From here on, a crash is caused by a constraint: its error output is not of interest.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    _write(sink, b"")
+    while (payload := _read(source, None)) is not None:
+        # The signal of this timer ends the helper.
+        signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
+        try:
+            reply = _reply(tokenizer, msgspec.msgpack.decode(payload, type=SandboxRequest))
+        except EngineError as error:
+            reply = SandboxReply(code=error.code, message=error.message)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(sink, msgspec.msgpack.encode(reply))
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    # No core dump if the helper runs out of memory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[BinaryIO, BinaryIO]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout  # type: ignore[return-value]  # IO[bytes] of a pipe
+
+
+def _write(pipe: BinaryIO, payload: bytes) -> None:
+    pipe.write(len(payload).to_bytes(4, "big") + payload)
+    pipe.flush()
+
+
+def _read(pipe: BinaryIO, deadline: float | None) -> bytes | None:
+    """Return the next payload, or None if the deadline passes or the input ends first."""
+    header = _read_bytes(pipe, 4, deadline)
+    return header and _read_bytes(pipe, int.from_bytes(header, "big"), deadline)
+
+
+def _read_bytes(pipe: BinaryIO, size: int, deadline: float | None) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        readable, _, _ = select.select([pipe], [], [], left)
+        if not readable:
+            return None
+        more = os.read(pipe.fileno(), size - len(data))
+        if not more:
+            return None
+        data += more
+    return data
+
+
+if __name__ == "__main__":
+    main()

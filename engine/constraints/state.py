@@ -1,0 +1,180 @@
+"""State of one constrained output: which tokens may follow.
+
+A `ConstraintState` belongs to one Generate. After every token it provides the allowed ids
+(`mask`), the ids that follow without alternative (`forced`; the model is not run for them), and
+whether the text may end here (`is_satisfied`) or must end (`is_complete`).
+
+Advancing takes about 20 microseconds and runs in the step loop. A grammar that turns out to be
+slow is advanced in a thread of `compiler` while other outputs continue. It fails once it has
+used `BUDGET_S`.
+
+Out of scope: contexts, threads and caches.
+
+Invariants: `mask` allows an id exactly if the language has a text that begins with the tokens so
+far and that id. Ids in `forced` are already consumed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Protocol, TypeAlias
+
+from ..protocol import EngineError
+
+SLOW_S: Final = 0.01
+"""CPU time of one advance from which on a grammar is advanced in a thread."""
+BUDGET_S: Final = 2.0
+"""CPU time that all advances of a slow output may take."""
+
+ConstraintOutcome: TypeAlias = Literal["none", "met", "relaxed", "cut", "broken"]
+
+
+class Matcher(Protocol):
+    """The part of `llguidance.LLMatcher` that is needed here. An engine can do without it."""
+
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def is_accepting(self) -> bool: ...
+    def is_stopped(self) -> bool: ...
+    def compute_ff_tokens(self) -> list[int]: ...
+    def compute_bitmask(self) -> bytes: ...
+    def consume_tokens(self, sampled_tokens: list[int], /) -> bool: ...
+
+
+class ConstraintState:
+    """What one output may contain next."""
+
+    def __init__(self, source: str, key: bytes, eos_ids: Sequence[int], max_tokens: int) -> None:
+        """Start busy; `start` follows when the grammar is compiled.
+
+        Args:
+            source: The constraint in llguidance's JSON form.
+            key: Hash of the source.
+            eos_ids: Tokens that end a text.
+            max_tokens: Maximum tokens of the output.
+        """
+        self.source = source
+        self.key = key
+        self.is_busy = True
+        """A worker thread owns the state. The fields below are not valid."""
+        self.is_relaxed = False
+        """The grammar allows more than the schema it was compiled from."""
+        self.mask = b""
+        """One bit per id, little-endian. Ids beyond the last bit are not allowed."""
+        self.forced: list[int] = []
+        """Ids that followed the last token without alternative."""
+        self.is_satisfied = False
+        self.is_complete = False
+        self.error: EngineError | None = None
+        """Set if the output cannot continue. It fails with this error."""
+        self.is_valid: bool | None = None
+        """Of a relaxed constraint: whether the whole text matches the schema, once validated."""
+        self.is_slow = False
+        self._matcher: Matcher | None = None
+        self._recompile: Callable[[], Matcher] | None = None
+        self._tokens: list[int] = []
+        self._eos_ids = eos_ids
+        self._max_tokens = max_tokens
+        self._used_s = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, including forced ones."""
+        return len(self._tokens)
+
+    @property
+    def outcome(self) -> ConstraintOutcome:
+        """The outcome if the text ends here."""
+        if not self.is_satisfied:
+            return "cut"
+        if not self.is_relaxed:
+            return "met"
+        return "broken" if self.is_valid is False else "relaxed"
+
+    def start(self, matcher: Matcher, recompile: Callable[[], Matcher]) -> None:
+        """Start with a copy of a compiled grammar.
+
+        Args:
+            matcher: At the start of the language, owned by this state.
+            recompile: Compiles another matcher that shares nothing with others.
+        """
+        self._matcher = matcher
+        self._recompile = recompile
+        self._advance([])
+
+    def advance(self, token_id: int) -> None:
+        """Consume a token that the mask allows."""
+        self._advance([token_id])
+
+    def mask_without(self, banned: Sequence[int]) -> bytes:
+        """Return the mask without some ids, or the full mask if no other id is allowed."""
+        mask = _clear_bits(self.mask, banned)
+        return bytes(mask) if mask.strip(b"\0") else self.mask
+
+    def _advance(self, tokens: list[int]) -> None:
+        start = time.thread_time()
+        self.forced = []
+        self._tokens += tokens
+        matcher = self._consume(tokens)
+        if matcher.is_error():
+            # Outputs of one compiled grammar share its lexer and the lexer's limits. Retry with
+            # a lexer of its own, so that other outputs do not end this one.
+            assert self._recompile is not None
+            self._matcher = self._recompile()
+            matcher = self._consume(self._tokens)
+        if matcher.is_error():
+            reason = matcher.get_error().partition("\n")[0]
+            self.error = EngineError(
+                "constraint.too_complex",
+                "the grammar became too complex during generation; make it less ambiguous: "
+                f"{reason}",
+            )
+            return
+        if self.is_complete and not self.is_satisfied:
+            self.error = EngineError(
+                "constraint.invalid", "no text of the language starts with the text so far"
+            )
+            return
+        self._charge(time.thread_time() - start)
+
+    def _consume(self, tokens: list[int]) -> Matcher:
+        """Consume tokens and the forced tokens after them, and compute the next mask."""
+        matcher = self._matcher
+        assert matcher is not None, "start was not called"
+        if tokens:
+            matcher.consume_tokens(tokens)
+        num_left = self._max_tokens - len(self._tokens)
+        if not matcher.is_stopped() and (forced := matcher.compute_ff_tokens()[:num_left]):
+            matcher.consume_tokens(forced)
+            self.forced += forced
+            self._tokens += forced
+        self.is_satisfied = matcher.is_accepting()
+        self.is_complete = matcher.is_stopped()
+        if not self.is_complete and len(self._tokens) < self._max_tokens:
+            self.mask = matcher.compute_bitmask()
+            # Some languages end without a stop: only EOS is allowed.
+            rest = _clear_bits(self.mask, self._eos_ids) if self.is_satisfied else self.mask
+            self.is_complete = not rest.strip(b"\0")
+        return matcher
+
+    def _charge(self, seconds: float) -> None:
+        """Charge CPU time to the budget of a slow grammar."""
+        self.is_slow = self.is_slow or seconds > SLOW_S
+        if not self.is_slow:
+            return
+        self._used_s += seconds
+        if self._used_s > BUDGET_S:
+            self.error = EngineError(
+                "constraint.too_complex",
+                f"the grammar took more than {BUDGET_S:g} s of CPU time during generation; "
+                "make it less ambiguous",
+            )
+
+
+def _clear_bits(mask: bytes, banned: Sequence[int]) -> bytearray:
+    cleared = bytearray(mask)
+    for token_id in banned:
+        if token_id >> 3 < len(cleared):
+            cleared[token_id >> 3] &= ~(1 << (token_id & 7))
+    return cleared

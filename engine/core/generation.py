@@ -1,0 +1,140 @@
+"""State of one running Generate: its text, and when it ends.
+
+Out of scope: KV memory, steps and reports.
+
+Invariants: no id is appended once `finish_reason` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from ..constraints.state import ConstraintOutcome, ConstraintState
+from ..protocol import EngineError, Finished, SamplingParams
+from ..text.detokenizer import Detokenizer
+
+Reason: TypeAlias = Literal["stop", "length"]
+
+
+class FinishReason(NamedTuple):
+    """Why an output ended."""
+
+    reason: Reason
+    stop: str | int | None
+    """The stop string or stop token that was found."""
+
+
+@dataclass(slots=True)
+class GenerationState:
+    """A Generate that has not finished."""
+
+    sampling: SamplingParams
+    num_prompt: int
+    end: int
+    """Context length at which the output ends with `length`."""
+    stop_ids: frozenset[int]
+    """Ids that end the output: stop tokens, and EOS unless it is ignored."""
+    detokenizer: Detokenizer
+    eos_ids: frozenset[int] = frozenset()
+    constraint: ConstraintState | None = None
+    num_decoded: int = 0
+    num_forced: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a worker thread is busy with the constraint, so the next mask is unknown."""
+        return self.constraint is not None and self.constraint.is_busy
+
+    @property
+    def error(self) -> EngineError | None:
+        """The error of the constraint, if the output cannot continue."""
+        return None if self.constraint is None or self.is_blocked else self.constraint.error
+
+    def append(self, ids: list[int], new: Sequence[int]) -> tuple[int, str]:
+        """Append new ids to those of the context, up to the id that ends the output.
+
+        Returns:
+            The number of appended ids, and the text that is final now.
+        """
+        before = len(ids)
+        text = ""
+        for token_id in new:
+            text += self.append_token(ids, token_id)
+            if self.finish_reason is not None:
+                break
+        num_appended = len(ids) - before
+        constraint = self.constraint
+        if (
+            constraint is not None
+            and not constraint.is_busy
+            and constraint.is_complete
+            and self.detokenizer.stop is None
+            and num_appended == len(new)
+        ):
+            text += self.detokenizer.finish() if self.finish_reason is None else ""
+            self.finish_reason = FinishReason("stop", None)
+        return num_appended, text
+
+    def append_token(self, ids: list[int], token_id: int) -> str:
+        """Append one id unless it ends the output. Return the text that is final now."""
+        sampling = self.sampling
+        if token_id in self.stop_ids:
+            is_stop_token = token_id in sampling.stop_token_ids
+            self.finish_reason = FinishReason("stop", token_id if is_stop_token else None)
+            return self.detokenizer.finish()
+        ids.append(token_id)
+        length = len(ids)
+        can_stop = length - self.num_prompt >= sampling.min_tokens
+        text = self.detokenizer.push(token_id, can_stop=can_stop)
+        if self.detokenizer.stop is not None:
+            self.finish_reason = FinishReason("stop", self.detokenizer.stop)
+        elif length >= self.end:
+            self.finish_reason = FinishReason("length", None)
+        return text if self.finish_reason is None else text + self.detokenizer.finish()
+
+    def mask(self, length: int) -> bytes | None:
+        """Return the ids allowed at position `length` of the context, or None for any id."""
+        constraint = self.constraint
+        if constraint is None or constraint.is_busy:
+            return None
+        sampling = self.sampling
+        if length - self.num_prompt < sampling.min_tokens:
+            return constraint.mask_without([*self.eos_ids, *sampling.stop_token_ids])
+        if sampling.ignore_eos:
+            return constraint.mask_without([*self.eos_ids])
+        return constraint.mask
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether the finished text must be validated against a relaxed constraint."""
+        constraint = self.constraint
+        return (
+            constraint is not None
+            and constraint.is_relaxed
+            and constraint.is_valid is None
+            and constraint.is_satisfied
+            and self.detokenizer.stop is None
+        )
+
+    def report(self, context: int) -> Finished:
+        """Return the report that the output has ended."""
+        assert self.finish_reason is not None
+        detokenizer, constraint = self.detokenizer, self.constraint
+        num_kept, leftover = detokenizer.split_at_text_end()
+        outcome: ConstraintOutcome = "none"
+        if constraint is not None:
+            outcome = "cut" if detokenizer.stop is not None else constraint.outcome
+        return Finished(
+            context,
+            self.finish_reason.reason,
+            detokenizer.text,
+            num_kept,
+            leftover,
+            self.num_decoded,
+            self.finish_reason.stop,
+            self.num_forced,
+            outcome,
+        )

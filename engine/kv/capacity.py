@@ -1,0 +1,131 @@
+"""Limits of an engine: how long contexts may be and how many KV blocks there are.
+
+By default, on a CPU the KV cache holds `DEFAULT_CONTEXTS` contexts of full length, in at most
+`MEMORY_SHARE` of the memory that is free after loading. An accelerator has no other users: the
+KV cache takes its `MEMORY_SHARE` of all free memory, and the rest is left to the tensors of a
+step. The context length is bounded by the model, by `DEFAULT_CONTEXT_LEN` and by the KV cache.
+
+Out of scope: measuring. All functions compute from given numbers.
+
+Invariants: one context can reach all limits at once; several compete for blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from transformers import PretrainedConfig
+
+from ..models import attention_hook
+from ..protocol import EngineError, EngineLimits
+
+DEFAULT_CONTEXT_LEN: Final = 32_768
+DEFAULT_CONTEXTS: Final = 8
+MEMORY_SHARE: Final = {"cpu": 0.4, "cuda": 0.85}
+STEP_TOKENS: Final = {"cpu": 512, "cuda": 4096}
+MAX_SEQUENCES: Final = {"cpu": 16, "cuda": 128}
+BLOCK_SIZE: Final = 16
+THREAD_BYTES: Final = 8 * 2**20
+"""Bytes of weights per thread. With fewer, another thread does not pay off."""
+
+
+class RequestedLimits(NamedTuple):
+    """Limits given by the user. None derives the limit from model and memory."""
+
+    context_len: int | None = None
+    num_blocks: int | None = None
+    block_size: int | None = None
+    step_tokens: int | None = None
+    max_sequences: int | None = None
+
+
+def check(config: PretrainedConfig, requested: RequestedLimits) -> None:
+    """Reject limits that the model can never meet, before its weights are loaded.
+
+    Raises:
+        EngineError: `engine.bad_option`.
+    """
+    for name, number in requested._asdict().items():
+        if number is not None and number < 1:
+            raise EngineError("engine.bad_option", f"{name} must be at least 1, got {number}")
+    context_len, num_blocks, block_size = requested[:3]
+    longest, reason = attention_hook.max_length(config)
+    if context_len is not None and longest is not None and context_len > longest:
+        raise EngineError("engine.bad_option", f"context_len is {context_len}, but {reason}")
+    if num_blocks is not None:
+        _check_fits(context_len, num_blocks, block_size or BLOCK_SIZE)
+
+
+def threads(num_bytes: int, most: int) -> int:
+    """Return the number of threads to use on a CPU.
+
+    Operations of a small model finish before other threads wake up. With two idle cores, two
+    threads are as fast as one. With other processes on the cores, two threads wait for each
+    other in every operation: a step of the built-in model took a hundred times as long.
+
+    Args:
+        num_bytes: Size of the model's weights.
+        most: Upper bound, as from `device.num_cores`.
+    """
+    return max(1, min(most, num_bytes // THREAD_BYTES))
+
+
+def limits(
+    config: PretrainedConfig,
+    requested: RequestedLimits,
+    *,
+    token_bytes: int,
+    free_bytes: int,
+    kind: str,
+) -> EngineLimits:
+    """Return limits that fit the model and its memory.
+
+    Args:
+        config: Configuration of the model.
+        requested: Limits given by the user.
+        token_bytes: Size of one token's KV over all layers.
+        free_bytes: Free memory of the device.
+        kind: Kind of device, `cpu` or `cuda`.
+
+    Raises:
+        EngineError: `engine.bad_option` if a requested limit cannot be met.
+    """
+    check(config, requested)
+    context_len, num_blocks, block_size, step_tokens, max_sequences = requested
+    longest, _ = attention_hook.max_length(config)
+    max_len = context_len or min(longest or DEFAULT_CONTEXT_LEN, DEFAULT_CONTEXT_LEN)
+    block_size = block_size or BLOCK_SIZE
+    if num_blocks is None:
+        num_blocks = int(MEMORY_SHARE[kind] * free_bytes) // (token_bytes * block_size)
+        if kind == "cpu":
+            num_blocks = min(DEFAULT_CONTEXTS * -(-max_len // block_size), num_blocks)
+        num_blocks = max(1, num_blocks)
+    _check_fits(context_len, num_blocks, block_size)
+    if requested.num_blocks is not None or requested.block_size is not None:
+        _check_memory(num_blocks, block_size, token_bytes, free_bytes)
+    return EngineLimits(
+        context_len=min(max_len, num_blocks * block_size),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        step_tokens=step_tokens or STEP_TOKENS[kind],
+        max_sequences=max_sequences or MAX_SEQUENCES[kind],
+    )
+
+
+def _check_memory(num_blocks: int, block_size: int, token_bytes: int, free_bytes: int) -> None:
+    """Reject block counts beyond free memory, which would fail only when blocks are written."""
+    num_bytes = num_blocks * block_size * token_bytes
+    if num_bytes > free_bytes:
+        raise EngineError(
+            "engine.bad_option",
+            f"{num_blocks} blocks of {block_size} tokens take {num_bytes / 2**30:,.2f} GiB, and "
+            f"{max(0, free_bytes) / 2**30:,.2f} GiB are free; lower num_blocks or block_size",
+        )
+
+
+def _check_fits(context_len: int | None, num_blocks: int, block_size: int) -> None:
+    if context_len is not None and num_blocks * block_size < context_len:
+        raise EngineError(
+            "engine.bad_option",
+            f"context_len {context_len} does not fit into {num_blocks} blocks of {block_size}",
+        )

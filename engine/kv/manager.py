@@ -1,0 +1,341 @@
+"""The KV manager: allocates, shares, preempts and releases the blocks of contexts.
+
+Reuse. A context gets KV without computing it in three ways, tried in this order:
+
+1. *Prefix tree.* Full blocks with the same tokens after the same prefix under the same salt,
+   whether another context refers to them, only the cache does, or an earlier row of the same
+   step will compute them.
+2. *The parent's partial block.* A fork shares the block. The first context that writes to a
+   shared block gets a copy (copy on write).
+3. *Waiting.* A fork skips the step if its parent is about to compute the missing tokens. If
+   the fork has the higher priority, the fork computes them and the parent shares.
+
+Eviction. When no block is free, cached blocks are evicted first, least recently used leaf
+first; then contexts lose blocks (see `eviction`). A context that loses KV keeps its ids and
+recomputes them when it is scheduled again. An idle context is never recomputed for its own
+sake: when a fork ends, the KV that the fork had to recompute is shared with the context it was
+forked from.
+
+Writes. A row writes only to blocks that no other context refers to and that the tree does not
+hold for others; any other block is copied first. Exception: a context that needs the logits of
+its last token again rewrites the same token after the same prefix, in a block with no other
+reader. A block allocated or completed in a step is *unwritten* until the step is over, and is
+never the source of a copy. The source of a copy is not reallocated before the step is started.
+So no block is both source and destination in one step, and its copies may run in any order.
+
+Out of scope: token budgets, sampling, text.
+
+Invariants between steps: see `check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from ..core.context import Context, EngineCounters
+from .block_cache import BlockCache
+from .eviction import VictimQueue
+from .prefix_sharing import PrefixSharing, ancestor
+
+_NO_STEP: Final = -2
+"""A step number that no context was ever scheduled in."""
+
+
+class KVCacheManager:
+    """Allocates blocks to contexts and takes them back.
+
+    Call order: `begin_step`; `match_prefix` and `allocate` per context; `seal_step`. When the
+    step is over: `commit` per context; `end_step`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, counters: EngineCounters) -> None:
+        """Start with every block free; `counters` counts the tokens whose KV is reused."""
+        self._cache = BlockCache(num_blocks)
+        self.pool = self._cache.pool
+        self.block_size = block_size
+        self.copies: list[tuple[int, int]] = []
+        """(source, destination) blocks that the runner must copy before this step."""
+        self._holders: set[Context] = set()
+        """All contexts with blocks."""
+        self._unwritten: set[int] = set()
+        self._rewritten: set[int] = set()
+        """Blocks whose last token runs again in this step."""
+        self._sharing = PrefixSharing(
+            self._cache, block_size, counters, holders=self._holders, unwritten=self._unwritten
+        )
+        self._victims = VictimQueue(self.pool.refs)
+        self._release_after_step: list[Context] = []
+        """Contexts that the server has freed, and that the current step still computes."""
+        self._step = _NO_STEP
+
+    def begin_step(self, number: int) -> None:
+        """Start allocating for a step. Contexts with `step == number` keep their blocks."""
+        self._step = number
+
+    def seal_step(self) -> set[int]:
+        """End allocation, once the step is started. Return the blocks that the step writes.
+
+        Steps take effect in the order in which they are started. To the next step, these
+        blocks are written, and blocks that this step reads may be overwritten.
+        """
+        self._step = _NO_STEP
+        self.copies.clear()
+        self._victims.reset()
+        self._cache.unpin()
+        written = self._unwritten | self._rewritten
+        self._unwritten.clear()
+        self._rewritten.clear()
+        return written
+
+    def end_step(self) -> None:
+        """Release the contexts that were freed while the step ran."""
+        for context in self._release_after_step:
+            if not context.is_released:
+                self.release(context, context.pending_free or 0)
+        self._release_after_step.clear()
+
+    def match_prefix(self, context: Context) -> bool:
+        """Share existing KV with a context. Return False if it should wait for its parent."""
+        self._sharing.match(context)
+        parent = context.parent
+        if parent is None:
+            return True
+        if not parent.is_released:
+            self._sharing.share_partial_block(context, parent)
+            if (
+                max(context.num_computed, parent.num_computed) < context.parent_len
+                and parent.has_work
+                and not parent.is_blocked
+                and parent.is_before(context)
+            ):
+                return False
+        self.detach(context)
+        return True
+
+    def allocate(self, context: Context, begin: int, end: int) -> int:
+        """Allocate writable blocks for positions `begin` to `end`.
+
+        Contexts with a lower priority may be preempted. New full blocks are in the prefix tree
+        at once, so that later rows of the same step share them.
+
+        Returns:
+            The position where the allocated blocks end; `begin` if there are none.
+        """
+        context.step = self._step
+        blocks = context.blocks
+        first = begin // self.block_size
+        if first < len(blocks) and not self._make_writable(context, first):
+            return begin
+        if begin < context.num_computed:
+            self._rewritten.add(blocks[first])
+        while (num_missing := -(-end // self.block_size) - len(blocks)) > 0:
+            block = self._allocate_block(context, blocks[-1] if blocks else -1, num_missing)
+            if block is None:
+                end = len(blocks) * self.block_size
+                break
+            self._holders.add(context)
+            blocks.append(block)
+        # A block whose last token is not sampled yet has no key.
+        num_known = min(end, len(context.ids))
+        if num_known // self.block_size > context.depth:
+            self._sharing.register(context, num_known, is_computed=False)
+        return max(begin, end)
+
+    def commit(self, context: Context) -> None:
+        """Register the full blocks that a context has computed."""
+        if context.num_computed // self.block_size > context.depth:
+            self._sharing.register(context, context.num_computed, is_computed=True)
+
+    def rollback(self, written: set[int]) -> None:
+        """Discard all blocks that a failed step should have written.
+
+        Contexts with such a block lose all KV and recompute it from their ids. The cache is
+        cleared, too: blocks of this step may have been released to it while the step ran.
+        """
+        for context in list(self._holders):
+            if not written.isdisjoint(context.blocks):
+                self._release_kv(context)
+        self._cache.clear()
+
+    def fork(self, context: Context, parent: Context, parent_len: int) -> None:
+        """Share the parent's computed tokens with a new context, which waits for the rest."""
+        if context.salt != parent.salt:
+            return
+        context.origin, context.origin_len = parent, parent_len
+        num_shared = self._sharing.fork(context, parent, parent_len)
+        if num_shared < parent_len and parent.has_work:
+            context.parent = parent
+            context.parent_len = parent_len
+            parent.num_waiting_forks += 1
+
+    def detach(self, context: Context) -> None:
+        """Stop waiting for the parent. Without a parent, do nothing."""
+        while (parent := context.parent) is not None:
+            context.parent = None
+            parent.num_waiting_forks -= 1
+            if parent.pending_free is None or parent.num_waiting_forks:
+                return
+            # The server has freed the parent, and this was the last fork that waited for it.
+            if parent.step == self._step:
+                self._release_after_step.append(parent)
+                return
+            self._end(parent, parent.pending_free)
+            context = parent
+
+    def release(self, context: Context, num_cached_tokens: int = 0) -> None:
+        """End a context. The KV of its first `num_cached_tokens` tokens stays cached."""
+        self._end(context, num_cached_tokens)
+        self.detach(context)
+
+    def preempt(self, context: Context) -> None:
+        """Take all KV from a context with work. Its tokens are recomputed from its ids."""
+        self._release_kv(context)
+
+    def truncate(self, context: Context, length: int) -> None:
+        """Release the KV of the tokens from position `length` on, if there is any."""
+        if length >= context.num_computed:
+            return
+        context.num_computed = length
+        depth = length // self.block_size
+        if depth < context.depth:
+            context.node = ancestor(context.node, context.depth - depth)
+            context.depth = depth
+        self.trim(context)
+
+    def trim(self, context: Context) -> None:
+        """Release the blocks after the last computed token, if there are any."""
+        self._release_blocks(context, -(-context.num_computed // self.block_size))
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated without taking any from a context."""
+        return self.pool.num_free + self.pool.num_cached
+
+    def check(self, contexts: Iterable[Context], in_flight: Iterable[Context] = ()) -> None:
+        """Assert the invariants that hold between steps.
+
+        Args:
+            contexts: All contexts that are not released.
+            in_flight: Contexts of the step in flight, which have blocks for it.
+        """
+        running = set(in_flight)
+        self._cache.check()
+        refs = [0] * self.pool.num_blocks
+        for context in contexts:
+            self._check_context(context, is_in_flight=context in running)
+            for block in context.blocks:
+                refs[block] += 1
+        assert refs == self.pool.refs, "reference counts do not match the contexts' blocks"
+
+    def _check_context(self, context: Context, *, is_in_flight: bool) -> None:
+        size = self.block_size
+        num_blocks = -(-context.num_computed // size)
+        num_full = context.num_computed // size
+        if is_in_flight:
+            assert len(context.blocks) >= num_blocks
+            assert num_full - 1 <= context.depth <= len(context.blocks)
+        else:
+            assert len(context.blocks) == num_blocks
+            assert context.depth == num_full
+        assert (context in self._holders) == bool(context.blocks)
+        assert context.num_computed <= len(context.ids)
+        node = context.node
+        for index in range(context.depth - 1, -1, -1):
+            assert node is not None
+            assert node.block == context.blocks[index], "the block table left the tree's path"
+            assert node.key == tuple(context.ids[index * size : (index + 1) * size])
+            node = node.parent
+        assert node is None or (node.parent is None and node.salt == context.salt)
+
+    def _make_writable(self, context: Context, index: int) -> bool:
+        """Give a context its own copy of a block if others read it. False without a free block."""
+        block = context.blocks[index]
+        refs, node = self.pool.refs, self._cache.tree.node_of[block]
+        if refs[block] == 1 and (node is None or index < context.depth):
+            return True
+        if refs[block] > 1 or (node is not None and node.is_retained):
+            target = self._allocate_block(context)
+            if target is not None:
+                self._copy(context, index, target)
+                return True
+            if refs[block] > 1:
+                return False
+        if node is not None and index >= context.depth:
+            # No other context reads the block or a successor of it: remove it from the tree.
+            self._cache.tree.remove(node)
+        return True
+
+    def _copy(self, context: Context, index: int, target: int) -> None:
+        """Replace a block of the table by a copy of it."""
+        block = context.blocks[index]
+        assert block not in self._unwritten
+        self.copies.append((block, target))
+        self._cache.pin(block)
+        context.blocks[index] = target
+        if index < context.depth:
+            assert context.node is not None
+            context.depth = index
+            context.node = ancestor(context.node, 1)
+        self._cache.release(block)
+
+    def _allocate_block(self, context: Context, after: int = -1, num_wanted: int = 1) -> int | None:
+        """Return a new block, taking blocks from other contexts if needed, or None."""
+        while (block := self._cache.allocate(after, num_wanted)) is None:
+            victim = self._victims.next_victim(context, self._holders, self._step)
+            if victim is None:
+                return None
+            if victim.has_work:
+                self.preempt(victim)
+            else:
+                self._shorten(victim)
+        self._unwritten.add(block)
+        return block
+
+    def _shorten(self, victim: Context) -> None:
+        """Release the last blocks of an idle context until one of them has no other reader."""
+        is_shared = True
+        while victim.blocks and is_shared:
+            is_shared = self.pool.refs[victim.blocks[-1]] > 1
+            self.truncate(victim, (len(victim.blocks) - 1) * self.block_size)
+
+    def _release_kv(self, context: Context) -> None:
+        self._release_blocks(context, 0)
+        context.num_computed = 0
+        context.node = None
+        context.depth = 0
+
+    def _release_blocks(self, context: Context, first: int) -> None:
+        """Release the blocks of a table from index `first` on, last block first."""
+        for block in reversed(context.blocks[first:]):
+            self._cache.release(block)
+        del context.blocks[first:]
+        if not context.blocks:
+            self._holders.discard(context)
+
+    def _restore_to_origin(self, context: Context) -> None:
+        """Share KV that a fork had to recompute with the idle context it was forked from.
+
+        Later forks of that context will read it.
+        """
+        origin, length = context.origin, context.origin_len
+        while origin is not None and origin.is_released:
+            length = min(length, origin.origin_len)
+            origin = origin.origin
+        # Forks of this context find their nearest live ancestor through it.
+        context.origin, context.origin_len = origin, length
+        if origin is None or origin.has_work:
+            return
+        if origin.num_computed < min(length, context.num_computed):
+            self._sharing.match(origin)
+
+    def _end(self, context: Context, num_cached_tokens: int) -> None:
+        """Retain the prefix that stays cached, and release all blocks."""
+        self._restore_to_origin(context)
+        num_retained = min(context.depth, num_cached_tokens // self.block_size)
+        node = ancestor(context.node, context.depth - num_retained)
+        while node is not None and not node.is_retained:
+            node.is_retained = True
+            node = ancestor(node, 1)
+        self._release_kv(context)
+        context.is_released = True

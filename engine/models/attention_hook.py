@@ -1,0 +1,162 @@
+"""The attention hook of transformers, and the configs that can run through it.
+
+`model_class` rejects configs before weights are read: classes that do not attend through
+transformers' `AttentionInterface`, state-space and linear layers, and windows or chunks that exist
+only in an attention mask. `probe` finds, on the loaded model, what a config does not show.
+
+A rotary embedding that changes with the length of a sequence is correct up to that length only,
+because keys are stored rotated and cannot be rotated again. `max_length` returns it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, Final, Protocol
+
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from ..protocol import EngineError
+
+ATTENTION: Final = "conure"
+"""The name of the hook among transformers' attention implementations."""
+
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+_UNSUPPORTED_ARGUMENTS: Final = ("indices", "block_indices", "position_bias", "sinks")
+"""Arguments of the hook that change the attention and that no kernel supports."""
+
+
+class AttentionBackend(Protocol):
+    """Computes the attention of a forward pass."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend for one layer: heads-first [1, H, T, D] in, [1, T, H, E] out."""
+        ...
+
+
+CURRENT: Final[ContextVar[AttentionBackend]] = ContextVar("attention_backend")
+"""The backend of the running forward pass. A context variable, because some models drop extra
+arguments on the way to the hook."""
+
+
+def register() -> None:
+    """Register the hook with transformers under `ATTENTION`. May be called repeatedly.
+
+    Without a mask function under the same name, transformers builds no masks.
+    """
+    AttentionInterface.register(ATTENTION, _hook)
+
+
+def model_class(config: PretrainedConfig, name: str) -> type[PreTrainedModel]:
+    """Return the model class of a decoder config.
+
+    Raises:
+        EngineError: `model.unsupported` if the runner cannot run it correctly, with the reason.
+    """
+    # The mapping is annotated with pairs, but contains classes.
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    reason = f"transformers has no decoder for model type {config.model_type!r}"
+    if found is not None:
+        reason = _unsupported(config, found)
+    if found is None or reason:
+        raise EngineError("model.unsupported", f"cannot run {name}: {reason}")
+    chosen: type[PreTrainedModel] = found
+    return chosen
+
+
+def max_length(config: PretrainedConfig) -> tuple[int | None, str]:
+    """Return the maximum tokens of a context, None without a limit, and the reason."""
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    reason = f"the model supports {length} tokens"
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind not in ("dynamic", "longrope"):
+            continue
+        switch = length
+        if kind == "longrope":
+            switch = rope.get("original_max_position_embeddings", length)
+        if switch is not None and (length is None or switch <= length):
+            length = int(switch)
+            reason = f"its {kind} rotary embedding changes beyond {switch} tokens"
+    return length, reason
+
+
+def _hook(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """Forward one layer's attention to the current backend. Called by transformers."""
+    del dropout  # used in training only
+    for name in _UNSUPPORTED_ARGUMENTS:
+        if extra.get(name) is not None:
+            raise ValueError(f"its attention needs {name!r}, which no kernel supports")
+    out = CURRENT.get().attend(
+        module,
+        query,
+        key,
+        value,
+        mask=attention_mask,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+def _unsupported(config: PretrainedConfig, model: type[PreTrainedModel]) -> str:
+    """Return why a config cannot run, or an empty string."""
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    # The config of a text model is its own text config. Multimodal configs contain one.
+    is_text = config.get_text_config() is config
+    reasons = {
+        "it is not a text-only decoder": config.is_encoder_decoder or not is_text,
+        "it has a recurrent state (state-space or linear layers)": model._is_stateful,
+        f"{model.__name__} does not attend through transformers' AttentionInterface": not (
+            # Some classes do not declare support; the second check inspects their source.
+            model._supports_attention_backend or model._can_set_attn_implementation()
+        ),
+        "its chunked attention exists in the attention mask only": bool(
+            getattr(config, "attention_chunk_size", None)
+        ),
+        f"layers of type {', '.join(sorted(layer_types - _LAYER_TYPES))} are not supported": (
+            bool(layer_types - _LAYER_TYPES)
+        ),
+        "its weights are quantised": getattr(config, "quantization_config", None) is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of all rotary embeddings. There may be one per layer type."""
+    found: list[dict[str, Any]] = []
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = getattr(config, name, None) or {}
+        found += [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]
+    return found

@@ -1,0 +1,213 @@
+"""Model folders: tokenizer, chat template, special tokens and config, without the weights.
+
+`locate` finds the folder of a name, on disk or on the Hugging Face Hub. `read_dummy` needs a config
+only, for random weights. Only data is read: nothing in a folder is executed, and a folder that
+requires it is rejected.
+
+Invariants: a `Checkpoint` has everything that a Hello needs. Otherwise reading it raises one
+sentence with the missing part.
+
+Errors, all `EngineError`: `model.not_found` (no such folder or hub name), `model.invalid` (files
+missing or damaged), `model.unsupported` (needs its own code, or another file format).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ..protocol import EngineError
+from ..text import byte_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The contents of a model folder, without its weights."""
+
+    folder: Path
+    """A folder, or a config file if `read_dummy` read one; transformers accepts both."""
+    config: dict[str, Any]
+    """The content of config.json."""
+    tokenizer_json: str
+    chat_template: str
+    """Jinja source; empty if the folder has none."""
+    special_tokens: dict[str, str]
+    """Text of special tokens by their names in templates (`bos_token`, ...)."""
+    bos_id: int | None
+    """The id that the tokenizer adds before every text, if any."""
+    eos_ids: tuple[int, ...]
+
+
+def locate(model: str) -> Path:
+    """Return the folder of a model: a path, or `owner/name` on the model hub.
+
+    Raises:
+        EngineError: `model.not_found` if the folder does not exist and cannot be fetched.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    is_hub_name = model.count("/") == 1 and not model.startswith(("/", ".", "~"))
+    if folder.is_file() or not is_hub_name:
+        raise EngineError("model.not_found", f"model folder {model!r} does not exist")
+    # Imported on demand: a local folder needs no network client.
+    from huggingface_hub import snapshot_download
+
+    try:
+        fetched = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise EngineError(
+            "model.not_found",
+            f"{model!r} is not a local folder, and fetching it from the hub failed:"
+            f" {reason[0] if reason else type(error).__name__}",
+        ) from error
+    return Path(fetched)
+
+
+def read(folder: Path) -> Checkpoint:
+    """Read a model folder.
+
+    Raises:
+        EngineError: `model.invalid` if a needed file is missing or damaged;
+            `model.unsupported` if the folder needs its own code, or has no safetensors.
+    """
+    config = _config(folder / "config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise EngineError(
+            "model.unsupported",
+            f"{folder} has no .safetensors weights; other formats are not supported",
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise EngineError("model.invalid", f"{folder} has no tokenizer.json")
+    return _with_tokenizer(folder, folder, config)
+
+
+def read_dummy(path: str) -> Checkpoint:
+    """Read the config, and the tokenizer if the folder has one, for a model of random weights.
+
+    Without a tokenizer, text is bytes, and ids above those of `byte_tokenizer` are rendered as
+    numbers.
+
+    Args:
+        path: A folder with a config.json, or such a file under any name.
+
+    Raises:
+        EngineError: `model.not_found` or `model.invalid` if the config is missing or
+            damaged; `model.unsupported` if it needs its own code, or its vocabulary is too small.
+    """
+    found = Path(path).expanduser().resolve()
+    if not found.exists():
+        raise EngineError("model.not_found", f"config {path!r} does not exist")
+    file = found / "config.json" if found.is_dir() else found
+    config = _config(file)
+    if (file.parent / "tokenizer.json").is_file():
+        return _with_tokenizer(found, file.parent, config)
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size < byte_tokenizer.VOCAB_SIZE:
+        raise EngineError(
+            "model.unsupported",
+            f"{found} has no tokenizer.json, and its vocab_size ({size}) is too small for the"
+            f" {byte_tokenizer.VOCAB_SIZE} ids of the byte tokenizer",
+        )
+    return Checkpoint(
+        folder=found,
+        config=config,
+        tokenizer_json=byte_tokenizer.tokenizer_json(size),
+        chat_template=byte_tokenizer.CHAT_TEMPLATE,
+        special_tokens=dict(byte_tokenizer.SPECIAL_TOKENS),
+        bos_id=None,
+        eos_ids=byte_tokenizer.EOS_IDS,
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    config = _json_object(path)
+    if config is None:
+        raise EngineError(
+            "model.invalid", f"{path.parent} has no {path.name}; it is not a model folder"
+        )
+    if "auto_map" in config:
+        raise EngineError(
+            "model.unsupported",
+            f"{path} needs its own code (auto_map), which is never run",
+        )
+    return config
+
+
+def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkpoint:
+    """Return the checkpoint at `found` with the tokenizer files in `folder`."""
+    tokenizer_path = folder / "tokenizer.json"
+    tokenizer_json = tokenizer_path.read_text(encoding="utf-8")
+    tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
+    return Checkpoint(
+        folder=found,
+        config=config,
+        tokenizer_json=tokenizer_json,
+        chat_template=_chat_template(folder, tokenizer_config),
+        special_tokens=_special_tokens(folder, tokenizer_config),
+        bos_id=_bos_id(tokenizer_json, tokenizer_path),
+        eos_ids=_eos_ids(_json_object(folder / "generation_config.json") or {}, config),
+    )
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None if the file does not exist."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineError("model.invalid", f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise EngineError("model.invalid", f"{path} must contain a JSON object")
+    return content
+
+
+def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template") or ""
+    if isinstance(template, list):
+        named = {each["name"]: each["template"] for each in template}
+        template = named.get("default", "")
+    return str(template)
+
+
+def _special_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    merged = {**(_json_object(folder / "special_tokens_map.json") or {}), **tokenizer_config}
+    found = {}
+    for name, token in merged.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _bos_id(tokenizer_json: str, path: Path) -> int | None:
+    """Return the id that the tokenizer's post-processing adds before a text, if any."""
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    # The library raises bare Exception.
+    except Exception as error:
+        raise EngineError("model.invalid", f"{path} is not a tokenizer: {error}") from error
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    processed = tokenizer.encode("a", add_special_tokens=True).ids
+    if len(processed) > len(plain) and processed[1 : 1 + len(plain)] == plain:
+        return int(processed[0])
+    return None
+
+
+def _eos_ids(generation_config: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids that end a text, as transformers' generation does."""
+    found = generation_config.get("eos_token_id")
+    if found is None:
+        found = config.get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)

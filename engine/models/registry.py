@@ -1,0 +1,100 @@
+"""Finding and loading models by name.
+
+`builtin` and `seeded` are Conure's own models. Any other name is a folder, a model on the Hugging
+Face Hub, or a config for random weights.
+
+Invariants: `find` raises every error that can be detected without weights. `load` returns a
+complete model or raises one sentence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..testing import random_model
+from . import builtin, checkpoint, weights
+from .checkpoint import Checkpoint
+
+BUILTIN: Final = "builtin"
+"""The name of the model that ships with the engine."""
+SEEDED: Final = "seeded"
+"""The name of the small random model."""
+_OWN_DESCRIPTIONS: Final = {BUILTIN: builtin.DESCRIPTION, SEEDED: random_model.DESCRIPTION}
+
+
+class LoadedModel(NamedTuple):
+    """A loaded model."""
+
+    name: str
+    """The name that programs use."""
+    description: str
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+
+
+def find(name: str, *, is_dummy: bool) -> Checkpoint:
+    """Read the checkpoint of a name, without weights.
+
+    Args:
+        name: A model folder, `owner/name` on the hub, `builtin` or `seeded`. With `is_dummy`, a
+            config file or its folder.
+        is_dummy: The weights will be random.
+
+    Raises:
+        EngineError: `model.not_found`, `model.invalid` or `model.unsupported`.
+    """
+    return checkpoint.read_dummy(name) if is_dummy else checkpoint.read(_locate(name))
+
+
+def load(
+    name: str,
+    source: Checkpoint,
+    config: PretrainedConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    is_dummy: bool,
+) -> LoadedModel:
+    """Load the weights of a checkpoint, or create random ones.
+
+    Args:
+        name: As in `find`.
+        source: The result of `find`.
+        config: As in `weights.load`.
+        dtype: As in `weights.load`.
+        device: The device.
+        is_dummy: As in `find`.
+
+    Raises:
+        EngineError: `model.invalid` or `model.unsupported`.
+    """
+    load_or_make = weights.make if is_dummy else weights.load
+    model = load_or_make(source, config, dtype, str(device))
+    if name in _OWN_DESCRIPTIONS and not is_dummy:
+        return LoadedModel(name, _OWN_DESCRIPTIONS[name], source, model)
+    description = _describe(model, is_dummy=is_dummy)
+    return LoadedModel(_public_name(name, source.folder), description, source, model)
+
+
+def _locate(name: str) -> Path:
+    """Return the folder of a model."""
+    if name == BUILTIN:
+        return builtin.verified_folder()
+    return random_model.create_cached() if name == SEEDED else checkpoint.locate(name)
+
+
+def _public_name(name: str, folder: Path) -> str:
+    """Return the name that programs use: the last part of the path or hub name."""
+    if folder.is_file():  # the config of a dummy model
+        return folder.parent.name if folder.name == "config.json" else folder.stem
+    return Path(name).name if not Path(name).expanduser().is_dir() else folder.name
+
+
+def _describe(model: PreTrainedModel, *, is_dummy: bool) -> str:
+    millions = model.num_parameters() / 1e6
+    description = f"{type(model).__name__}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"
+    return f"{description}, random weights: its text means nothing" if is_dummy else description

@@ -1,0 +1,126 @@
+"""Device backends: a device, and the operations that compute on it.
+
+Only this module distinguishes a CPU from an accelerator.
+
+Invariants: all parts of a `Backend` belong to the same device. Operations of a backend that can
+record never synchronise with the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from conure.kernels import elementwise, ops
+from conure.kernels.cpu import library
+from conure.kernels.cpu.attention import NativeLibrary
+from conure.kernels.cpu.linear import PackedLinear
+
+from ..models.fused_decoder import Pack
+from ..protocol import EngineError
+from .cuda_graphs import CudaGraphs, Record
+
+NO_LIBRARY: Final = "none"
+"""The `instructions` that select torch operations."""
+
+_log = logging.getLogger(__name__)
+
+CopyToHostAsync: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts a copy to main memory, ordered after all queued work. The returned function waits for the
+copy and returns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A device and its operations."""
+
+    device: torch.device
+    operations: ops.AttentionOperations
+    fused: elementwise.ElementwiseOperations
+    """Operations between matrix products."""
+    pack: Pack | None = None
+    """Packs weights for products that are faster than torch's; None where there are none."""
+    record: Record | None = None
+    """Records decode steps; None where recording saves nothing."""
+    copy_to_host: CopyToHostAsync | None = None
+    """None where results are in main memory as soon as an operation returns."""
+    synchronize: Callable[[], None] | None = None
+    """Waits for all queued work; raises RuntimeError if the device is lost. None on a CPU."""
+
+    @property
+    def kind(self) -> str:
+        """The type of the device: `cpu` or `cuda`."""
+        return self.device.type
+
+
+def create_backend(
+    device: torch.device, *, batch_invariant: bool = False, instructions: str = library.AUTO
+) -> Backend:
+    """Return the backend of an existing device.
+
+    Args:
+        device: See `device.pick`.
+        batch_invariant: Results of a context must not depend on the rest of the batch.
+        instructions: Instruction set of the CPU kernels; see `EngineConfig.cpu_instructions`.
+
+    Raises:
+        EngineError: `engine.bad_option` if the device cannot be batch invariant, or the processor
+            does not have the instruction set.
+    """
+    if device.type == "cpu":
+        return _cpu_backend(device, "invariant" if batch_invariant else "cpu", instructions)
+    if batch_invariant:
+        raise EngineError(
+            "engine.bad_option",
+            "batch_invariant needs a CPU: on a GPU the matrix library chooses the order of "
+            "additions by the size of the batch",
+        )
+    torch.cuda.set_device(device)
+    return Backend(
+        device,
+        ops.implementation("triton"),
+        fused=elementwise.implementation("triton"),
+        record=CudaGraphs(device),
+        copy_to_host=_copy_to_host,
+        synchronize=lambda: torch.cuda.synchronize(device),
+    )
+
+
+def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
+    """Return the C++ kernels, or the reference operations if there is no library."""
+    if instructions != NO_LIBRARY:
+        try:
+            found = library.find(instructions)
+            native = NativeLibrary(found)
+            return Backend(
+                device,
+                ops.implementation(name, found.name),
+                fused=elementwise.implementation("cpu", found.name),
+                pack=None if library.has_matrix_unit() else partial(PackedLinear, native),
+            )
+        except ValueError as error:
+            raise EngineError("engine.bad_option", f"cpu_instructions: {error}") from error
+        except library.LibraryUnavailableError as error:
+            _log.warning("the CPU kernels are not available, so the engine is slow: %s", error)
+    return Backend(
+        device, ops.implementation("reference"), fused=elementwise.implementation("reference")
+    )
+
+
+def _copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start a copy to pinned memory; see `CopyToHostAsync`."""
+    copy = tensor.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait

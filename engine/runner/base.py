@@ -1,0 +1,140 @@
+"""The runner interface: run one step over packed rows of paged contexts.
+
+The engine core decides which tokens of which contexts run, and in which blocks their KV is stored.
+A runner turns that into sampled ids. `scripted_runner` and `torch_runner` implement it; this module
+does not load torch.
+
+A step is *started*, and its ids are *read* later. On a device that computes asynchronously the next
+step can be started in between: its rows continue with tokens that the device has not sampled yet.
+
+Out of scope: ranks, forks, stop strings and text.
+Invariants: between steps a runner keeps no state of a context except KV in its blocks, so a context
+can be evicted and recomputed in other blocks at any time. Steps take effect in the order in which
+they were started: a block can be reused as soon as the last step that uses it was started.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..protocol import EngineLimits, SamplingParams, TokenLogprob
+from ..sampling.token_counts import TokenCounts
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """The tokens of one context in one step.
+
+    `ids[start : start + num_new]` are computed at these positions. The KV of `ids[:start]` is in
+    `blocks` already, or an earlier row of the same step writes it: rows may share blocks, and a
+    runner stores all keys and values of a layer before it attends. `blocks` covers
+    `start + num_new` tokens. The KV of token i is in `blocks[i // block_size]` at offset
+    `i % block_size`.
+    """
+
+    context: int
+    ids: list[int]
+    """All tokens of the context. Owned by the core; read-only here."""
+    start: int
+    num_new: int
+    blocks: list[int] | array[int]
+    sampling: SamplingParams | None = None
+    """Set if the step reaches the end of a generating context and has to sample the next id."""
+    num_prompt: int = 0
+    """With `sampling`: `ids[num_prompt:]` are the output of this Generate."""
+    token_counts: TokenCounts | None = None
+    """With `sampling`: token counts for penalties; None counts the tokens of the row."""
+    mask: bytes | None = None
+    """With `sampling`: bitmask of the allowed ids, little-endian. Ids beyond the last bit are not
+    allowed. It covers EOS and stop ids, too. None allows all ids."""
+    logprob: TokenLogprob | None = None
+    """Set by the runner if `sampling.logprobs` requests it."""
+    previous_id_index: int | None = None
+    """Set if the only new token is not in `ids` because the host has not read it yet: its index
+    among the ids that the previous step samples."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the context after the step, without the id that it samples."""
+        return self.start + self.num_new
+
+
+class Handle(Protocol):
+    """A started step."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns without waiting."""
+        ...
+
+    def read(self) -> list[int]:
+        """Wait for the step; return one id per sampling row, in order. Called once.
+
+        Raises:
+            Exception: any error of the step since it was started.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step that was complete when `start` returned."""
+
+    ids: list[int]
+
+    @property
+    def is_ready(self) -> bool:
+        """True."""
+        return True
+
+    def read(self) -> list[int]:
+        """Return the ids."""
+        return self.ids
+
+
+class DeviceLostError(RuntimeError):
+    """The device computes nothing any more in this process, whatever is asked of it."""
+
+
+class Runner(Protocol):
+    """A model over paged KV memory."""
+
+    model: str
+    tokenizer_json: str
+    chat_template: str
+    special_tokens: dict[str, str]
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    limits: EngineLimits
+    capabilities: tuple[str, ...]
+    description: str
+
+    def start(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> Handle:
+        """Copy blocks (source, destination), start the rows, and return a handle to their ids.
+
+        Copies precede all writes. Rows are in the core's order, and a row may attend to KV that an
+        earlier row of the same call writes. The inputs in the rows are read before this method
+        returns. It does not wait for earlier steps.
+
+        The core handles EOS. A runner samples it like any id, but masks EOS and stop ids while
+        fewer than `min_tokens` were generated, and EOS under `ignore_eos`. A row with a `mask`
+        gets only ids that it allows, whatever its other sampling parameters are.
+        """
+        ...
+
+    def run(
+        self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Start a step and read its ids."""
+        return self.start(rows, copies).read()
+
+    def check_device(self) -> None:
+        """Wait for the device after a failed step. Does nothing where no device can be lost.
+
+        Raises:
+            DeviceLostError: if the device cannot be used by this process any more.
+        """
+        return

@@ -1,0 +1,134 @@
+"""Recorded decode steps: one launch of a CUDA graph instead of hundreds of kernel launches.
+
+A decode step of a small batch takes an accelerator less time than the host needs to launch its
+kernels one by one. The kernels and their arguments are therefore recorded once for each padded
+number of rows, and replayed with one call. A recording holds addresses: a replay reads the present
+content of the same buffers, while numbers known to the host keep the value they had when recorded.
+A function can be recorded only if everything that differs between two steps of one key reaches it
+through tensors that stay in place.
+
+Out of scope: models and rows.
+Invariants: a function that cannot be recorded is run eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Final, TypeAlias
+
+import torch
+from cachetools import LRUCache
+from torch import Tensor
+
+MAX_RECORDINGS: Final = 128
+"""Recordings take memory. The least recently used one is dropped beyond this number."""
+
+_NOT_RECORDABLE: Final = ("operation not permitted when", "during capture", "while capturing")
+"""Parts of the errors of torch and CUDA for a function that cannot be recorded."""
+
+Replay: TypeAlias = Callable[[], Tensor]
+Record: TypeAlias = Callable[[Callable[[], Tensor]], Replay]
+"""Records the device work of a function. The replay returns the same tensor every time."""
+
+_log = logging.getLogger(__name__)
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """Return the padded numbers of rows: powers of two, then `most`."""
+    return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+
+
+def bucket_size(num_rows: int, most: int) -> int | None:
+    """Return the padded number of rows of a step, None if `num_rows` is above `most`."""
+    return next((size for size in bucket_sizes(most) if size >= num_rows), None)
+
+
+class CudaGraphCache:
+    """Recordings by key."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._replays: LRUCache[Hashable, Replay] = LRUCache(MAX_RECORDINGS)
+        self._eager_keys: set[Hashable] = set()
+        """Keys for whose recording the memory was too small."""
+        self._can_record = True
+        self.last_replay: Replay | None = None
+        """Replay of the latest step, None if it ran eagerly."""
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def run(self, key: Hashable, function: Callable[[], Tensor]) -> Tensor:
+        """Replay the recording of `key`, or record `function` first.
+
+        Args:
+            key: Everything that `function` depends on besides the contents of tensors.
+            function: Queues work on the device without synchronising. Running it twice has the
+                same effect as running it once.
+
+        Returns:
+            The result of `function`, valid until the next `run`.
+        """
+        replay = self._replays.get(key)
+        if replay is None and self._can_record and key not in self._eager_keys:
+            replay = self._try_record(key, function)
+        self.last_replay = replay
+        return function() if replay is None else replay()
+
+    def _try_record(self, key: Hashable, function: Callable[[], Tensor]) -> Replay | None:
+        if len(self._replays) == MAX_RECORDINGS:
+            # Free its memory before the new recording takes some.
+            self._replays.popitem()
+        try:
+            replay = self._replays[key] = self._record(function)
+        except torch.OutOfMemoryError:
+            # The eager step may still fit. Existing recordings stay in use.
+            _log.warning("not enough memory to record steps of key=%s: they run eagerly", key)
+            self._eager_keys.add(key)
+            return None
+        except RuntimeError as error:
+            if not any(part in str(error) for part in _NOT_RECORDABLE):
+                raise
+            # Some models read numbers from the device during the forward pass.
+            self._can_record = False
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            _log.warning(
+                "decode steps run eagerly because they cannot be recorded: the model reads "
+                "numbers from the device while it decodes (%s)",
+                line,
+            )
+            return None
+        return replay
+
+
+class CudaGraphs:
+    """Records functions as CUDA graphs that share one memory pool for temporaries."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], Tensor]) -> Replay:
+        """Record a function; see `Record`.
+
+        Raises:
+            RuntimeError: if the function cannot be recorded.
+        """
+        with torch.cuda.device(self._device):
+            # The first run compiles kernels and lets libraries allocate their workspaces.
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                function()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of this process may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = function()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay

@@ -1,0 +1,202 @@
+"""The inputs of one step: packed tokens, the slots of their KV, and attention over the caches.
+
+`pack` turns rows into arrays on the host. `Attention` serves the model's layers during the forward
+pass: it stores keys and values and attends by the plan.
+
+A step of decode rows only may be *padded* to one of a few numbers of rows, so that its arrays have
+known shapes. Padding rows are not part of the plan: they write their KV to a scratch block and
+their outputs are discarded.
+
+Out of scope: the model, and the use of its logits.
+
+Shapes: T packed tokens - R rows - S sampling rows - H query heads - K kv heads - D, E head
+dims of keys, values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from conure.kernels import ops
+from conure.kernels.planning.plan import Plan
+from conure.kernels.planning.planner import Planner
+
+from ..models.probe import LayerKVSpec
+from ..protocol import EngineLimits
+from .base import ScheduledSequence
+
+Integers = NDArray[np.int64]
+LayerCaches = tuple[Tensor, Tensor]
+"""Keys and values of one layer."""
+
+
+class AttentionLayerGroup(NamedTuple):
+    """Properties of layers whose attention is prepared together."""
+
+    num_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+class PackedInputs(NamedTuple):
+    """The rows of a step on the host."""
+
+    plan: Plan
+    ids: Integers
+    """[T] token ids."""
+    last: Integers
+    """[S] packed tokens whose logits are needed."""
+    pending: Integers | None = None
+    """[2, U] packed tokens whose ids are still on the device (0 in `ids`), and the index of each
+    among the ids that the previous step sampled. None if the host has all ids."""
+
+    def arrays(self, sizes: tuple[int, int] | None, scratch_block: int) -> list[Integers]:
+        """Return ids, positions, slots and `last`, padded for the device.
+
+        Args:
+            sizes: Padded lengths of the token arrays and of `last`; None for no padding.
+            scratch_block: The block that padding tokens write to.
+        """
+        arrays = [self.ids, self.plan.positions, self.plan.slots]
+        if sizes is None:
+            return [*arrays, self.last]
+        fills = (0, 0, scratch_block * self.plan.block_size)
+        padded = [_pad(array, sizes[0], fill) for array, fill in zip(arrays, fills, strict=True)]
+        return [*padded, _pad(self.last, sizes[1], 0)]
+
+
+def pack(rows: Sequence[ScheduledSequence], planner: Planner) -> PackedInputs:
+    """Return the inputs of a step of at least one row."""
+    plan = planner.plan(
+        [row.num_new for row in rows],
+        [row.start + row.num_new for row in rows],
+        [row.blocks for row in rows],
+    )
+    sampling = [index for index, row in enumerate(rows) if row.sampling is not None]
+    last = plan.query_start[1:][sampling] - 1
+    new_ids = [
+        row.ids[row.start : row.start + row.num_new] if row.previous_id_index is None else (0,)
+        for row in rows
+    ]
+    ids = np.fromiter(chain.from_iterable(new_ids), np.int64, plan.num_queries)
+    pending = [
+        (token, row.previous_id_index)
+        for token, row in zip(plan.query_start, rows, strict=False)
+        if row.previous_id_index is not None
+    ]
+    return PackedInputs(plan, ids, last, np.array(pending, np.int64).T if pending else None)
+
+
+def decode_warmup_batches(
+    num_rows: int,
+    limits: EngineLimits,
+    scratch_block: int,
+    groups: Collection[AttentionLayerGroup],
+) -> list[list[ScheduledSequence]]:
+    """Return decode steps that cover all attention variants to be recorded.
+
+    Attention differs by the most queries that share a range, by whether any query has several
+    partials, and by whether a row is longer than a window. So some rows share all blocks but the
+    last and the others share none, once for each number of sharers that the kernels distinguish,
+    for rows as long as fit into memory together and for rows inside each window. Rows of one token
+    have neither partials nor a window. Each row writes to `scratch_block` only, and may read
+    arbitrary content.
+
+    Args:
+        num_rows: Rows of each step.
+        limits: Limits of the engine.
+        scratch_block: Block of padding rows.
+        groups: The model's layers.
+    """
+    size = limits.block_size
+    longest = min(limits.context_len, limits.num_blocks // num_rows * size)
+    windows = {group.window for group in groups if group.window is not None}
+    # Two sharers fill a small tile, more a tile of 64 rows, and all of them the largest.
+    sharers = {2, num_rows, *(64 * group.kv_heads // group.num_heads for group in groups)}
+    batches = [[ScheduledSequence(0, [0], 0, 1, [scratch_block]) for _ in range(num_rows)]]
+    for length in sorted({longest, *(min(window, longest) for window in windows)}, reverse=True):
+        width = -(-length // size) - 1
+        if width < 1:
+            continue
+        ids = [0] * length
+        for num_sharers in sorted({0, *(num for num in sharers if 2 <= num <= num_rows)}):
+            blocks = [
+                [*range(first, first + width), scratch_block]
+                for row in range(num_rows)
+                for first in [0 if row < num_sharers else row * width]
+            ]
+            batches.append([ScheduledSequence(0, ids, length - 1, 1, table) for table in blocks])
+    return batches
+
+
+def _pad(array: Integers, size: int, fill: int) -> Integers:
+    padded = np.full(size, fill, np.int64)
+    padded[: len(array)] = array
+    return padded
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of a model's layers during one step; see `attention_hook.AttentionBackend`."""
+
+    plan: Plan
+    slots: Tensor
+    caches: Sequence[LayerCaches]
+    operations: ops.AttentionOperations
+    layers: Sequence[LayerKVSpec]
+    groups: dict[AttentionLayerGroup, tuple[Tensor, LayerCaches]] | None = None
+    """Set to collect a query and the caches of each layer group."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        assert mask is None, "the probe saw no mask"
+        layer = module.layer_idx
+        assert isinstance(layer, int), "the probe saw numbered layers"
+        key_cache, value_cache = self.caches[layer]
+        self.operations.store_kv(
+            key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, self.slots
+        )
+        query = query[0].transpose(0, 1)
+        if self.groups is not None:
+            kv_heads, key_dim = key_cache.shape[2:]
+            group = AttentionLayerGroup(
+                query.shape[1], kv_heads, key_dim, value_cache.shape[3], window
+            )
+            self.groups[group] = query, (key_cache, value_cache)
+        out = self.operations.attention(
+            query,
+            key_cache,
+            value_cache,
+            self.plan,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out[None]
+
+    def read(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Attend queries [T, H, D] of a layer whose new keys and values are stored already."""
+        return self.operations.attention(
+            query, *self.caches[layer], self.plan, scale=scale, window=self.layers[layer].window
+        )

@@ -1,0 +1,253 @@
+"""Turns the sampling parameters of a step's rows into arrays, and results back into ids.
+
+`make_batch` writes each row's `SamplingParams`, mask and token counts into the arrays that
+`sampler` applies on the device; `unpack` reads the results. A step whose rows all take the
+largest unmodified logit needs neither.
+
+The repetition penalty counts the whole context; presence and frequency penalties count what
+this Generate produced. A mask already covers end tokens. Without a mask, end tokens are banned
+until `min_tokens` are generated, or always under `ignore_eos`.
+
+Out of scope: text, stop strings and the end of an output.
+
+Invariants: a row's result is the same in every batch; no state is kept between steps.
+
+Shapes: S sampling rows - V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..protocol import SamplingParams, TokenLogprob
+from ..runner.base import ScheduledSequence
+from .sampler import LogitOpsBatch, sample_tokens
+from .token_counts import TokenCounts, has_penalty
+
+Words: TypeAlias = NDArray[np.uint64]
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+"""Fields of a `LogitOpsBatch` by name."""
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = 2**64 - 1
+_BANNED: Final = float("-inf")
+
+
+class SamplingBatch(NamedTuple):
+    """The logit operations of a step's rows."""
+
+    ops: LogitOpsBatch[NDArray[Any]]
+    num_top: int
+    """The largest number of likeliest tokens that a row reports."""
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: Sequence[ScheduledSequence], eos_ids: Sequence[int]) -> list[int]:
+    """Return the next id of each row, sampled on the CPU.
+
+    Args:
+        logits: [S, V], any float dtype, on the CPU. Overwritten unless all rows are greedy and
+            unmodified.
+        rows: The sampling rows in the order of `logits`, each with `sampling` set.
+        eos_ids: End tokens; banned where a row's sampling parameters require it.
+    """
+    batch = make_batch(rows, eos_ids, logits.shape[1])
+    if batch is None:
+        return unpack(sample_tokens(logits, None).tolist(), rows, None)
+    ops = LogitOpsBatch(*(torch.from_numpy(array) for array in batch.ops))
+    return unpack(sample_tokens(logits, ops, batch.num_top).tolist(), rows, batch)
+
+
+def make_batch(
+    rows: Sequence[ScheduledSequence], eos_ids: Sequence[int], vocab_size: int
+) -> SamplingBatch | None:
+    """Return the logit operations of all rows, or None if all take their largest logit.
+
+    Args:
+        rows: The sampling rows, each with `sampling` set.
+        eos_ids: End tokens.
+        vocab_size: V.
+    """
+    params = [_params(row) for row in rows]
+    if all(map(_is_plain_greedy, params, rows)):
+        return None
+    logprob_rows = [index for index, each in enumerate(params) if each.logprobs is not None]
+    ops: LogitOpsBatch[NDArray[Any]] = LogitOpsBatch(
+        **_penalty_and_bias_ops(rows, eos_ids, vocab_size),
+        **_mask_ops(rows, vocab_size),
+        **_random_ops(rows, vocab_size),
+        logprob_rows=_integers(logprob_rows),
+    )
+    num_top = max((params[index].logprobs or 0 for index in logprob_rows), default=0)
+    return SamplingBatch(ops, min(num_top, vocab_size))
+
+
+def unpack(
+    results: list[float] | list[int],
+    rows: Sequence[ScheduledSequence],
+    batch: SamplingBatch | None,
+) -> list[int]:
+    """Return the ids in the results of `sample_tokens`, and set the logprobs of rows."""
+    if batch is None:
+        return [int(token) for token in results]
+    logprob_rows: list[int] = batch.ops.logprob_rows.tolist()
+    num_rows, num_reporting, num_top = len(rows), len(logprob_rows), batch.num_top
+    logprobs = results[num_rows : num_rows + num_reporting]
+    top_values = results[num_rows + num_reporting : num_rows + num_reporting * (1 + num_top)]
+    top_tokens = results[num_rows + num_reporting * (1 + num_top) :]
+    for place, index in enumerate(logprob_rows):
+        begin = place * num_top
+        end = begin + min(_params(rows[index]).logprobs or 0, num_top)
+        top = zip(map(int, top_tokens[begin:end]), top_values[begin:end], strict=True)
+        rows[index].logprob = TokenLogprob(logprobs[place], list(top))
+    return [int(token) for token in results[:num_rows]]
+
+
+def mix(words: Words) -> Words:
+    """Return splitmix64's finaliser of each word: each input bit affects all output bits."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def uniforms(seed: int, stream: int, count: int) -> NDArray[np.float64]:
+    """Return `count` numbers in (0, 1), a function of (seed, stream) on every machine.
+
+    Args:
+        seed: Any integer, taken modulo 2**64.
+        stream: Number of the seed's sequence, such as a position; taken modulo 2**64.
+        count: Amount of numbers. The i-th number does not depend on it.
+    """
+    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    # 52 bits, so that adding a half is exact and the result is neither 0 nor 1.
+    bits = mix(counters + np.uint64(_key(seed, stream))) >> np.uint64(12)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _key(seed: int, stream: int) -> int:
+    """Return 64 bits that determine the noise of a row."""
+    return _mixed(_mixed(seed + _GOLDEN) ^ _mixed((stream + 1) * _GOLDEN))
+
+
+def _mixed(word: int) -> int:
+    """Return `mix` of a single word, which may be any integer."""
+    word &= _MASK
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)
+
+
+def _integers(numbers: Any) -> NDArray[np.int64]:
+    return np.fromiter(numbers, np.int64)
+
+
+def _params(row: ScheduledSequence) -> SamplingParams:
+    assert row.sampling is not None, "only sampling rows have logits"
+    return row.sampling
+
+
+def _is_plain_greedy(params: SamplingParams, row: ScheduledSequence) -> bool:
+    """Return whether the row takes its largest unmodified logit."""
+    return (
+        params.temperature == 0
+        and not has_penalty(params)
+        and not params.ignore_eos
+        and not params.logit_bias
+        and params.logprobs is None
+        and row.mask is None
+        and row.length - row.num_prompt >= params.min_tokens
+    )
+
+
+def _penalty_and_bias_ops(
+    rows: Sequence[ScheduledSequence], eos_ids: Sequence[int], vocab_size: int
+) -> Arrays:
+    places: list[NDArray[np.int64]] = [_integers(())]
+    factors: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    biases: dict[int, float] = {}
+    for index, row in enumerate(rows):
+        params, counts = _params(row), _token_counts(row)
+        first = index * vocab_size
+        if params.repetition_penalty != 1:
+            places.append(first + np.array(counts.distinct, np.int64))
+            factors.append(np.full(len(places[-1]), params.repetition_penalty, np.float32))
+        for token, amount in _biases(row, counts, eos_ids):
+            if 0 <= token < vocab_size:
+                biases[first + token] = biases.get(first + token, 0.0) + amount
+    return {
+        "penalty_places": np.concatenate(places),
+        "penalty_factors": np.concatenate(factors),
+        "bias_places": _integers(biases),
+        "bias_values": np.fromiter(biases.values(), np.float32, len(biases)),
+    }
+
+
+def _token_counts(row: ScheduledSequence) -> TokenCounts:
+    """Return the updated token counts of a row; empty counts if it has no penalty."""
+    counts = TokenCounts(row.num_prompt) if row.token_counts is None else row.token_counts
+    if has_penalty(_params(row)):
+        counts.update(row.ids)
+    return counts
+
+
+def _biases(
+    row: ScheduledSequence, counts: TokenCounts, eos_ids: Sequence[int]
+) -> Iterator[tuple[int, float]]:
+    """Yield tokens and amounts to add to their logits. A token may occur more than once."""
+    params = _params(row)
+    presence, frequency = params.presence_penalty, params.frequency_penalty
+    if presence != 0 or frequency != 0:
+        for token, count in counts.generated.items():
+            yield token, -(presence + frequency * count)
+    yield from params.logit_bias
+    if row.mask is not None:
+        return
+    is_below_min = row.length - row.num_prompt < params.min_tokens
+    if is_below_min or params.ignore_eos:
+        yield from ((token, _BANNED) for token in eos_ids)
+    if is_below_min:
+        yield from ((token, _BANNED) for token in params.stop_token_ids)
+
+
+def _mask_ops(rows: Sequence[ScheduledSequence], vocab_size: int) -> Arrays:
+    mask_rows: list[int] = []
+    masks: list[bytes] = []
+    for index, row in enumerate(rows):
+        if row.mask is not None:
+            mask_rows.append(index)
+            masks.append(row.mask)
+    # Tokens beyond the end of a mask are banned.
+    num_bytes = -(-vocab_size // 8)
+    padded = np.zeros((len(masks), num_bytes), np.uint8)
+    for bits, mask in zip(padded, masks, strict=True):
+        used = mask[:num_bytes]
+        bits[: len(used)] = np.frombuffer(used, np.uint8)
+    return {"mask_rows": _integers(mask_rows), "masks": padded}
+
+
+def _random_ops(rows: Sequence[ScheduledSequence], vocab_size: int) -> Arrays:
+    random_rows = [index for index, row in enumerate(rows) if _params(row).temperature > 0]
+    random = [_params(rows[index]) for index in random_rows]
+    noise_keys = [_key(_params(rows[index]).seed, rows[index].length) for index in random_rows]
+    truncated = [index for index, params in enumerate(random) if _is_truncated(params)]
+    cuts = [random[index] for index in truncated]
+    return {
+        "random_rows": _integers(random_rows),
+        "temperatures": np.array([params.temperature for params in random], np.float64),
+        "noise_keys": np.array(noise_keys, np.uint64).view(np.int64),
+        "truncated": _integers(truncated),
+        "top_k": _integers(max(params.top_k, 0) or vocab_size for params in cuts),
+        "top_p": np.array([params.top_p for params in cuts], np.float64),
+        "min_p": np.array([params.min_p for params in cuts], np.float64),
+    }
+
+
+def _is_truncated(params: SamplingParams) -> bool:
+    """Return whether top-k, top-p or min-p restrict the distribution."""
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0

@@ -1,0 +1,10 @@
+"""The operations on a CPU: C++ kernels, compiled for the instruction set of the machine.
+
+attention        attention and the KV store over torch tensors, by the library
+elementwise      the operations between matrix products, by the library
+linear           products with 16-bit weights
+library          finds, compiles and loads the library of an instruction set
+*.cpp            one file per operation
+simd.h           vectors of an instruction set
+parallel.h       tasks on torch's threads
+"""

@@ -1,0 +1,58 @@
+"""Products with bfloat16 weights on a CPU without a matrix unit, by the C++ kernels."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .attention import NativeLibrary
+
+_LINEAR: Final = struct.Struct("@5P3q")
+"""`LinearArguments` in linear.cpp."""
+
+
+class PackedLinear:
+    """A weight in the layout of the kernels; calling it computes `inputs @ weight.T + bias`.
+
+    Invariants: a result does not depend on the other rows of `inputs`, bit by bit.
+    """
+
+    def __init__(self, native: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
+        """Pack a weight [N, K] of bfloat16, with an optional bias [N]."""
+        self._native: Final = native
+        self._bias: Final = bias
+        self._num_outputs, self._num_inputs = weight.shape
+        weight = weight.contiguous()
+        functions = native.functions
+        size = functions.conure_packed_words(self._num_inputs, self._num_outputs)
+        self._packed: Final = torch.empty(size, dtype=torch.int32)
+        functions.conure_pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape[::-1])
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return [T, N] from inputs [T, K] contiguous."""
+        num_rows = len(inputs)
+        out = inputs.new_empty(num_rows, self._num_outputs)
+        wide = torch.empty(num_rows, self._num_inputs)
+        arguments = _LINEAR.pack(
+            inputs.data_ptr(),
+            self._packed.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            wide.data_ptr(),
+            num_rows,
+            self._num_inputs,
+            self._num_outputs,
+        )
+        self._native.functions.conure_linear(arguments, self._native.threads())
+        return out
+
+    def unpack(self) -> Tensor:
+        """Return the weight, [N, K]."""
+        weight = torch.empty(self._num_outputs, self._num_inputs, dtype=torch.bfloat16)
+        self._native.functions.conure_unpack(
+            self._packed.data_ptr(), weight.data_ptr(), self._num_inputs, self._num_outputs
+        )
+        return weight

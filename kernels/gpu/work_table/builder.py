@@ -1,0 +1,228 @@
+"""Build the work table of a step: the attention work that a persistent kernel reads on the GPU.
+
+An item is a tile of queries and a chunk of a KV range: what one program computes at once, for
+one KV head. The ranges are the shared ranges of the plan's prefix tree and the private range of
+each row. Queries are cut so that, times the heads of their group, they fill the rows of a tile.
+Ranges are cut so that all items take about the same time, a few for each program.
+A fixed chunk length (Parrot, FastTree) fails at both ends: a few long ranges leave processors
+idle, and many short chunks write more partials than they read keys. Items are ordered longest
+first, and every second round backwards, so that each program gets about the same work.
+
+The table is int32 words: `TableHeader`, then items of `ITEM_SIZE` words (`ItemField`), merges,
+entries and pages. An entry is one query of one range: the query's index, and the slot of its
+first partial; chunk c of the range writes to that slot plus c. The partials of a query are
+neighbours, so a merge is three words: query, first slot, number of partials. A query with a
+single partial has no slot. Offsets are in the header: one copy of the words brings a step to
+the device, and the launch does not depend on their values, as CUDA graphs require.
+
+While all rows decode, only the last item of each row grows, and there is room for
+`SPARE_BLOCKS` more pages of each row. For any other change the table is rebuilt.
+
+Out of scope: tensors.
+
+Invariants: the items of a query cover each position that it may see exactly once. Its merge
+names the slot of each of its partials, or it has one item and no merge.
+
+Shapes: R rows - S ranges - E entries - T queries.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ...planning.plan import Plan
+from ...planning.prefix_tree import Integers, PrefixTree
+from .partition import (
+    ITEM_OVERHEAD_TOKENS,
+    KVRanges,
+    QueryTiles,
+    Reals,
+    assign_partial_slots,
+    balanced_order,
+    chunk_lengths,
+    cut_queries,
+    cut_ranges,
+    list_ranges,
+)
+from .table import (
+    HEADER_SIZE,
+    ITEM_SIZE,
+    ItemField,
+    RowTails,
+    TableHeader,
+    Words,
+    WorkTable,
+)
+
+FEW_ROUNDS: Final = 8
+"""Rounds of items above which their number per program does not matter."""
+
+
+class LayerGroup(NamedTuple):
+    """The properties of layers that use the same work table."""
+
+    kv_heads: int
+    group: int
+    """Query heads of a KV head."""
+    window: int | None
+    small: int
+    """Rows of a small item: at least the group."""
+    large: int
+    """Maximum rows of a large item; 0 if all items are small."""
+    processors: int
+    """Multiprocessors of the device."""
+    programs: tuple[int, int, int]
+    """Programs that a processor runs at once, with large items of 0, 64 and 128 rows."""
+    max_items_per_program: int = 4
+
+
+class WorkTableBuilder:
+    """Builds the work table of one layer group for each step, or extends the previous one."""
+
+    def __init__(self, layers: LayerGroup) -> None:
+        self.layers: Final = layers
+        self.words: Words = np.zeros(0, dtype=np.int32)
+        """The table of the current step."""
+        self.large = 0
+        """Rows of the large items in the table; 0 if all items are small."""
+        self.programs = 0
+        """Number of programs that share the work."""
+        self.num_partials = 0
+        """Number of slots that the partials of this step use."""
+        self.num_merges = 0
+        """Number of queries with several partials."""
+        self.num_built = 0
+        """Number of tables that were not an extension of the previous one."""
+        self._tree: PrefixTree | None = None
+        self._table: WorkTable | None = None
+
+    def update(self, plan: Plan) -> None:
+        """Build or extend the table for a step."""
+        has_window = self.layers.window is not None
+        if (
+            self._table is None
+            or self._tree is not plan.tree
+            or not self._table.extend(plan, has_window=has_window)
+        ):
+            self._table, self._tree = self._build(plan), plan.tree
+            self.words = self._table.words
+            self.num_partials = self._table.num_partials
+            self.num_merges = self._table.num_merges
+            self.num_built += 1
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the step needs a merge launch.
+
+        Under a window it always gets one: whether rows are cut then depends on all their lengths,
+        and a recording would be missing for one case or the other.
+        """
+        return self.num_merges > 0 or self.layers.window is not None
+
+    def _large_rows(self, most: int) -> int:
+        """Return the rows of large items if a range has at most `most` rows."""
+        layers = self.layers
+        # A large tile costs the same for any number of used rows, so it is kept small.
+        return min(layers.large, 64 if most <= 64 else 128) if most > layers.small else 0
+
+    def _target(self, tiles: QueryTiles) -> float:
+        """Return the cost of an item for which the programs should finish first.
+
+        Many short items balance the programs, few long ones start less often and fill whole
+        rounds. Only a step of few items is sensitive to it.
+        """
+        layers = self.layers
+        cost = float(((tiles.end - tiles.begin + ITEM_OVERHEAD_TOKENS) * tiles.cost).sum())
+        most = layers.max_items_per_program
+        targets = [cost * layers.kv_heads / (self.programs * count) for count in range(most, 0, -1)]
+        if len(tiles.first) * layers.kv_heads > FEW_ROUNDS * self.programs:
+            return targets[0]
+        return min(targets, key=lambda target: self._duration(tiles, target))
+
+    def _duration(self, tiles: QueryTiles, target: float) -> float:
+        """Return the estimated cost of the busiest program for a target cost of an item."""
+        tokens = tiles.end - tiles.begin
+        length = chunk_lengths(tiles, target)
+        chunks = -(-tokens // length)
+        cost = np.repeat((np.minimum(length, tokens) + ITEM_OVERHEAD_TOKENS) * tiles.cost, chunks)
+        at_once = max(1, self.programs // self.layers.kv_heads)
+        order = balanced_order(cost, at_once)
+        rounds = -(-len(cost) // at_once)
+        padded = np.zeros(rounds * at_once)
+        padded[: len(cost)] = cost[order]
+        return float(padded.reshape(rounds, at_once).sum(axis=0).max())
+
+    def _build(self, plan: Plan) -> WorkTable:
+        layers = self.layers
+        kv_ranges = list_ranges(plan, layers.window)
+        num_queries = kv_ranges.num_queries
+        self.large = self._large_rows(int(num_queries.max()) * layers.group)
+        self.programs = layers.processors * layers.programs[self.large // 64]
+        is_large = (num_queries * layers.group > layers.small) & (self.large > 0)
+        rows = np.where(is_large, max(self.large, layers.small), layers.small)
+        tiles = cut_queries(kv_ranges, is_large, rows // layers.group, self.large)
+        lengths = chunk_lengths(tiles, self._target(tiles))
+        items, chunks = cut_ranges(kv_ranges, tiles, lengths, plan.block_size)
+        slots, merges = assign_partial_slots(kv_ranges, tiles, chunks, plan.num_queries)
+        is_merged = slots[items[:, ItemField.ENTRY]] >= 0
+        items[:, ItemField.CHUNK] = np.where(is_merged, items[:, ItemField.CHUNK], -1)
+        factor: Reals = np.where(items[:, ItemField.IS_LARGE], tiles.large_cost, 1.0)
+        cost: Reals = factor * items[:, ItemField.NUM_KV]
+        items = items[balanced_order(cost, max(1, self.programs // layers.kv_heads))]
+        return _write_table(plan, kv_ranges, items, merges, slots)
+
+
+def _write_table(
+    plan: Plan, kv_ranges: KVRanges, items: Integers, merges: Integers, slots: Integers
+) -> WorkTable:
+    """Write the words of a table.
+
+    Args:
+        plan: Of the step.
+        kv_ranges: What is read.
+        items: [I, ITEM_SIZE] in their final order.
+        merges: [M, MERGE_SIZE].
+        slots: [E] first slot of each entry, or -1.
+    """
+    sections = (items, merges, kv_ranges.queries, slots, kv_ranges.pages)
+    offsets = np.cumsum([HEADER_SIZE, *(section.size for section in sections)]).tolist()
+    words = np.zeros(offsets[-1], dtype=np.int32)
+    for section, (begin, end) in zip(sections, pairwise(offsets), strict=True):
+        words[begin:end] = section.reshape(-1)
+    words[TableHeader.NUM_ITEMS], words[TableHeader.ITEMS] = len(items), offsets[0]
+    words[TableHeader.NUM_MERGES], words[TableHeader.MERGES] = len(merges), offsets[1]
+    words[TableHeader.ENTRY_QUERIES], words[TableHeader.ENTRY_SLOTS] = offsets[2], offsets[3]
+    words[TableHeader.PAGES] = offsets[4]
+    range_of = np.searchsorted(kv_ranges.entry, items[:, ItemField.ENTRY], side="right") - 1
+    row_of = range_of - kv_ranges.num_shared
+    return WorkTable(
+        words=words,
+        items=words[offsets[0] : offsets[1]].reshape(-1, ITEM_SIZE),
+        pages=words[offsets[4] :],
+        num_merges=len(merges),
+        num_partials=int(merges[:, 2].sum()),
+        tails=_row_tails(plan, kv_ranges, items, row_of),
+        floor=items[:, ItemField.FLOOR],
+        row_of=np.maximum(row_of, 0),
+    )
+
+
+def _row_tails(plan: Plan, kv_ranges: KVRanges, items: Integers, row_of: Integers) -> RowTails:
+    """Return the end of each row's private range; `row_of` is negative for shared ranges."""
+    # The chunks of a row are in any order: the last one is the one that begins last.
+    private = np.flatnonzero(row_of >= 0)
+    offset, page = items[private, ItemField.OFFSET], items[private, ItemField.PAGE]
+    private = private[np.lexsort((offset, page, row_of[private]))]
+    ends = np.searchsorted(row_of[private], np.arange(plan.num_rows), side="right")
+    last = private[ends - 1]
+    num_shared = kv_ranges.num_shared
+    return RowTails(
+        kv_len=plan.kv_len,
+        blocks=-(-plan.kv_len // plan.block_size),
+        last_item=last,
+        num_kv=items[last, ItemField.NUM_KV],
+        page=kv_ranges.page[num_shared:] - kv_ranges.begin[num_shared:],
+    )

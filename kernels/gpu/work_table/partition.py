@@ -1,0 +1,225 @@
+"""Cut what rows read into work items of about the same duration, and order them.
+
+The queries of a KV range are cut into tiles, and the tokens that a tile reads into chunks; each
+pair is an item. Every partial of a query gets a slot to write to.
+
+Out of scope: the words of the table.
+
+Invariants: the items of a query cover each position that it may see exactly once, and the slots
+of its partials are neighbours.
+
+Shapes: R rows - S ranges - E entries - T queries.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...planning.plan import Plan
+from ...planning.prefix_tree import Integers
+from .table import ITEM_SIZE, NO_LIMIT, SPARE_BLOCKS, ItemField, ranges
+
+Reals = NDArray[np.float64]
+
+CHUNK_UNIT: Final = 64
+"""Chunks begin at multiples of this, so that no tile of keys is cut."""
+MIN_CHUNK_TOKENS: Final = 128
+"""Minimum length of a chunk: a shorter one takes longer to start than to read."""
+MIN_CHUNK_TOKENS_PER_QUERY: Final = 16
+"""Minimum length of a chunk per query: a partial costs as much as reading half of it."""
+RIDGE_ROWS: Final = 96
+"""Rows above which computing takes longer than reading: 400 TFLOP/s at 4.3 TB/s."""
+ITEM_OVERHEAD_TOKENS: Final = 32
+"""Cost of starting and ending an item, in tokens of reading."""
+
+
+class KVRanges(NamedTuple):
+    """The shared ranges of a plan, followed by the private range of each row."""
+
+    num_shared: int
+    begin: Integers
+    """First block, [S]."""
+    num_kv: Integers
+    """Tokens, [S]."""
+    num_queries: Integers
+    """Queries that read the range, [S]."""
+    is_private: NDArray[np.bool_]
+    window: int | None
+    entry: Integers
+    """First entry of each range, [S]."""
+    queries: Integers
+    """Query of each entry, [E]."""
+    page: Integers
+    """First page of each range, [S]."""
+    pages: Integers
+
+
+class QueryTiles(NamedTuple):
+    """Neighbouring queries of one range, [number of tiles] each."""
+
+    range_of: Integers
+    first: Integers
+    """First query, as an index into the range's queries."""
+    num_queries: Integers
+    widest: Integers
+    """Queries of the first tile of the same range, which is the widest."""
+    is_large: NDArray[np.bool_]
+    begin: Integers
+    """First token that one of the queries sees, rounded down to CHUNK_UNIT."""
+    end: Integers
+    cost: Reals
+    """Cost of a token, in tokens of reading."""
+    large_cost: float
+
+
+def list_ranges(plan: Plan, window: int | None) -> KVRanges:
+    """Return the KV ranges of a plan and their queries."""
+    tree, size = plan.tree, plan.block_size
+    blocks = -(-plan.kv_len // size)
+    if window is None:
+        num_rows = tree.end - tree.first
+        rows = tree.row_order[ranges(tree.first, num_rows)]
+        range_of = np.repeat(np.arange(len(tree.first)), num_rows)
+        leaders, begin, end = tree.row_order[tree.first], tree.begin_block, tree.end_block
+        private = tree.private_start_block
+    else:
+        # Windows of different rows differ, so nothing is shared.
+        rows = range_of = leaders = begin = end = np.zeros(0, dtype=np.int64)
+        private = np.maximum(plan.kv_len - plan.num_new - window + 1, 0) // size
+    num_shared = len(begin)
+    shared = np.bincount(range_of, weights=plan.num_new[rows], minlength=num_shared)
+    num_queries = np.concatenate((shared.astype(np.int64), plan.num_new))
+    queries = np.concatenate(
+        (ranges(plan.query_start[rows], plan.num_new[rows]), np.arange(plan.num_queries))
+    )
+    leaders = np.concatenate((leaders, np.arange(plan.num_rows)))
+    first = np.concatenate((begin, private))
+    num_pages = np.concatenate((end - begin, blocks - private + SPARE_BLOCKS))
+    tables = plan.tables
+    if (missing := int(blocks.max()) + SPARE_BLOCKS - tables.shape[1]) > 0:
+        tables = np.pad(tables, ((0, 0), (0, missing)))
+    positions = ranges(leaders * tables.shape[1] + first, num_pages)
+    return KVRanges(
+        num_shared=num_shared,
+        begin=first,
+        num_kv=np.concatenate(((end - begin) * size, plan.kv_len - private * size)),
+        num_queries=num_queries,
+        is_private=np.arange(len(first)) >= num_shared,
+        window=window,
+        entry=np.cumsum(num_queries) - num_queries,
+        queries=queries,
+        page=np.cumsum(num_pages) - num_pages,
+        pages=tables.reshape(-1)[positions],
+    )
+
+
+def cut_queries(
+    kv_ranges: KVRanges, is_large: NDArray[np.bool_], most: Integers, large: int
+) -> QueryTiles:
+    """Cut the queries of each range into tiles.
+
+    Args:
+        kv_ranges: What is read.
+        is_large: [S] whether the tiles of a range are large.
+        most: [S] maximum queries of a tile.
+        large: Rows of a large tile.
+    """
+    num = kv_ranges.num_queries
+    count = -(-num // most)
+    range_of = np.repeat(np.arange(len(num)), count)
+    first = ranges(np.zeros_like(count), count) * most[range_of]
+    num_queries = np.minimum(most[range_of], num[range_of] - first)
+    end = kv_ranges.num_kv[range_of]
+    begin = np.zeros_like(end)
+    # In a private range the last token that a query sees is its own, and under a window the
+    # first token moves with it.
+    visible = end - num[range_of] + first
+    end = np.where(kv_ranges.is_private[range_of], visible + num_queries, end)
+    if kv_ranges.window is not None:
+        begin = np.maximum(visible - kv_ranges.window + 1, 0) // CHUNK_UNIT * CHUNK_UNIT
+    large_cost = max(1.0, large / RIDGE_ROWS)
+    return QueryTiles(
+        range_of=range_of,
+        first=first,
+        num_queries=num_queries,
+        widest=np.minimum(most, num)[range_of],
+        is_large=is_large[range_of],
+        begin=begin,
+        end=end,
+        cost=np.where(is_large[range_of], large_cost, 1.0),
+        large_cost=large_cost,
+    )
+
+
+def chunk_lengths(tiles: QueryTiles, target: float) -> Integers:
+    """Return the tokens of a chunk of each tile, so that an item costs about `target` tokens."""
+    tokens = tiles.end - tiles.begin
+    # All tiles of a shared range get equal chunks.
+    least = np.maximum(MIN_CHUNK_TOKENS, tiles.widest * MIN_CHUNK_TOKENS_PER_QUERY)
+    longest = np.maximum(target / tiles.cost, least)
+    chunks = np.maximum(1, np.rint(tokens / longest)).astype(np.int64)
+    lengths: Integers = -(-tokens // (chunks * CHUNK_UNIT)) * CHUNK_UNIT
+    return lengths
+
+
+def cut_ranges(
+    kv_ranges: KVRanges, tiles: QueryTiles, length: Integers, block_size: int
+) -> tuple[Integers, Integers]:
+    """Cut what each tile reads into chunks of `length` tokens.
+
+    Returns:
+        The items, [I, ITEM_SIZE], and the number of chunks of each tile.
+    """
+    chunks = -(-(tiles.end - tiles.begin) // length)
+    tile = np.repeat(np.arange(len(chunks)), chunks)
+    chunk = ranges(np.zeros_like(chunks), chunks)
+    begin = tiles.begin[tile] + chunk * length[tile]
+    end = np.minimum(begin + length[tile], tiles.end[tile])
+    range_of, first = tiles.range_of[tile], tiles.first[tile]
+    visible = kv_ranges.num_kv[range_of] - kv_ranges.num_queries[range_of] + first + 1 - begin
+    items = np.zeros((len(tile), ITEM_SIZE), dtype=np.int64)
+    items[:, ItemField.ENTRY] = kv_ranges.entry[range_of] + first
+    items[:, ItemField.NUM_QUERIES] = tiles.num_queries[tile]
+    items[:, ItemField.PAGE] = kv_ranges.page[range_of] + begin // block_size
+    items[:, ItemField.OFFSET] = begin % block_size
+    items[:, ItemField.NUM_KV] = end - begin
+    items[:, ItemField.CHUNK] = chunk
+    is_causal = kv_ranges.is_private[range_of] & (kv_ranges.num_queries[range_of] > 1)
+    items[:, ItemField.LIMIT] = np.where(is_causal, visible, NO_LIMIT)
+    if kv_ranges.window is not None:
+        items[:, ItemField.FLOOR] = visible - kv_ranges.window
+    items[:, ItemField.IS_LARGE] = tiles.is_large[tile]
+    return items, chunks
+
+
+def assign_partial_slots(
+    kv_ranges: KVRanges, tiles: QueryTiles, chunks: Integers, num_queries: int
+) -> tuple[Integers, Integers]:
+    """Give every partial a slot; return the first slot of each entry, or -1, and the merges."""
+    partials = np.repeat(chunks, tiles.num_queries)
+    weights = np.bincount(kv_ranges.queries, weights=partials, minlength=num_queries)
+    count = weights.astype(np.int64)
+    merged = np.flatnonzero(count > 1)
+    num_slots = np.where(count > 1, count, 0)
+    begin = np.cumsum(num_slots) - num_slots
+    order = np.argsort(kv_ranges.queries, kind="stable")
+    before = np.cumsum(partials[order]) - partials[order]
+    # Subtract the first partial of the query to count within the query.
+    queries = kv_ranges.queries[order]
+    first = np.cumsum(count) - count
+    slots = np.empty_like(partials)
+    slots[order] = np.where(count[queries] > 1, begin[queries] + before - first[queries], -1)
+    return slots, np.stack((merged, begin[merged], count[merged]), axis=1)
+
+
+def balanced_order(cost: Reals, at_once: int) -> Integers:
+    """Return the order of items: longest first, every second round of `at_once` backwards."""
+    order: Integers = np.argsort(-cost, kind="stable")
+    position = np.arange(len(order))
+    turn = position // at_once
+    ends = np.minimum((turn + 1) * at_once, len(order))
+    backwards = turn * at_once + ends - 1 - position
+    return order[np.where(turn % 2 == 1, backwards, position)]

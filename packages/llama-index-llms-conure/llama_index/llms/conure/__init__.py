@@ -1,0 +1,15 @@
+"""Conure for LlamaIndex: an LLM, and whole query engines on one server.
+
+Re-exports `conure.adapters.llamaindex`.
+"""
+
+from conure.adapters.llamaindex import (
+    CallReport,
+    Conure,
+    Report,
+    accelerate,
+    explain,
+    to_program,
+)
+
+__all__ = ["CallReport", "Conure", "Report", "accelerate", "explain", "to_program"]

@@ -1,1 +1,0 @@
-"""What the command line does: serve, and run a file."""

@@ -1,0 +1,92 @@
+"""The interface of an engine, as the runtime, the scheduler and the routes use it.
+
+`EngineConnection` implements it for engine processes of this server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from conure.engine import protocol
+
+Listener: TypeAlias = Callable[[protocol.Report], None]
+"""Receives the reports on one context."""
+
+
+class Engine(Protocol):
+    """One engine in one epoch."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the server; the same in all epochs."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Higher than the epoch of any earlier engine."""
+        ...
+
+    @property
+    def hello(self) -> protocol.Hello:
+        """The engine's model, tokenizer, limits and capabilities."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether commands still reach the engine."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the engine has run, as last reported."""
+        ...
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that no context refers to and no command in flight will use."""
+        ...
+
+    @property
+    def is_memory_constrained(self) -> bool:
+        """Whether the engine may have to evict soon."""
+        ...
+
+    @property
+    def answered_at(self) -> float:
+        """`time.monotonic()` of the last sign of life."""
+        ...
+
+    def new_context(self, listener: Listener, owner: str) -> int:
+        """Allocate a context id; `listener` receives its reports, `owner` names its program."""
+        ...
+
+    def num_contexts(self, owner: str) -> int:
+        """Return the number of contexts that an owner has allocated and not freed."""
+        ...
+
+    def send(self, *commands: protocol.Command) -> None:
+        """Send commands in order. On a lost engine this does nothing."""
+        ...
+
+    def free(self, context: int, num_cached: int = 0) -> None:
+        """Free a context and remove its listener; keep its first `num_cached` tokens as cache."""
+        ...
+
+    async def status(self) -> protocol.StatusReport:
+        """Ask for the use of the engine's memory.
+
+        Raises:
+            ConnectionError: if the engine is lost before it answers.
+        """
+        ...
+
+    async def validate_constraint(
+        self, constraint: str, text: str | None = None
+    ) -> protocol.Checked:
+        """Ask whether a constraint can be enforced, and whether a text satisfies it.
+
+        Raises:
+            ConnectionError: if the engine is lost before it answers.
+        """
+        ...

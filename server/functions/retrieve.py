@@ -1,0 +1,176 @@
+"""`retrieve`: full-text search in a folder of texts that the operator names (SQLite FTS5, BM25).
+
+Responsibility: the index of one folder, in memory, updated when its files change.
+Out of scope: embeddings, and formats other than UTF-8 text.
+
+Invariants: only files inside the folder are read; links that lead out of it are not followed. A
+query is a set of words, never FTS5 syntax.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..program.errors import RunError
+from .registry import function
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = frozenset({".txt", ".md", ".rst"})
+MAX_FILES = 10_000
+MAX_FILE_BYTES = 8 * 1024 * 1024
+MAX_PASSAGE = 1_200
+"""Characters of one passage: paragraphs are joined up to this length, longer ones are split."""
+MAX_RESULTS = 100
+MAX_WORDS = 64
+RESCAN_S = 2.0
+"""How old the list of files may be when a query uses it."""
+SEARCH_S = 5.0
+
+_WORD = re.compile(r"\w+")
+_PARAGRAPHS = re.compile(r"\n[ \t]*\n")
+
+
+class FileStamp(NamedTuple):
+    """The state of a file when it was indexed."""
+
+    modified_ns: int
+    size: int
+
+
+class FolderIndex:
+    """The passages of the texts in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self._database = sqlite3.connect(":memory:", check_same_thread=False)
+        self._database.execute(
+            "CREATE VIRTUAL TABLE passages USING fts5("
+            "text, source UNINDEXED, position UNINDEXED, tokenize='porter unicode61')"
+        )
+        self._lock = threading.Lock()
+        self._stamps: dict[str, FileStamp] = {}
+        self._scanned_at = float("-inf")
+        self._skipped: set[str] = set()
+
+    def close(self) -> None:
+        """Free the index."""
+        with self._lock:
+            self._database.close()
+
+    def search(self, query: str, k: int) -> list[dict[str, Any]]:
+        """Return the `k` passages that fit a query best, with source, position and score.
+
+        Raises:
+            RunError: `retrieve.timeout`.
+        """
+        words = list(dict.fromkeys(_WORD.findall(query.casefold())))[:MAX_WORDS]
+        if not words:
+            return []
+        expression = " OR ".join(f'"{word}"' for word in words)
+        with self._lock:
+            self._rescan()
+            deadline = time.monotonic() + SEARCH_S
+            self._database.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+            try:
+                rows = self._database.execute(
+                    "SELECT text, source, position, bm25(passages) FROM passages "
+                    "WHERE passages MATCH ? ORDER BY bm25(passages), rowid LIMIT ?",
+                    (expression, k),
+                ).fetchall()
+            except sqlite3.OperationalError as error:
+                raise RunError("retrieve.timeout", f"the search was stopped: {error}") from None
+            finally:
+                self._database.set_progress_handler(None, 0)
+        return [
+            {"text": text, "source": source, "position": position, "score": round(-score, 6)}
+            for text, source, position, score in rows
+        ]
+
+    def _rescan(self) -> None:
+        now = time.monotonic()
+        if now - self._scanned_at < RESCAN_S:
+            return
+        self._scanned_at = now
+        found: dict[str, FileStamp] = {}
+        for path in self._files():
+            name = path.relative_to(self._folder).as_posix()
+            stat = path.stat()
+            stamp = found[name] = FileStamp(stat.st_mtime_ns, stat.st_size)
+            if self._stamps.get(name) != stamp:
+                self._index(path, name)
+        for name in self._stamps.keys() - found.keys():
+            self._database.execute("DELETE FROM passages WHERE source = ?", (name,))
+        self._stamps = found
+
+    def _files(self) -> Iterator[Path]:
+        num_files = 0
+        for path in sorted(self._folder.rglob("*")):
+            if path.suffix.lower() not in SUFFIXES or not path.is_file():
+                continue
+            if not path.resolve().is_relative_to(self._folder):
+                self._skip(path, "it leads out of the folder")
+            elif path.stat().st_size > MAX_FILE_BYTES:
+                self._skip(path, f"it has more than {MAX_FILE_BYTES:,} bytes")
+            elif num_files >= MAX_FILES:
+                self._skip(path, f"the folder has more than {MAX_FILES:,} texts")
+            else:
+                num_files += 1
+                yield path
+
+    def _skip(self, path: Path, reason: str) -> None:
+        if str(path) not in self._skipped:
+            self._skipped.add(str(path))
+            logger.warning("%s is not searched: %s", path, reason)
+
+    def _index(self, path: Path, name: str) -> None:
+        self._database.execute("DELETE FROM passages WHERE source = ?", (name,))
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self._skip(path, str(error))
+            return
+        self._database.executemany(
+            "INSERT INTO passages (text, source, position) VALUES (?, ?, ?)",
+            ((passage, name, position) for position, passage in enumerate(split_passages(text))),
+        )
+
+
+def split_passages(text: str) -> Iterator[str]:
+    """Split a text into passages of at most `MAX_PASSAGE` characters, between paragraphs."""
+    passage = ""
+    for paragraph in _PARAGRAPHS.split(text):
+        trimmed = paragraph.strip()
+        while len(trimmed) > MAX_PASSAGE:
+            if passage:
+                yield passage
+                passage = ""
+            cut = trimmed.rfind(" ", 1, MAX_PASSAGE) + 1 or MAX_PASSAGE
+            yield trimmed[:cut].rstrip()
+            trimmed = trimmed[cut:]
+        if passage and len(passage) + len(trimmed) + 2 > MAX_PASSAGE:
+            yield passage
+            passage = ""
+        passage = f"{passage}\n\n{trimmed}" if passage and trimmed else passage or trimmed
+    if passage:
+        yield passage
+
+
+def make_retrieve(index: FolderIndex) -> Any:
+    """Return the function `retrieve` over an index."""
+
+    @function(timeout_s=30)
+    def retrieve(query: str, k: int = 5) -> list[Any]:
+        """Return the `k` passages that fit a query best: text, source, position, score."""
+        if not 1 <= k <= MAX_RESULTS:
+            raise RunError("retrieve.k", f"`k` must be from 1 to {MAX_RESULTS}, got {k}")
+        return index.search(query, k)
+
+    return retrieve

@@ -1,0 +1,329 @@
+"""The compiler of the decoder language: a text to the records of a program.
+
+    compile_source(text, "decoder", inputs={"question"}) -> Program
+
+Responsibility: the two languages, the declaration of inputs, and the outputs of the program.
+Out of scope: the graph. Its checks name nodes; `locate` translates them to lines.
+
+Invariants: the result depends on the arguments only, and any text gives a program or a
+LanguageError. No part of the text is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection
+from typing import Final, Literal, NoReturn, TypeAlias
+
+from msgspec.structs import replace
+
+from ..program.checks import is_name
+from ..program.content import Expression, Segment
+from ..program.errors import ProgramError
+from ..program.ir import GenerateNode, Node, Program, Variable, YieldNode
+from ..program.nodes.bodies import walk as walk_nodes
+from .errors import (
+    LanguageError,
+    Position,
+    SourceArgumentError,
+    SourceNameError,
+    SourceSyntaxError,
+    SourceTooLargeError,
+    UnsupportedSourceError,
+    position_of,
+)
+from .lowering.blocks import NameReads
+from .lowering.emitter import Emitter
+from .lowering.functions import output_segment, parameters_of, trimmed
+from .lowering.generation import prompt_segments
+from .lowering.interfaces import Signatures
+from .lowering.scope import RETURN, NameScope, NameUses
+from .lowering.statements import StatementLowerer, input_kind, is_decorator
+from .lowering.values import NULL, Value
+from .syntax import check_size, parse
+from .template import InputSlot, OutputSlot, parse_template
+
+Language: TypeAlias = Literal["decoder", "template"]
+
+_TYPES: Final[dict[str, str]] = {
+    "str": "string",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "list": "list",
+    "dict": "object",
+}
+_PATH_IN_NODES = re.compile(r"^(?:program\.)?nodes\[")
+
+
+class InputDeclaration:
+    """An input that the text declares."""
+
+    def __init__(self, name: str, annotation: ast.expr | None, default: ast.expr | None) -> None:
+        self.name = name
+        self.annotation = annotation
+        self.default = default
+
+    def variable(self) -> Variable:
+        """Return the declaration of the input's variable."""
+        match self.annotation:
+            case ast.Name(id=name) if name in _TYPES:
+                return Variable(type=_TYPES[name])  # type: ignore[arg-type]  # one of its values
+            case None | ast.Name(id="any" | "Any"):
+                return Variable()
+            case annotation:
+                known = ", ".join(_TYPES)
+                message = f"the type of an input is one of {known}, any"
+                raise SourceArgumentError("language.argument", message, position_of(annotation))
+
+
+def compile_source(
+    source: str,
+    language: Language = "decoder",
+    *,
+    inputs: Collection[str] = (),
+    signatures: Signatures | None = None,
+    name: str = "",
+) -> Program:
+    """Return the program that a text describes.
+
+    Args:
+        source: the text.
+        language: `decoder` for Python's syntax, `template` for text with slots.
+        inputs: names that have a value in the submission; the text need not declare them.
+        signatures: the functions of the server with their parameters; None: unknown.
+        name: of the program.
+
+    Raises:
+        LanguageError: with line and column.
+    """
+    try:
+        if language == "template":
+            return _compile_template(source, inputs, name)
+        return _compile_decoder(source, inputs, signatures, name)
+    except RecursionError:
+        raise SourceTooLargeError(
+            "language.too_large", "the text is nested too deeply", Position(1, 1)
+        ) from None
+
+
+# --- Python's syntax --------------------------------------------------------------------------
+
+
+def _compile_decoder(
+    source: str, inputs: Collection[str], signatures: Signatures | None, name: str
+) -> Program:
+    tree = parse(source)
+    body, declared, program_name = _unwrap(tree.body)
+    emitter = Emitter()
+    statements = StatementLowerer(emitter, NameReads(tree), signatures)
+    scope = NameScope(emitter, NameUses(body))
+    variables = _declare_inputs(statements, scope, declared, inputs)
+    if program_name is not None:
+        statements.run([each for each in tree.body if _is_shared(each, program_name)], scope)
+    statements.run(body, scope)
+    result = scope.bindings.get(RETURN, NULL)
+    outputs = dict(emitter.outputs)
+    if isinstance(result, Value) and result != NULL:
+        outputs = dict.fromkeys(_returned(emitter, result)) | outputs
+    if not emitter.has_results:
+        message = "the program gives no result: add `yield {'name': value}`"
+        raise SourceArgumentError("language.argument", message, Position(1, 1))
+    return Program(
+        name=name or program_name or "",
+        variables=variables,
+        nodes=emitter.block,  # type: ignore[arg-type]  # all kinds that the compiler makes
+        jobs=emitter.jobs,
+        outputs=[
+            each for each in outputs if each not in scope.inputs and each not in emitter.bound
+        ],
+    )
+
+
+def _returned(emitter: Emitter, result: Value) -> list[str]:
+    """Return the output variables of `return`: one for each key of a dict."""
+    expression = result.expression
+    if result.variable is None and isinstance(expression, dict) and "object" in expression:
+        return [
+            emitter.materialized(Value(item), key) for key, item in expression["object"].items()
+        ]
+    return [emitter.materialized(result, "result")]
+
+
+def _unwrap(
+    body: list[ast.stmt],
+) -> tuple[list[ast.stmt], list[InputDeclaration], str | None]:
+    """Return the statements of the program, its inputs, and the name of its function.
+
+    A text is either statements, or functions of which one is decorated with `program`.
+    """
+    programs = [
+        statement
+        for statement in body
+        if isinstance(statement, ast.FunctionDef)
+        and any(is_decorator(each, "program") for each in statement.decorator_list)
+    ]
+    if not programs:
+        return body, _declarations(body), None
+    if len(programs) > 1:
+        message = "a text has one function with `program`"
+        raise UnsupportedSourceError(message, position_of(programs[1]))
+    for statement in body:
+        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if not isinstance(statement, ast.FunctionDef | ast.Assign) and not is_docstring:
+            message = "next to a function with `program` there can be functions and constants only"
+            raise UnsupportedSourceError(message, position_of(statement))
+    definition = programs[0]
+    arguments = definition.args
+    parameters = parameters_of(definition)
+    defaults: list[ast.expr | None] = [None] * (
+        len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    )
+    defaults += [*arguments.defaults, *arguments.kw_defaults]
+    declared = [
+        InputDeclaration(parameter.arg, parameter.annotation, default)
+        for parameter, default in zip(parameters, defaults, strict=True)
+    ]
+    return definition.body, [*declared, *_declarations(definition.body)], definition.name
+
+
+def _is_shared(statement: ast.stmt, program_name: str) -> bool:
+    """Whether a statement next to the program's function is another function or a constant."""
+    if isinstance(statement, ast.FunctionDef):
+        return statement.name != program_name
+    return isinstance(statement, ast.Assign)
+
+
+def _declarations(body: list[ast.stmt]) -> list[InputDeclaration]:
+    """Return the inputs that statements declare: `name: type` and `name: type = default`."""
+    return [
+        InputDeclaration(target.id, statement.annotation, statement.value)
+        for statement in body
+        if isinstance(statement, ast.AnnAssign) and isinstance(target := statement.target, ast.Name)
+    ]
+
+
+def _declare_inputs(
+    statements: StatementLowerer,
+    scope: NameScope,
+    declared: list[InputDeclaration],
+    inputs: Collection[str],
+) -> dict[str, Variable]:
+    """Declare the inputs of a program."""
+    variables: dict[str, Variable] = {}
+    for each in declared:
+        variable = each.variable()
+        if not is_name(each.name):
+            _refuse_name(each.name)
+        if each.default is not None:
+            what = f"the default of `{each.name}`"
+            default = statements.expressions.constant(each.default, scope, what)
+            variable = replace(variable, default=default)
+        scope.declare_input(
+            each.name, "any" if each.annotation is None else input_kind(each.annotation)
+        )
+        variables[each.name] = variable
+    for name in sorted(inputs):
+        if name not in variables:
+            if not is_name(name):
+                _refuse_name(name)
+            scope.declare_input(name, "any")
+            variables[name] = Variable()
+    return variables
+
+
+def _refuse_name(name: str) -> NoReturn:
+    message = f"an input cannot have the name {name[:40]!r}: names start with a letter from A to z"
+    raise SourceNameError("language.undefined_name", message, Position(1, 1))
+
+
+# --- templates --------------------------------------------------------------------------------
+
+
+def _compile_template(source: str, inputs: Collection[str], name: str) -> Program:
+    check_size(source)
+    emitter = Emitter()
+    parts = parse_template(source)
+    outputs = [part for part in parts if isinstance(part, OutputSlot)]
+    if not outputs:
+        message = "the template has no output: write {{name=answer}}"
+        raise SourceSyntaxError("language.template", message, Position(1, 1))
+    names = {part.name for part in outputs}
+    segments: list[Segment] = []
+    variables: dict[str, Variable] = {}
+    written: set[str] = set()
+    for part in trimmed(parts):
+        match part:
+            case str():
+                segments += prompt_segments(part)
+            case InputSlot(name=slot, position=position):
+                if slot in names and slot not in written:
+                    message = f"`{slot}` is written only later: move its output before this slot"
+                    raise SourceNameError("language.undefined_name", message, position)
+                if slot not in names:
+                    variables.setdefault(slot, Variable())
+                segments.append(Segment(input=slot))
+            case OutputSlot(name=slot, position=position):
+                if slot in written or slot in variables:
+                    message = f"two slots have the name `{slot}`: choose another name"
+                    raise SourceNameError("language.undefined_name", message, position)
+                written.add(slot)
+                segments.append(output_segment(part, slot, {}))
+    variables |= {each: Variable() for each in inputs if each not in written}
+    emitter.add(_template_node(emitter, segments, outputs))
+    for number, each in enumerate(outputs):
+        emitter.position = each.position
+        after = [f"yield_{outputs[number - 1].name}"] if number else []
+        value: Expression = {"object": {each.name: {"var": each.name}}}
+        emitter.add(YieldNode(id=f"yield_{each.name}", value=value, after=after))
+    return Program(
+        name=name,
+        variables=variables,
+        nodes=emitter.block,  # type: ignore[arg-type]  # all kinds that the compiler makes
+        outputs=[each.name for each in outputs],
+    )
+
+
+def _template_node(
+    emitter: Emitter, segments: list[Segment], outputs: list[OutputSlot]
+) -> GenerateNode:
+    models = [each.model for each in outputs if each.model is not None]
+    for each in outputs:
+        if models and each.model not in (None, models[0]):
+            message = "one context has one model: give `model` to the first slot only"
+            raise SourceArgumentError("language.argument", message, each.position)
+    fields = {"model": models[0]} if models and models[0] != "default" else {}
+    return GenerateNode(id=emitter.unique("template"), prompt=segments, **fields)
+
+
+# --- errors of the graph ----------------------------------------------------------------------
+
+
+def locate(error: ProgramError, program: Program) -> ProgramError:
+    """Return an error of the program's graph with the line that the node comes from."""
+    if isinstance(error, LanguageError) or error.path is None:
+        return error
+    if not _PATH_IN_NODES.match(error.path):
+        return error
+    found = ""
+    line = None
+    for path, node in walk_nodes(program.nodes, "program.nodes"):
+        is_around = error.path == path or error.path.startswith((f"{path}.", f"{path}["))
+        if is_around and len(path) > len(found):
+            found, line = path, line_of(node)
+    if line is None:
+        return error
+    moved = LanguageError(error.code, error.message, Position(line, 1))
+    moved.status = error.status
+    return moved
+
+
+def line_of(node: Node) -> int | None:
+    """Return the line of the text that a node comes from."""
+    meta = node.meta
+    line = meta.get("line") if isinstance(meta, dict) else None
+    return line if isinstance(line, int) else None
+
+
+__all__ = ["Language", "compile_source", "line_of", "locate"]

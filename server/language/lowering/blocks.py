@@ -1,0 +1,121 @@
+"""Merging of branches, and the parts of loops that are carried from round to round.
+
+After an `if` or `try`, a name that a branch assigned means a new variable, which gets the value of
+the branch that ran. A name that has a value after one branch only may not be read.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ...program.ir import Node
+from .emitter import Emitter, Flow
+from .scope import BREAK, RETURN, Binding, NameScope, Unassigned, read_names
+from .values import NULL, Value, common_kind, var
+
+
+class Branch(NamedTuple):
+    """A compiled branch."""
+
+    block: list[Node]
+    flow: Flow
+    scope: NameScope
+
+
+class NameReads:
+    """How often the whole text reads each name."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.total = read_names([tree])
+        self.carried: Counter[str] = Counter()
+        """Names of the loops around the statement: the next round may read them."""
+
+    def outside(self, nodes: Iterable[ast.AST]) -> NeededNames:
+        """Return which names are read outside of some statements, or in a later round of them."""
+        return NeededNames(self.total, read_names(nodes), self.carried)
+
+
+class NeededNames(NamedTuple):
+    """The names that are needed after some statements."""
+
+    total: Counter[str]
+    inside: Counter[str]
+    carried: Counter[str]
+
+    def has(self, name: str) -> bool:
+        """Return whether a name is needed."""
+        return self.total[name] > self.inside[name] or self.carried[name] > 0
+
+
+def merge_branches(
+    emitter: Emitter, scope: NameScope, branches: Sequence[Branch], needed: NeededNames, what: str
+) -> dict[str, list[str]]:
+    """Bind the names that branches assigned in the scope around them.
+
+    Args:
+        emitter: of the program.
+        scope: the scope around the branches.
+        branches: all of them.
+        needed: the names that are read outside of the branches.
+        what: the statement, for messages (`if`).
+
+    Returns: the variables to merge, to the variable of each branch.
+    """
+    merges: dict[str, list[str]] = {}
+    for name in _changed_names(scope, branches):
+        bindings = [branch.scope.bindings.get(name) for branch in branches]
+        if name in (BREAK, RETURN):
+            bindings = [NULL if each is None else each for each in bindings]
+        elif not needed.has(name):
+            scope.bindings[name] = Unassigned(f"is visible only inside of the {what}")
+            continue
+        values = [each for each in bindings if isinstance(each, Value)]
+        if len(values) < len(branches):
+            scope.bindings[name] = Unassigned(
+                f"may have no value here, because one branch of the {what} does not assign it: "
+                f"assign it before the {what}, or in every branch"
+            )
+            continue
+        if all(value == values[0] for value in values):
+            scope.bindings[name] = values[0]
+            continue
+        variable = scope.version(name.replace("%", "has_"))
+        merges[variable] = []
+        for branch, value in zip(branches, values, strict=True):
+            with emitter.inside(branch.block):
+                merges[variable].append(emitter.materialized(value, name.strip("%")))
+        scope.bindings[name] = var(variable, common_kind([value.kind for value in values]))
+    return merges
+
+
+def _changed_names(scope: NameScope, branches: Sequence[Branch]) -> list[str]:
+    changed: dict[str, None] = {}
+    for branch in branches:
+        for name, binding in branch.scope.bindings.items():
+            if scope.bindings.get(name) is not binding:
+                changed[name] = None
+    return list(changed)
+
+
+def carried_names(
+    scope: NameScope, assigned: Iterable[str], needed: NeededNames, *, runs: bool
+) -> dict[str, Value]:
+    """Return the names that a loop carries from round to round, with their values before it.
+
+    Args:
+        scope: the scope around the loop.
+        assigned: names that the body assigns.
+        needed: the names that are read outside of the loop.
+        runs: whether the loop certainly has a round.
+    """
+    carried: dict[str, Value] = {}
+    for name in sorted(assigned):
+        before: Binding | None = scope.bindings.get(name)
+        if isinstance(before, Value):
+            carried[name] = before
+        elif runs and needed.has(name):
+            carried[name] = NULL
+    return carried

@@ -1,0 +1,214 @@
+"""Lowering of list comprehensions and conditional expressions.
+
+A comprehension with calls is a `map`, whose items run in parallel; without calls it is the operator
+`each`. A conditional expression with names or calls is an `if`, of which one side runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from ...program.ir import IfNode, MapNode
+from ...program.nodes.map import MAX_WIDTH
+from ..errors import SourceArgumentError, UnsupportedSourceError, position_of
+from ..syntax import walk
+from . import calls, methods
+from .interfaces import Lowerer
+from .scope import FunctionSource, NameScope
+from .values import Value, common_kind, var
+
+
+class ComprehensionLowerer:
+    """Lowers the lists and conditions of one text."""
+
+    def __init__(self, lowerer: Lowerer) -> None:
+        self._lowerer = lowerer
+
+    def conditional(self, node: ast.IfExp, scope: NameScope) -> Value:
+        """Lower `a if c else b` to an `if` node, unless both sides are constants."""
+        test = self._lowerer.lower(node.test, scope)
+        if self._lowerer.is_pure or not (_reads(node.body) or _reads(node.orelse)):
+            chosen, other = (
+                self._lowerer.lower(node.body, scope),
+                self._lowerer.lower(node.orelse, scope),
+            )
+            kind = common_kind([chosen.kind, other.kind])
+            return Value({"if": [test.expression, chosen.expression, other.expression]}, kind)
+        emitter = self._lowerer.emitter
+        bodies, names, kinds = [], [], []
+        for side in (node.body, node.orelse):
+            with emitter.body() as (block, _):
+                value = self._lowerer.lower(side, scope)
+                names.append(emitter.materialized(value, "side"))
+                kinds.append(value.kind)
+            bodies.append(block)
+        result = emitter.unique("chosen")
+        emitter.add(
+            IfNode(
+                id=result,
+                cond=test.expression if test.variable is None else test.variable,
+                then=bodies[0],
+                otherwise=bodies[1],
+                merge={result: (names[0], names[1])},
+                **emitter.common(),
+            )
+        )
+        return var(result, common_kind(kinds))
+
+    def comprehension(self, node: ast.ListComp, scope: NameScope) -> Value:
+        if len(node.generators) > 1:
+            message = "a comprehension has one `for`: write a comprehension inside of it"
+            raise UnsupportedSourceError(message, position_of(node.generators[1].target))
+        generator = node.generators[0]
+        items, width = self._items(generator.iter, scope)
+        item, index = loop_names(generator.target, generator.iter)
+        for condition in generator.ifs:
+            items = self._filter(items, item, index, condition, scope)
+        if item is not None and not self._needs_nodes(node.elt, scope):
+            return self._each(items, item, index, node.elt, scope)
+        if self._lowerer.is_pure:
+            message = "move the call out of the condition: assign it to a name first"
+            raise UnsupportedSourceError(message, position_of(node.elt))
+        return self._map(items, width, (item, index), node.elt, scope)
+
+    def _items(self, node: ast.expr, scope: NameScope) -> tuple[Value, int | None]:
+        """Return the list of a loop, and the greatest length that the text states."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name = node.func.id
+            if name == "enumerate" and scope.find(name) is None:
+                if len(node.args) != 1 or node.keywords:
+                    message = "`enumerate` takes one list"
+                    raise SourceArgumentError("language.argument", message, position_of(node))
+                return self._items(node.args[0], scope)
+        width = None
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+            upper = node.slice.upper
+            if isinstance(upper, ast.Constant) and isinstance(upper.value, int) and upper.value > 0:
+                width = min(upper.value, MAX_WIDTH)
+        value = self._lowerer.lower(node, scope)
+        if value.kind not in ("list", "any"):
+            message = f"`for` needs a list, got {value.kind}"
+            if value.kind == "stream":
+                message = "a stream is read by a `for` statement"
+            raise SourceArgumentError("language.type", message, position_of(node))
+        return value, width
+
+    def _bound(
+        self, item: str | None, index: str | None, scope: NameScope
+    ) -> tuple[NameScope, str, str | None]:
+        inner = scope.branch()
+        item_name = self._lowerer.emitter.unique(item or "item")
+        self._lowerer.emitter.bound.add(item_name)
+        if item is not None:
+            inner.bindings[item] = var(item_name)
+        if index is None:
+            return inner, item_name, None
+        index_name = self._lowerer.emitter.unique(index)
+        self._lowerer.emitter.bound.add(index_name)
+        inner.bindings[index] = var(index_name, "number")
+        return inner, item_name, index_name
+
+    def _each(
+        self, items: Value, item: str, index: str | None, node: ast.expr, scope: NameScope
+    ) -> Value:
+        inner, item_name, index_name = self._bound(item, index, scope)
+        self._lowerer.is_pure += 1
+        try:
+            element = self._lowerer.lower(node, inner)
+        finally:
+            self._lowerer.is_pure -= 1
+        names = [item_name] if index_name is None else [item_name, index_name]
+        return Value({"each": [items.expression, *names, element.expression]}, "list")
+
+    def _filter(
+        self, items: Value, item: str | None, index: str | None, node: ast.expr, scope: NameScope
+    ) -> Value:
+        if self._needs_nodes(node, scope):
+            message = "the condition of a comprehension cannot have calls: compute it before"
+            raise UnsupportedSourceError(message, position_of(node))
+        if index is not None:
+            message = "a comprehension with `enumerate` cannot have a condition"
+            raise UnsupportedSourceError(message, position_of(node))
+        inner, item_name, _ = self._bound(item, None, scope)
+        self._lowerer.is_pure += 1
+        try:
+            condition = self._lowerer.lower(node, inner)
+        finally:
+            self._lowerer.is_pure -= 1
+        kept = {"if": [condition.expression, [{"var": item_name}], []]}
+        return Value({"flatten": [{"each": [items.expression, item_name, kept]}]}, "list")
+
+    def _map(
+        self,
+        items: Value,
+        width: int | None,
+        names: tuple[str | None, str | None],
+        node: ast.expr,
+        scope: NameScope,
+    ) -> Value:
+        emitter = self._lowerer.emitter
+        inner, item_name, index_name = self._bound(*names, scope)
+        with emitter.body(is_ordered=False) as (body, flow):
+            element = self._lowerer.lower(node, inner)
+            collected = emitter.materialized(element, "element")
+        if flow.has_effects:
+            message = "a function in a comprehension cannot `yield`, `kill` or wait: its items run "
+            message += "in parallel; write a `for` loop"
+            raise UnsupportedSourceError(message, position_of(node))
+        result = emitter.unique("items")
+        optional: dict[str, Any] = {} if index_name is None else {"index": index_name}
+        emitter.add(
+            MapNode(
+                id=result,
+                items=items.variable or items.expression,
+                item=item_name,
+                body=body,
+                collect={result: collected},
+                max_width=MAX_WIDTH if width is None else width,
+                **optional,
+                **emitter.common(),
+            )
+        )
+        return var(result, "list")
+
+    def _needs_nodes(self, node: ast.expr, scope: NameScope) -> bool:
+        """Whether an expression has a call that is not a function of values."""
+        for each in walk([node]):
+            if not isinstance(each, ast.Call):
+                continue
+            if isinstance(each.func, ast.Name):
+                is_defined = isinstance(scope.find(each.func.id), FunctionSource)
+                if is_defined or each.func.id not in methods.FUNCTIONS:
+                    return True
+            elif isinstance(each.func, ast.Attribute) and calls.is_native(
+                self._lowerer, each.func, scope
+            ):
+                return True
+        return False
+
+
+def _reads(node: ast.expr) -> bool:
+    """Whether an expression reads a name or calls a function."""
+    return any(isinstance(each, ast.Name | ast.Call) for each in walk([node]))
+
+
+def loop_names(target: ast.expr, items: ast.expr) -> tuple[str | None, str | None]:
+    """Return the names of item and index in `for item in` or `for index, item in enumerate()`.
+
+    Raises:
+        UnsupportedSourceError: for any other target.
+    """
+    is_enumerated = (
+        isinstance(items, ast.Call)
+        and isinstance(items.func, ast.Name)
+        and items.func.id == "enumerate"
+    )
+    match target:
+        case ast.Name(id=name) if not is_enumerated:
+            return name, None
+        case ast.Tuple(elts=[ast.Name(id=index), ast.Name(id=item)]) if is_enumerated:
+            return item, index
+        case _:
+            message = "write `for item in items` or `for index, item in enumerate(items)`"
+            raise UnsupportedSourceError(message, position_of(target))

@@ -1,0 +1,251 @@
+"""Creation of nodes: unique names, the block that a node belongs to, and its place in the order.
+
+A *flow* is the control flow of one job within one block. It knows which nodes a call, and which
+nodes a `yield`, `kill` or `wait`, must run after.
+
+Invariants: names are unique in the program, and at most MAX_COMPILED_NODES nodes are made.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...program.content import Expression
+from ...program.ir import ExprNode, Job, Node
+from ..errors import Position, SourceTooLargeError, position_of
+from ..options import Kind
+from .values import Value, var
+
+MAX_COMPILED_NODES = 10_000
+MAX_LOWERED = 40_000
+"""Expressions that are lowered; those of an inlined function count at every call."""
+MAX_COMPILED_CHARACTERS = 4_194_304
+"""Characters of literal text in all nodes; inlined functions repeat theirs."""
+MAX_LAST_NODES = 8
+"""More nodes than this are joined by one node before they are listed in `after`."""
+MAX_NAME = 100
+"""Characters of a name; a number may be appended."""
+
+_WORD = re.compile(r"\W")
+_START = re.compile(r"[A-Za-z_]")
+
+
+class Flow:
+    """The control flow of one job within one block."""
+
+    def __init__(self, job: str, barriers: tuple[str, ...], last: tuple[str, ...]) -> None:
+        self.job = job
+        self.barriers = barriers
+        """Nodes that every later node runs after: explicit waits."""
+        self.last = last
+        """Nodes that the next `yield`, `kill` or `wait` runs after."""
+        self.has_effects = False
+        """Whether the block has a `yield`, `kill` or `wait`."""
+        self.has_waits = False
+
+
+class Emitter:
+    """Creates the nodes of one program."""
+
+    def __init__(self) -> None:
+        self.block: list[Node] = []
+        """The nodes of the block that is being compiled."""
+        self.flow = Flow("main", (), ())
+        self.jobs: dict[str, Job] = {}
+        self.position = Position(1, 1)
+        """Of the statement that is being compiled."""
+        self.priority = 0
+        self.depth = 0
+        """Bodies around the block."""
+        self.bound: set[str] = set()
+        """Items, indices and carried variables, which have a value when a body starts."""
+        self.outputs: dict[str, None] = {}
+        """Variables that `yield` and `return` read outside of bodies."""
+        self.has_results = False
+        self._taken: set[str] = set()
+        self._next_suffix: dict[str, int] = {}
+        self._num_nodes = 0
+        self._num_characters = 0
+        self._num_lowered = 0
+
+    # --- names ----------------------------------------------------------------------------
+
+    def reserve(self, name: str) -> None:
+        """Keep a name for an input or a variable of the main program."""
+        self._taken.add(name)
+
+    def unique(self, hint: str) -> str:
+        """Return a new name of a variable, a node or a job."""
+        base = _WORD.sub("_", hint)[:MAX_NAME]
+        if not _START.match(base):
+            base = f"v_{base}"
+        name = base
+        while name in self._taken:
+            number = self._next_suffix.get(base, 2)
+            self._next_suffix[base] = number + 1
+            name = f"{base}_{number}"
+        self._taken.add(name)
+        return name
+
+    # --- nodes ----------------------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        """Append a node to the block.
+
+        Raises:
+            SourceTooLargeError: `language.too_large`.
+        """
+        self._num_nodes += 1
+        if self._num_nodes > MAX_COMPILED_NODES:
+            raise self.too_large(f"more than {MAX_COMPILED_NODES:,} nodes: call fewer functions")
+        self.block.append(node)
+
+    def count_work(self) -> None:
+        """Count the lowering of one expression.
+
+        Raises:
+            SourceTooLargeError: `language.too_large`.
+        """
+        self._num_lowered += 1
+        if self._num_lowered > MAX_LOWERED:
+            raise self.too_large(f"more than {MAX_LOWERED:,} expressions: call fewer functions")
+
+    def count_text(self, length: int) -> None:
+        """Count literal text of nodes.
+
+        Raises:
+            SourceTooLargeError: `language.too_large`.
+        """
+        self._num_characters += length
+        if self._num_characters > MAX_COMPILED_CHARACTERS:
+            raise self.too_large("more than 4 MiB of text: assign repeated text to a name")
+
+    def too_large(self, what: str) -> SourceTooLargeError:
+        """Return the error of a program that is too large."""
+        message = f"the program would have {what}"
+        return SourceTooLargeError("language.too_large", message, self.position)
+
+    def common(self, *, is_ordered: bool = False) -> dict[str, Any]:
+        """Return the fields `job`, `after` and `meta` of a node at this point.
+
+        Args:
+            is_ordered: the node is a `yield` or `kill`.
+        """
+        flow = self.flow
+        after = dict.fromkeys(flow.barriers)
+        if is_ordered:
+            after |= dict.fromkeys(flow.last)
+        fields: dict[str, Any] = {"meta": {"line": self.position.line}}
+        if flow.job != "main":
+            fields["job"] = flow.job
+        if after:
+            fields["after"] = list(after)
+        if self.priority:
+            fields["priority"] = self.priority
+        return fields
+
+    def mark_ordered(self, node_id: str) -> None:
+        """Order later `yield`s and `kill`s after a `yield` or `kill`."""
+        self.flow.last = (node_id,)
+        self.flow.has_effects = True
+
+    def mark_wait(self, node_id: str) -> None:
+        """Run all later nodes of the flow after a `wait`."""
+        flow = self.flow
+        flow.barriers = (node_id,)
+        flow.last = (*flow.last, node_id)
+        if len(flow.last) > MAX_LAST_NODES:
+            flow.last = (self.joined(flow.last),)
+        flow.has_effects = flow.has_waits = True
+
+    def mark_control(self, node_id: str, bodies: list[Flow]) -> None:
+        """Order later nodes after a node whose bodies have `yield`s, `kill`s or `wait`s."""
+        flow = self.flow
+        if any(body.has_effects for body in bodies):
+            flow.has_effects = True
+            flow.last = (*flow.last, node_id)
+            if len(flow.last) > MAX_LAST_NODES:
+                flow.last = (self.joined(flow.last),)
+        if any(body.has_waits for body in bodies):
+            flow.has_waits = True
+            flow.barriers = (*flow.barriers, node_id)
+            if len(flow.barriers) > MAX_LAST_NODES:
+                flow.barriers = (self.joined(flow.barriers),)
+
+    def joined(self, nodes: tuple[str, ...]) -> str:
+        """Add a node that ends after other nodes have ended."""
+        name = self.unique("join")
+        fields: dict[str, Any] = {**self.common(), "after": list(nodes)}
+        self.add(ExprNode(id=name, expr=None, output=name, **fields))
+        return name
+
+    def expr(
+        self, expression: Expression, hint: str, kind: Kind = "any", *, is_named: bool = False
+    ) -> Value:
+        """Add a node that computes an expression; return its variable.
+
+        Args:
+            expression: what to compute.
+            hint: the name of the variable, if it is free.
+            kind: of the value.
+            is_named: `hint` is a name that `unique` or `reserve` made.
+        """
+        name = hint if is_named else self.unique(hint)
+        fields = self.common()
+        fields.pop("after", None)  # a computation has no effect that an order could change
+        self.count_text(len(expression) if isinstance(expression, str) else 0)
+        self.add(ExprNode(id=name, expr=expression, output=name, **fields))
+        return var(name, kind)
+
+    def materialized(self, value: Value, hint: str) -> str:
+        """Return a variable with the value; create one for any other expression."""
+        return value.variable or self.expr(value.expression, hint, value.kind).expression["var"]
+
+    # --- blocks ---------------------------------------------------------------------------
+
+    @contextmanager
+    def body(self, *, is_ordered: bool = True) -> Iterator[tuple[list[Node], Flow]]:
+        """Compile into a new block, the body of a node; its order continues that of the flow."""
+        outer_block, outer_flow = self.block, self.flow
+        last = outer_flow.last if is_ordered else ()
+        self.block, self.flow = [], Flow(outer_flow.job, (), last)
+        self.depth += 1
+        try:
+            yield self.block, self.flow
+        finally:
+            self.depth -= 1
+            self.block, self.flow = outer_block, outer_flow
+
+    @contextmanager
+    def inside(self, block: list[Node]) -> Iterator[None]:
+        """Add more nodes to a block that has been compiled."""
+        outer, self.block = self.block, block
+        try:
+            yield
+        finally:
+            self.block = outer
+
+    @contextmanager
+    def job(self, name: str, job: Job) -> Iterator[None]:
+        """Compile into a job: an independent control flow that starts at this point."""
+        outer = self.flow
+        self.jobs[name] = job
+        self.flow = Flow(name, outer.barriers, outer.last)
+        try:
+            yield
+        finally:
+            self.flow, inner = outer, self.flow
+            outer.has_effects = outer.has_effects or inner.has_effects
+
+    @contextmanager
+    def at(self, node: ast.stmt | ast.expr) -> Iterator[None]:
+        """Give nodes the position of a statement."""
+        outer, self.position = self.position, position_of(node)
+        try:
+            yield
+        finally:
+            self.position = outer

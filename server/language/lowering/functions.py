@@ -1,0 +1,297 @@
+"""Functions of a text: inlined at every call.
+
+A function whose body is only a docstring is a *semantic function*: the docstring is its prompt, a
+template whose slots are the parameters and the outputs. A parameter that is annotated as `Output`
+is an output as well: `def write(task, code: Output(max_tokens=200))`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import UNSET
+
+from ...program.content import Json, Segment
+from ...program.ir import GenerateNode
+from ..errors import Position, SourceArgumentError, SourceNameError, position_of
+from ..options import check_option, read_options
+from ..template import InputSlot, OutputSlot, Part, parse_template
+from .calls import too_deep
+from .generation import prompt_segments
+from .interfaces import Lowerer
+from .scope import RETURN, FunctionSource, NameScope
+from .values import NULL, Value, as_text, var
+
+MAX_CALL_DEPTH = 16
+
+RunBody = Callable[[list[ast.stmt], NameScope], None]
+"""Compiles statements."""
+
+
+class FunctionInliner:
+    """Inserts the functions of one text where they are called."""
+
+    def __init__(self, lowerer: Lowerer, run_body: RunBody) -> None:
+        self._lowerer = lowerer
+        self._run_body = run_body
+        self._active: list[ast.FunctionDef] = []
+
+    def __call__(
+        self, source: FunctionSource, node: ast.Call, scope: NameScope, hint: str | None
+    ) -> Value:
+        """Return the value of a call.
+
+        Raises:
+            LanguageError: if the arguments or the body are invalid.
+        """
+        definition = source.definition
+        if definition in self._active or len(self._active) >= MAX_CALL_DEPTH:
+            too_deep(node)
+        self._active.append(definition)
+        try:
+            text = docstring_of(definition)
+            if text is not None:
+                return self._call_semantic(definition, text, node, scope, hint)
+            arguments, _ = self._bind(definition, node, scope)
+            inner = scope.function(arguments)
+            inner.result_hint = hint
+            self._run_body(definition.body, inner)
+            result = inner.bindings.get(RETURN, NULL)
+            return result if isinstance(result, Value) else NULL
+        finally:
+            self._active.pop()
+
+    # --- arguments ------------------------------------------------------------------------
+
+    def _bind(
+        self, definition: ast.FunctionDef, node: ast.Call, scope: NameScope
+    ) -> tuple[dict[str, Value], list[ast.keyword]]:
+        """Return the arguments by parameter, and the named arguments that are no parameters."""
+        parameters = [each for each in parameters_of(definition) if not is_output(each)]
+        names = [each.arg for each in parameters]
+        if len(node.args) > len(names):
+            message = f"`{definition.name}` takes {len(names)} arguments, got {len(node.args)}"
+            raise SourceArgumentError("language.argument", message, position_of(node))
+        given: dict[str, ast.expr] = dict(zip(names, node.args, strict=False))
+        others: list[ast.keyword] = []
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg in given:
+                message = (
+                    f"`{keyword.arg}` is given twice" if keyword.arg else "`**` is not allowed"
+                )
+                raise SourceArgumentError("language.argument", message, position_of(keyword.value))
+            if keyword.arg in names:
+                given[keyword.arg] = keyword.value
+            else:
+                others.append(keyword)
+        values = {
+            name: self._lowerer.lower(each, scope) for name, each in given.items() if name in names
+        }
+        missing = [name for name in names if name not in values]
+        for name, default in _defaults(definition).items():
+            if name in missing:
+                constant = self._lowerer.constant(default, scope, f"the default of `{name}`")
+                values[name] = _literal(constant)
+                missing.remove(name)
+        if missing:
+            message = f"`{definition.name}` needs an argument `{missing[0]}`"
+            raise SourceArgumentError("language.argument", message, position_of(node))
+        if others and docstring_of(definition) is None:
+            message = f"`{definition.name}` has no parameter `{others[0].arg}`"
+            raise SourceArgumentError("language.argument", message, position_of(others[0].value))
+        shared = {name: self._shared(name, value) for name, value in values.items()}
+        return shared, others
+
+    def _shared(self, name: str, value: Value) -> Value:
+        """Return an argument that the body can read several times."""
+        if value.is_inline or self._lowerer.is_pure:
+            return value
+        made = self._lowerer.emitter.expr(value.expression, name, value.kind)
+        return made._replace(definition=value.expression)
+
+    # --- semantic functions ---------------------------------------------------------------
+
+    def _call_semantic(
+        self,
+        definition: ast.FunctionDef,
+        text: str,
+        node: ast.Call,
+        scope: NameScope,
+        hint: str | None,
+    ) -> Value:
+        arguments, others = self._bind(definition, node, scope)
+        options = self._named_options(others, scope)
+        model = options.pop("model", None)
+        parts = parse_template(text, Position(definition.lineno, 1))
+        parts = [self._output_parameter(definition, part, scope) for part in parts]
+        slots = [part for part in parts if isinstance(part, OutputSlot)]
+        if not slots:
+            message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
+            raise SourceArgumentError("language.argument", message, position_of(definition))
+        emitter = self._lowerer.emitter
+        outputs: dict[str, Value] = {}
+        segments: list[Segment] = []
+        for part in trimmed(parts):
+            if isinstance(part, OutputSlot):
+                name = hint if hint is not None and len(slots) == 1 else emitter.unique(part.name)
+                segments.append(output_segment(part, name, options))
+                outputs[part.name] = var(name, slot_kind(part, options))
+                model = model or part.model
+            else:
+                segments = joined_texts(segments + self._segments(part, {**arguments, **outputs}))
+        emitter.count_text(sum(len(each.text) for each in segments if each.text is not UNSET))
+        fields: dict[str, Any] = {} if model in (None, "default") else {"model": model}
+        node_fields = read_options(options, position_of(node)).node
+        emitter.add(
+            GenerateNode(
+                id=emitter.unique(definition.name),
+                prompt=segments,
+                **fields,
+                **(emitter.common() | node_fields),
+            )
+        )
+        values = list(outputs.values())
+        return values[0] if len(values) == 1 else Value([v.expression for v in values], "list")
+
+    def _named_options(self, others: list[ast.keyword], scope: NameScope) -> dict[str, Json]:
+        options: dict[str, Json] = {}
+        for keyword in others:
+            assert keyword.arg is not None
+            if keyword.arg != "model":
+                check_option(keyword.arg, position_of(keyword.value))
+            options[keyword.arg] = self._lowerer.constant(keyword.value, scope, f"`{keyword.arg}`")
+        return options
+
+    def _output_parameter(self, definition: ast.FunctionDef, part: Part, scope: NameScope) -> Part:
+        """Return the output slot of `{{name}}` if the parameter is annotated as `Output`."""
+        if not isinstance(part, InputSlot):
+            return part
+        for parameter in parameters_of(definition):
+            if parameter.arg == part.name and is_output(parameter):
+                options: dict[str, Json] = {}
+                if isinstance(parameter.annotation, ast.Call):
+                    options = self._named_options(parameter.annotation.keywords, scope)
+                return OutputSlot(part.name, options, "", options.pop("model", None), part.position)
+        return part
+
+    def _segments(self, part: str | InputSlot, values: dict[str, Value]) -> list[Segment]:
+        if isinstance(part, str):
+            return prompt_segments(part)
+        if part.name not in values:
+            message = f"`{part.name}` is neither a parameter nor an output before this slot"
+            raise SourceNameError("language.undefined_name", message, part.position)
+        text = as_text(values[part.name])
+        return [
+            segment if segment.text is UNSET else Segment(text=segment.text)
+            for segment in prompt_segments(text)
+        ]
+
+
+# --- templates --------------------------------------------------------------------------------
+
+
+def trimmed(parts: list[Part]) -> list[Part]:
+    """Return the parts up to the last output: text after it would have no reader."""
+    last = max((i for i, part in enumerate(parts) if isinstance(part, OutputSlot)), default=-1)
+    return parts[: last + 1]
+
+
+def joined_texts(segments: list[Segment]) -> list[Segment]:
+    """Join adjacent literal texts of which both or none may have control tokens."""
+    joined: list[Segment] = []
+    for segment in segments:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and isinstance(segment.text, str)
+            and isinstance(last.text, str)
+            and segment.special == last.special
+        ):
+            joined[-1] = Segment(text=last.text + segment.text, special=last.special)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def output_segment(slot: OutputSlot, variable: str, defaults: dict[str, Json]) -> Segment:
+    """Return the segment of an output.
+
+    Raises:
+        SourceArgumentError: `language.argument`.
+    """
+    read = read_options({**defaults, **slot.options}, slot.position)
+    return Segment(output=variable, **read.output)
+
+
+def slot_kind(slot: OutputSlot, defaults: dict[str, Json]) -> Any:
+    """Return the kind of an output's value."""
+    read = read_options({**defaults, **slot.options}, slot.position)
+    return read.kind if "constraint" in read.output else "text"
+
+
+def docstring_of(definition: ast.FunctionDef) -> str | None:
+    """Return the docstring of a function whose body is nothing else."""
+    match definition.body:
+        case [ast.Expr(value=ast.Constant(value=str(text)))]:
+            return _dedented(text)
+        case _:
+            return None
+
+
+def _dedented(text: str) -> str:
+    """Remove the indentation that all lines but the first share, and blank ends."""
+    lines = text.split("\n")
+    widths = [len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()]
+    width = min(widths, default=0)
+    return "\n".join([lines[0], *(line[width:] for line in lines[1:])]).strip()
+
+
+def parameters_of(definition: ast.FunctionDef) -> list[ast.arg]:
+    """Return the parameters of a function.
+
+    Raises:
+        SourceArgumentError: `language.argument` for `*args` and `**kwargs`.
+    """
+    arguments = definition.args
+    for variadic in (arguments.vararg, arguments.kwarg):
+        if variadic is not None:
+            message = "`*` and `**` parameters are not supported: name every parameter"
+            raise SourceArgumentError("language.argument", message, position_of(variadic))
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+
+
+def _defaults(definition: ast.FunctionDef) -> dict[str, ast.expr]:
+    arguments = definition.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    values = arguments.defaults
+    found = {
+        each.arg: value
+        for each, value in zip(positional[len(positional) - len(values) :], values, strict=True)
+    }
+    for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if value is not None:
+            found[each.arg] = value
+    return found
+
+
+def is_output(parameter: ast.arg) -> bool:
+    """Whether a parameter is annotated as `Output` or `Output(...)`."""
+    annotation = parameter.annotation
+    function = annotation.func if isinstance(annotation, ast.Call) else annotation
+    match function:
+        case ast.Name(id="Output") | ast.Attribute(attr="Output"):
+            return True
+        case _:
+            return False
+
+
+def _literal(constant: Json) -> Value:
+    if isinstance(constant, str):
+        return Value(constant, "text")
+    if isinstance(constant, dict):
+        return Value({"lit": constant}, "object")
+    if isinstance(constant, list):
+        return Value({"lit": constant}, "list")
+    return Value(constant)

@@ -1,0 +1,270 @@
+"""Names of a text and what they mean at one point of it.
+
+A variable is assigned by every assignment anew: an assignment creates a version, and a name means
+the version that was assigned last in the order of the text. A job's variables are visible in the
+whole program. A name that only a later job assigns means that job's variable.
+
+Out of scope: nodes. `blocks` merges the versions of branches.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from ...program.checks import is_name
+from ..errors import Position, SourceNameError, position_of
+from ..options import Kind
+from ..syntax import walk
+from .emitter import Emitter
+from .values import Value, var
+
+BREAK = "%break"
+"""A name that no text has: whether the loop ends after this round."""
+RETURN = "%return"
+"""A name that no text has: the value that the function returns."""
+
+PREDEFINED = {"model_name": Value("default", "text")}
+"""`model_name` is the server's default model unless the text assigns it."""
+
+
+class Unassigned(NamedTuple):
+    """A name that may have no value at this point."""
+
+    reason: str
+
+
+class JobHandle(NamedTuple):
+    """The name of `with job() as name`."""
+
+    job: str
+    nodes: tuple[str, ...]
+    """The nodes of the job, outside of bodies."""
+
+
+class FunctionSource(NamedTuple):
+    """A `def` of the text."""
+
+    definition: ast.FunctionDef
+
+
+Binding: TypeAlias = Value | Unassigned | JobHandle | FunctionSource
+
+
+class NameUses:
+    """Where the main program of a text assigns names."""
+
+    def __init__(self, body: list[ast.stmt]) -> None:
+        self.assigned: Counter[str] = Counter()
+        """How often statements of the main program assign a name, a compound statement once."""
+        self.in_jobs: Counter[str] = Counter()
+        """Names that jobs of the main program assign."""
+        self._collect(body, is_in_job=False)
+
+    def _collect(self, statements: list[ast.stmt], *, is_in_job: bool) -> None:
+        for statement in statements:
+            if isinstance(statement, ast.With):
+                self._collect(statement.body, is_in_job=True)
+                continue
+            names = assigned_names([statement])
+            self.assigned.update(names)
+            if is_in_job:
+                self.in_jobs.update(names)
+
+    def is_forward(self, name: str) -> bool:
+        """Whether a name that is not assigned yet means the variable of a later job."""
+        return self.assigned[name] == 1 and self.in_jobs[name] == 1
+
+
+def assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
+    """Return the names that statements assign, except inside of their functions."""
+    names: set[str] = set()
+    stack: list[ast.AST] = list(statements)
+    while stack:
+        node = stack.pop()
+        match node:
+            case ast.FunctionDef():
+                continue
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "append"))):
+                names.add(name)
+            case ast.stmt() | ast.Tuple() | ast.ExceptHandler() | ast.withitem():
+                stack.extend(each for each in vars(node).values() if isinstance(each, ast.AST))
+                stack.extend(
+                    item
+                    for each in vars(node).values()
+                    if isinstance(each, list)
+                    for item in each
+                    if isinstance(item, ast.AST)
+                )
+            case _:
+                pass
+    return names
+
+
+def read_names(nodes: Iterable[ast.AST]) -> Counter[str]:
+    """Return how often each name is read in nodes."""
+    reads: Counter[str] = Counter()
+    for node in walk(list(nodes)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)):
+                reads[name] += 1
+            case _:
+                pass
+    return reads
+
+
+class NameScope:
+    """The names at one point of the text: of the main program, or of one inlined function."""
+
+    def __init__(
+        self,
+        emitter: Emitter,
+        uses: NameUses | None = None,
+        outer: NameScope | None = None,
+        bindings: Mapping[str, Binding] | None = None,
+    ) -> None:
+        self.emitter = emitter
+        self.bindings: dict[str, Binding] = dict(bindings or {})
+        self.result_hint: str | None = None
+        """In a function: the variable that its result may get."""
+        self.is_function = False
+        self._uses = uses
+        """Of the main program; None in a branch or a function."""
+        self._outer = outer
+        """The main program, where a name is looked up that has no binding here."""
+        self.inputs: set[str] = set()
+        self._num_versions: Counter[str] = Counter()
+        self._forward: dict[str, str] = {}
+        """Names that were read before their assignment, to the job that read them."""
+        for name in uses.assigned if uses is not None else ():
+            emitter.reserve(name)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the main program outside of branches."""
+        return self._uses is not None
+
+    def declare_input(self, name: str, kind: Kind) -> None:
+        """Make a name an input of the program."""
+        self.inputs.add(name)
+        self.emitter.reserve(name)
+        self.bindings[name] = var(name, kind)
+
+    def function(self, bindings: Mapping[str, Binding]) -> NameScope:
+        """Return the scope of a function that is called here: it sees the main program."""
+        scope = self
+        while scope.is_function and scope._outer is not None:
+            scope = scope._outer
+        inner = NameScope(self.emitter, None, scope, bindings)
+        inner.is_function = True
+        return inner
+
+    # --- reading --------------------------------------------------------------------------
+
+    def find(self, name: str) -> Binding | None:
+        """Return what a name means here; None if it is unknown."""
+        found = self.bindings.get(name)
+        if found is None and self._uses is not None and self._uses.is_forward(name):
+            self._forward.setdefault(name, self.emitter.flow.job)
+            return var(name)
+        if found is None and self._outer is not None:
+            return self._outer.find(name)
+        return PREDEFINED.get(name) if found is None else found
+
+    def read(self, node: ast.Name) -> Value:
+        """Return the value of a name.
+
+        Raises:
+            SourceNameError: `language.undefined_name` or `language.maybe_unassigned`.
+        """
+        found = self.find(node.id)
+        match found:
+            case Value():
+                return found
+            case Unassigned(reason):
+                raise SourceNameError(
+                    "language.maybe_unassigned", f"`{node.id}` {reason}", position_of(node)
+                )
+            case FunctionSource():
+                reason = f"`{node.id}` is a function: call it, as {node.id}(...)"
+            case JobHandle():
+                reason = f"`{node.id}` is a job: it has no value; write `{node.id}.kill()` or wait"
+            case None:
+                return self._refuse_unknown(node)
+        raise SourceNameError("language.undefined_name", reason, position_of(node))
+
+    def _refuse_unknown(self, node: ast.Name) -> Value:
+        name = node.id
+        later = self._uses is not None and name in self._uses.assigned
+        if later:
+            hint = "it is assigned only later: move the assignment up"
+        else:
+            similar = difflib.get_close_matches(name, self.known_names(), n=1)
+            hint = f"did you mean `{similar[0]}`? " if similar else ""
+            hint += f"Assign it, or declare it as an input: `{name}: str`"
+        raise SourceNameError(
+            "language.undefined_name", f"`{name}` is not defined: {hint}", position_of(node)
+        )
+
+    def known_names(self) -> list[str]:
+        """Return the names that have a meaning here."""
+        known = [name for name in self.bindings if not name.startswith("%")]
+        return known if self._outer is None else known + self._outer.known_names()
+
+    # --- assigning ------------------------------------------------------------------------
+
+    def version(self, name: str) -> str:
+        """Return the variable of a new version of a name.
+
+        The last version in the main program outside of bodies has the name itself.
+        """
+        if self._uses is not None and name in self._uses.assigned and name not in self.inputs:
+            self._num_versions[name] += 1
+            if self._num_versions[name] == self._uses.assigned[name] and is_name(name):
+                return name
+        return self.emitter.unique(name)
+
+    def assign(self, name: str, value: Value, variable: str | None = None) -> None:
+        """Give a name a value.
+
+        Args:
+            name: the name.
+            value: its value.
+            variable: the variable that `version` made for the value, if it needs one.
+        """
+        if value.is_inline and name not in self._forward:
+            self._num_versions[name] += variable is None
+            self.bindings[name] = value
+            return
+        if value.variable is not None and value.variable == variable:
+            self.bindings[name] = value
+            return
+        variable = variable or self.version(name)
+        made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
+        definition = value.expression if value.definition is None else value.definition
+        self.bindings[name] = made._replace(definition=definition)
+
+    def check_forward(self, name: str, job: str, position: Position) -> None:
+        """Check an assignment of a name that was read before it.
+
+        Raises:
+            SourceNameError: `language.undefined_name` if the same job read it.
+        """
+        if self._forward.get(name) == job:
+            raise SourceNameError(
+                "language.undefined_name", f"`{name}` is read before it is assigned", position
+            )
+
+    # --- branches -------------------------------------------------------------------------
+
+    def branch(self) -> NameScope:
+        """Return a scope for one branch, body or round; `blocks` merges what it assigns."""
+        inner = NameScope(self.emitter, None, self, self.bindings)
+        inner.is_function = self.is_function
+        inner._forward = self._forward
+        return inner

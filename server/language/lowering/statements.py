@@ -1,0 +1,406 @@
+"""Lowering of statements: assignments, yields, jobs, branches, loops and handlers.
+
+Statements after a branch that ends with `break`, `continue` or `return` move into the other branch:
+they run only if the branch was not taken.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, Final
+
+from ...program.content import Json
+from ...program.expressions.evaluate import variables
+from ...program.ir import IfNode, Job, KillNode, WaitNode, YieldNode
+from ..errors import (
+    SourceArgumentError,
+    SourceNameError,
+    UnsupportedSourceError,
+    position_of,
+)
+from ..options import Kind
+from . import loops
+from .blocks import Branch, NameReads, merge_branches
+from .calls import is_answer_text
+from .emitter import Emitter
+from .expressions import ExpressionLowerer
+from .functions import FunctionInliner
+from .interfaces import Signatures
+from .scope import BREAK, RETURN, FunctionSource, JobHandle, NameScope
+from .values import NULL, Value
+
+_JUMPS: Final = (ast.Break, ast.Continue, ast.Return)
+_INPUT_KINDS: Final[dict[str, Kind]] = {
+    "str": "text",
+    "int": "number",
+    "float": "number",
+    "bool": "bool",
+    "list": "list",
+    "dict": "object",
+}
+
+
+class StatementLowerer:
+    """Lowers the statements of one text."""
+
+    def __init__(self, emitter: Emitter, reads: NameReads, signatures: Signatures | None) -> None:
+        self.emitter = emitter
+        self.reads = reads
+        self.expressions = ExpressionLowerer(emitter, signatures, self._inline)
+        self._inliner = FunctionInliner(self.expressions, self.run)
+        self._lowerers: dict[type[ast.stmt], Callable[[Any, NameScope], None]] = {
+            ast.Assign: self._assign,
+            ast.AugAssign: self._augmented,
+            ast.AnnAssign: self._annotated,
+            ast.Expr: self._expression,
+            ast.For: lambda node, scope: loops.lower_for(self, node, scope),
+            ast.With: self._with,
+            ast.Try: lambda node, scope: loops.lower_try(self, node, scope),
+            ast.FunctionDef: self._define,
+            ast.Pass: lambda node, scope: None,
+        }
+
+    def _inline(
+        self, source: FunctionSource, node: ast.Call, scope: NameScope, hint: str | None
+    ) -> Value:
+        return self._inliner(source, node, scope, hint)
+
+    def run(self, statements: list[ast.stmt], scope: NameScope) -> None:
+        """Lower statements in order.
+
+        Raises:
+            LanguageError: at the first statement that is not valid.
+        """
+        for index, statement in enumerate(statements):
+            rest = statements[index + 1 :]
+            with self.emitter.at(statement):
+                if isinstance(statement, ast.If):
+                    if can_jump(statement):
+                        self._branch(statement, scope, rest)
+                        return
+                    self._branch(statement, scope, [])
+                elif isinstance(statement, _JUMPS):
+                    if rest:
+                        message = "the statements after this one never run: remove them"
+                        raise UnsupportedSourceError(message, position_of(rest[0]))
+                    self._jump(statement, scope)
+                else:
+                    self._lower(statement, scope)
+
+    def _lower(self, statement: ast.stmt, scope: NameScope) -> None:
+        lowerer = self._lowerers.get(type(statement))
+        if lowerer is None:
+            message = f"`{type(statement).__name__}` is not a statement of the language"
+            raise UnsupportedSourceError(message, position_of(statement))
+        lowerer(statement, scope)
+
+    # --- branches -------------------------------------------------------------------------
+
+    def _branch(self, node: ast.If, scope: NameScope, rest: list[ast.stmt]) -> None:
+        """Lower an `if`, and the statements that run only if it does not jump."""
+        then = node.body if always_jumps(node.body) else [*node.body, *rest]
+        otherwise = node.orelse if always_jumps(node.orelse) else [*node.orelse, *rest]
+        emitter = self.emitter
+        test = self.expressions.lower(node.test, scope)
+        needed = self.reads.outside([node, *rest])
+        branches = []
+        for statements in (then, otherwise):
+            with emitter.body() as (block, flow):
+                inner = scope.branch()
+                self.run(statements, inner)
+            branches.append(Branch(block, flow, inner))
+        merges = merge_branches(emitter, scope, branches, needed, "`if`")
+        name = emitter.unique("branch")
+        emitter.add(
+            IfNode(
+                id=name,
+                cond=test.variable or test.expression,
+                then=branches[0].block,
+                otherwise=branches[1].block,
+                merge={variable: (a, b) for variable, (a, b) in merges.items()},
+                **emitter.common(),
+            )
+        )
+        emitter.mark_control(name, [branch.flow for branch in branches])
+
+    def _jump(self, node: ast.stmt, scope: NameScope) -> None:
+        if isinstance(node, ast.Continue):
+            return
+        if isinstance(node, ast.Break):
+            scope.bindings[BREAK] = Value(True, "bool")
+            return
+        assert isinstance(node, ast.Return)
+        value = NULL
+        if node.value is not None:
+            value = self.expressions.lower(node.value, scope, scope.result_hint)
+        scope.bindings[RETURN] = value
+        if not scope.is_function:
+            self.emitter.has_results = True
+
+    # --- assignments ----------------------------------------------------------------------
+
+    def _assign(self, node: ast.Assign, scope: NameScope) -> None:
+        if len(node.targets) != 1:
+            message = "assign to one name in a line"
+            raise UnsupportedSourceError(message, position_of(node))
+        match node.targets[0]:
+            case ast.Name(id=name):
+                self._assign_name(name, node.value, scope)
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                self._unpack(targets, node, scope)
+            case target:
+                message = "only names can be assigned: build a new list or dict instead"
+                raise UnsupportedSourceError(message, position_of(target))
+
+    def _assign_name(self, name: str, node: ast.expr, scope: NameScope) -> None:
+        scope.check_forward(name, self.emitter.flow.job, position_of(node))
+        hint = None
+        if isinstance(node, ast.Call) or (
+            isinstance(node, ast.Subscript) and is_answer_text(node, scope)
+        ):
+            hint = scope.version(name)
+        value = self.expressions.lower(node, scope, hint)
+        scope.assign(name, value, hint)
+
+    def _unpack(self, targets: list[ast.expr], node: ast.Assign, scope: NameScope) -> None:
+        value = self.expressions.lower(node.value, scope)
+        items = value.expression
+        if isinstance(items, list) and len(items) != len(targets):
+            message = f"{len(targets)} names for {len(items)} values"
+            raise SourceArgumentError("language.argument", message, position_of(node))
+        if not isinstance(items, list):
+            base = {"var": self.emitter.materialized(value, "parts")}
+            items = [{"get": [base, index]} for index in range(len(targets))]
+        for target, item in zip(targets, items, strict=True):
+            if not isinstance(target, ast.Name):
+                message = "only names can be assigned"
+                raise UnsupportedSourceError(message, position_of(target))
+            scope.assign(target.id, Value(item))
+
+    def _augmented(self, node: ast.AugAssign, scope: NameScope) -> None:
+        if not isinstance(node.target, ast.Name):
+            message = "only names can be assigned: build a new list or dict instead"
+            raise UnsupportedSourceError(message, position_of(node.target))
+        left = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+        sum_ = ast.copy_location(ast.BinOp(left, node.op, node.value), node)
+        self._assign_name(node.target.id, sum_, scope)
+
+    def _annotated(self, node: ast.AnnAssign, scope: NameScope) -> None:
+        """Lower `name: type`, which declares an input, or `name: type = default`."""
+        if not isinstance(node.target, ast.Name):
+            message = "write `name: str` to declare an input"
+            raise UnsupportedSourceError(message, position_of(node.target))
+        name = node.target.id
+        if name in scope.inputs:
+            return  # declared before the text was compiled
+        if node.value is None:
+            message = f"declare the input `{name}` at the start of the text, outside of blocks"
+            raise SourceArgumentError("language.argument", message, position_of(node))
+        self._assign_name(name, node.value, scope)
+
+    # --- effects --------------------------------------------------------------------------
+
+    def _expression(self, node: ast.Expr, scope: NameScope) -> None:
+        match node.value:
+            case ast.Yield(value=value):
+                self._yield(value, node, scope)
+            case ast.Call(func=ast.Name(id="wait")) as call if scope.find("wait") is None:
+                self._wait(call, scope)
+            case ast.Call(func=ast.Attribute(value=ast.Name() as target, attr="kill")) as call:
+                self._kill(call, target, scope)
+            case ast.Call(func=ast.Attribute(value=ast.Name() as target, attr="append")) as call:
+                self._append(call, target, scope)
+            case ast.Call() as call:
+                self.expressions.lower(call, scope)
+            case ast.Constant():
+                return  # a docstring
+            case value:
+                message = "the value of this expression is not used: assign or `yield` it"
+                raise UnsupportedSourceError(message, position_of(value))
+
+    def _yield(self, node: ast.expr | None, statement: ast.stmt, scope: NameScope) -> None:
+        if node is None:
+            message = "`yield` needs a value: write `yield {'name': value}`"
+            raise SourceArgumentError("language.argument", message, position_of(statement))
+        value = self.expressions.lower(node, scope)
+        mode = "delta" if value.kind == "stream" else "value"
+        self.emit_yield(value, mode)
+
+    def emit_yield(self, value: Value, mode: Any) -> None:
+        """Add a `yield` node at this point."""
+        emitter = self.emitter
+        name = emitter.unique("yield")
+        common = emitter.common(is_ordered=True)
+        emitter.add(YieldNode(id=name, value=value.expression, mode=mode, **common))
+        emitter.mark_ordered(name)
+        emitter.has_results = True
+        if emitter.depth == 0:
+            emitter.outputs |= dict.fromkeys(sorted(variables(value.expression)))
+
+    def _wait(self, node: ast.Call, scope: NameScope) -> None:
+        options = self._options(node.keywords, scope, ("any", "timeout"))
+        if not node.args:
+            message = "`wait` takes one or more names: write `wait a, b`"
+            raise SourceArgumentError("language.argument", message, position_of(node))
+        emitter = self.emitter
+        names: dict[str, None] = {}
+        jobs: list[str] = []
+        for each in node.args:
+            found = scope.find(each.id) if isinstance(each, ast.Name) else None
+            if isinstance(found, JobHandle):
+                jobs += found.nodes
+                continue
+            value = self.expressions.lower(each, scope)
+            names |= dict.fromkeys(sorted(variables(value.expression) - emitter.bound))
+        if jobs:
+            emitter.mark_wait(emitter.joined(tuple(jobs)))
+        if not names:
+            return
+        name = emitter.unique("wait")
+        fields: dict[str, Any] = {"mode": "any"} if options.get("any") else {}
+        if options.get("timeout") is not None:
+            fields["timeout_s"] = options["timeout"]
+        emitter.add(WaitNode(id=name, variables=list(names), **fields, **emitter.common()))
+        emitter.mark_wait(name)
+
+    def _kill(self, node: ast.Call, target: ast.Name, scope: NameScope) -> None:
+        if node.args or node.keywords:
+            message = "`kill` takes no arguments"
+            raise SourceArgumentError("language.argument", message, position_of(node))
+        found = scope.find(target.id)
+        name = found.job if isinstance(found, JobHandle) else scope.read(target).variable
+        if name is None or name in scope.inputs:
+            message = f"`{target.id}` has its value already: only the result of a call, or a job, "
+            message += "can be cancelled"
+            raise SourceArgumentError("language.argument", message, position_of(target))
+        emitter = self.emitter
+        common = emitter.common(is_ordered=True)
+        if emitter.depth == 0 and "after" not in common:
+            message = f"`{target.id}` would be cancelled as soon as it starts: wait for another "
+            message += "value, or write the `kill` into an `if`"
+            raise SourceArgumentError("language.argument", message, position_of(target))
+        kill = emitter.unique("kill")
+        emitter.add(KillNode(id=kill, targets=[name], **common))
+        emitter.mark_ordered(kill)
+
+    def _append(self, node: ast.Call, target: ast.Name, scope: NameScope) -> None:
+        """Lower `items.append(element)` to `items = items + [element]`."""
+        if len(node.args) != 1 or node.keywords:
+            message = "`append` takes one element"
+            raise SourceArgumentError("language.argument", message, position_of(node))
+        element = ast.copy_location(ast.List([node.args[0]], ast.Load()), node)
+        total = ast.copy_location(ast.BinOp(target, ast.Add(), element), node)
+        self._assign_name(target.id, total, scope)
+
+    # --- jobs and functions ---------------------------------------------------------------
+
+    def _with(self, node: ast.With, scope: NameScope) -> None:
+        item = node.items[0]
+        match item.context_expr:
+            case ast.Call(func=ast.Name(id="job"), args=[], keywords=keywords) if (
+                len(node.items) == 1
+            ):
+                pass
+            case _:
+                message = "`with` opens a job only: write `with job():` or `StartNewJob:`"
+                raise UnsupportedSourceError(message, position_of(item.context_expr))
+        if any(can_jump(statement) for statement in node.body):
+            message = "`break`, `continue` and `return` cannot leave a job"
+            raise UnsupportedSourceError(message, position_of(node))
+        options = self._options(keywords, scope, ("name", "timeout", "on_error", "priority"))
+        emitter = self.emitter
+        name = emitter.unique(options.get("name") or "job")
+        job = Job(
+            parent=None if emitter.flow.job == "main" else emitter.flow.job,
+            on_error=options.get("on_error") or "fail",
+            timeout_s=options.get("timeout"),
+        )
+        start, priority = len(emitter.block), emitter.priority
+        emitter.priority = options.get("priority") or priority
+        with emitter.job(name, job):
+            self.run(node.body, scope)
+        emitter.priority = priority
+        if item.optional_vars is not None:
+            if not isinstance(item.optional_vars, ast.Name):
+                message = "write `with job() as name:`"
+                raise UnsupportedSourceError(message, position_of(item.optional_vars))
+            nodes = tuple(each.id for each in emitter.block[start:] if each.job == name)
+            scope.bindings[item.optional_vars.id] = JobHandle(name, nodes)
+
+    def _options(
+        self, keywords: list[ast.keyword], scope: NameScope, known: tuple[str, ...]
+    ) -> dict[str, Json]:
+        options: dict[str, Json] = {}
+        for keyword in keywords:
+            if keyword.arg not in known:
+                message = f"unknown option `{keyword.arg}`: the options are {', '.join(known)}"
+                raise SourceArgumentError("language.argument", message, position_of(keyword.value))
+            value = self.expressions.constant(keyword.value, scope, f"`{keyword.arg}`")
+            if not _OPTION_CHECKS[keyword.arg](value):
+                message = f"`{keyword.arg}` cannot be {value!r}"
+                raise SourceArgumentError("language.argument", message, position_of(keyword.value))
+            options[keyword.arg] = value
+        return options
+
+    def _define(self, node: ast.FunctionDef, scope: NameScope) -> None:
+        if not scope.is_main:
+            message = "write functions outside of blocks and other functions"
+            raise UnsupportedSourceError(message, position_of(node))
+        for decorator in node.decorator_list:
+            if not is_decorator(decorator, "function"):
+                message = "decorators are not supported, except for `function`"
+                raise UnsupportedSourceError(message, position_of(decorator))
+        if isinstance(scope.bindings.get(node.name), Value):
+            message = f"`{node.name}` is a variable already: choose another name"
+            raise SourceNameError("language.undefined_name", message, position_of(node))
+        scope.bindings[node.name] = FunctionSource(node)
+
+
+_OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
+    "any": lambda value: isinstance(value, bool),
+    "name": lambda value: isinstance(value, str) and bool(value),
+    "on_error": lambda value: value in ("fail", "isolate"),
+    "priority": lambda value: isinstance(value, int) and -100 <= value <= 100,
+    "timeout": lambda value: isinstance(value, int | float) and 0 < value <= 7 * 86_400,
+}
+
+
+def is_decorator(node: ast.expr, name: str) -> bool:
+    """Whether a decorator is `name`, `conure.name`, or a call of one of them."""
+    match node.func if isinstance(node, ast.Call) else node:
+        case ast.Name(id=found) | ast.Attribute(attr=found):
+            return found == name
+        case _:
+            return False
+
+
+def can_jump(statement: ast.stmt) -> bool:
+    """Whether a statement may `break`, `continue` or `return` out of the block around it."""
+    match statement:
+        case ast.Break() | ast.Continue() | ast.Return():
+            return True
+        case ast.If(body=body, orelse=otherwise):
+            return any(map(can_jump, body)) or any(map(can_jump, otherwise))
+        case ast.With(body=body):
+            return any(map(can_jump, body))
+        case _:
+            return False
+
+
+def always_jumps(statements: list[ast.stmt]) -> bool:
+    """Whether statements always `break`, `continue` or `return`."""
+    if not statements:
+        return False
+    match statements[-1]:
+        case ast.Break() | ast.Continue() | ast.Return():
+            return True
+        case ast.If(body=body, orelse=otherwise):
+            return always_jumps(body) and always_jumps(otherwise)
+        case _:
+            return False
+
+
+def input_kind(annotation: ast.expr) -> Kind:
+    """Return the kind of an input from its annotation."""
+    return _INPUT_KINDS.get(annotation.id, "any") if isinstance(annotation, ast.Name) else "any"

@@ -1,0 +1,88 @@
+"""What the compiler knows about a value: its expression and its kind."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...program.content import Expression, Json
+from ...program.errors import ExpressionError
+from ...program.expressions.evaluate import evaluate, variables
+from ..options import Kind
+
+MAX_INLINE_TEXT = 64
+"""Longer constants become variables, so that copies do not enlarge the program."""
+
+
+class NotConstantError(Exception):
+    """A value depends on the run of the program."""
+
+
+class Value(NamedTuple):
+    """A value of the language."""
+
+    expression: Expression
+    kind: Kind = "any"
+    definition: Expression = None
+    """Of a variable: the constant expression it was assigned, None if it was none."""
+
+    @property
+    def variable(self) -> str | None:
+        """The variable that holds the value, None for any other expression."""
+        expression = self.expression
+        if isinstance(expression, dict) and "var" in expression:
+            name: str = expression["var"]
+            return name
+        return None
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the expression may be repeated wherever the value is read."""
+        expression = self.expression
+        if isinstance(expression, dict):
+            return "var" in expression
+        if isinstance(expression, str):
+            return len(expression) <= MAX_INLINE_TEXT
+        return not isinstance(expression, list)
+
+    def constant(self) -> Json:
+        """Return the value of an expression without variables.
+
+        Raises:
+            NotConstantError: if it has variables, or fails.
+        """
+        expression = self.expression if self.definition is None else self.definition
+        if variables(expression):
+            raise NotConstantError
+        try:
+            return evaluate(expression, {})
+        except ExpressionError as error:
+            raise NotConstantError from error
+
+
+NULL = Value(None, "null")
+
+
+def var(name: str, kind: Kind = "any") -> Value:
+    """Return the value of a variable."""
+    return Value({"var": name}, kind)
+
+
+def text_of(value: Value) -> Value:
+    """Return the text of a message, or the value itself."""
+    if value.kind == "message":
+        return Value({"get": [value.expression, "content"]}, "text")
+    return Value(value.expression, "text") if value.kind == "stream" else value
+
+
+def as_text(value: Value) -> Expression:
+    """Return an expression that converts a value to text, as prompts do."""
+    value = text_of(value)
+    if value.kind == "text":
+        return value.expression
+    return {"join": [[value.expression], ""]}
+
+
+def common_kind(kinds: list[Kind]) -> Kind:
+    """Return the kind of a value that has one of several kinds."""
+    unlike_text: list[Kind] = ["text" if kind == "stream" else kind for kind in kinds]
+    return unlike_text[0] if len(set(unlike_text)) == 1 else "any"

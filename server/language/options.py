@@ -1,0 +1,136 @@
+"""The options of an LLM call: of `llm_chat` and `gen`, and of the slots of a template."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from ..program.content import Constraint, Json
+from .errors import Position, SourceArgumentError
+
+Kind: TypeAlias = Literal[
+    "any", "null", "bool", "number", "text", "list", "object", "message", "stream"
+]
+"""`message` is the answer of a chat call, an object with `role` and `content`; `stream` a text that
+can be read while it is generated. `any` is unknown."""
+
+MAX_LIST_ITEMS = 8
+MAX_LIST_TEXT = 120
+LIST_TOKENS = 1_024
+LIST_SCHEMA: Final[dict[str, Json]] = {
+    "type": "array",
+    "items": {"type": "string", "maxLength": MAX_LIST_TEXT},
+    "minItems": 1,
+    "maxItems": MAX_LIST_ITEMS,
+}
+"""The schema of `type=list`. It is bounded, so that an answer ends within its tokens."""
+
+SAMPLING: Final = frozenset(
+    {
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
+    }
+)  # fmt: skip
+_NODE_FIELDS: Final = {"timeout": "timeout_s", "retries": "retries", "priority": "priority"}
+_CONSTRAINTS: Final = {
+    "result_value": "choices",
+    "choices": "choices",
+    "value": "choices",
+    "result_type": "type",
+    "type": "type",
+    "regex": "regex",
+    "schema": "json_schema",
+    "grammar": "lark",
+}
+_TYPES: Final[dict[str, tuple[str, Kind]]] = {
+    "str": ("string", "text"),
+    "string": ("string", "text"),
+    "int": ("int", "number"),
+    "float": ("float", "number"),
+    "bool": ("bool", "bool"),
+}
+TOOL_FIELDS: Final = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+OPTIONS: Final = SAMPLING | _NODE_FIELDS.keys() | _CONSTRAINTS.keys() | TOOL_FIELDS | {"stream"}
+
+
+class CallOptions(NamedTuple):
+    """The options of one LLM call, by where they belong."""
+
+    output: dict[str, Any]
+    """Fields of the output: sampling and constraint."""
+    node: dict[str, Any]
+    kind: Kind
+    """Of the value; `any` for a call without a constraint."""
+    is_stream: bool
+
+
+def read_options(options: dict[str, Json], position: Position) -> CallOptions:
+    """Return the options of a call.
+
+    Raises:
+        SourceArgumentError: `language.argument`.
+    """
+    output: dict[str, Any] = {}
+    node: dict[str, Any] = {}
+    kind: Kind = "any"
+    is_stream = False
+    constraints: list[str] = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name == "stop":
+            output[name] = [value] if isinstance(value, str) else value
+        elif name in SAMPLING:
+            output[name] = value
+        elif name in _NODE_FIELDS:
+            node[_NODE_FIELDS[name]] = value
+        elif name in TOOL_FIELDS:
+            node[name] = value
+        elif name == "stream":
+            is_stream = bool(value)
+        else:
+            constraints.append(name)
+            kind = _add_constraint(output, name, value, position)
+    if len(constraints) > 1:
+        message = f"a call takes one of `{constraints[0]}` and `{constraints[1]}`"
+        raise SourceArgumentError("language.argument", message, position)
+    if is_stream and kind not in ("any", "text"):
+        message = "`stream=True` gives a text: leave out the type"
+        raise SourceArgumentError("language.argument", message, position)
+    return CallOptions(output, node, kind, is_stream)
+
+
+def _add_constraint(output: dict[str, Any], name: str, value: Json, position: Position) -> Kind:
+    field = _CONSTRAINTS[name]
+    if field != "type":
+        output["constraint"] = Constraint(**{field: value})
+        return "any" if field == "json_schema" else "text"
+    if value == "list":
+        output["constraint"] = Constraint(json_schema=LIST_SCHEMA)
+        output.setdefault("max_tokens", LIST_TOKENS)
+        return "list"
+    if value not in _TYPES:
+        known = ", ".join(sorted({*_TYPES, "list"} - {"string"}))
+        message = f"unknown type {value!r}: the types are {known}; write other shapes as `schema`"
+        raise SourceArgumentError("language.argument", message, position)
+    constraint, kind = _TYPES[value]
+    output["constraint"] = Constraint(type=constraint)  # type: ignore[arg-type]  # one of _TYPES
+    return kind
+
+
+def check_option(name: str, position: Position) -> None:
+    """Check the name of an option.
+
+    Raises:
+        SourceArgumentError: `language.argument`.
+    """
+    if name in OPTIONS:
+        return
+    similar = difflib.get_close_matches(name, OPTIONS, n=1)
+    hint = f"did you mean `{similar[0]}`?" if similar else f"the options are {_listed_options()}"
+    message = f"unknown option `{name}`: {hint}"
+    raise SourceArgumentError("language.argument", message, position)
+
+
+def _listed_options() -> str:
+    return ", ".join(sorted(OPTIONS))

@@ -1,0 +1,96 @@
+"""Prompts written as one text with `{{name}}` in it.
+
+`{{name}}` is a variable: the node's output where the name is the output's, an input otherwise.
+Without it the output is at the end. `{{{{` is a literal `{{`.
+
+Out of scope: values. A value is never searched for placeholders.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from msgspec import UNSET, UnsetType
+
+from ..content import Output, Sampling, Segment
+
+MAX_SEGMENTS = 10_000
+
+_MARK = re.compile(r"\{\{(?:(\{\{)|[ \t]{0,16}([A-Za-z_]\w*)[ \t]{0,16}\}\})?")
+
+
+class NamedPlaceholder(NamedTuple):
+    """A `{{name}}` in a text."""
+
+    name: str
+
+
+def split_placeholders(text: str) -> list[str | NamedPlaceholder]:
+    """Return the literal texts and the placeholders of a text, in order.
+
+    Raises:
+        ValueError: if `{{` is not followed by a name and `}}`, or if there are too many parts.
+    """
+    parts: list[str | NamedPlaceholder] = []
+    literal: list[str] = []
+
+    def end_literal() -> None:
+        if literal:
+            parts.append("".join(literal))
+            literal.clear()
+
+    position = 0
+    for mark in _MARK.finditer(text):
+        if mark.start() > position:
+            literal.append(text[position : mark.start()])
+        position = mark.end()
+        if mark[1]:
+            literal.append("{{")
+        elif mark[2] is None:
+            raise ValueError(
+                f"`{{{{` at character {mark.start()} is not followed by a name and "
+                "`}}`: write `{{{{` for two literal braces"
+            )
+        else:
+            end_literal()
+            parts.append(NamedPlaceholder(mark[2]))
+    if position < len(text):
+        literal.append(text[position:])
+    end_literal()
+    if len(parts) >= MAX_SEGMENTS:
+        raise ValueError(f"a text can have fewer than {MAX_SEGMENTS:,} parts")
+    return parts
+
+
+def parse_prompt(text: str, output: Output | UnsetType) -> list[Segment]:
+    """Return the segments of a prompt that is one text.
+
+    Raises:
+        ValueError: as `split_placeholders`, if there is no output, or if it occurs twice.
+    """
+    if output is UNSET:
+        raise ValueError(
+            "a `prompt` that is one text needs an `output`: the variable that the model writes"
+        )
+    parts = split_placeholders(text)
+    mine = NamedPlaceholder(output.variable)
+    if parts.count(mine) > 1:
+        raise ValueError(f"the output `{mine.name}` occurs {parts.count(mine)} times in `prompt`")
+    if mine not in parts:
+        parts.append(mine)
+    return [
+        Segment(text=part)
+        if isinstance(part, str)
+        else _output_segment(output)
+        if part == mine
+        else Segment(input=part.name)
+        for part in parts
+    ]
+
+
+def _output_segment(output: Output) -> Segment:
+    sampling = {name: getattr(output, name) for name in Sampling.__struct_fields__}
+    return Segment(
+        output=output.variable, constraint=output.constraint, form=output.form, **sampling
+    )

@@ -1,0 +1,101 @@
+"""`try`: a body with retries and handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, ClassVar, Self
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..checks import check_references, refuse_control
+from ..content import Expression, Name
+from ..expressions.renaming import Renaming
+from ..slot import Slot, SlotInputs, read_by
+from .base import OUTPUT, Body, BodyReference, Node, NodeBody, NodeWithBodies, rename_body
+
+
+class Handler(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """A body that runs instead of a body that failed."""
+
+    codes: Annotated[list[str], Meta(max_length=1_000)] = []
+    """The failures that it handles; `expr.*` is any that starts with `expr.`; empty: any."""
+    body: Body = []
+
+
+def handler_part(index: int) -> str:
+    """Return the part of the handler with this index."""
+    return f"handlers[{index}]"
+
+
+class TryNode(NodeWithBodies, frozen=True, kw_only=True, tag="try"):
+    """Runs a body. If it fails, runs it again or runs a handler."""
+
+    body: Body
+    handlers: Annotated[list[Handler], Meta(max_length=1_000)] = []
+    merge: dict[Name, list[Expression]] = {}
+    """An outer variable to its name in the body and in each handler. Only instances have
+    expressions here."""
+
+    can_retry: ClassVar[bool] = True
+    exit_slot: ClassVar[int] = OUTPUT
+
+    @property
+    def handler_variable(self) -> str:
+        """The variable that stores the index of the chosen handler; null: none was needed."""
+        return f"{self.id}.handler"
+
+    def bodies(self) -> tuple[NodeBody, ...]:
+        handlers = (
+            NodeBody(handler_part(index), f"handlers[{index}].body", handler.body)
+            for index, handler in enumerate(self.handlers)
+        )
+        return (NodeBody("body", "body", self.body), *handlers)
+
+    def _make_slots(self, inputs: SlotInputs) -> tuple[Slot, ...]:
+        num_bodies = 1 + len(self.handlers)
+        for name, references in self.merge.items():
+            if len(references) != num_bodies:
+                refuse_control(
+                    f"`{name}` needs {num_bodies} names (one for the body and one for each "
+                    f"handler), got {len(references)}",
+                    f"merge.{name}",
+                )
+        inner = check_references("merge", self.merge)
+        return self._body_slots(inputs, (), (*self.merge, self.handler_variable), inner)
+
+    def written_variables(self) -> Iterable[str]:
+        return self.merge
+
+    def body_references(self) -> Iterator[BodyReference]:
+        parts = [body.part for body in self.bodies()]
+        for name, references in self.merge.items():
+            for index, (part, inner) in enumerate(zip(parts, references, strict=True)):
+                yield BodyReference(part, f"merge.{name}[{index}]", read_by(inner))
+
+    def submitted_names(self) -> Iterable[tuple[str, Expression]]:
+        return (
+            (f"merge.{name}[{index}]", inner)
+            for name, references in self.merge.items()
+            for index, inner in enumerate(references)
+        )
+
+    def write_path(self, variable: str) -> str:
+        return f"merge.{variable}"
+
+    def _renamed_fields(self, renaming: Renaming) -> dict[str, object]:
+        merge = {
+            renaming.name(name): [renaming.reference(inner) for inner in references]
+            for name, references in self.merge.items()
+        }
+        handlers = [msgspec.structs.replace(handler, body=[]) for handler in self.handlers]
+        # Retries are instances of the body, so it is kept; handlers are part of the graph.
+        return {"body": rename_body(self.body, renaming), "handlers": handlers, "merge": merge}
+
+    def with_bodies(self, bodies: Sequence[Sequence[Node]]) -> Self:
+        body, *others = bodies
+        handlers = [
+            msgspec.structs.replace(handler, body=list(nodes))
+            for handler, nodes in zip(self.handlers, others, strict=True)
+        ]
+        return msgspec.structs.replace(self, body=list(body), handlers=handlers)

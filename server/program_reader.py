@@ -1,0 +1,81 @@
+"""The part of the service that reads programs: their phase, status, values and events.
+
+Invariant: reading a variable lets its producers start, and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from .program.errors import NotFoundError
+from .program.ir import Objective
+from .program.status import Event, Phase, ProgramPage, ProgramStatus, VariableStatus
+from .runtime.persistence.program_directory import ProgramDirectory, run_variable_status
+
+
+class ProgramReader:
+    """Reads the programs of one server process for their tenants."""
+
+    programs: ProgramDirectory
+
+    async def find(self, program: str, *, tenant: str) -> Phase:
+        """Return the phase of a program; see `Service.find`."""
+        run = self.programs.find(program, tenant)
+        return (
+            (await self.programs.load(program, tenant)).status if run is None else run.state.phase
+        )
+
+    async def find_submitted(self, idempotency_key: str, *, tenant: str) -> str | None:
+        """Return the program of an idempotency key; see `Service.find_submitted`."""
+        known = await self.programs.journal.find_idempotent(tenant, idempotency_key)
+        return None if known is None else known[0]
+
+    async def status(self, program: str, *, tenant: str) -> ProgramStatus:
+        """Return the status of a program; see `Service.status`."""
+        return await self.programs.status(program, tenant)
+
+    async def list_programs(
+        self, *, tenant: str, status: str | None, cursor: int | None, limit: int
+    ) -> ProgramPage:
+        """List programs; see `Service.list_programs`."""
+        return await self.programs.list(tenant, status=status, cursor=cursor, limit=limit)
+
+    async def get(
+        self,
+        program: str,
+        variable: str,
+        *,
+        tenant: str,
+        wait_s: float,
+        objective: Objective | None = None,
+    ) -> VariableStatus:
+        """Wait for a variable; see `Service.get`."""
+        run = self.programs.find(program, tenant)
+        if run is None:
+            status = (await self.programs.load(program, tenant)).variables.get(variable)
+            if status is None:
+                message = f"program {program} has no variable {variable}"
+                raise NotFoundError("variable.not_found", message)
+            return status
+        run.state.check_variable(variable)
+        run.want(variable, objective)
+        if wait_s > 0:
+            await run.outbox.wait_for(variable, wait_s)
+        return run_variable_status(run, variable)
+
+    async def events(
+        self,
+        program: str,
+        *,
+        tenant: str,
+        after: int,
+        is_durable: bool = False,
+        follow: bool = True,
+    ) -> AsyncGenerator[Event, None]:
+        """Iterate over the events of a program; see `Service.events`."""
+        reading = self.programs.events(program, tenant, after, is_durable=is_durable, follow=follow)
+        try:
+            async for event in reading:
+                yield event
+        finally:
+            await reading.aclose()

@@ -1,0 +1,84 @@
+"""HEAD for every GET, and complete `Allow` headers, around the application.
+
+A HEAD request runs as a GET whose body is dropped. `Allow` lists the methods of all handlers of a
+path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from litestar import Litestar
+from litestar.routes import HTTPRoute
+
+
+class HttpMethods:
+    """The methods of an application's paths."""
+
+    def __init__(self, app: Litestar) -> None:
+        self._methods: dict[str, set[str]] = {}
+        for route in app.routes:
+            if isinstance(route, HTTPRoute):
+                methods = self._methods.setdefault(route.path_format, set())
+                methods.update(str(method) for method in route.methods)
+
+    def allow(self, path: str) -> bytes:
+        """Return the `Allow` header of a path template."""
+        return with_head(self._methods.get(path, ()))
+
+
+def with_head(methods: Iterable[str]) -> bytes:
+    """Return methods as an `Allow` header, with HEAD if there is GET."""
+    names = {name.strip() for name in methods}
+    return ", ".join(sorted(names | ({"HEAD"} if "GET" in names else set()))).encode()
+
+
+class MethodsApp(Litestar):
+    """An application with HEAD and complete `Allow` headers."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":
+            await self._head(scope, send)
+            return
+
+        async def send_with_allow(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    (name, self._complete(scope, value) if name.lower() == b"allow" else value)
+                    for name, value in message["headers"]
+                ]
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_allow)
+
+    def _complete(self, scope: Any, allow: bytes) -> bytes:
+        template = scope.get("path_template")
+        known = HttpMethods(self).allow(template) if isinstance(template, str) else b""
+        return known or with_head(allow.decode("ascii").split(","))
+
+    async def _head(self, scope: Any, send: Any) -> None:
+        """Run a GET, send its head only, and end it."""
+        is_sent, is_read = asyncio.Event(), False
+
+        async def receive_nothing() -> Any:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": b"", "more_body": False}
+            await is_sent.wait()
+            return {"type": "http.disconnect"}
+
+        async def send_head(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                is_sent.set()
+
+        as_get: Any = {**scope, "method": "GET"}
+        await super().__call__(as_get, receive_nothing, send_head)

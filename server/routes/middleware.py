@@ -1,0 +1,138 @@
+"""Middleware of every request: a request id, memory for its body, and the check that a local server
+is used locally.
+
+A web page in the user's browser can send requests to the loopback address, by DNS rebinding or
+across origins. Without API keys, the Host header must therefore name this machine, and so must
+Origin, which browsers add and other clients do not.
+
+Invariant: every response has an X-Request-ID, including errors.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from litestar.middleware import ASGIMiddleware
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..config import is_loopback
+from ..program.errors import ConureError, UnavailableError
+
+SMALL_BODY_BYTES = 1024 * 1024
+"""Bodies that need no reservation."""
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+"""Bytes of larger bodies that may wait for a response at once."""
+
+_KEY = "conure.request_id"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
+_HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+_SCHEME = re.compile(rb"https?://", re.IGNORECASE)
+
+
+class ForbiddenError(ConureError):
+    """The Host or Origin of the request is not allowed."""
+
+    status = 403
+
+
+def request_id(scope: Any) -> str:
+    """Return the id of a request: the client's X-Request-ID if it is well-formed, else a new
+    one.
+    """
+    existing = scope.get(_KEY)
+    if existing is None:
+        client_id = next((v for k, v in scope.get("headers", ()) if k == b"x-request-id"), b"")
+        is_valid = _REQUEST_ID.fullmatch(client_id) is not None
+        existing = client_id.decode("ascii") if is_valid else f"req_{secrets.token_hex(12)}"
+        scope[_KEY] = existing
+    return str(existing)
+
+
+async def add_request_id(message: Message, scope: Scope) -> None:
+    """Add the request id to the response headers (a Litestar `before_send` hook)."""
+    if message["type"] == "http.response.start":
+        headers = list(message.get("headers", ()))
+        headers.append((b"x-request-id", request_id(scope).encode("ascii")))
+        message["headers"] = headers
+
+
+class BodyMemoryMiddleware(ASGIMiddleware):
+    """Bounds the memory of large bodies of requests that have no response yet.
+
+    A body of unknown length counts as the largest allowed one.
+    """
+
+    def __init__(self, max_body: int) -> None:
+        self._max_body = max_body
+        self._num_bytes = 0
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """Pass the request on, or raise UnavailableError."""
+        size = self._body_size(scope)
+        if size <= SMALL_BODY_BYTES:
+            await next_app(scope, receive, send)
+            return
+        if self._num_bytes + size > MAX_WAITING_BYTES:
+            raise UnavailableError(
+                "server.busy",
+                f"requests with {self._num_bytes:,} bytes wait for their responses; retry later",
+                retry_after_s=1,
+            )
+        self._num_bytes += size
+        reserved = size
+
+        def release() -> None:
+            nonlocal reserved
+            self._num_bytes -= reserved
+            reserved = 0
+
+        async def send_and_release(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                release()  # a stream of events may last for hours
+            await send(message)
+
+        try:
+            await next_app(scope, receive, send_and_release)
+        finally:
+            release()
+
+    def _body_size(self, scope: Scope) -> int:
+        headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers:
+            return self._max_body
+        length = headers.get(b"content-length", b"0")
+        # A length beyond the limit is refused before the body is read.
+        size = int(length) if length.isdigit() and len(length) < 20 else 0
+        return size if size <= self._max_body else 0
+
+
+class LoopbackOnlyMiddleware(ASGIMiddleware):
+    """Rejects requests whose Host or Origin is not this machine."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """Pass the request on, or raise ForbiddenError."""
+        hosts = [v for k, v in scope["headers"] if k == b"host"]
+        if not hosts or not all(map(_is_local, hosts)):
+            raise ForbiddenError(
+                "host.forbidden",
+                "the Host header must name this machine: localhost, 127.0.0.1 or [::1]",
+            )
+        for name, value in scope["headers"]:
+            if name == b"origin" and not _is_local_origin(value):
+                raise ForbiddenError(
+                    "origin.forbidden", "requests from other origins are not allowed"
+                )
+        await next_app(scope, receive, send)
+
+
+def _is_local(host: bytes) -> bool:
+    """Return whether a Host header names this machine, by the loopback names and addresses only."""
+    found = _HOST.fullmatch(host.decode("latin-1"))
+    return found is not None and is_loopback(found[1] or found[2])
+
+
+def _is_local_origin(origin: bytes) -> bool:
+    scheme = _SCHEME.match(origin)
+    return scheme is not None and _is_local(origin[scheme.end() :])

@@ -1,0 +1,319 @@
+"""Responses of `/v1/responses`: complete, or streamed as events.
+
+The number of an event is a function of the answer: a text delta has the number 3 plus the
+characters of the text so far. A reader that resumes after a number therefore receives exactly the
+text that it lacks, from any server process that has the program.
+
+Out of scope: how the text is produced.
+
+Invariant: the numbers of a stream increase, and are the same in every stream of one response.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ...program.ir import Json
+from ...program.status import ENDED, Phase, ProgramStatus
+from ..problem import PublicError
+from .errors import error_body
+from .execution import CompletionDelta, CompletionResult, RequestResult
+
+_ID = re.compile(r"resp_([0-9a-z]+)")
+_FIRST_TEXT = 3
+"""Number of the event before the first delta."""
+
+
+def response_id(program: str) -> str:
+    """Return the id of a program's response."""
+    return f"resp_{program.removeprefix('p_')}"
+
+
+def program_of(response: str) -> str | None:
+    """Return the program of a response; None if it is not the id of one."""
+    found = _ID.fullmatch(response)
+    return None if found is None else f"p_{found[1]}"
+
+
+class ResponseObject(Struct, frozen=True, kw_only=True):
+    """A response; the fields of the request are repeated."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    """`queued`, `in_progress`, `completed`, `incomplete`, `failed` or `cancelled`."""
+    background: bool
+    error: Json
+    incomplete_details: Json
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[Json]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float | None
+    text: Json
+    tool_choice: Json
+    tools: list[Json]
+    top_logprobs: int | None
+    top_p: float | None
+    truncation: str = "disabled"
+    usage: Json
+    user: Json
+    metadata: dict[str, str]
+
+
+class ResponseBuilder:
+    """Builds a response and its events."""
+
+    def __init__(self, program: str, record: dict[str, Json], created_at: int) -> None:
+        """Start a response.
+
+        Args:
+            program: id of its program.
+            record: of the request, as `request_record` returns it.
+            created_at: Unix time in seconds.
+        """
+        self._program = program
+        self._record = record
+        self._created_at = created_at
+        self._num_chars = 0
+        """Characters of the text so far."""
+        self._has_text_item = False
+
+    @property
+    def _message_id(self) -> str:
+        return f"msg_{self._program.removeprefix('p_')}"
+
+    # --- complete -------------------------------------------------------------------------
+
+    def response(
+        self, status: str, result: RequestResult | None = None, error: PublicError | None = None
+    ) -> ResponseObject:
+        """Return the response in a status."""
+        record = self._record
+        answer = None if result is None else result.answers[0]
+        is_cut = answer is not None and answer.finish_reason == "length"
+        failure = None if error is None else error_body(error)
+        return ResponseObject(
+            id=response_id(self._program),
+            created_at=self._created_at,
+            status="incomplete" if is_cut else status,
+            background=record.get("background", False),
+            error=None if failure is None else {"code": failure.code, "message": failure.message},
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            instructions=record.get("instructions"),
+            max_output_tokens=record.get("max_output_tokens"),
+            model=record["model"],
+            output=[] if answer is None else self._output(answer),
+            parallel_tool_calls=record.get("parallel_tool_calls", True),
+            previous_response_id=record.get("previous_response_id"),
+            store=record.get("store", True),
+            temperature=record.get("temperature", 1.0),
+            text=record.get("text", {"format": {"type": "text"}}),
+            tool_choice=record.get("tool_choice", "auto"),
+            tools=record.get("tools", []),
+            top_logprobs=record.get("top_logprobs"),
+            top_p=record.get("top_p", 1.0),
+            usage=None if result is None else _usage(result),
+            user=record.get("user"),
+            metadata=record.get("metadata", {}),
+        )
+
+    def _output(self, answer: CompletionResult) -> list[Json]:
+        """Return the items of an answer: its text, unless it only calls functions, then calls."""
+        items = []
+        if answer.content or not answer.tool_calls:
+            items.append(self._message(answer))
+        return items + [self._call(i, call) for i, call in enumerate(answer.tool_calls)]
+
+    def _message(self, answer: CompletionResult) -> dict[str, Json]:
+        is_cut = answer.finish_reason == "length"
+        return {
+            "type": "message",
+            "id": self._message_id,
+            "role": "assistant",
+            "status": "incomplete" if is_cut else "completed",
+            "content": [_text_part(answer.content, answer.logprobs)],
+        }
+
+    def _call(self, i: int, call: Json) -> dict[str, Json]:
+        return {
+            "type": "function_call",
+            "id": f"fc_{self._program.removeprefix('p_')}_{i}",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+            "status": "completed",
+        }
+
+    # --- streamed -------------------------------------------------------------------------
+
+    def start(self, *, after: int) -> bytes:
+        """Return the events before the first text, after a number."""
+        response = self.response("in_progress")
+        return self._events(
+            after,
+            (0, "response.created", {"response": response}),
+            (1, "response.in_progress", {"response": response}),
+        )
+
+    def delta(self, delta: CompletionDelta, *, after: int) -> bytes:
+        """Return the events of more text, after a number."""
+        if not delta.text:
+            return b": ping\n\n"
+        opening = b"" if self._has_text_item else self._open_text(after)
+        end = delta.offset + len(delta.text)
+        self._num_chars = end
+        begin = max(delta.offset, after - _FIRST_TEXT)
+        if begin >= end:
+            return opening
+        logprobs = delta.logprobs if begin == delta.offset else None
+        content = {
+            **self._text_place(),
+            "delta": delta.text[begin - delta.offset :],
+            "logprobs": [_without_bytes(token) for token in logprobs or ()],
+        }
+        number = _FIRST_TEXT + end
+        return opening + self._events(after, (number, "response.output_text.delta", content))
+
+    def end(self, final: RequestResult, *, after: int) -> bytes:
+        """Return the events after the last text, after a number."""
+        answer = final.answers[0]
+        parts = b""
+        number = 2
+        index = 0
+        if answer.content or not answer.tool_calls:
+            if not self._has_text_item:
+                parts += self._open_text(after)
+            number = _FIRST_TEXT + len(answer.content) + 1
+            part = _text_part(answer.content, answer.logprobs)
+            done = {**self._text_place(), "text": answer.content, "logprobs": part["logprobs"]}
+            item = {"output_index": 0, "item": self._message(answer)}
+            parts += self._events(
+                after,
+                (number, "response.output_text.done", done),
+                (number + 1, "response.content_part.done", {**self._text_place(), "part": part}),
+                (number + 2, "response.output_item.done", item),
+            )
+            number += 3
+            index = 1
+        for i, call in enumerate(answer.tool_calls):
+            parts += self._call_events(after, number, index + i, self._call(i, call))
+            number += 4
+        response = self.response("completed", final)
+        kind = f"response.{response.status}"
+        return parts + self._events(after, (number, kind, {"response": response}))
+
+    def fail(self, error: PublicError, *, after: int) -> bytes:
+        """Return the event of a response that failed after its stream began."""
+        number = max(after, _FIRST_TEXT + self._num_chars) + 1
+        response = self.response("failed", error=error)
+        return self._events(after, (number, "response.failed", {"response": response}))
+
+    def _open_text(self, after: int) -> bytes:
+        self._has_text_item = True
+        item = {
+            "type": "message",
+            "id": self._message_id,
+            "role": "assistant",
+            "status": "in_progress",
+            "content": [],
+        }
+        part = {**self._text_place(), "part": _text_part("", None)}
+        return self._events(
+            after,
+            (2, "response.output_item.added", {"output_index": 0, "item": item}),
+            (3, "response.content_part.added", part),
+        )
+
+    def _call_events(self, after: int, number: int, index: int, call: dict[str, Json]) -> bytes:
+        place = {"item_id": call["id"], "output_index": index}
+        opened = {**call, "arguments": "", "status": "in_progress"}
+        arguments = call["arguments"]
+        return self._events(
+            after,
+            (number, "response.output_item.added", {"output_index": index, "item": opened}),
+            (
+                number + 1,
+                "response.function_call_arguments.delta",
+                {**place, "delta": arguments},
+            ),
+            (
+                number + 2,
+                "response.function_call_arguments.done",
+                {**place, "name": call["name"], "arguments": arguments},
+            ),
+            (number + 3, "response.output_item.done", {"output_index": index, "item": call}),
+        )
+
+    def _text_place(self) -> dict[str, Json]:
+        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+
+    def _events(self, after: int, *events: tuple[int, str, dict[str, Any]]) -> bytes:
+        """Encode the events that follow a number."""
+        return b"".join(
+            b"event: %s\ndata: %s\n\n"
+            % (
+                kind.encode(),
+                msgspec.json.encode({"type": kind, "sequence_number": number, **content}),
+            )
+            for number, kind, content in events
+            if number > after
+        )
+
+
+def status_of(phase: Phase) -> str:
+    """Return the status of a response whose program is in a phase."""
+    if phase not in ENDED:
+        return "queued" if phase in ("accepted", "waiting", "queued") else "in_progress"
+    return {"done": "completed", "cancelled": "cancelled"}.get(phase, "failed")
+
+
+def created_at_of(status: ProgramStatus) -> int:
+    """Return when a program was accepted, as Unix time in seconds."""
+    return int(datetime.fromisoformat(status.created_at).timestamp())
+
+
+def output_items(result: CompletionResult) -> Iterator[dict[str, Json]]:
+    """Yield an answer as items of a later request's input."""
+    if result.content:
+        yield {"type": "message", "role": "assistant", "content": result.content}
+    for call in result.tool_calls:
+        function = call["function"]
+        yield {
+            "type": "function_call",
+            "call_id": call["id"],
+            "name": function["name"],
+            "arguments": function["arguments"],
+        }
+
+
+def _text_part(text: str, logprobs: list[Json] | None) -> dict[str, Json]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
+
+
+def _without_bytes(token: Json) -> dict[str, Json]:
+    """Return a token's log probability as deltas have it."""
+    top = [{"token": each["token"], "logprob": each["logprob"]} for each in token["top_logprobs"]]
+    return {"token": token["token"], "logprob": token["logprob"], "top_logprobs": top}
+
+
+def _usage(result: RequestResult) -> dict[str, Json]:
+    usage = result.usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }

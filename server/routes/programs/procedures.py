@@ -1,0 +1,127 @@
+"""The endpoints of stored procedures: store, read, move aliases, and run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from litestar import Request, get, post, put
+from litestar.params import FromPath
+from litestar.response.base import ASGIResponse
+from msgspec import Struct
+
+from ...program.decode import decode_json
+from ...program.nodes.procedure import REFERENCE_PATTERN
+from ...program.procedures import PutAlias, PutProcedure, RunProcedure, StoredProcedure
+from ...program.status import Accepted
+from ..openapi import error_responses, json_body, success_response
+from ..request_context import RequestError, read_json, service_of, tenant_of
+from .programs import IdempotencyKey
+
+_REFERENCE = re.compile(REFERENCE_PATTERN)
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
+_ALIAS = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+
+
+class ProcedureList(Struct, frozen=True):
+    """All versions of all procedures."""
+
+    procedures: list[StoredProcedure]
+
+
+@put(
+    "/v1/procedures/{name:str}",
+    operation_class=json_body(PutProcedure),
+    responses=error_responses(404, 409),
+    tags=["procedures"],
+)
+async def put_procedure(request: Request[Any, Any, Any], name: FromPath[str]) -> StoredProcedure:
+    """Store a version of a procedure, and let an alias name it.
+
+    The program is checked like a submission. The version is a hash of the program, so storing an
+    equal program again has no effect.
+    """
+    _check(_NAME, name, "a name")
+    body: PutProcedure = decode_json(await read_json(request), PutProcedure)
+    return await service_of(request).procedures.put(name, body, tenant=tenant_of(request))
+
+
+@put(
+    "/v1/procedures/{name:str}/aliases/{alias:str}",
+    operation_class=json_body(PutAlias),
+    responses=error_responses(404, 409),
+    tags=["procedures"],
+)
+async def put_alias(
+    request: Request[Any, Any, Any], name: FromPath[str], alias: FromPath[str]
+) -> StoredProcedure:
+    """Let an alias name another version. Its parameters and results must be the same."""
+    _check(_NAME, name, "a name")
+    _check(_ALIAS, alias, "an alias")
+    body: PutAlias = decode_json(await read_json(request), PutAlias)
+    return await service_of(request).procedures.put_alias(
+        name, alias, body.version, tenant=tenant_of(request)
+    )
+
+
+@get("/v1/procedures", tags=["procedures"])
+async def list_procedures(request: Request[Any, Any, Any]) -> ProcedureList:
+    """List all versions of all procedures with their aliases."""
+    return ProcedureList(await service_of(request).procedures.list_all(tenant=tenant_of(request)))
+
+
+@get(
+    "/v1/procedures/{reference:str}",
+    responses=error_responses(404),
+    tags=["procedures"],
+)
+async def read_procedure(
+    request: Request[Any, Any, Any], reference: FromPath[str]
+) -> StoredProcedure:
+    """Return a version of a procedure, by `name@version`, `name:alias` or `name`."""
+    _check(_REFERENCE, reference, "a reference")
+    return await service_of(request).procedures.find(reference, tenant=tenant_of(request))
+
+
+@post(
+    "/v1/procedures/{reference:str}/run",
+    status_code=202,
+    operation_class=json_body(RunProcedure),
+    responses={
+        202: success_response(Accepted, "Accepted and durable"),
+        **error_responses(404, 409),
+    },
+    tags=["procedures"],
+)
+async def run_procedure(
+    request: Request[Any, Any, Any],
+    reference: FromPath[str],
+    idempotency_key: IdempotencyKey = None,
+) -> ASGIResponse:
+    """Submit a procedure as a program."""
+    _check(_REFERENCE, reference, "a reference")
+    body: RunProcedure = decode_json(await read_json(request), RunProcedure)
+    accepted, is_replay = await service_of(request).procedures.run(
+        reference, body, tenant=tenant_of(request), idempotency_key=idempotency_key
+    )
+    headers = {"Location": accepted.url}
+    if is_replay:
+        headers["Idempotent-Replay"] = "true"
+    return ASGIResponse(
+        body=msgspec.json.encode(accepted),
+        status_code=202,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+def _check(pattern: re.Pattern[str], text: str, kind: str) -> None:
+    if pattern.fullmatch(text) is None:
+        raise RequestError(
+            "procedure.name", f"{text[:140]!r} is not {kind} of a procedure: use letters and digits"
+        )
+
+
+ROUTES = (put_procedure, put_alias, list_procedures, read_procedure, run_procedure)
+BODIES = (PutProcedure, PutAlias, RunProcedure)

@@ -1,0 +1,53 @@
+"""The error of a route that does not exist: what is wrong with the address, and the right one.
+
+Most such requests come from a wrong base URL. Each sentence names the cure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_API = "/v1"
+_UNSERVED = ("audio", "images", "moderations", "files", "batches", "fine_tuning", "assistants")
+"""First parts of OpenAI's endpoints that have no counterpart here."""
+
+
+def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
+    """Return why no route has this path, and what to do.
+
+    Args:
+        path: of the request.
+        routes: paths of the server's routes; a parameter is in braces.
+    """
+    known = list(routes)
+    message = f"route {path} does not exist"
+    if re.match(r"/v1/+v1(/|$)", path):
+        return (
+            f"{message}: the base URL has /v1, and the client adds it again; end the base URL with "
+            "the port for Conure's and Parrot's clients, and with one /v1 for OpenAI's"
+        )
+    if not path.startswith(f"{_API}/"):
+        if _is_known(_API + path, known):
+            return f"{message}: add {_API} to the base URL, as in http://HOST:PORT{_API}"
+        inner = path.find(f"{_API}/")
+        if inner > 0 and _is_known(path[inner:], known):
+            return (
+                f"{message}: the base URL has the path {path[:inner]}; remove it, or let the proxy "
+                "remove it"
+            )
+        return message
+    rest = path.removeprefix(f"{_API}/")
+    for route in known:
+        # A base URL that ends with an endpoint, to which the client adds another one.
+        if "{" not in route and path.startswith(f"{route}/") and route.startswith(f"{_API}/"):
+            return f"{message}: end the base URL with {_API}, without {route.removeprefix(_API)}"
+    if rest.split("/")[0] in _UNSERVED:
+        return f"{message}: this server generates text only and has no counterpart of it"
+    near = difflib.get_close_matches(path, [route for route in known if "{" not in route], 1, 0.8)
+    return f"{message}: did you mean {near[0]}?" if near else f"{message}; /schema lists the routes"
+
+
+def _is_known(path: str, routes: Iterable[str]) -> bool:
+    return any(re.fullmatch(re.sub(r"\\\{.*?\\\}", "[^/]+", re.escape(r)), path) for r in routes)

@@ -1,1 +1,0 @@
-"""Programs at work: from a checked graph to values, events and a receipt."""

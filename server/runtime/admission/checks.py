@@ -1,0 +1,183 @@
+"""Checks whether this server can run a program, before the program is accepted.
+
+Checks what the graph alone cannot: options, models, functions, constraints, and the length of
+prompts whose inputs are all given. Prompts that are certainly short enough are not encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import UNSET
+
+from ...engines.constraint_validator import ConstraintValidator
+from ...functions.registry import FunctionRegistry
+from ...program.errors import ExpressionError, ProgramError, PromptError, prefixed_path
+from ...program.expressions.budget import WorkBudget
+from ...program.graph.graph import Graph
+from ...program.ir import (
+    AnyNode,
+    Append,
+    CallNode,
+    GenerateNode,
+    Json,
+    Limits,
+    RoundEndNode,
+    Submission,
+)
+from ...program.nodes.bodies import walk
+from ...prompts.prompt import render_chat, render_slot
+from ...prompts.served_model import ServedModel, outputs_of
+from ..calls.outputs import output_specs
+from ..turns import Turns
+
+MAX_CHECK_STEPS = 200_000
+"""Steps for the expressions of prompts whose length is checked. Nodes with others are accepted, and
+fail when they run if their prompt is too long."""
+TURN_BYTES = 64
+"""Upper bound of the tokens that a chat template adds around a message."""
+
+
+def num_calls(graph: Graph) -> int:
+    """Return the number of LLM calls in a graph."""
+    return sum(isinstance(node, GenerateNode) for node in graph.nodes.values())
+
+
+def check_options(submission: Submission, policy: str) -> None:
+    """Reject options that this server would otherwise silently ignore.
+
+    Args:
+        submission: the submission.
+        policy: the scheduler's policy. All programs share one queue, so a program cannot choose
+            a policy, but it can require one.
+
+    Raises:
+        ProgramError: `program.unsupported` or `policy.not_served`, with the path of the field.
+    """
+    options, program = submission.options, submission.program
+    if options.policy not in (None, policy):
+        raise ProgramError(
+            "policy.not_served",
+            f"this server's policy is `{policy}`, not `{options.policy}`: leave the option out, or "
+            "start a server with that --policy",
+            path="options.policy",
+        )
+    for path, is_default in (
+        ("options.tokens", options.tokens == "canonical"),
+        ("program.limits", program.limits == Limits()),
+    ):
+        if not is_default:
+            raise _unsupported(path)
+
+
+def _unsupported(path: str) -> ProgramError:
+    return ProgramError(
+        "program.unsupported", f"`{path}` is not supported yet: leave it out", path=path
+    )
+
+
+async def check_program(
+    graph: Graph,
+    inputs: Mapping[str, Json],
+    model: ServedModel,
+    functions: FunctionRegistry,
+    grammars: ConstraintValidator,
+    turns: Turns,
+    *,
+    append: Append | None = None,
+    clip_outputs: bool = False,
+) -> None:
+    """Reject a program, or an append to one, that cannot run.
+
+    Raises:
+        ProgramError: `model.unknown`, `engine.unsupported_*`, `call.unknown_function`,
+            `call.argument`, and `constraint.*` for a constraint that no engine can enforce.
+        PromptError: `prompt.too_long`, for a call whose inputs are all given.
+    """
+    nodes: list[AnyNode]
+    if append is None:
+        root = "program.nodes"
+        sent = (node for node in graph.nodes.values() if graph.body_of(node.id) is None)
+        nodes = [node for node in sent if not isinstance(node, RoundEndNode)]
+    else:
+        root, nodes = "nodes", append.nodes
+    values = inputs if append is None else append.inputs
+    suspects: list[tuple[str, GenerateNode]] = []
+    constraints: list[tuple[str, str]] = []
+    for path, node in walk(nodes, root):
+        if isinstance(node, GenerateNode):
+            model.check(node, path)
+            constraints += _grammars(node, path, model)
+            slots = graph.slots.get(node.id)
+            reads = slots[0].reads if slots else frozenset()
+            if (
+                append is None
+                and slots is not None
+                and node.when is UNSET  # evaluated at run time
+                and graph.body_of(node.id) is None
+                and reads <= values.keys()
+                and _may_be_long(node, reads, values, model)
+            ):
+                suspects.append((path, node))
+        elif isinstance(node, CallNode):
+            with prefixed_path(path):
+                functions.check_call(node.function, node.args)
+    await grammars.validate(constraints)
+    if suspects:
+        await turns.in_thread(lambda: _check_lengths(suspects, values, model, clip_outputs))
+
+
+def _grammars(node: GenerateNode, path: str, model: ServedModel) -> list[tuple[str, str]]:
+    """Return the grammars of a node's outputs, each with the path of the field that sets it."""
+    found = []
+    for (where, _), target in zip(
+        outputs_of(node, path), output_specs(node, model.tool_format), strict=True
+    ):
+        if (grammar := target.grammar) is not None:
+            is_from_tools = target.tools is not None and target.constraint is None
+            found.append((f"{path}.tools" if is_from_tools else f"{where}.constraint", grammar))
+    return found
+
+
+def _may_be_long(
+    node: GenerateNode, reads: frozenset[str], values: Mapping[str, Json], model: ServedModel
+) -> bool:
+    """Whether a prompt may be too long, judged by its bytes: a token has at least one byte."""
+    # The JSON of a token id is at least one byte, too.
+    size = len(msgspec.json.encode(node)) + TURN_BYTES * (1 + len(node.messages or []))
+    for name in reads:
+        value = values[name]
+        size += 4 * len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+        if isinstance(value, list):
+            size += TURN_BYTES * len(value)
+    return size + (output_specs(node)[0].sampling.max_tokens or 1) > model.max_len
+
+
+def _check_lengths(
+    suspects: list[tuple[str, GenerateNode]],
+    values: Mapping[str, Json],
+    model: ServedModel,
+    clip_outputs: bool,
+) -> None:
+    budget = WorkBudget(MAX_CHECK_STEPS)
+    for path, node in suspects:
+        try:
+            rendered = (
+                render_slot(node, 0, values, budget)
+                if isinstance(node.prompt, list)
+                else render_chat(node, values, model.template, budget)
+            )
+            encoded = model.encode(node, 0, rendered.pieces)
+        except (PromptError, ExpressionError):
+            continue  # the node itself fails with this error when it runs
+        try:
+            sampling = output_specs(node)[0].sampling
+            model.output_budget(
+                len(encoded.ids),
+                sampling.max_tokens,
+                f"node {node.id}",
+                is_clipped=clip_outputs,
+            )
+        except PromptError as error:
+            raise PromptError(error.code, error.message, path=path) from error

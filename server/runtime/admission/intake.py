@@ -1,0 +1,263 @@
+"""Accepts submissions: checks them, starts their programs, and applies idempotency keys.
+
+Invariant: an accepted program is durable before its submission is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...engines.constraint_validator import ConstraintValidator
+from ...program.errors import ConflictError, ConureError, UnavailableError
+from ...program.graph.graph import Graph, check_append, graph_of
+from ...program.ir import Append, Submission
+from ...program.nodes.bodies import count_calls
+from ...program.status import Accepted
+from ...store.journal import DuplicateKeyError, ProgramRecord
+from ..persistence.program_directory import ProgramDirectory
+from ..program_run import ProgramRun
+from ..program_state import ProgramState
+from ..services import RuntimeServices
+from .checks import check_options, check_program, num_calls
+from .preparation import prepare, prepare_append
+from .procedure_library import ProcedureLibrary
+
+DRAINING_RETRY_AFTER_S = 5.0
+MAX_INLINE_BYTES = 16_384
+"""Bytes of a body that is checked on the event loop."""
+MAX_RECHECKS = 3
+"""How often an append is checked again in a thread if its program grows meanwhile."""
+LARGE_BODY_BYTES = 1024 * 1024
+"""A larger submission is accepted only while live programs leave memory for it."""
+MAX_LIVE_BYTES = 2 * 1024**3
+"""JSON bytes of all live programs beyond which large submissions get 429."""
+
+T = TypeVar("T")
+
+
+class ProgramIntake:
+    """Accepts or rejects submissions and appends."""
+
+    def __init__(
+        self,
+        services: RuntimeServices,
+        programs: ProgramDirectory,
+        constraints: ConstraintValidator,
+        create_run: Callable[[ProgramState], ProgramRun],
+    ) -> None:
+        self.is_draining = False
+        self.library = ProcedureLibrary(lambda: programs.journal)
+        self._services = services
+        self._programs = programs
+        self._constraints = constraints
+        self._create_run = create_run
+
+    async def submit(
+        self,
+        submission: Submission,
+        *,
+        body: bytes,
+        tenant: str,
+        idempotency_key: str | None,
+        is_expanded: bool = False,
+    ) -> tuple[Accepted, bool]:
+        """Accept a program; see `Service.submit`.
+
+        `is_expanded`: its procedure calls are expanded already.
+        """
+        body_hash = hashlib.blake2b(body, digest_size=32).digest()
+        if idempotency_key is not None:
+            known = await self._programs.journal.find_idempotent(tenant, idempotency_key)
+            if known is not None:
+                return await self._replay(tenant, body_hash, *known), True
+        try:
+            self._check_memory(len(body))
+            library = None if is_expanded else self.library
+            submission, body = await prepare(submission, body, tenant, library)
+            graph = await self._check(submission, body)
+            state = await self._off_loop(
+                body,
+                lambda: ProgramState(
+                    submission.id or f"p_{secrets.token_hex(12)}",
+                    tenant,
+                    graph,
+                    submission.inputs,
+                    submission.options,
+                    name=submission.program.name,
+                    is_open=submission.open,
+                    created_at=self._services.clock.now(),
+                ),
+            )
+            self._check_id(submission.id)
+        except BaseException:
+            self._programs.release_waiters(submission.id or "")
+            raise
+        run = self._create_run(state)
+        record = ProgramRecord(
+            id=state.id,
+            tenant=tenant,
+            idempotency_key=idempotency_key,
+            body_hash=body_hash,
+            body=body,
+            created_at=state.created_at,
+            name=state.name,
+        )
+        accepted = run.accept(record)
+        # Its calls need not wait for the journal: their results do.
+        run.start()
+        try:
+            await asyncio.shield(accepted)
+        except asyncio.CancelledError:
+            # The client is gone, but a program that may be durable must stay live.
+            accepted.add_done_callback(lambda done: self._discard_if_rejected(run, done))
+            raise
+        except DuplicateKeyError as error:
+            self._programs.discard(run)
+            return await self._replay(tenant, body_hash, error.program, error.body_hash), True
+        except ConureError as error:
+            self._programs.discard(run)
+            if submission.id is not None and error.code == "store.invariant":
+                raise _id_taken(submission.id) from error
+            raise
+        return _accepted(state.id, list(graph.outputs)), False
+
+    async def check(
+        self, submission: Submission, body: bytes, tenant: str, *, is_expanded: bool = False
+    ) -> tuple[Submission, Graph]:
+        """Return what `submit` would run, completed, without running it.
+
+        Raises:
+            ConureError: as `submit`.
+        """
+        library = None if is_expanded else self.library
+        submission, _ = await prepare(submission, body, tenant, library)
+        return submission, await self._check(submission, body)
+
+    async def _check(self, submission: Submission, body: bytes) -> Graph:
+        self._check_capacity()
+        self._check_id(submission.id)
+        check_options(submission, self._services.scheduler.policy.name)
+        graph = await self._off_loop(
+            body,
+            lambda: graph_of(submission),
+        )
+        self._check_capacity(num_calls(graph))
+        services = self._services
+        await check_program(
+            graph,
+            submission.inputs,
+            services.model,
+            services.functions,
+            self._constraints,
+            services.turns,
+            clip_outputs=submission.options.clip_outputs,
+        )
+        self._check_capacity(num_calls(graph))  # other programs were accepted meanwhile
+        self._check_id(submission.id)
+        return graph
+
+    def _check_id(self, program: str | None) -> None:
+        """Check that no live program has an id; the journal refuses the ids of ended ones."""
+        if program is not None and self._programs.is_live(program):
+            raise _id_taken(program)
+
+    async def append(self, run: ProgramRun, append: Append, body: bytes) -> None:
+        """Add nodes to a live program; see `Service.append`. Durable after the next barrier."""
+        self._check_open(run)
+        self._check_memory(len(body))
+        append, body = await prepare_append(append, body, run.state.tenant, self.library)
+        num_new_calls = count_calls(append.nodes)
+        self._check_capacity(num_new_calls, is_append=True)
+        graph = run.state.graph
+        checked = await self._off_loop(body, lambda: check_append(graph, append))
+        services = self._services
+        await check_program(
+            graph,
+            {},
+            services.model,
+            services.functions,
+            self._constraints,
+            services.turns,
+            append=append,
+        )
+        for _ in range(MAX_RECHECKS):
+            if checked.version == graph.version:
+                break
+            checked = await self._off_loop(body, lambda: check_append(graph, append))
+        # Other programs were accepted meanwhile.
+        self._check_capacity(num_new_calls, is_append=True)
+        self._check_open(run)
+        run.append(append, body, checked)
+        services.call_quota.count(run.state)
+
+    async def _off_loop(self, body: bytes, check: Callable[[], T]) -> T:
+        """Run a check whose time grows with a body: in a thread if the body is large."""
+        if len(body) <= MAX_INLINE_BYTES:
+            return check()
+        return await self._services.turns.in_thread(check)
+
+    def _check_open(self, run: ProgramRun) -> None:
+        if run.is_over or not run.state.is_open:
+            message = f"program {run.state.id} is closed and accepts no more nodes"
+            raise ConflictError("session.closed", message)
+
+    def _check_capacity(self, num_new_calls: int = 0, *, is_append: bool = False) -> None:
+        if self.is_draining:
+            raise UnavailableError(
+                "server.draining", "the server is stopping", retry_after_s=DRAINING_RETRY_AFTER_S
+            )
+        services = self._services
+        services.call_quota.check(num_new_calls)
+        services.load.check(
+            num_programs=0 if is_append else len(self._programs),
+            num_calls=services.call_quota.num_calls,
+            num_sequences=services.num_sequences,
+        )
+
+    def _check_memory(self, size: int) -> None:
+        """Check that a large submission fits beside the live programs.
+
+        Raises:
+            UnavailableError: `queue.full` (429).
+        """
+        if size <= LARGE_BODY_BYTES:
+            return
+        num_bytes = self._programs.num_bytes
+        if num_bytes + size > MAX_LIVE_BYTES:
+            raise UnavailableError(
+                "queue.full",
+                f"live programs have {num_bytes:,} bytes; {size:,} more would exceed the limit of "
+                f"{MAX_LIVE_BYTES:,}: retry later",
+                retry_after_s=2,
+                status=429,
+            )
+
+    def _discard_if_rejected(self, run: ProgramRun, accepted: asyncio.Future[None]) -> None:
+        if accepted.cancelled() or accepted.exception() is not None:
+            self._programs.discard(run)
+
+    async def _replay(
+        self, tenant: str, body_hash: bytes, program: str, known_hash: bytes
+    ) -> Accepted:
+        """Answer a submission whose idempotency key is known."""
+        if known_hash != body_hash:
+            raise ConflictError(
+                "idempotency.conflict",
+                f"this Idempotency-Key belongs to program {program}, which has a different body",
+            )
+        status = await self._programs.status(program, tenant)
+        return _accepted(program, status.outputs)
+
+
+def _id_taken(program: str) -> ConflictError:
+    return ConflictError(
+        "program.id_taken", f"there is a program {program}; choose a random id, or let the server"
+    )
+
+
+def _accepted(program: str, outputs: list[str]) -> Accepted:
+    return Accepted(id=program, status="accepted", outputs=outputs, url=f"/v1/programs/{program}")

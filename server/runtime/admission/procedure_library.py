@@ -1,0 +1,129 @@
+"""The stored procedures of tenants: storing, finding, and moving aliases.
+
+Invariants: a version never changes. An alias names a stored version, and it moves only to a version
+with the same signature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from cachetools import LRUCache
+
+from ...program.errors import ConflictError, NotFoundError
+from ...program.ir import AnyNode, Program
+from ...program.procedures import (
+    ExpandedCalls,
+    Procedure,
+    calls_in,
+    expand_calls,
+    parse_reference,
+)
+from ...store.journal import AliasRecord, Journal, ProcedureRecord
+
+MAX_CACHED_BYTES = 64 * 1024 * 1024
+
+
+class ProcedureLibrary:
+    """Finds and stores procedures."""
+
+    def __init__(self, journal: Callable[[], Journal]) -> None:
+        self._journal = journal
+        self._moving = asyncio.Lock()
+        self._decoded: LRUCache[tuple[str, str, str], tuple[Procedure, int]] = LRUCache(
+            MAX_CACHED_BYTES, getsizeof=lambda entry: entry[1]
+        )
+
+    async def find(self, tenant: str, reference: str) -> Procedure:
+        """Return the procedure that a checked reference names.
+
+        Raises:
+            NotFoundError: `procedure.not_found`.
+        """
+        name, version, alias = parse_reference(reference)
+        if version is not None and (cached := self._decoded.get((tenant, name, version))):
+            return cached[0]
+        record = await self._journal().find_procedure(tenant, name, version=version, alias=alias)
+        if record is None:
+            raise NotFoundError(
+                "procedure.not_found",
+                f"there is no procedure {reference}: store it by PUT /v1/procedures/{name}",
+            )
+        key = (tenant, name, record.version)
+        if key not in self._decoded:
+            program = msgspec.json.decode(record.program, type=Program)
+            procedure = Procedure(name=name, version=record.version, program=program)
+            size = len(record.program)
+            if size > MAX_CACHED_BYTES:
+                return procedure
+            self._decoded[key] = (procedure, size)
+        return self._decoded[key][0]
+
+    async def expand(self, tenant: str, nodes: Sequence[AnyNode], path: str) -> ExpandedCalls:
+        """Expand the procedure calls in submitted nodes.
+
+        Raises:
+            NotFoundError: `procedure.not_found`, with the path of the call.
+            ProgramError: as `expand_calls`.
+        """
+        procedures: dict[str, Procedure] = {}
+        for at, call in calls_in(nodes, path):
+            if call.procedure not in procedures:
+                try:
+                    procedures[call.procedure] = await self.find(tenant, call.procedure)
+                except NotFoundError as error:
+                    error.path = f"{at}.procedure"
+                    raise
+        return expand_calls(nodes, procedures, path)
+
+    async def store(self, tenant: str, procedure: Procedure, alias: str | None) -> None:
+        """Store a version and let an alias name it; return once both are durable.
+
+        Raises:
+            ConflictError: `procedure.signature`.
+        """
+        records: list[ProcedureRecord | AliasRecord] = [
+            ProcedureRecord(
+                tenant=tenant,
+                name=procedure.name,
+                version=procedure.version,
+                created_at=time.time(),
+                program=msgspec.json.encode(procedure.program),
+            )
+        ]
+        # One alias moves at a time: the check and the write belong together.
+        async with self._moving:
+            if alias is not None:
+                await self._check_alias(tenant, procedure, alias)
+                records.append(_alias(tenant, procedure, alias))
+            await self._journal().append(records, fail_fast=True)
+
+    async def move_alias(self, tenant: str, procedure: Procedure, alias: str) -> None:
+        """Let an alias name a stored version; return once it is durable.
+
+        Raises:
+            ConflictError: `procedure.signature`.
+        """
+        async with self._moving:
+            await self._check_alias(tenant, procedure, alias)
+            await self._journal().append([_alias(tenant, procedure, alias)], fail_fast=True)
+
+    async def _check_alias(self, tenant: str, procedure: Procedure, alias: str) -> None:
+        try:
+            before = await self.find(tenant, f"{procedure.name}:{alias}")
+        except NotFoundError:
+            return
+        if before.signature.contract != procedure.signature.contract:
+            raise ConflictError(
+                "procedure.signature",
+                f"{procedure.name}:{alias} names version {before.version}, whose parameters or "
+                f"results differ from those of {procedure.version}: use another alias, and move "
+                "its callers",
+            )
+
+
+def _alias(tenant: str, procedure: Procedure, alias: str) -> AliasRecord:
+    return AliasRecord(tenant=tenant, name=procedure.name, alias=alias, version=procedure.version)

@@ -1,0 +1,8 @@
+"""LLM calls: the executor of generate nodes.
+
+program_calls     the calls of one program; call_priorities ranks them
+llm_call          one call, slot by slot; outputs has its sampling parameters and values
+kv_context        the call's context on an engine
+prefix_registry   shared prefixes, retained until their last reader
+prompt_encoder    encodes prompts without blocking the event loop
+"""

@@ -1,0 +1,152 @@
+"""The priorities of a program's LLM calls: performance objective, critical path and rank.
+
+Priorities are derived from the graph before anything runs, and again when nodes are added.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from ...program.graph.critical_path import get_latest_starts, get_remaining, has_deadline
+from ...program.graph.graph import Slot
+from ...program.graph.objectives import PerformanceObjective, get_perf_objective
+from ...program.ir import GenerateNode, MapNode
+from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS
+from ...scheduling.policy import Rank
+from ...scheduling.request import PriorityInputs
+from ..program_state import ProgramState
+from ..services import RuntimeServices
+from .outputs import output_specs
+
+MAX_NODES_RECOMPUTED = 128
+"""Unended nodes up to which every append recomputes all priorities."""
+CHARS_PER_TOKEN = 4
+"""Rough estimate for text that is not encoded yet."""
+
+
+class CallPriorities:
+    """The priorities of one program's calls."""
+
+    def __init__(self, state: ProgramState, services: RuntimeServices) -> None:
+        self.live_nodes: dict[str, None] = {}
+        """Nodes that have not ended."""
+        self._state = state
+        self._scheduler = services.scheduler
+        self._started_at_s = time.monotonic() - (services.clock.now() - state.created_at)
+        self.service = services.scheduler.sessions.join(
+            state.tenant, state.options.session, self._started_at_s
+        )
+        """The service that the program's session has received."""
+        self._performance: dict[str, PerformanceObjective] = {}
+        self._latest_starts: dict[str, float] = {}
+        self._length_s: float | None = None
+        self._new_nodes: dict[str, None] = {}
+        self._sizes: dict[str, tuple[int, list[int]]] = {}
+        """Tokens of a call's prompt and of each of its outputs, estimated."""
+
+    def add_nodes(self, nodes: Iterable[str]) -> None:
+        """Add new nodes. Their priorities are computed when the next call is created."""
+        self._new_nodes.update(dict.fromkeys(nodes))
+        self.live_nodes.update(dict.fromkeys(nodes))
+
+    def remove_node(self, node_id: str) -> None:
+        """Remove a node that has ended; safe to repeat."""
+        self.live_nodes.pop(node_id, None)
+        self._new_nodes.pop(node_id, None)
+        self._sizes.pop(node_id, None)
+
+    def recompute(self) -> None:
+        """Compute the priorities of all live nodes."""
+        self._performance = get_perf_objective(self._state.graph, self.live_nodes)
+        self._latest_starts = self._compute_latest_starts(self.live_nodes)
+        self._new_nodes.clear()
+
+    def update(self) -> bool:
+        """Compute the priorities of new nodes.
+
+        In a large graph, a few new nodes are computed by themselves: updating the others can
+        wait, and the event loop cannot.
+
+        Returns: whether the priorities of all nodes were recomputed.
+        """
+        is_large = len(self.live_nodes) > MAX_NODES_RECOMPUTED
+        if is_large and len(self._new_nodes) * 10 < len(self.live_nodes):
+            new = [node_id for node_id in self._new_nodes if node_id not in self._performance]
+            if new:
+                self._performance |= get_perf_objective(self._state.graph, new)
+                self._latest_starts |= self._compute_latest_starts(new)
+            return False
+        if self._new_nodes:
+            self.recompute()
+            return True
+        return False
+
+    def performance(self, node_id: str) -> PerformanceObjective:
+        """Return the performance objective of a call. All calls of a map form one task group."""
+        graph = self._state.graph
+        performance = self._performance[node_id]
+        body = graph.body_of(node_id)
+        while body is not None:
+            if isinstance(graph.nodes[body.control], MapNode):
+                return performance._replace(group=body.control)
+            body = graph.body_of(body.control)
+        return performance
+
+    def rank(self, node: GenerateNode, ready_at_s: float) -> Rank:
+        """Return the rank of a call by the server's policy."""
+        performance = self.performance(node.id)
+        latest_start = self._latest_starts.get(node.id)
+        # An open program counts as starting, and as long, as its latest request.
+        is_open = self._state.is_open
+        inputs = PriorityInputs(
+            arrived_at_s=ready_at_s,
+            program_started_at_s=ready_at_s if is_open else self.service.started_at_s,
+            total_s=self._program_length_s([node.id] if is_open else self.live_nodes),
+            kind=performance.kind,
+            depth=performance.depth,
+            priority=node.priority,
+            latest_start_s=None if latest_start is None else self._started_at_s + latest_start,
+            attained_s=self.service.attained_s,
+        )
+        return self._scheduler.policy.rank(inputs)
+
+    def _compute_latest_starts(self, nodes: Iterable[str]) -> dict[str, float]:
+        graph, deadline_s = self._state.graph, self._state.options.deadline_s
+        if deadline_s is None and not has_deadline(graph):
+            return {}
+        return get_latest_starts(graph, self.estimate_s, deadline_s=deadline_s, nodes=nodes)
+
+    def _program_length_s(self, nodes: Iterable[str]) -> float:
+        """Return the duration of the program without others; computed once unless it is open."""
+        if self._length_s is None or self._state.is_open:
+            remaining = get_remaining(self._state.graph, self.estimate_s, nodes=nodes)
+            self._length_s = max(remaining.values(), default=0.0)
+        return self._length_s
+
+    def estimate_s(self, slot: Slot) -> float:
+        """Estimate the duration of a slot; 0 if it is not an LLM call."""
+        node = self._state.graph.nodes[slot.node]
+        if not isinstance(node, GenerateNode):
+            return 0.0
+        known = self._sizes.get(node.id)
+        if known is None:
+            outputs = [
+                each.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS for each in output_specs(node)
+            ]
+            known = self._sizes[node.id] = (num_static_chars(node) // CHARS_PER_TOKEN, outputs)
+        num_prompt, outputs = known
+        return self._scheduler.service_time.estimate_s(num_prompt, outputs[slot.index])
+
+
+def num_static_chars(node: GenerateNode) -> int:
+    """Return the number of characters of a prompt that are text of the program."""
+    segments: list[Any] = list(node.prompt) if isinstance(node.prompt, list) else []
+    total = 0
+    for message in node.messages or []:
+        if isinstance(message.content, str):
+            total += len(message.content)
+        elif isinstance(message.content, list):
+            segments += message.content
+    return total + sum(len(s.text) for s in segments if isinstance(s.text, str))

@@ -1,0 +1,237 @@
+"""The outputs of an LLM call: their variables, sampling parameters and values.
+
+Pure functions: from a node to its output specs, and from an engine's final report to a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+from conure.engine import protocol
+
+from ...program.decode import decode_json
+from ...program.errors import ExpressionError, ProgramError, RunError
+from ...program.expressions.values import check_size
+from ...program.grammar import grammar_of
+from ...program.ir import Constraint, GenerateNode, Json, Output, OutputForm, Sampling, Segment
+from ...program.prompt_prefix import output_form
+from ...program.tools import read_tools
+from ...prompts.tokenizer import Tokenizer
+from ...prompts.tool_calls import ToolUse, parse_answer
+from ...prompts.tool_format import ToolFormat
+
+
+class OutputSpec(NamedTuple):
+    """One output of a call: its variable, sampling parameters and form."""
+
+    variable: str
+    sampling: Sampling
+    form: OutputForm
+    constraint: Constraint | None = None
+    tools: ToolUse | None = None
+
+    @property
+    def grammar(self) -> str | None:
+        """The constraint in the engine's format."""
+        if self.tools is not None:
+            return self.tools.grammar(self.constraint)
+        return None if self.constraint is None else grammar_of(self.constraint)
+
+
+class OutputResult(NamedTuple):
+    """The result of one slot."""
+
+    variable: str
+    value: Json
+    text: str
+    streamed_text: str
+    """The text as streamed to readers: without tool calls."""
+    token_ids: list[int]
+    epoch: int
+    is_truncated: bool = False
+    """Whether `max_tokens` or the end of the context cut the text off."""
+
+
+def output_specs(
+    node: GenerateNode, tool_format: ToolFormat | None = None
+) -> tuple[OutputSpec, ...]:
+    """Return the outputs of a call, one per slot.
+
+    Args:
+        node: a checked node.
+        tool_format: of the node's model; None ignores the node's tools.
+    """
+    if isinstance(node.prompt, list):
+        return tuple(
+            _output_spec(segment.output, segment)
+            for segment in node.prompt
+            if isinstance(segment.output, str)
+        )
+    output = node.output
+    assert isinstance(output, Output), "checked when the graph was built"
+    tools = read_tools(node) if tool_format is not None else None
+    use = None if tools is None or tool_format is None else ToolUse(tools, tool_format)
+    return (_output_spec(output.variable, output, use),)
+
+
+def _output_spec(
+    variable: str, output: Output | Segment, tools: ToolUse | None = None
+) -> OutputSpec:
+    return OutputSpec(variable, output, output_form(output), output.constraint, tools)
+
+
+def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> protocol.SamplingParams:
+    """Return the engine's sampling parameters, with all defaults resolved.
+
+    Fields are copied by name, so a new sampling parameter needs no change here.
+
+    Args:
+        sampling: the parameters of the program.
+        max_tokens: the budget that the model's context leaves.
+        name: of this output within all programs. A missing seed is a hash of it: it is fixed by
+            the journaled program id and therefore the same after a restart.
+    """
+    fields = {
+        field: getattr(sampling, field) for field in protocol.SamplingParams.__struct_fields__
+    }
+    fields["max_tokens"] = max_tokens
+    fields["min_tokens"] = min(sampling.min_tokens, max_tokens)
+    if sampling.seed is None:
+        digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+        fields["seed"] = int.from_bytes(digest)
+    for field, value in fields.items():
+        if isinstance(value, dict):
+            value = value.items()
+        if not isinstance(value, str | int | float | None):
+            fields[field] = tuple(value)
+    return protocol.SamplingParams(**fields)
+
+
+def value_of(
+    target: OutputSpec,
+    report: protocol.Finished,
+    *,
+    num_prompt: int,
+    model: str,
+    num_cached: int = 0,
+    name: str = "",
+    logprobs: Json = None,
+) -> Json:
+    """Return the value of an output that an engine has finished.
+
+    Args:
+        target: the output.
+        report: the engine's final report.
+        num_prompt: tokens before the output.
+        num_cached: those whose KV was not computed for this output.
+        model: name of the model.
+        name: of the output within all programs; ids of tool calls are derived from it.
+        logprobs: `logprobs_of` its tokens, for the `logprobs` field of a message.
+
+    Raises:
+        RunError: `output.invalid` if the text violates its constraint, which can happen if the
+            engine enforces only parts of it. Under `as: value`: `output.incomplete` if the
+            text was cut before it satisfied the constraint, `output.not_json` if it is not
+            JSON within the limits of values.
+    """
+    if report.constraint == "broken":
+        raise RunError(
+            "output.invalid",
+            f"output {target.variable} does not satisfy its schema: {_excerpt(report.text)}",
+        )
+    if target.form == "text":
+        return report.text
+    if target.form == "value":
+        if report.constraint == "cut":
+            cause = "a stop string" if isinstance(report.stop, str) else "max_tokens"
+            raise RunError(
+                "output.incomplete",
+                f"output {target.variable} was cut off by {cause} before it satisfied its "
+                f"constraint: {_excerpt(report.text)}",
+            )
+        return _parse(target.variable, report.text)
+    return _message(
+        target,
+        report,
+        num_prompt=num_prompt,
+        num_cached=num_cached,
+        model=model,
+        name=name,
+        logprobs=logprobs,
+    )
+
+
+def _message(
+    target: OutputSpec,
+    report: protocol.Finished,
+    *,
+    num_prompt: int,
+    num_cached: int,
+    model: str,
+    name: str,
+    logprobs: Json,
+) -> Json:
+    content: str = report.text
+    calls: list[Json] = []
+    if target.tools is not None:
+        content, calls = parse_answer(report.text, target.tools, name=name)
+    is_complete = bool(calls) and report.reason != "length"
+    message: dict[str, Json] = {
+        "role": "assistant",
+        "content": content,
+        "finish_reason": "tool_calls" if is_complete else report.reason,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": report.num_decoded + report.num_forced,
+            "total_tokens": num_prompt + report.num_decoded + report.num_forced,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        },
+        "model": model,
+    }
+    if calls:
+        message["tool_calls"] = calls
+    if report.stop is not None:
+        message["stop"] = report.stop
+    if logprobs is not None:
+        message["logprobs"] = logprobs
+    return message
+
+
+def logprobs_of(
+    tokenizer: Tokenizer, ids: list[int], logprobs: list[protocol.TokenLogprob]
+) -> list[Json]:
+    """Return the log-probabilities of tokens in OpenAI's format, one entry per token."""
+
+    def token_entry(token_id: int, logprob: float) -> dict[str, Json]:
+        raw = tokenizer.token_bytes(token_id)
+        return {
+            "token": raw.decode(errors="replace"),
+            # JSON cannot represent -inf; OpenAI's API uses this number.
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(raw),
+        }
+
+    return [
+        {
+            **token_entry(token_id, logprob.logprob),
+            "top_logprobs": [token_entry(*each) for each in logprob.top],
+        }
+        for token_id, logprob in zip(ids, logprobs, strict=True)
+    ]
+
+
+def _parse(variable: str, text: str) -> Json:
+    try:
+        # The same limits as for client values: both are processed in the same way.
+        value: Json = decode_json(text.encode(), Any)
+        check_size(value)
+    except (ProgramError, ExpressionError, UnicodeError) as error:
+        raise RunError(
+            "output.not_json", f"output {variable} is not JSON ({error}): {_excerpt(text)}"
+        ) from error
+    return value
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")

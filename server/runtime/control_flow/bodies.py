@@ -1,0 +1,129 @@
+"""Operations that the executors of nodes with bodies share: templates, instances, outputs.
+
+The functions that expand a body depend only on committed decisions, so recovery repeats them
+(`NodeExecutor.replay`). The same decisions give the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...program.errors import RunError
+from ...program.expressions.evaluate import input_expression
+from ...program.expressions.values import kind_of
+from ...program.graph.instances import BodyInstance, BodyTemplate, item_expression, read_by
+from ...program.ir import Expression, IfNode, Json, LoopNode, MapNode, ProcedureNode, TryNode
+from ...program.nodes.base import OUTPUT
+from ...program.nodes.bodies import BodyRef
+from ...program.status import Phase, Problem
+from ..node_context import NodeContext
+from ..node_state import MissingValue, Ready
+from ..program_state import ProgramState
+
+
+class Expansion(NamedTuple):
+    """Instances that were added to the graph."""
+
+    nodes: tuple[str, ...]
+    ready: list[Ready]
+
+
+def grow(state: ProgramState, instances: list[BodyInstance]) -> Expansion:
+    """Add instances to the graph.
+
+    Raises:
+        ProgramError: `program.too_large`.
+    """
+    return Expansion(*state.grow(instances))
+
+
+def template_of(state: ProgramState, node: MapNode | LoopNode | TryNode) -> BodyTemplate:
+    """Return the template of a node's body."""
+    template = state.templates.get(node.id)
+    if template is None:
+        template = state.templates[node.id] = BodyTemplate(node.id, node.body)
+    return template
+
+
+def bound_names(node: MapNode | LoopNode, index: int) -> dict[str, Expression]:
+    """Return what the names of item and index mean in one instance of a body."""
+    bound: dict[str, Expression] = {}
+    if isinstance(node.item, str):
+        bound[node.item] = item_expression(node.items_variable, index)
+    if isinstance(node.index, str):
+        bound[node.index] = index
+    return bound
+
+
+def decision(state: ProgramState, node: MapNode | LoopNode) -> int | None:
+    """Return the number of items or rounds that a node decided on; None: `until` ends it."""
+    variable = node.decision_variable
+    assert variable is not None
+    value: Json = state.values[variable]
+    return len(value) if isinstance(value, list) else value
+
+
+def evaluate_items(context: NodeContext, expression: Expression, node_id: str) -> list[Json]:
+    """Return the items of a map or loop.
+
+    Raises:
+        RunError: `map.not_a_list`.
+    """
+    items = context.work.evaluate(input_expression(expression))
+    if not isinstance(items, list):
+        message = f"`items` of {node_id} must be a list, got {kind_of(items)}"
+        raise RunError("map.not_a_list", message)
+    return items
+
+
+def publish_decision(context: NodeContext, node: MapNode | LoopNode, value: Json) -> list[Ready]:
+    """Publish the items, the number of items or the number of rounds of a node."""
+    variable = node.decision_variable
+    assert variable is not None
+    if isinstance(value, list) and not variable.endswith(".items"):
+        value = len(value)
+    return context.publish(variable, value, node.id)
+
+
+def missing_reference(state: ProgramState, reference: Expression) -> MissingValue | None:
+    """Return why a reference has no value; None if it has one."""
+    return state.first_missing(read_by(reference))
+
+
+def end_body(context: NodeContext, body: BodyRef, phase: Phase, problem: Problem) -> list[Ready]:
+    """End all nodes in a body; return the slots that became ready."""
+    nodes = list(context.state.graph.body_nodes(body.control).get(body.part, ()))
+    return [ready for node_id in nodes for ready in context.end_node(node_id, phase, problem)]
+
+
+def publish_outputs(
+    context: NodeContext,
+    node: IfNode | TryNode | ProcedureNode,
+    references: Mapping[str, Expression],
+) -> None:
+    """Publish the outputs of the body that ran; a value that is missing there stays missing."""
+    absent = {
+        name: missing
+        for name, reference in references.items()
+        if (missing := missing_reference(context.state, reference)) is not None
+    }
+    values = {
+        name: context.work.evaluate(input_expression(reference))
+        for name, reference in references.items()
+        if name not in absent
+    }
+    ready: list[Ready] = []
+    for name in references:
+        if (missing := absent.get(name)) is None:
+            ready += context.publish(name, values[name], node.id)
+        else:
+            phase: Phase = "failed" if missing.phase == "failed" else "skipped"
+            ready += context.mark_missing(name, MissingValue(phase, missing.problem))
+    context.complete_slot(node.id, OUTPUT, ready)
+
+
+def attach(context: NodeContext, node_id: str, expansion: Expansion) -> None:
+    """Announce added instances and let them start."""
+    context.attach(node_id, expansion.nodes)
+    context.advance(expansion.ready)

@@ -1,0 +1,199 @@
+"""Executes `loop` and the `Round` nodes that end each round.
+
+A round's results and whether another round follows are published at the end of the round.
+
+Invariants: a round starts after all nodes of the previous round have ended.
+"""
+
+from __future__ import annotations
+
+from msgspec import UNSET
+
+from ...program.errors import ConureError, ExpressionError, RunError
+from ...program.expressions.evaluate import variables
+from ...program.expressions.values import is_true
+from ...program.graph.instances import BodyInstance, end_of_round
+from ...program.ir import Expression, Json, LoopNode, RoundEndNode
+from ...program.nodes.base import ENTER, OUTPUT
+from ..node_context import NodeContext, NodeExecutor
+from ..node_state import Ready
+from ..persistence.journaled_events import ExpansionHistory
+from ..program_state import ProgramState
+from .bodies import (
+    Expansion,
+    attach,
+    bound_names,
+    decision,
+    evaluate_items,
+    grow,
+    publish_decision,
+    template_of,
+)
+
+
+class LoopExecutor(NodeExecutor[LoopNode]):
+    """The `loop` nodes of one program."""
+
+    kind = LoopNode
+
+    def run(self, node: LoopNode, slot: int) -> None:
+        """Start the first round, publish the results of the last one, or end."""
+        if slot == ENTER:
+            self._enter(node)
+        elif slot == OUTPUT:
+            self._publish_results(node)
+        else:
+            self.context.complete_slot(node.id, slot, [])
+
+    def _enter(self, node: LoopNode) -> None:
+        work = self.context.work
+        rounds: Json = None
+        if node.items is not UNSET:
+            rounds = evaluate_items(self.context, node.items, node.id)
+        elif node.count is not UNSET:
+            rounds = work.evaluate(node.count)
+            if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0:
+                message = f"`count` of {node.id} must be a number of rounds, got {rounds!r}"
+                raise RunError("loop.count", message)
+        initial = {name: work.evaluate(init) for name, (init, _) in node.carry.items()}
+        ready = publish_decision(self.context, node, rounds)
+        for name, value in initial.items():
+            ready += self.context.publish(f"{name}.0", value, node.id)
+        self.context.advance(ready)
+        if decision(self.state, node) == 0:
+            self.context.complete_slot(node.id, ENTER, [])
+        else:
+            start_round(self.context, node, 0)
+
+    def _publish_results(self, node: LoopNode) -> None:
+        last = len(self.state.graph.body_nodes(node.id))
+        ready: list[Ready] = []
+        for name in node.carry:
+            ready += self.context.publish(name, self.state.values[f"{name}.{last}"], node.id)
+        self.context.complete_slot(node.id, OUTPUT, ready)
+
+    @classmethod
+    def replay(cls, state: ProgramState, node: LoopNode, history: ExpansionHistory) -> None:
+        """Add the first round. The replay of each `Round` adds the next one."""
+        if node.decision_variable in state.values and decision(state, node) != 0:
+            _add_round(state, node, 0)
+            state.mark_started(node.id, ENTER)
+
+    @classmethod
+    def is_slot_complete(cls, state: ProgramState, node: LoopNode, slot: int) -> bool:
+        """Whether the last round has ended, for the first slot."""
+        if slot != ENTER:
+            return True
+        last = len(state.graph.body_nodes(node.id)) - 1
+        return last < 0 or state.values.get(f"{node.id}.{last}.more") is False
+
+
+class RoundExecutor(NodeExecutor[RoundEndNode]):
+    """The ends of rounds: computes what is carried over, and starts the next round."""
+
+    kind = RoundEndNode
+
+    def run(self, node: RoundEndNode, slot: int) -> None:
+        """End a round.
+
+        Raises:
+            RunError: `loop.exhausted`, or the failure of what the round reads.
+        """
+        try:
+            self._end_round(node)
+        except ExpressionError as error:
+            missing = self.state.missing_input(self.state.graph.slots[node.id][slot])
+            is_failed = missing is not None and missing.phase == "failed"
+            if missing is None or not is_failed or error.code != "variable.absent":
+                raise
+            raise RunError(missing.problem.code, missing.problem.message) from error
+
+    def _end_round(self, node: RoundEndNode) -> None:
+        loop, index = _loop_of(self.state, node)
+        values = {
+            name: self._evaluate(carried, self.state.values[node.keeps[name]])
+            for name, carried in node.carry.items()
+        }
+        more = node.until is UNSET or not is_true(self._evaluate(node.until, False))
+        if more and index + 1 >= loop.max_iter:
+            message = f"loop {loop.id} did not end within {loop.max_iter} rounds, its `max_iter`"
+            raise RunError("loop.exhausted", message)
+        ready: list[Ready] = []
+        for name, value in values.items():
+            ready += self.context.publish(name, value, node.id)
+        ready += self.context.publish(node.more, more, node.id)
+        if not more:
+            self.context.complete_slot(node.id, 0, ready)
+            self.context.complete_slot(loop.id, ENTER, [])
+            return
+        start_round(self.context, loop, index + 1)
+        self.context.complete_slot(node.id, 0, ready)
+
+    def _evaluate(self, expression: Expression, default: Json) -> Json:
+        """Evaluate an expression; return `default` if an input was skipped or killed."""
+        missing = self.state.first_missing(variables(expression))
+        try:
+            return self.context.work.evaluate(expression)
+        except ExpressionError as error:
+            if error.code != "variable.absent" or missing is None or missing.phase == "failed":
+                raise
+            return default
+
+    @classmethod
+    def replay(cls, state: ProgramState, node: RoundEndNode, history: ExpansionHistory) -> None:
+        """Add the next round if there was one."""
+        if state.values.get(node.more):
+            loop, index = _loop_of(state, node)
+            _add_round(state, loop, index + 1)
+
+
+def start_round(context: NodeContext, node: LoopNode, index: int) -> None:
+    """Add a round to the graph, and announce the one after it."""
+    state = context.state
+    if context.is_over or state.nodes[node.id].has_ended:
+        return
+    try:
+        expansion = _add_round(state, node, index)
+    except ConureError as error:
+        context.fail(node.id, error)
+        return
+    is_last = _is_last(state, node, index) or index + 1 >= node.max_iter
+    context.announce(node.id, [] if is_last else _instances(state, node, index + 1))
+    attach(context, node.id, expansion)
+
+
+def _loop_of(state: ProgramState, node: RoundEndNode) -> tuple[LoopNode, int]:
+    """Return the loop of a round, and the round's index."""
+    body = state.graph.body_of(node.id)
+    assert body is not None
+    loop = state.graph.nodes[body.control]
+    assert isinstance(loop, LoopNode)
+    return loop, int(body.part)
+
+
+def _add_round(state: ProgramState, node: LoopNode, index: int) -> Expansion:
+    template = template_of(state, node)
+    renaming = template.renaming_of(f".{index}", _names(node, index))
+    end = end_of_round(
+        node,
+        index,
+        renaming,
+        [renaming.name(node_id) for node_id in template.node_ids],
+        is_last=_is_last(state, node, index),
+    )
+    return grow(state, [*_instances(state, node, index), end])
+
+
+def _instances(state: ProgramState, node: LoopNode, index: int) -> list[BodyInstance]:
+    template = template_of(state, node)
+    return template.instantiate(str(index), f".{index}", _names(node, index))
+
+
+def _names(node: LoopNode, index: int) -> dict[str, Expression]:
+    """Return what item, index and carried variables mean in a round."""
+    return bound_names(node, index) | {name: {"var": f"{name}.{index}"} for name in node.carry}
+
+
+def _is_last(state: ProgramState, node: LoopNode, index: int) -> bool:
+    num_rounds = decision(state, node)
+    return num_rounds is not None and index + 1 >= num_rounds

@@ -1,0 +1,146 @@
+"""Executes `try`: the body, retries of the body, and the handler of its failure.
+
+Invariants: after a failure, every node of the failed body ends. At most one handler runs; if the
+handler fails, the node fails.
+"""
+
+from __future__ import annotations
+
+from ...program.errors import ConureError
+from ...program.graph.instances import read_by
+from ...program.ir import Expression, TryNode
+from ...program.nodes.base import ENTER, OUTPUT
+from ...program.nodes.bodies import BodyRef
+from ...program.nodes.try_ import handler_part
+from ...program.status import Problem
+from ..node_context import NodeExecutor, prefix_with_node
+from ..node_state import Ready
+from ..persistence.journaled_events import ExpansionHistory
+from ..program_state import ProgramState
+from .bodies import Expansion, end_body, grow, publish_outputs, template_of
+
+
+class TryExecutor(NodeExecutor[TryNode]):
+    """The `try` nodes of one program."""
+
+    kind = TryNode
+
+    def run(self, node: TryNode, slot: int) -> None:
+        """Enter the body, or publish the outputs of the part that ran."""
+        if slot == ENTER:
+            ready = self.state.enter_body(BodyRef(node.id, "body"))
+            self.context.complete_slot(node.id, ENTER, ready)
+        else:
+            self._finish(node)
+
+    def _finish(self, node: TryNode) -> None:
+        """All nodes of the current part have ended; an isolated failure in it counts, too."""
+        part = _current_part(self.state, node)
+        for node_id in self.state.graph.body_nodes(node.id).get(part, ()):
+            node_state = self.state.nodes[node_id]
+            if node_state.phase == "failed":
+                problem = prefix_with_node(node_state.problem, node_id)
+                self.context.advance(self.child_failed(node, BodyRef(node.id, part), problem))
+                return
+        outputs = _outputs(self.state, node)
+        names = {name for each in outputs.values() for name in read_by(each)}
+        readiness = self.state.readiness
+        if any(not self.state.is_resolved(name) for name in names):
+            # An output comes from outside of the body and is not resolved yet.
+            readiness.block(node.id, OUTPUT)
+            readiness.add_reads(node.id, OUTPUT, names)
+            self.context.advance(readiness.unblock(node.id, OUTPUT))
+            return
+        ready: list[Ready] = []
+        if node.handler_variable not in self.state.values:
+            ready += self.context.publish(node.handler_variable, None, node.id)
+        problem = Problem(code="try.no_failure", message=f"{node.id} needed no handler")
+        for index in range(len(node.handlers)):
+            handler = BodyRef(node.id, handler_part(index))
+            ready += end_body(self.context, handler, "skipped", problem)
+        self.context.advance(ready)
+        publish_outputs(self.context, node, outputs)
+
+    def child_failed(self, node: TryNode, body: BodyRef, problem: Problem) -> list[Ready]:
+        """Retry the body, run a handler, or fail the node."""
+        handler = _find_handler(node, problem.code)
+        node_state = self.state.nodes[node.id]
+        can_retry = node_state.num_retries < node.retries
+        if body.part.startswith("handlers") or not (can_retry or handler is not None):
+            self.context.fail_with(node.id, problem)
+            return []
+        self.state.readiness.block(node.id, OUTPUT)
+        ready = end_body(self.context, body, "killed", problem)
+        if can_retry:
+            self.context.restart_node(node_state, problem.code)
+            try:
+                expansion = _add_attempt(self.state, node, node_state.num_retries)
+            except ConureError as error:
+                self.context.fail(node.id, error)
+                return []
+            self.context.attach(node.id, expansion.nodes)
+            ready += expansion.ready
+        else:
+            ready += self.context.publish(node.handler_variable, handler, node.id)
+            ready += self.state.enter_body(BodyRef(node.id, _current_part(self.state, node)))
+        return ready + self.state.readiness.unblock(node.id, OUTPUT)
+
+    @classmethod
+    def replay(cls, state: ProgramState, node: TryNode, history: ExpansionHistory) -> None:
+        """Add the retries of the body, and enter the handler that was chosen."""
+        for number in range(1, min(history.retries[node.id], node.retries) + 1):
+            _add_attempt(state, node, number)
+        if state.values.get(node.handler_variable) is not None:
+            state.enter_body(BodyRef(node.id, _current_part(state, node)))
+
+
+def _find_handler(node: TryNode, code: str) -> int | None:
+    for index, handler in enumerate(node.handlers):
+        if not handler.codes or any(_handles(each, code) for each in handler.codes):
+            return index
+    return None
+
+
+def _handles(handled: str, code: str) -> bool:
+    """Whether a code of a handler is the code of a failure, or its beginning followed by `*`."""
+    return handled == code or (handled.endswith(".*") and code.startswith(handled[:-1]))
+
+
+def _add_attempt(state: ProgramState, node: TryNode, number: int) -> Expansion:
+    part = _attempt_part(state, node, number)
+    return grow(state, template_of(state, node).instantiate(part, f".{part}", {}))
+
+
+def _attempt_part(state: ProgramState, node: TryNode, number: int) -> str:
+    """Return the name of a retry: `r1`, in a `try` inside a `try` `rr1`.
+
+    Otherwise the second attempt of the inner node would have the same name as the inner node's
+    first attempt within the second attempt of the outer node.
+    """
+    depth = 1
+    body = state.graph.body_of(node.id)
+    while body is not None:
+        depth += isinstance(state.graph.nodes[body.control], TryNode)
+        body = state.graph.body_of(body.control)
+    return "r" * depth + str(number)
+
+
+def _current_part(state: ProgramState, node: TryNode) -> str:
+    """Return the part of a `try` that runs or ran last."""
+    handler: int | None = state.values.get(node.handler_variable)
+    if handler is not None:
+        return handler_part(handler)
+    num_retries = state.nodes[node.id].num_retries
+    return _attempt_part(state, node, num_retries) if num_retries else "body"
+
+
+def _outputs(state: ProgramState, node: TryNode) -> dict[str, Expression]:
+    """Return the references that the part that ran gives for each output."""
+    handler: int | None = state.values.get(node.handler_variable)
+    if handler is not None:
+        return {name: sides[handler + 1] for name, sides in node.merge.items()}
+    part = _current_part(state, node)
+    if part == "body":
+        return {name: sides[0] for name, sides in node.merge.items()}
+    renaming = template_of(state, node).renaming_of(f".{part}", {})
+    return {name: renaming.reference(sides[0]) for name, sides in node.merge.items()}

@@ -1,0 +1,534 @@
+"""The interface between a program run and the executors of its node kinds.
+
+`NodeExecutor` is the base class of the executors, one per node kind. `NodeContext` offers them the
+operations that change their program: publish a value, complete a slot, fail a node, attach new
+nodes, write an event.
+
+Responsibility: dispatching ready slots, and the consequences of a value, an end or a failure.
+
+Out of scope: node kinds (`node_registry` maps them to executors), the start and end of a program
+(`ProgramRun`), engines and clients.
+
+Invariants: a slot is dispatched at most once per attempt, and never after the end of the program.
+A value or decision is in the outbox before anything that follows from it starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from ..program.errors import ConureError, ExpressionError, RunError
+from ..program.expressions.evaluate import input_expression
+from ..program.expressions.value_schema import find_mismatch
+from ..program.expressions.values import has_type
+from ..program.graph.instances import BodyInstance
+from ..program.ir import GraphNode, Json, Node
+from ..program.nodes.bodies import BodyRef
+from ..program.status import EventType, Phase, Problem
+from ..store.journal import ValueRecord
+from .calls.outputs import OutputResult
+from .node_state import MissingValue, NodeState, Ready
+from .persistence.event_stream import EventStream
+from .persistence.journaled_events import ExpansionHistory, RecoveredState
+from .persistence.outbox import Outbox
+from .program_state import ProgramState
+from .program_watch import QUARANTINED, TurnLimitError, problem_of
+from .quota import ProgramQuota
+from .services import RuntimeServices
+from .slot_work import SlotWork, SuspendedError
+from .timers import Timers
+
+logger = logging.getLogger(__name__)
+
+STEPS_PER_SLOT, STEPS_PER_END, STEPS_PER_NEW_NODE = 60, 30, 20
+"""Steps of a turn that a dispatched slot, an ended node and a new node cost at least."""
+NODES_AT_ONCE = 32
+"""New nodes that executors register at a time."""
+
+N = TypeVar("N", bound=Node)
+E = TypeVar("E")
+
+
+class NodeExecutor(Generic[N]):
+    """Runs the nodes of one kind in one program. Only `kind` and `run` must be defined."""
+
+    kind: ClassVar[type[Node]]
+    """The record of the nodes."""
+    starts_running: ClassVar[bool] = True
+    """Whether a node is `running` as soon as a slot is dispatched."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self.context = context
+        self.state = context.state
+
+    def run(self, node: N, slot: int) -> None:
+        """Run a ready slot. Expressions are evaluated by `context.work`.
+
+        Raises:
+            ConureError: if the node fails.
+            SuspendedError: if a computation is long. The slot runs again when it has ended.
+        """
+        raise NotImplementedError
+
+    def abandon(self, node_id: str) -> None:
+        """Stop the current attempt of a node of this kind; safe to repeat."""
+
+    def child_failed(self, node: N, body: BodyRef, problem: Problem) -> list[Ready]:
+        """Handle the failure of a node in a body of `node`; the default fails `node`.
+
+        Returns: slots that became ready.
+        """
+        self.context.fail_with(node.id, problem)
+        return []
+
+    # --- the program ----------------------------------------------------------------------
+
+    def nodes_added(self, nodes: Sequence[str]) -> None:
+        """Handle new nodes of any kind."""
+
+    def nodes_announced(self, control: str, instances: Sequence[BodyInstance]) -> None:
+        """Handle nodes that are added unless the node `control` ends first."""
+
+    def node_ended(self, node_id: str) -> None:
+        """Handle the end of a node of any kind."""
+
+    def text_appended(self, variable: str) -> None:
+        """Handle new text of a variable that a call is generating."""
+
+    def restore(self, recovered: RecoveredState) -> None:
+        """Restore what was journaled before a restart; called before the program starts."""
+
+    def resume(self) -> None:
+        """Continue interrupted work after a restart; called after the program has started."""
+
+    def release(self) -> None:
+        """Release everything: the program is over, or the server stops."""
+
+    # --- recovery -------------------------------------------------------------------------
+
+    @classmethod
+    def replay(cls, state: ProgramState, node: N, history: ExpansionHistory) -> None:
+        """Repeat the expansions that follow from the committed decisions of a node."""
+
+    @classmethod
+    def is_slot_complete(cls, state: ProgramState, node: N, slot: int) -> bool:
+        """Whether a slot whose variables are all committed has nothing left to do."""
+        return True
+
+
+class NodeContext:
+    """The operations of a program's nodes on their program."""
+
+    def __init__(
+        self,
+        state: ProgramState,
+        services: RuntimeServices,
+        *,
+        stop: Callable[[Phase, Problem], None],
+        close: Callable[[], bool],
+        complete: Callable[[], None],
+        on_durable_end: Callable[[], None],
+    ) -> None:
+        self.state = state
+        self.services = services
+        self.events = EventStream(state.id)
+        self.quota = ProgramQuota(services.quota_limits)
+        self.outbox = Outbox(
+            state.id, services.journal, self.events, self.quota, services.clock, on_durable_end
+        )
+
+        def has_reader() -> bool:
+            return self.events.num_readers > 0 or self.outbox.has_waiters
+
+        self.timers = Timers(
+            state,
+            services.clock,
+            idle_s=services.idle_s,
+            fail=self.fail,
+            stop=stop,
+            close=close,
+            has_reader=has_reader,
+            num_changes=lambda: self.events.num_changes,
+        )
+        self.is_over = False
+        self.executors: Mapping[type[Node], NodeExecutor[Any]] = {}
+        self.started_before: AbstractSet[str] = frozenset()
+        """Nodes that were running when the server stopped."""
+        self.work = SlotWork(state.values, services.turns, lambda slot: self.advance([slot]))
+        """The computations of slots."""
+        self.stop_before_slot: dict[str, int] = {}
+        """Killed calls of which only the outputs before this slot are still needed."""
+        self._stop = stop
+        self._complete = complete
+        self._queue: deque[Ready] = deque()
+        self._new_nodes: deque[str] = deque()
+        """Nodes that the executors do not know yet. They are registered before anything runs."""
+        self._to_end: deque[tuple[str, Phase, Problem]] = deque()
+        """Nodes in the bodies of ended nodes. They end before anything else runs."""
+        self._is_busy = False
+        """Whether the queues are being worked on, now or in the next turn."""
+        self._hooks: dict[str, list[Callable[..., None]]] = {}
+
+    def executor(self, kind: type[E]) -> E:
+        """Return the executor of a class."""
+        return next(each for each in self.executors.values() if isinstance(each, kind))
+
+    def executor_of(self, node: GraphNode) -> NodeExecutor[Any]:
+        """Return the executor of a node."""
+        return self.executors[type(node)]
+
+    # --- dispatching ----------------------------------------------------------------------
+
+    def advance(self, ready: Iterable[Ready]) -> None:
+        """Dispatch slots, in this turn of the event loop as far as it goes.
+
+        Slots that become ready meanwhile join the same queue, so a chain of ten thousand
+        expressions needs no recursion.
+        """
+        self._queue.extend(ready)
+        if not self._is_busy:
+            self._is_busy = True
+            self._work_off()
+
+    def _work_off(self) -> None:
+        """Work off the queues until they are empty or the turn ends."""
+        self.services.watch.begin(self.state.id)
+        try:
+            has_more = self._work_for_a_turn()
+        except TurnLimitError as error:
+            self._is_busy = False
+            logger.error("program %s is quarantined: a turn took %s", self.state.id, error)
+            self._stop("failed", problem_of(QUARANTINED, f"a turn took {error}"))
+            return
+        except BaseException:
+            self._is_busy = False
+            raise
+        finally:
+            self.services.watch.end()
+        if has_more:
+            self.services.turns.wait(self._work_off)
+            return
+        self._is_busy = False
+        if not self.is_over and self.state.is_complete:
+            self._complete()
+
+    def _work_for_a_turn(self) -> bool:
+        """Work until the turn ends; return whether it has ended before the work."""
+        while not self.is_over:
+            if self.services.turns.has_ended:
+                return True
+            if self._to_end:
+                self._queue.extend(self.end_node(*self._to_end.popleft()))
+            elif self._new_nodes:
+                self._register_nodes()
+            elif self._queue:
+                self._dispatch(self._queue.popleft())
+            else:
+                return False
+        return False
+
+    def _dispatch(self, ready: Ready) -> None:
+        node_id, slot = ready
+        if not self.state.readiness.is_due(node_id, slot):
+            return
+        self.services.turns.spend(STEPS_PER_SLOT)
+        self.work.begin(ready)
+        node_state = self.state.nodes[node_id]
+        node = node_state.node
+        definition = self.state.graph.slots[node_id][slot]
+        missing = self.state.missing_input(definition)
+        try:
+            has_condition = slot == 0 and node.when is not UNSET
+            if has_condition and not self.work.evaluate(input_expression(node.when)):
+                problem = Problem(code="node.when", message="`when` was false")
+                self.advance(self.end_node(node_id, "skipped", problem))
+                return
+            if missing is not None and not definition.tolerates_missing:
+                self.advance(self.end_node(node_id, *_end_of(missing)))
+                return
+            if node_state.started_at is None:
+                self._start_node(node_state)
+            executor = self.executor_of(node)
+            if executor.starts_running:
+                node_state.phase = "running"
+            executor.run(node, slot)
+        except SuspendedError:
+            return  # dispatched again
+        except Exception as error:
+            if isinstance(error, MemoryError) and self.state.id in self.services.watch.watched:
+                raise TurnLimitError("too much memory") from error
+            # The caller only made the slot ready; a failure belongs to this node.
+            self.fail_slot(node_id, slot, error)
+
+    def _start_node(self, node_state: NodeState) -> None:
+        """Record the first start of a node in this server process."""
+        node = node_state.node
+        node_state.started_at = self.services.clock.now()
+        node_state.attempt = max(node_state.attempt, 1)
+        if node.id in self.started_before:
+            node_state.attempt += 1
+            why = "the server was started again"
+            self.emit("node.restarted", node.id, why=why, attempt=node_state.attempt)
+        self.timers.start_node(node)
+
+    # --- values and completion ------------------------------------------------------------
+
+    def publish(
+        self, variable: str, value: Json, node_id: str | None, result: OutputResult | None = None
+    ) -> list[Ready]:
+        """Commit the value of a variable in memory, and add it to the outbox.
+
+        Args:
+            variable: the variable.
+            value: its value.
+            node_id: its producer; None for an input.
+            result: of the LLM call that generated it.
+
+        Returns: slots that became ready. The caller passes them to `advance` or `complete_slot`
+            once the node itself is in its new state.
+
+        Raises:
+            RunError: `variable.type` or `variable.schema` if the value is not as declared,
+                `quota.live_bytes`, `quota.journal_bytes` or `quota.events` if it is too large.
+        """
+        state = self.state
+        declared = state.graph.variables[variable]
+        mismatch = find_mismatch(value, declared)
+        if mismatch is not None:
+            is_type = not has_type(value, declared.type)
+            code = "variable.type" if is_type else "variable.schema"
+            raise RunError(code, f"variable {variable} {mismatch}")
+        encoded = msgspec.json.encode(value)
+        self.quota.check_journal(2 * len(encoded))  # a value and its event
+        self.quota.hold(len(encoded))
+        record = ValueRecord(
+            program=state.id,
+            variable=variable,
+            value=encoded,
+            text=None if result is None else result.text,
+            token_ids=None if result is None else result.token_ids,
+            tokenizer_hash=None if result is None else self.services.model.tokenizer_hash,
+            epoch=0 if result is None else result.epoch,
+            attempt=1 if node_id is None else state.nodes[node_id].attempt,
+        )
+        self.outbox.add(record)
+        marks = {}
+        if result is not None and result.is_truncated:
+            state.truncated.add(variable)
+            marks["truncated"] = True
+        self.emit("variable.committed", node_id, variable=variable, value=value, **marks)
+        self.outbox.mark_durable_on_commit([variable])
+        return state.commit(variable, value)
+
+    def mark_missing(self, variable: str, missing: MissingValue) -> list[Ready]:
+        """Record that a variable will have no value; return the slots that became ready."""
+        self.outbox.mark_durable_on_commit([variable])
+        return self.state.mark_missing(variable, missing)
+
+    def append_text(self, variable: str, text: str, logprobs: Sequence[Json] = ()) -> None:
+        """Append streamed text, and the log probabilities of its tokens, to a variable."""
+        self.events.append_text(variable, text, logprobs)
+        if text:
+            self._notify("text_appended", variable)
+
+    def complete_slot(self, node_id: str, slot: int, ready: list[Ready]) -> None:
+        """Complete a slot, then dispatch `ready` and everything that follows from the end.
+
+        Does not complete a node that its own work has ended, for example by a kill.
+        """
+        node_state = self.state.nodes[node_id]
+        if not node_state.has_ended:
+            ready += self.state.finish_slot(node_id, slot, at=self.services.clock.now())
+            limit = self.stop_before_slot.get(node_id)
+            if node_state.has_ended:
+                self._node_ended(node_id)
+                usage = _usage_fields(node_state)
+                self.emit("node.finished", node_id, attempt=node_state.attempt, **usage)
+            elif limit is not None and node_state.slots_done >= limit:
+                message = "the outputs after this one were killed"
+                ready += self.end_node(
+                    node_id, "killed", Problem(code="node.killed", message=message)
+                )
+        self.advance(ready)
+
+    def attach(self, node_id: str, nodes: tuple[str, ...]) -> None:
+        """Announce instances that were added to the graph for a node."""
+        self.nodes_added(nodes)
+        self.emit("nodes.appended", node_id, nodes=list(nodes))
+        self.services.call_quota.count(self.state)
+
+    def nodes_added(self, nodes: Sequence[str]) -> None:
+        """Notify all executors of new nodes, before the next slot is dispatched."""
+        self._new_nodes.extend(nodes)
+
+    def _register_nodes(self) -> None:
+        count = min(len(self._new_nodes), NODES_AT_ONCE)
+        nodes = [self._new_nodes.popleft() for _ in range(count)]
+        budget = self.state.graph.definitions.budget
+        before = budget.left
+        self._notify("nodes_added", nodes)
+        self.services.turns.spend(count * STEPS_PER_NEW_NODE + before - budget.left)
+
+    def announce(self, control: str, instances: Sequence[BodyInstance]) -> None:
+        """Announce nodes that are added unless the node `control` ends first."""
+        self._notify("nodes_announced", control, instances)
+
+    # --- failures -------------------------------------------------------------------------
+
+    def fail(self, node_id: str, error: ConureError) -> None:
+        """Fail a node, and the node around it or the program unless the failure is isolated."""
+        self.fail_with(node_id, Problem(code=error.code, message=error.message))
+
+    def fail_with(self, node_id: str, problem: Problem) -> None:
+        """Fail a node as `fail` does, with a problem that may name its cause."""
+        if self.is_over or self.state.nodes[node_id].has_ended:
+            return
+        is_isolated = self.state.isolates(node_id)
+        ready = self.end_node(node_id, "failed", problem)
+        body = self.state.graph.body_of(node_id)
+        if body is None and not is_isolated:
+            self._stop("failed", problem)
+            return
+        if body is not None and not is_isolated:
+            control = self.state.nodes[body.control]
+            if not control.has_ended:
+                problem = prefix_with_node(problem, node_id)
+                ready += self.executor_of(control.node).child_failed(control.node, body, problem)
+        self.advance(ready)
+
+    def fail_slot(
+        self, node_id: str, slot: int, error: Exception, *, is_rendering: bool = False
+    ) -> None:
+        """End a node whose slot could not be started: fail it, or skip it for a missing input.
+
+        Args:
+            node_id: The node.
+            slot: The slot that could not be started.
+            error: The cause.
+            is_rendering: The cause is a prompt, where a `KeyError` is a missing input.
+        """
+        missing = self.state.missing_input(self.state.graph.slots[node_id][slot])
+        reads_missing = (is_rendering and isinstance(error, KeyError)) or (
+            isinstance(error, ExpressionError) and error.code == "variable.absent"
+        )
+        if missing is not None and reads_missing:
+            self.advance(self.end_node(node_id, *_end_of(missing)))
+        elif isinstance(error, ConureError):
+            self.fail(node_id, error)
+        else:
+            logger.error("node %s could not be started", node_id, exc_info=error)
+            message = f"internal server error in node {node_id}; see the server's log"
+            self.fail(node_id, RunError("server.internal", message))
+
+    def retry_or_fail(self, node_id: str, error: ConureError) -> None:
+        """Run a failed node again if its `retries` allow it, otherwise fail it.
+
+        A call that has committed an output is not retried.
+        """
+        node_state = self.state.nodes[node_id]
+        self.executor_of(node_state.node).abandon(node_id)
+        if self.is_over or node_state.has_ended:
+            return
+        if node_state.num_retries < node_state.node.retries and not node_state.slots_done:
+            self.restart_node(node_state, error.code)
+            self.advance([Ready(node_id, 0)])
+            return
+        self.fail(node_id, error)
+
+    def restart_node(self, node_state: NodeState, why: str) -> None:
+        """Count a retry of a node and write its event."""
+        node_state.num_retries += 1
+        node_state.attempt += 1
+        node_id = node_state.node.id
+        self.emit("node.restarted", node_id, why=why, attempt=node_state.attempt, retry=True)
+
+    def end_node(self, node_id: str, phase: Phase, problem: Problem) -> list[Ready]:
+        """End a node early, with all nodes in its bodies; return the slots that became ready.
+
+        Nodes in large bodies end in later turns, but before any other slot is dispatched.
+        """
+        node_state = self.state.nodes[node_id]
+        if node_state.has_ended:
+            return []
+        ready = self.state.end(node_id, phase, problem, at=self.services.clock.now())
+        self._node_ended(node_id)
+        event_types: dict[Phase, EventType] = {"failed": "node.failed", "skipped": "node.skipped"}
+        self.emit(
+            event_types.get(phase, "node.killed"),
+            node_id,
+            code=problem.code,
+            message=problem.message,
+            **({"cause": problem.cause} if problem.cause else {}),
+            **_usage_fields(node_state),
+        )
+        for slot in self.state.graph.slots[node_id]:
+            missing = (name for name in slot.writes if name in self.state.missing_values)
+            self.outbox.mark_durable_on_commit(missing)
+        turns = self.services.turns
+        turns.spend(STEPS_PER_END)
+        if self.is_over:
+            return ready  # all nodes of the program end
+        # The nodes in its bodies did not fail themselves.
+        inner_phase: Phase = "killed" if phase == "failed" else phase
+        for children in self.state.graph.body_nodes(node_id).values():
+            if turns.has_ended:
+                self._to_end.extend((child, inner_phase, problem) for child in children)
+            else:
+                for child in children:
+                    ready += self.end_node(child, inner_phase, problem)
+        return ready
+
+    def _node_ended(self, node_id: str) -> None:
+        self.timers.cancel(node_id)
+        self._notify("node_ended", node_id)
+        self.services.call_quota.count(self.state)
+
+    def _notify(self, hook: str, *args: object) -> None:
+        """Call a hook of all executors whose class overrides it."""
+        hooks = self._hooks.get(hook)
+        if hooks is None:
+            default = getattr(NodeExecutor, hook)
+            overriding = (e for e in self.executors.values() if getattr(type(e), hook) != default)
+            hooks = self._hooks[hook] = [getattr(executor, hook) for executor in overriding]
+        for notify in hooks:
+            notify(*args)
+
+    # --- events ---------------------------------------------------------------------------
+
+    def emit(self, event_type: EventType, node: str | None = None, **data: Any) -> None:
+        """Write an event of a node, or of the whole program."""
+        if node is not None:
+            definition = self.state.graph.nodes[node]
+            data = {"node": node, "job": definition.job, **data}
+            if definition.meta is not None:
+                data["meta"] = definition.meta
+        self.outbox.emit(event_type, **data)
+
+
+def prefix_with_node(problem: Problem | None, node_id: str) -> Problem:
+    """Return the failure of a node as the cause of another one, with the node's name."""
+    assert problem is not None
+    is_named = node_id in problem.message
+    message = problem.message if is_named else f"{node_id}: {problem.message}"
+    return Problem(code=problem.code, message=message, cause=node_id)
+
+
+def _end_of(missing: MissingValue) -> tuple[Phase, Problem]:
+    """Return how a node ends that reads a variable without a value."""
+    return ("failed" if missing.phase == "failed" else "skipped"), missing.problem
+
+
+def _usage_fields(node_state: NodeState) -> dict[str, Any]:
+    """Return the cost of a node that ends, for the receipt of a later server process."""
+    if node_state.started_at is None:
+        return {}
+    usage = {name: n for name, n in msgspec.to_builtins(node_state.usage).items() if n}
+    fields = {"engine": node_state.engine, "started_at": node_state.started_at}
+    return fields | ({"usage": usage} if usage else {})

@@ -1,0 +1,80 @@
+"""The records of a program's state: one per node, ready slot and missing value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..program.ir import GraphNode
+from ..program.status import ENDED, Phase, Problem, Trace
+
+
+class Ready(NamedTuple):
+    """A slot whose inputs and predecessors are all resolved."""
+
+    node: str
+    slot: int
+
+
+class MissingValue(NamedTuple):
+    """The reason why a variable will never have a value."""
+
+    phase: Phase
+    problem: Problem
+
+
+@dataclass(slots=True)
+class NodeUsage:
+    """Tokens and seconds of one node, summed over its slots, as reported by engines."""
+
+    logical: int = 0
+    computed: int = 0
+    """Prompt tokens computed, including prefixes filled on behalf of other calls."""
+    cached: int = 0
+    recomputed: int = 0
+    constant: int = 0
+    """Leading tokens of the first prompt that are text of the program."""
+    written: int = 0
+    """Tokens of the first prompt that a model generated in another context."""
+    again: int = 0
+    """Tokens already in the context when later outputs began."""
+    again_constant: int = 0
+    again_written: int = 0
+    prompt_discarded: int = 0
+    """Tokens of prompts aborted before the engine reported their cost."""
+    decoded: int = 0
+    forced: int = 0
+    discarded: int = 0
+    retokenized: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    block_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class NodeState:
+    """The progress of one node."""
+
+    node: GraphNode
+    phase: Phase = "waiting"
+    attempt: int = 0
+    engine: str | None = None
+    why: str = ""
+    problem: Problem | None = None
+    prefix_break: bool = False
+    constraint_relaxed: bool = False
+    slots_done: int = 0
+    num_deaths: int = 0
+    """Engines that died while the node ran on them."""
+    num_retries: int = 0
+    """Attempts after failures of the node itself, limited by its `retries`."""
+    started_at: float | None = None
+    finished_at: float | None = None
+    usage: NodeUsage = field(default_factory=NodeUsage)
+    trace: list[Trace] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the node has reached a final phase."""
+        return self.phase in ENDED

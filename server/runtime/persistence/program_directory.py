@@ -1,0 +1,273 @@
+"""The programs of a server: live runs, recently ended runs in memory, and the journal.
+
+Invariants: a program belongs to one tenant, and other tenants do not find it. Every accepted
+program that has not ended is live here, or will be after the next start of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+
+import msgspec
+from cachetools import LRUCache
+
+from ...program.errors import NotFoundError, UnavailableError
+from ...program.status import (
+    ENDED,
+    Event,
+    ProgramPage,
+    ProgramStatus,
+    ProgramSummary,
+    VariableStatus,
+)
+from ...store.journal import EventRecord, Journal, ProgramListing, StoredProgram
+from ..program_run import ProgramRun
+from ..reporting.status import program_status, stored_status, variable_status
+from ..services import RuntimeServices
+from .event_stream import TextOffsets
+from .outbox import format_timestamp
+
+MAX_RECENT = 64
+"""Ended programs that are answered from memory; older ones are read from the journal."""
+MAX_RECENT_BYTES = 64 * 1024 * 1024
+"""Limit on the JSON of all recent programs together."""
+MAX_NUMBER = 2**63 - 1
+PAGE = 500
+"""Events read from the journal at a time."""
+RETRY_AFTER_S = 5.0
+
+
+class ProgramDirectory:
+    """Finds the programs of a server for their tenants."""
+
+    def __init__(self, services: RuntimeServices) -> None:
+        self.is_stopped = False
+        self.pending: dict[str, StoredProgram] = {}
+        """Unfinished programs of an earlier server process that are not resumed yet, oldest
+        first."""
+        self.resume: Callable[[StoredProgram], None] = lambda _: None
+        """Resumes a pending program."""
+        self._services = services
+        self._live: dict[str, ProgramRun] = {}
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        """Requests that wait for programs whose submissions are under way, by id."""
+        self._recent: LRUCache[str, ProgramRun] = LRUCache(
+            MAX_RECENT_BYTES, getsizeof=lambda run: run.num_bytes
+        )
+
+    def __iter__(self) -> Iterator[ProgramRun]:
+        return iter(list(self._live.values()))
+
+    def __len__(self) -> int:
+        """The number of programs that have not ended."""
+        return len(self._live) + len(self.pending)
+
+    @property
+    def num_bytes(self) -> int:
+        """JSON bytes of all live programs: submissions, values and events."""
+        return sum(run.num_bytes for run in self._live.values())
+
+    # --- live programs --------------------------------------------------------------------
+
+    def add(self, run: ProgramRun) -> None:
+        """Add a program."""
+        self._live[run.state.id] = run
+        self._services.call_quota.add(run.state)
+        self.release_waiters(run.state.id)
+
+    def end(self, run: ProgramRun) -> bool:
+        """Move a program whose end is durable to the recent ones; False if it is not live."""
+        if self._live.pop(run.state.id, None) is None:
+            return False
+        self._services.call_quota.remove(run.state)
+        if run.num_bytes <= self._recent.maxsize:
+            self._recent[run.state.id] = run
+        while len(self._recent) > MAX_RECENT:
+            self._recent.popitem()
+        return True
+
+    def discard(self, run: ProgramRun) -> None:
+        """Remove a program that was not accepted or cannot be resumed."""
+        self._live.pop(run.state.id, None)
+        self._services.call_quota.remove(run.state)
+        run.suspend()
+
+    def discard_id(self, program: str) -> None:
+        """Remove a program if it is live."""
+        if program in self._live:
+            self.discard(self._live[program])
+
+    def forget(self, program: str) -> None:
+        """Remove an ended program that was deleted from the journal."""
+        self._recent.pop(program, None)
+
+    def suspend_all(self) -> None:
+        """Suspend all programs because the server stops."""
+        self.is_stopped = True
+        self.pending.clear()
+        for run in self:
+            run.suspend()
+        self._live.clear()
+
+    def find_live(self, program: str, tenant: str) -> ProgramRun | None:
+        """Return a live program, and renew its lease. Resumes a pending one."""
+        if program in self.pending and self.pending[program].tenant == tenant:
+            self.resume(self.pending.pop(program))
+        run = self._live.get(program)
+        if run is None or run.state.tenant != tenant:
+            return None
+        run.renew_lease()
+        return run
+
+    def is_live(self, program: str) -> bool:
+        """Return whether a program of any tenant with this id is live."""
+        return program in self._live
+
+    async def wait_live(self, program: str, tenant: str, wait_s: float) -> ProgramRun | None:
+        """Return a live program; wait for its submission, which may arrive after its appends."""
+        if self.find(program, tenant) is None and wait_s > 0:
+            arrived = asyncio.get_running_loop().create_future()
+            waiters = self._waiters.setdefault(program, set())
+            waiters.add(arrived)
+            try:
+                await asyncio.wait([arrived], timeout=wait_s)
+            finally:
+                waiters.discard(arrived)
+                if not waiters and self._waiters.get(program) is waiters:
+                    del self._waiters[program]
+        return self.find_live(program, tenant)
+
+    def release_waiters(self, program: str) -> None:
+        """Wake the requests that wait for a program: it has arrived or was refused."""
+        for waiter in self._waiters.pop(program, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def find(self, program: str, tenant: str) -> ProgramRun | None:
+        """Return a program that is live or in memory."""
+        run = self.find_live(program, tenant) or self._recent.get(program)
+        return run if run is not None and run.state.tenant == tenant else None
+
+    # --- stored programs ------------------------------------------------------------------
+
+    @property
+    def journal(self) -> Journal:
+        """The journal.
+
+        Raises:
+            UnavailableError: `server.draining` if the server has stopped.
+        """
+        self._check_running()
+        return self._services.journal
+
+    def _check_running(self) -> None:
+        if self.is_stopped:
+            raise UnavailableError(
+                "server.draining", "the server is stopping", retry_after_s=RETRY_AFTER_S
+            )
+
+    async def load(self, program: str, tenant: str) -> ProgramStatus:
+        """Return the status of an ended program from the journal.
+
+        Raises:
+            NotFoundError: `program.not_found`.
+        """
+        stored = await self.journal.load_program(tenant, program)
+        if stored is None or stored.end is None:
+            self._check_running()  # a program that the stop suspended has no end either
+            raise NotFoundError("program.not_found", f"there is no program {program}")
+        return stored_status(stored)
+
+    async def status(self, program: str, tenant: str) -> ProgramStatus:
+        """Return the status of a program, wherever it is.
+
+        Raises:
+            NotFoundError: `program.not_found`.
+        """
+        run = self.find(program, tenant)
+        if run is None:
+            return await self.load(program, tenant)
+        receipt = run.receipt if run.outbox.has_ended else None
+        status = program_status(run.state, run.outbox.durable_variables, receipt)
+        return status if receipt else msgspec.structs.replace(status, quotas=run.quotas)
+
+    async def list(
+        self, tenant: str, *, status: str | None, cursor: int | None, limit: int
+    ) -> ProgramPage:
+        """Return a page of the programs of a tenant, newest first."""
+        before = MAX_NUMBER if cursor is None else cursor
+        # One more than asked for shows whether there is a next page.
+        found = await self.journal.list_programs(
+            tenant, status=status, before=before, limit=limit + 1
+        )
+        listed = found[:limit]
+        has_more = len(found) > limit
+        return ProgramPage(
+            programs=[self._summary(listing) for listing in listed],
+            next=str(listed[-1].number) if has_more else None,
+        )
+
+    def _summary(self, listing: ProgramListing) -> ProgramSummary:
+        status, finished_at = listing.status, listing.finished_at
+        if status is None:
+            run = self._live.get(listing.id)
+            status = "running" if run is None or run.state.phase in ENDED else run.state.phase
+        return ProgramSummary(
+            id=listing.id,
+            name=listing.name,
+            status=status,  # type: ignore[arg-type]  # written from a Phase
+            created_at=format_timestamp(listing.created_at),
+            finished_at=None if finished_at is None else format_timestamp(finished_at),
+            calls=listing.num_calls,
+        )
+
+    async def events(
+        self, program: str, tenant: str, after: int, *, is_durable: bool, follow: bool
+    ) -> AsyncGenerator[Event, None]:
+        """Iterate over the events of a program: from the journal, then from memory.
+
+        Raises:
+            NotFoundError: `program.not_found`.
+        """
+        run = self.find(program, tenant)
+        if run is None:
+            await self.load(program, tenant)
+        last = after
+        offsets: TextOffsets = {}
+        while True:
+            while run is None or last < run.events.first_seq - 1:
+                page = await self.journal.events(tenant, program, last, PAGE)
+                if run is not None:
+                    page = [record for record in page if record.seq < run.events.first_seq]
+                if not page:
+                    break
+                for record in page:
+                    last = record.seq
+                    yield _stored_event(record)
+            if run is None:
+                return
+            if not follow:
+                for event in run.events.recorded(last):
+                    yield event
+                return
+            reading = run.events.read(last, is_durable=is_durable, offsets=offsets)
+            try:
+                async for event in reading:
+                    last = last if event.seq is None else event.seq
+                    yield event
+            finally:
+                await reading.aclose()
+            if run.events.is_draining or last >= run.events.dropped_seq:
+                return
+
+
+def _stored_event(record: EventRecord) -> Event:
+    data = msgspec.json.decode(record.data)
+    return Event(record.seq, record.type, data, record.data)  # type: ignore[arg-type]  # written from an EventType
+
+
+def run_variable_status(run: ProgramRun, variable: str) -> VariableStatus:
+    """Return the status of a variable of a program in memory."""
+    durable = run.outbox.durable_variables
+    return variable_status(run.state, durable, variable, is_ended=run.outbox.has_ended)

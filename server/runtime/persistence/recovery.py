@@ -1,0 +1,139 @@
+"""Recovery of programs from the journal after the server was stopped or killed.
+
+Appends, committed values and ends of nodes are replayed onto a new `ProgramState`. A node whose
+values are committed never runs again; every other node runs as if its inputs had just arrived.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...program.graph.graph import graph_of
+from ...program.ir import Append, Submission
+from ...program.status import Phase, Problem
+from ...store.journal import StoredProgram
+from ..node_registry import node_executors
+from ..node_state import MissingValue, NodeState
+from ..program_state import ProgramState
+from .journaled_events import ExpansionHistory, JournaledEvent, RecoveredState, decode_event
+
+_END_PHASES: dict[str, Phase] = {
+    "node.failed": "failed",
+    "node.skipped": "skipped",
+    "node.killed": "killed",
+}
+
+
+def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramState, RecoveredState]:
+    """Rebuild a program that had not ended. The returned state is not started yet.
+
+    Args:
+        stored: the program.
+        shift_s: how far the clock was set forward since its times were written.
+    """
+    created_at = stored.created_at + shift_s
+    submission = msgspec.json.decode(stored.body, type=Submission)
+    graph = graph_of(submission)
+    state = ProgramState(
+        stored.id,
+        stored.tenant,
+        graph,
+        submission.inputs,
+        submission.options,
+        name=submission.program.name,
+        is_open=submission.open,
+        created_at=created_at,
+    )
+    for body in stored.appends:
+        state.append(msgspec.json.decode(body, type=Append))
+    recovered = RecoveredState()
+    for record in stored.values:
+        state.commit(record.variable, msgspec.json.decode(record.value))
+        if record.token_ids is not None:
+            recovered.outputs[record.variable] = record
+    replay_expansions(state, ExpansionHistory.of(stored.events))
+    for record in stored.values:
+        if graph.get_producer(record.variable) is None:
+            graph.mark_provided(record.variable)
+    _replay_events(stored, state, recovered, shift_s)
+    for node_id, node_state in state.nodes.items():
+        _complete_committed_slots(state, node_id, node_state, at=created_at)
+    _end_bodies(state, at=created_at)
+    recovered.started = {n for n in recovered.started if not state.nodes[n].has_ended}
+    return state, recovered
+
+
+def replay_expansions(state: ProgramState, history: ExpansionHistory) -> None:
+    """Expand bodies as before the restart, according to the committed decisions."""
+    new = list(state.nodes)
+    while new:
+        num_known = len(state.nodes)
+        for node_id in new:
+            node = state.graph.nodes[node_id]
+            node_executors()[type(node)].replay(state, node, history)
+        new = list(state.nodes)[num_known:]
+
+
+def _replay_events(
+    stored: StoredProgram, state: ProgramState, recovered: RecoveredState, shift_s: float
+) -> None:
+    for record in stored.events:
+        event = decode_event(record)
+        if record.type == "client.requested":
+            recovered.requested.add(event.request_id)
+        elif record.type == "variable.committed" and event.truncated:
+            state.truncated.add(event.variable)
+        elif record.type == "variable.failed":
+            problem = Problem(code=event.code, message=event.message, cause=event.cause)
+            state.graph.mark_provided(event.variable)
+            state.mark_missing(event.variable, MissingValue("failed", problem))
+        node_id = event.node
+        if node_id is None or node_id not in state.nodes:
+            continue
+        node_state = state.nodes[node_id]
+        if state.readiness.demanded_nodes is not None:
+            state.readiness.demanded_nodes.add(node_id)
+        node_state.attempt = max(node_state.attempt, event.attempt)
+        node_state.num_retries += event.retry
+        if record.type == "node.started":
+            recovered.started.add(node_id)
+        elif record.type == "node.finished" and not node_state.has_ended:
+            _restore_usage(node_state, event, shift_s)
+            for slot in state.graph.slots[node_id]:
+                state.finish_slot(node_id, slot.index, at=record.at + shift_s)
+        elif record.type in _END_PHASES:
+            _restore_usage(node_state, event, shift_s)
+            problem = Problem(code=event.code, message=event.message, cause=event.cause)
+            state.end(node_id, _END_PHASES[record.type], problem, at=record.at + shift_s)
+
+
+def _complete_committed_slots(
+    state: ProgramState, node_id: str, node_state: NodeState, *, at: float
+) -> None:
+    """Complete the slots of a node whose variables are all committed."""
+    executor = node_executors()[type(node_state.node)]
+    for slot in state.graph.slots[node_id]:
+        is_committed = bool(slot.writes) and all(name in state.values for name in slot.writes)
+        if not is_committed or node_state.has_ended or node_state.slots_done != slot.index:
+            return
+        if not executor.is_slot_complete(state, node_state.node, slot.index):
+            return
+        state.finish_slot(node_id, slot.index, at=at)
+
+
+def _end_bodies(state: ProgramState, *, at: float) -> None:
+    """End the nodes in the bodies of ended nodes, including instances that had not been added."""
+    problem = Problem(code="node.killed", message="the node around it has ended")
+    for node_id, node_state in list(state.nodes.items()):
+        if node_state.has_ended:
+            for inner in list(state.graph.descendants(node_id)):
+                state.end(inner, "killed", problem, at=at)
+
+
+def _restore_usage(node_state: NodeState, event: JournaledEvent, shift_s: float) -> None:
+    """Restore the cost of a node in an earlier server process, for the receipt."""
+    if event.started_at is not None:
+        node_state.started_at = event.started_at + shift_s
+    node_state.engine = event.engine
+    if event.usage is not None:
+        node_state.usage = event.usage

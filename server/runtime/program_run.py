@@ -1,0 +1,313 @@
+"""The run of one accepted program, from acceptance to its end.
+
+Connects the program's state to the server: node executors run its slots (`NodeContext`), records
+go to the journal, and events go to readers once they are durable. Nothing polls: a committed value
+names the slots that it made ready, and they are dispatched in the same turn of the event loop.
+
+Inside the server, a value exists as soon as it is committed in memory, and a consumer may start.
+Outside, it exists once the journal has it: readers, client steps and functions wait for that. All
+records of a program go through one outbox in order, so a durable record never lacks a predecessor.
+
+Invariants: every waiter is answered by a value, an error or the end of the program. After the end
+nothing is dispatched, and no call, timer or context of the program remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from ..program.errors import RunError
+from ..program.expressions.budget import MAX_STEPS
+from ..program.graph.graph import CheckedAppend, check_append
+from ..program.ir import Append, Json, Objective
+from ..program.status import Phase, Problem, QuotaUse, Receipt
+from ..store.journal import AppendRecord, EndRecord, ProgramRecord
+from .calls.program_calls import ProgramCalls
+from .calls.suspects import is_cause
+from .node_context import NodeContext
+from .node_registry import node_executors
+from .node_state import MissingValue, NodeState
+from .persistence.journaled_events import RecoveredState
+from .program_state import ProgramState
+from .reporting.receipt import make_receipt
+from .reporting.status import end_snapshot
+from .services import RuntimeServices
+from .steps.client_step import ClientStepExecutor, PendingClientStep
+
+BYTES_PER_NODE = 4_096
+"""Memory that a node uses, roughly."""
+MAX_NODES_INLINE = 256
+"""Nodes of a program whose receipt is made on the event loop."""
+
+
+class ProgramRun:
+    """A program between its acceptance and its end."""
+
+    def __init__(
+        self,
+        state: ProgramState,
+        services: RuntimeServices,
+        *,
+        on_durable_end: Callable[[], None],
+    ) -> None:
+        self.state = state
+        self.receipt: Receipt | None = None
+        self.context = NodeContext(
+            state,
+            services,
+            stop=self.stop,
+            close=self.close_idle,
+            complete=self._complete,
+            on_durable_end=on_durable_end,
+        )
+        self.events = self.context.events
+        self.outbox = self.context.outbox
+        self._services = services
+        self._finishing: asyncio.Task[None] | None = None
+        self._timers = self.context.timers
+        executors = {kind: executor(self.context) for kind, executor in node_executors().items()}
+        self.context.executors = executors
+        self._calls = self.context.executor(ProgramCalls)
+        self.context.quota.live_bytes = sum(map(_encoded_size, state.values.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of JSON of the program: roughly the memory that it uses."""
+        return self.context.quota.live_bytes + len(self.state.nodes) * BYTES_PER_NODE
+
+    @property
+    def quotas(self) -> dict[str, QuotaUse]:
+        """What the program has used of its quotas."""
+        steps = max(0, MAX_STEPS - self.context.work.budget.left)
+        return self.context.quota.use(num_nodes=len(self.state.nodes), steps=steps)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the program has ended or was suspended."""
+        return self.context.is_over
+
+    # --- start ----------------------------------------------------------------------------
+
+    def accept(self, record: ProgramRecord) -> asyncio.Future[None]:
+        """Write the program and its first event to the journal; later records follow them."""
+        self.context.emit("program.accepted", outputs=list(self.state.graph.outputs))
+        self.outbox.mark_durable_on_commit(self.state.values)
+        return self.outbox.accept(record)
+
+    def start(self) -> None:
+        """Dispatch the ready slots of a program that is durable or on its way to the journal."""
+        self.state.phase = "running"
+        self.context.nodes_added(list(self.state.graph.nodes))
+        self._timers.start()
+        self.context.advance(self.state.start())
+
+    def resume(self, recovered: RecoveredState) -> None:
+        """Continue after a restart; `state` is restored already."""
+        self.context.started_before = recovered.started
+        for executor in self.context.executors.values():
+            executor.restore(recovered)
+        # All events of earlier server processes have a lower number.
+        self.events.first_seq = self._services.journal.last_seq + 1
+        self.outbox.durable_variables |= self.state.values.keys() | self.state.missing_values.keys()
+        self.start()
+        for executor in self.context.executors.values():
+            executor.resume()
+
+    # --- requests -------------------------------------------------------------------------
+
+    def append(self, append: Append, body: bytes, checked: CheckedAppend) -> None:
+        """Add nodes to the open program. They are durable after the outbox's next barrier.
+
+        Raises:
+            ProgramError: if they do not fit.
+            ConflictError: if an input already has a value.
+            RunError: `quota.live_bytes` or `quota.journal_bytes` if they are too large.
+        """
+        self.context.quota.check_journal(len(body))
+        if append.inputs:
+            self.context.quota.hold(len(msgspec.json.encode(append.inputs)))
+        self._services.watch.begin(self.state.id)
+        try:
+            self._append(append, body, checked)
+        finally:
+            self._services.watch.end()
+
+    def _append(self, append: Append, body: bytes, checked: CheckedAppend) -> None:
+        known = set(self.state.values)
+        added, ready = self.state.append(append, checked)
+        self.outbox.add(AppendRecord(program=self.state.id, body=body))
+        self.outbox.mark_durable_on_commit(name for name in self.state.values if name not in known)
+        self.context.nodes_added(added)
+        if added:
+            self.context.emit("nodes.appended", nodes=list(added))
+        self.context.advance(ready)
+
+    def close_idle(self) -> bool:
+        """Close an open program whose nodes have all ended; return whether that ended it."""
+        if self.state.is_open and all(each.has_ended for each in self.state.nodes.values()):
+            close = Append(close=True)
+            checked = check_append(self.state.graph, close)
+            self.append(close, b'{"close":true}', checked)
+        return self.is_over
+
+    def want(self, variable: str, objective: Objective | None) -> None:
+        """Let a requested variable start, and raise its priority if an objective asks for it."""
+        if self.is_over:
+            return
+        self._timers.renew_lease()
+        if objective is not None and self.state.graph.tighten_objective(variable, objective):
+            self._calls.recompute_priorities()
+        self.context.advance(self.state.want(variable))
+
+    def renew_lease(self) -> None:
+        """Extend the life of an attached program: a client has asked about it."""
+        self._timers.renew_lease()
+
+    def commit_input(self, variable: str, value: Json) -> None:
+        """Commit an input that a client sent."""
+        ready = self.context.publish(variable, value, None)
+        self.state.graph.mark_provided(variable)
+        self.context.advance(ready)
+
+    def fail_input(self, variable: str, problem: Problem) -> None:
+        """Record that an input will never arrive. Its readers fail with the client's error."""
+        self.state.graph.mark_provided(variable)
+        ready = self.state.mark_missing(variable, MissingValue("failed", problem))
+        self.context.emit(
+            "variable.failed", variable=variable, code=problem.code, message=problem.message
+        )
+        self.outbox.mark_durable_on_commit([variable])
+        self.context.advance(ready)
+
+    def client_step(self, node_id: str) -> PendingClientStep | None:
+        """Return the client step of a node, while it waits for its client."""
+        return self.context.executor(ClientStepExecutor).pending(node_id)
+
+    def engine_lost(self, engine: str) -> list[NodeState]:
+        """Withdraw the calls of an engine that died, and return their nodes."""
+        nodes = [self.state.nodes[node_id] for node_id in self._calls.engine_lost(engine)]
+        for node_state in nodes:
+            node_state.num_deaths += 1
+        return nodes
+
+    def retry_call(self, node_state: NodeState, engine: str, others: list[int]) -> None:
+        """Queue a withdrawn call again, or fail it as the cause of the death.
+
+        Args:
+            node_state: its node.
+            engine: the engine that died.
+            others: for each other call that was on the engine, how many engines died under it.
+        """
+        node_id = node_state.node.id
+        if self.context.is_over or node_state.has_ended:
+            return  # the failure of an earlier node ended it
+        if is_cause(node_state.num_deaths, others):
+            message = f"{node_state.num_deaths} engines died while node {node_id} ran on them"
+            self.context.fail(node_id, RunError("engine.lost", message))
+            return
+        node_state.attempt += 1
+        self._calls.requeue(node_id)
+        self.context.emit(
+            "node.restarted",
+            node_id,
+            engine=engine,
+            why="its engine died",
+            attempt=node_state.attempt,
+        )
+
+    # --- end ------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Stop the program for the client."""
+        problem = Problem(code="program.cancelled", message="the program was cancelled")
+        self.stop("cancelled", problem)
+
+    def stop(self, phase: Phase, problem: Problem) -> None:
+        """End the program early; safe when it has ended."""
+        if self.is_over:
+            return
+        self.context.is_over = True
+        self._release()
+        self._end_nodes(iter(list(self.state.nodes)), phase, problem)
+
+    def _end_nodes(self, nodes: Iterator[str], phase: Phase, problem: Problem) -> None:
+        """End nodes until the turn ends, and the others in later turns; then end the program."""
+        turns = self._services.turns
+        node_phase: Phase = "killed" if phase == "failed" else phase
+        for node_id in nodes:
+            self.context.end_node(node_id, node_phase, problem)
+            if turns.has_ended:
+                turns.wait(lambda: self._end_nodes(nodes, phase, problem))
+                return
+        self.state.phase = phase
+        self.state.problem = problem
+        self._finish()
+
+    def suspend(self) -> None:
+        """Release everything because the server stops. The journal still has the program."""
+        self.context.is_over = True
+        if self._finishing is not None:
+            self._finishing.cancel()
+        self.events.drain()
+        self._release()
+        self.outbox.abandon()
+
+    def _complete(self) -> None:
+        state = self.state
+        self.context.is_over = True
+        missing = (state.missing_values.get(output) for output in state.graph.outputs)
+        failures = [each.problem for each in missing if each and each.phase == "failed"]
+        state.phase = "failed" if failures else "done"
+        state.problem = failures[0] if failures else None
+        self._finish()
+
+    def _finish(self) -> None:
+        state = self.state
+        state.finished_at = max(self._services.clock.now(), state.created_at)
+        self._release()
+        blocks_held = self._calls.num_contexts
+        if len(state.nodes) <= MAX_NODES_INLINE:
+            self._write_end(*_describe_end(state, blocks_held))
+            return
+
+        async def finish() -> None:
+            self._write_end(
+                *await self._services.turns.in_thread(lambda: _describe_end(state, blocks_held))
+            )
+
+        self._finishing = asyncio.get_running_loop().create_task(finish())
+
+    def _write_end(self, receipt: Receipt, record: EndRecord) -> None:
+        self.receipt = receipt
+        fields = msgspec.to_builtins(receipt)
+        self.context.emit("program.finished", status=self.state.phase, receipt=fields)
+        self.outbox.add(record)
+        self.outbox.end()
+
+    def _release(self) -> None:
+        self.context.work.stop()
+        self._timers.stop()
+        for executor in self.context.executors.values():
+            executor.release()
+
+
+def _encoded_size(value: Json) -> int:
+    return len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+
+
+def _describe_end(state: ProgramState, blocks_held: int) -> tuple[Receipt, EndRecord]:
+    """Return the receipt and the last record of a program that has ended, and changes no more."""
+    receipt = make_receipt(state, blocks_held=blocks_held)
+    assert state.finished_at is not None
+    record = EndRecord(
+        program=state.id,
+        status=state.phase,
+        finished_at=state.finished_at,
+        receipt=msgspec.json.encode(receipt),
+        error=None if state.problem is None else msgspec.json.encode(state.problem),
+        nodes=msgspec.json.encode(end_snapshot(state)),
+    )
+    return receipt, record

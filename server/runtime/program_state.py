@@ -1,0 +1,296 @@
+"""The state of one program: its values, missing values, nodes and decisions, without I/O.
+
+Every method is a synchronous transition that returns the slots that became ready.
+
+Out of scope: engines, clients and the journal. Times are passed in.
+
+Invariants: a variable is resolved at most once, by a value or as missing. A slot is reported ready
+exactly once (`SlotReadiness`). A node that has ended never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..program.errors import ConflictError, NotFoundError
+from ..program.graph.graph import CheckedAppend, Graph, Slot
+from ..program.graph.instances import BodyInstance, BodyTemplate
+from ..program.ir import (
+    Append,
+    GenerateNode,
+    Job,
+    Json,
+    LoopNode,
+    MapNode,
+    Options,
+    RoundEndNode,
+)
+from ..program.nodes.bodies import BodyRef, count_calls
+from ..program.status import Phase, Problem
+from .node_state import MissingValue, NodeState, Ready
+from .slot_readiness import SlotReadiness
+
+
+class ProgramState:
+    """The live state of a program."""
+
+    def __init__(
+        self,
+        program_id: str,
+        tenant: str,
+        graph: Graph,
+        inputs: Mapping[str, Json],
+        options: Options,
+        *,
+        name: str,
+        is_open: bool,
+        created_at: float,
+    ) -> None:
+        self.id = program_id
+        self.tenant = tenant
+        self.name = name
+        self.graph = graph
+        self.options = options
+        self.is_open = is_open
+        self.created_at = created_at
+        self.finished_at: float | None = None
+        self.phase: Phase = "accepted"
+        self.problem: Problem | None = None
+        self.values: dict[str, Json] = dict(inputs)
+        self.missing_values: dict[str, MissingValue] = {}
+        self.truncated: set[str] = set()
+        """Variables whose text was cut off by `max_tokens`."""
+        self.nodes: dict[str, NodeState] = {}
+        self.templates: dict[str, BodyTemplate] = {}
+        """The bodies of control nodes, prepared for instances (`control_flow.bodies`)."""
+        self.readiness = SlotReadiness(
+            graph, self.nodes, self.values, self.missing_values, on_demand=options.start != "eager"
+        )
+        self.num_open_calls = 0
+        """LLM calls in the graph that have not ended."""
+        self.num_reserved_calls = 0
+        """Calls of the first item or round of each map and loop inside a body that has not
+        expanded yet. Other expansions may never happen, or hours later."""
+        self._reservations: dict[str, int] = {}
+        self._wanted: set[str] = set()
+        self._is_session = is_open
+        self._num_live_nodes = 0
+        self._add_nodes(graph.nodes)
+
+    # --- growing --------------------------------------------------------------------------
+
+    def append(
+        self, append: Append, checked: CheckedAppend | None = None
+    ) -> tuple[tuple[str, ...], list[Ready]]:
+        """Add all nodes of an append to an open program, or none.
+
+        Returns: the ids of all new nodes, including those in bodies, and the ready slots.
+
+        Raises:
+            ProgramError: if the nodes do not fit into the graph.
+        """
+        added = self.graph.append(append, checked)
+        ready: list[Ready] = []
+        for variable, value in append.inputs.items():
+            if variable in self.values:
+                raise ConflictError("variable.committed", f"variable {variable} has a value")
+            ready += self.commit(variable, value)
+        self._add_nodes(added)
+        if append.close:
+            self.is_open = False
+        if self.readiness.demanded_nodes is None:
+            ready += self.readiness.report(added)
+        else:
+            # A variable that was asked for may have a producer now, also indirectly.
+            self.readiness.demand(self._wanted)
+            ready += self.readiness.report_all()
+        return added, ready
+
+    def start(self) -> list[Ready]:
+        """Start the program. State that is restored before reports no slots."""
+        return self.readiness.start()
+
+    def grow(self, instances: Sequence[BodyInstance]) -> tuple[tuple[str, ...], list[Ready]]:
+        """Add instances of bodies, and enter the bodies they belong to.
+
+        Returns: the ids of the new nodes, and the ready slots.
+
+        Raises:
+            ProgramError: `program.too_large` if the graph would be too large.
+        """
+        added = self.graph.add_instances(instances)
+        new = {instance.node.id for instance in instances}
+        for _, _, body in instances:
+            if body is not None and body.control not in new:
+                self.readiness.mark_entered(body)
+                self._release_reservation(body.control)
+        self._add_nodes(added)
+        if self.readiness.demanded_nodes is not None:
+            self.readiness.demanded_nodes.update(added)
+        return added, self.readiness.report(added)
+
+    def enter_body(self, body: BodyRef) -> list[Ready]:
+        """Enter a body that is in the graph already."""
+        return self.readiness.enter_body(body)
+
+    def _add_nodes(self, nodes: Iterable[str]) -> None:
+        ids = list(nodes)
+        for node_id in ids:
+            assert node_id not in self.nodes, node_id
+            self.nodes[node_id] = NodeState(self.graph.nodes[node_id])
+        self._num_live_nodes += len(ids)
+        for node_id in ids:
+            match self.graph.nodes[node_id]:
+                case GenerateNode():
+                    self.num_open_calls += 1
+                case (MapNode() | LoopNode()) as node if self.graph.body_of(node_id) is not None:
+                    self._reservations[node_id] = num_calls = count_calls(node.body)
+                    self.num_reserved_calls += num_calls
+                case _:
+                    pass
+        self.readiness.add_nodes(ids)
+
+    def _release_reservation(self, node_id: str) -> None:
+        self.num_reserved_calls -= self._reservations.pop(node_id, 0)
+
+    def want(self, variable: str) -> list[Ready]:
+        """Let the ancestors of a variable run under `start: demand`."""
+        if self.readiness.demanded_nodes is None or variable in self._wanted:
+            return []
+        self._wanted.add(variable)
+        self.readiness.demand([variable])
+        return self.readiness.report_all()
+
+    def mark_started(self, node_id: str, slot: int) -> None:
+        """Mark a slot that started before a restart and continues from its decisions."""
+        self.readiness.mark_started(node_id, slot)
+        self.nodes[node_id].phase = "running"
+
+    # --- resolving ------------------------------------------------------------------------
+
+    def is_resolved(self, variable: str) -> bool:
+        """Whether a variable has a value or is missing."""
+        return variable in self.values or variable in self.missing_values
+
+    def commit(self, variable: str, value: Json) -> list[Ready]:
+        """Give a variable its only value."""
+        assert not self.is_resolved(variable), variable
+        self.values[variable] = value
+        return self.readiness.variable_resolved(variable)
+
+    def mark_missing(self, variable: str, missing: MissingValue) -> list[Ready]:
+        """Record that a variable will never have a value."""
+        assert not self.is_resolved(variable), variable
+        self.missing_values[variable] = missing
+        return self.readiness.variable_resolved(variable)
+
+    # --- ending ---------------------------------------------------------------------------
+
+    def finish_slot(self, node_id: str, slot: int, *, at: float) -> list[Ready]:
+        """Finish a slot whose variables are committed. The last slot ends the node."""
+        node_state = self.nodes[node_id]
+        node_state.slots_done = slot + 1
+        if node_state.slots_done < len(self.graph.slots[node_id]):
+            return self.readiness.unblock(node_id, slot + 1)
+        return self._end(node_state, "done", at)
+
+    def end(self, node_id: str, phase: Phase, problem: Problem | None, *, at: float) -> list[Ready]:
+        """End a node early; variables it has not written are missing. Safe to repeat."""
+        node_state = self.nodes[node_id]
+        if node_state.has_ended:
+            return []
+        node_state.problem = problem
+        ready = self._end(node_state, phase, at)
+        problem = problem or Problem(code=f"node.{phase}", message=f"{node_id}: {phase}")
+        missing = MissingValue(phase, problem)
+        for slot in self.graph.slots[node_id]:
+            for variable in slot.writes:
+                if not self.is_resolved(variable):
+                    ready += self.mark_missing(variable, missing)
+        return ready
+
+    def _end(self, node_state: NodeState, phase: Phase, at: float) -> list[Ready]:
+        node_state.phase = phase
+        node_state.finished_at = at
+        self._num_live_nodes -= 1
+        self.num_open_calls -= isinstance(node_state.node, GenerateNode)
+        self._release_reservation(node_state.node.id)
+        return self.readiness.node_ended(node_state.node.id)
+
+    def missing_input(self, slot: Slot) -> MissingValue | None:
+        """Return why a slot cannot run because of what it reads; None if nothing is missing.
+
+        A failure is passed on unchanged, so the end of a chain reports the error at its beginning.
+        A skipped or killed variable skips its readers.
+        """
+        missing = self.first_missing(slot.reads)
+        if missing is not None and missing.phase in {"killed", "skipped"}:
+            return MissingValue("skipped", missing.problem)
+        return missing
+
+    def first_missing(self, names: Iterable[str]) -> MissingValue | None:
+        """Return the most significant missing value among names: a failure, if there is one."""
+        missing = [
+            self.missing_values[name] for name in sorted(names) if name in self.missing_values
+        ]
+        failed = (each for each in missing if each.phase == "failed")
+        return next(failed, missing[0] if missing else None)
+
+    def isolates(self, node_id: str) -> bool:
+        """Whether a failure of a node affects only its readers instead of ending the program.
+
+        By default, a session isolates the nodes outside of bodies and jobs, because they belong
+        to independent requests. A failure in a body goes to the node around it.
+        """
+        node = self.graph.nodes[node_id]
+        if isinstance(node, RoundEndNode):
+            return False  # a failure at the end of a round fails the loop
+        if node.on_error is not None:
+            return node.on_error == "isolate"
+        job = self.graph.jobs[node.job]
+        is_independent = self._is_session and job == Job() and self.graph.body_of(node_id) is None
+        return job.on_error == "isolate" or is_independent
+
+    def is_within(self, job: str, outer: str) -> bool:
+        """Whether a job is another one or below it. All jobs are below `main`."""
+        while job != outer and job != "main":
+            job = self.graph.jobs[job].parent or "main"
+        return job == outer
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all nodes have ended and no more can be added."""
+        if self.is_open:
+            return False
+        demanded_nodes = self.readiness.demanded_nodes
+        if demanded_nodes is None:
+            return self._num_live_nodes == 0
+        return all(map(self.is_resolved, self.graph.outputs)) and all(
+            self.nodes[node_id].has_ended for node_id in demanded_nodes
+        )
+
+    # --- reading --------------------------------------------------------------------------
+
+    def check_variable(self, variable: str) -> None:
+        """Check that the program has a variable.
+
+        Raises:
+            NotFoundError: `variable.not_found`.
+        """
+        if variable not in self.graph.variables:
+            raise NotFoundError(
+                "variable.not_found", f"program {self.id} has no variable {variable}"
+            )
+
+    def variable_names(self) -> list[str]:
+        """Return all variables, declared or produced, in the order of the program."""
+        return list(self.graph.variables)
+
+    def phase_of(self, variable: str) -> Phase:
+        """Return the phase of a variable."""
+        if variable in self.values:
+            return "done"
+        if variable in self.missing_values:
+            return self.missing_values[variable].phase
+        producer = self.graph.get_producer(variable)
+        return "waiting" if producer is None else self.nodes[producer.node].phase

@@ -1,0 +1,252 @@
+"""The status records of programs, from their live or their stored state.
+
+Pure functions. A value is shown only if it is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from ...program.ir import Append, GenerateNode, Json
+from ...program.status import (
+    ENDED,
+    NodeStatus,
+    OutputTokens,
+    Phase,
+    Problem,
+    ProgramStatus,
+    PromptTokens,
+    Receipt,
+    VariableStatus,
+)
+from ...store.journal import EndRecord, StoredProgram
+from ..node_state import NodeState
+from ..persistence.outbox import format_timestamp
+from ..program_state import ProgramState
+from .receipt import explain
+
+
+def node_status(state: NodeState) -> NodeStatus:
+    """Return the status of a node."""
+    node, usage = state.node, state.usage
+    prompt = explain(usage)
+    is_call = isinstance(node, GenerateNode)
+    return NodeStatus(
+        status=state.phase,
+        op=str(node.__struct_config__.tag),
+        engine=state.engine,
+        why=state.why,
+        attempt=state.attempt,
+        queued_s=usage.queued_s,
+        prefill_s=usage.prefill_s,
+        decode_s=usage.decode_s,
+        prompt_tokens=PromptTokens(
+            logical=prompt.logical,
+            computed=prompt.computed,
+            shared=prompt.logical - prompt.computed,
+        )
+        if is_call
+        else UNSET,
+        output_tokens=OutputTokens(
+            decoded=usage.decoded, forced=usage.forced, discarded=usage.discarded
+        )
+        if is_call
+        else UNSET,
+        prefix_break=state.prefix_break,
+        constraint_relaxed=state.constraint_relaxed,
+        error=UNSET if state.problem is None else state.problem,
+        trace=list(state.trace) if state.trace else UNSET,
+        meta=UNSET if node.meta is None else node.meta,
+    )
+
+
+def variable_status(
+    program: ProgramState, durable: Container[str], variable: str, *, is_ended: bool
+) -> VariableStatus:
+    """Return the status of a variable. A value that is not durable counts as running.
+
+    Args:
+        program: the program.
+        durable: variables whose value, or the lack of it, is durable.
+        variable: name of the variable.
+        is_ended: whether the end of the program is durable.
+    """
+    if variable in durable:
+        if variable in program.values:
+            return VariableStatus(
+                name=variable,
+                status="done",
+                value=program.values[variable],
+                truncated=variable in program.truncated,
+            )
+        missing = program.missing_values[variable]
+        return VariableStatus(name=variable, status=missing.phase, error=missing.problem)
+    if is_ended:
+        return _never_set(variable, program.problem)
+    phase = program.phase_of(variable)
+    return VariableStatus(name=variable, status="running" if phase in ENDED else phase)
+
+
+def program_status(
+    program: ProgramState,
+    durable: Container[str],
+    receipt: Receipt | None,
+    *,
+    only: Append | None = None,
+) -> ProgramStatus:
+    """Return the status of a program that is live or in memory.
+
+    Args:
+        program: the program.
+        durable: variables whose value, or the lack of it, is durable.
+        receipt: None until the end of the program is durable.
+        only: restricts nodes and variables to those that this append added.
+    """
+    names, nodes = program.variable_names(), list(program.nodes)
+    if only is not None:
+        nodes = [node.id for node in only.nodes]
+        names = _added_variables(program, only)
+    is_ended = receipt is not None
+    finished_at = program.finished_at if is_ended else None
+    return ProgramStatus(
+        id=program.id,
+        name=program.name,
+        status=program.phase if is_ended else _visible_phase(program),
+        created_at=format_timestamp(program.created_at),
+        finished_at=None if finished_at is None else format_timestamp(finished_at),
+        outputs=list(program.graph.outputs),
+        variables={
+            name: variable_status(program, durable, name, is_ended=is_ended) for name in names
+        },
+        nodes={node_id: node_status(program.nodes[node_id]) for node_id in nodes},
+        receipt=UNSET if receipt is None else receipt,
+        error=UNSET if program.problem is None or not is_ended else program.problem,
+    )
+
+
+def _added_variables(program: ProgramState, append: Append) -> list[str]:
+    """Return the variables that an append declares, provides or produces, each once."""
+    written = (
+        variable
+        for node in append.nodes
+        for slot in program.graph.slots[node.id]
+        for variable in slot.writes
+    )
+    return list(dict.fromkeys((*append.variables, *append.inputs, *written)))
+
+
+class EndSnapshot(Struct, frozen=True, kw_only=True):
+    """The state of an ended program besides its values, stored in `EndRecord.nodes`."""
+
+    nodes: dict[str, NodeStatus]
+    absences: dict[str, VariableStatus]
+    """Variables without a value. The journal has a record for each of the others."""
+    outputs: list[str]
+
+
+def end_snapshot(program: ProgramState) -> EndSnapshot:
+    """Return the snapshot of a program that has just ended."""
+    names = program.variable_names()
+    return EndSnapshot(
+        nodes={node_id: node_status(state) for node_id, state in program.nodes.items()},
+        absences={
+            name: variable_status(program, program.missing_values, name, is_ended=True)
+            for name in names
+            if name not in program.values
+        },
+        outputs=list(program.graph.outputs),
+    )
+
+
+class _Program(Struct, frozen=True):
+    name: str = ""
+    outputs: list[str] = []
+
+
+class _Body(Struct, frozen=True):
+    """The parts of a stored submission or append that a status shows.
+
+    Decoded without the checks of a submission, so that programs of older versions can be shown.
+    """
+
+    program: _Program = _Program()
+    inputs: dict[str, Json] = {}
+
+
+def _decode_body(body: bytes) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=_Body)
+    except msgspec.DecodeError:
+        return _Body()
+
+
+def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> EndRecord:
+    """Return the end of a program that cannot be recovered from its stored state."""
+    outputs = _decode_body(stored.body).program.outputs
+    known = {record.variable for record in stored.values}
+    last = EndSnapshot(
+        nodes={},
+        absences={
+            name: VariableStatus(name=name, status="failed", error=problem)
+            for name in outputs
+            if name not in known
+        },
+        outputs=outputs,
+    )
+    return EndRecord(
+        program=stored.id,
+        status="failed",
+        finished_at=at,
+        receipt=msgspec.json.encode(Receipt()),
+        error=msgspec.json.encode(problem),
+        nodes=msgspec.json.encode(last),
+    )
+
+
+def stored_status(stored: StoredProgram) -> ProgramStatus:
+    """Return the status of an ended program from the journal."""
+    end = stored.end
+    assert end is not None
+    submission = _decode_body(stored.body)
+    problem = None if end.error is None else msgspec.json.decode(end.error, type=Problem)
+    last = msgspec.json.decode(end.nodes, type=EndSnapshot)
+    given = dict(submission.inputs)
+    for body in stored.appends:
+        given |= _decode_body(body).inputs
+    given |= {record.variable: msgspec.json.decode(record.value) for record in stored.values}
+    receipt = msgspec.json.decode(end.receipt, type=Receipt)
+    values = {
+        name: VariableStatus(
+            name=name, status="done", value=value, truncated=name in receipt.truncated
+        )
+        for name, value in given.items()
+    }
+    return ProgramStatus(
+        id=stored.id,
+        name=submission.program.name,
+        status=end.status,  # type: ignore[arg-type]  # written from a Phase
+        created_at=format_timestamp(stored.created_at),
+        finished_at=format_timestamp(end.finished_at),
+        outputs=last.outputs,
+        variables=values | last.absences,
+        nodes=last.nodes,
+        receipt=receipt,
+        error=UNSET if problem is None else problem,
+    )
+
+
+def _never_set(variable: str, problem: Problem | None) -> VariableStatus:
+    message = f"the program ended before {variable} had a value"
+    return VariableStatus(
+        name=variable,
+        status="cancelled",
+        error=problem or Problem(code="variable.never_set", message=message),
+    )
+
+
+def _visible_phase(program: ProgramState) -> Phase:
+    """Return the phase to show until the end of the program is durable."""
+    return "running" if program.finished_at is not None else program.phase

@@ -1,0 +1,236 @@
+"""Readiness of a program's slots: what each slot still waits for, and when it is reported.
+
+A slot is ready when all variables it reads are resolved, the slot before it is done, all nodes in
+`after` have ended, and the body it is in has been entered.
+
+Out of scope: what resolves a variable or ends a node; `ProgramState` calls the matching method.
+
+Invariants: a slot is reported at most once (unless it was blocked in between), and only after
+`start`. A slot in a body that was not entered waits, and no node waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..program.graph.graph import Graph, Slot
+from ..program.ir import GraphNode, Json, WaitNode
+from ..program.nodes.base import NodeWithBodies
+from ..program.nodes.bodies import BodyRef
+from .node_state import MissingValue, NodeState, Ready
+
+SlotKey = tuple[str, int]
+
+
+class SlotReadiness:
+    """Counts what each slot of a program waits for."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        nodes: Mapping[str, NodeState],
+        values: Mapping[str, Json],
+        missing_values: Mapping[str, MissingValue],
+        *,
+        on_demand: bool,
+    ) -> None:
+        self._graph = graph
+        self._nodes = nodes
+        self._values = values
+        self._missing_values = missing_values
+        self.demanded_nodes: set[str] | None = set() if on_demand else None
+        """Nodes that may run under `start: demand`; None: all."""
+        self._num_waiting_for: dict[SlotKey, int] = {}
+        self._entered: set[BodyRef] = set()
+        self._quorums: dict[SlotKey, int | None] = {}
+        """Slots of `wait` nodes that need only this many values; None: decided."""
+        self._num_live_in: Counter[str] = Counter()
+        self._reported: set[SlotKey] = set()
+        self._is_started = False
+
+    # --- adding nodes ---------------------------------------------------------------------
+
+    def start(self) -> list[Ready]:
+        """Start reporting: return the slots that are ready now, except those restored as done."""
+        self._is_started = True
+        return self.report_all()
+
+    def add_nodes(self, nodes: Sequence[str]) -> None:
+        """Count what the slots of new nodes wait for. The nodes must have a `NodeState`."""
+        for node_id in nodes:
+            node = self._graph.nodes[node_id]
+            body = self._graph.body_of(node_id)
+            for slot in self._graph.slots[node_id]:
+                count = self._count_reads(node, slot)
+                if slot.index == 0:
+                    count += sum(not self._nodes[other].has_ended for other in set(node.after))
+                    count += body is not None and body not in self._entered
+                else:
+                    count += 1  # the slot before it
+                self._num_waiting_for[node_id, slot.index] = count
+        for node_id in nodes:
+            if self._graph.body_of(node_id) in self._entered:
+                self._await_end(node_id)
+
+    def _count_reads(self, node: GraphNode, slot: Slot) -> int:
+        if isinstance(node, WaitNode) and slot.index == 1 and node.mode != "all":
+            self._quorums[node.id, 1] = 1 if node.mode == "any" else node.mode
+            return int(not self._has_quorum(node.id, 1))
+        return sum(not self.is_resolved(name) for name in slot.reads)
+
+    def enter_body(self, body: BodyRef) -> list[Ready]:
+        """Let the nodes of a body start, and make the node around them wait for their end."""
+        self._entered.add(body)
+        nodes = self._graph.body_nodes(body.control).get(body.part, ())
+        for node_id in nodes:
+            self._await_end(node_id)
+        return self._count_down((node_id, 0) for node_id in nodes)
+
+    def mark_entered(self, body: BodyRef) -> None:
+        """Mark the body of instances that are about to be added as entered."""
+        self._entered.add(body)
+
+    def _await_end(self, node_id: str) -> None:
+        body = self._graph.body_of(node_id)
+        assert body is not None
+        if not self._nodes[node_id].has_ended:
+            self._num_waiting_for[body.control, _exit_slot(self._graph.nodes[body.control])] += 1
+            self._num_live_in[body.control] += 1
+
+    def add_reads(self, node_id: str, slot: int, names: Iterable[str]) -> None:
+        """Make a slot that is not ready read more variables."""
+        known = self._graph.slots[node_id][slot].reads
+        new = {name for name in names if name not in known}
+        self._graph.add_reads(node_id, slot, new)
+        self._num_waiting_for[node_id, slot] += sum(not self.is_resolved(name) for name in new)
+
+    # --- resolving ------------------------------------------------------------------------
+
+    def is_resolved(self, variable: str) -> bool:
+        """Whether a variable has a value or is missing."""
+        return variable in self._values or variable in self._missing_values
+
+    def variable_resolved(self, variable: str) -> list[Ready]:
+        """Count a variable as resolved for its consumers."""
+        keys = [(slot.node, slot.index) for slot in self._graph.get_consumers(variable)]
+        if self._quorums:
+            keys = [key for key in keys if key not in self._quorums or self._reaches_quorum(key)]
+        return self._count_down(keys)
+
+    def node_ended(self, node_id: str) -> list[Ready]:
+        """Count a node as ended for its successors and the node around it."""
+        keys = [(other, 0) for other in self._graph.nodes_after(node_id)]
+        body = self._graph.body_of(node_id)
+        if body is not None and body in self._entered:
+            self._num_live_in[body.control] -= 1
+            keys.append((body.control, _exit_slot(self._graph.nodes[body.control])))
+        return self._count_down(keys)
+
+    def _has_quorum(self, node_id: str, slot: int) -> bool:
+        """Whether enough variables have a value, or enough are missing to rule that out."""
+        quorum = self._quorums[node_id, slot]
+        assert quorum is not None
+        reads = self._graph.slots[node_id][slot].reads
+        num_values = sum(name in self._values for name in reads)
+        num_missing = sum(name in self._missing_values for name in reads)
+        if num_values < quorum <= len(reads) - num_missing:
+            return False
+        self._quorums[node_id, slot] = None
+        return True
+
+    def _reaches_quorum(self, key: SlotKey) -> bool:
+        """Whether the last resolved variable decided a quorum."""
+        return self._quorums[key] is not None and self._has_quorum(*key)
+
+    def _count_down(self, keys: Iterable[SlotKey]) -> list[Ready]:
+        ready = []
+        for key in keys:
+            if key not in self._num_waiting_for:
+                continue  # a node that is being appended; `add_nodes` counts it later
+            self._num_waiting_for[key] -= 1
+            if self._num_waiting_for[key] == 0 and self._report(key):
+                ready.append(Ready(*key))
+        return ready
+
+    # --- reporting ------------------------------------------------------------------------
+
+    def report(self, nodes: Iterable[str]) -> list[Ready]:
+        """Return the slots of these nodes that are ready and not reported yet."""
+        return self._report_ready(
+            (node_id, slot.index) for node_id in nodes for slot in self._graph.slots[node_id]
+        )
+
+    def report_all(self) -> list[Ready]:
+        """Return all slots that are ready and not reported yet."""
+        return self._report_ready(self._num_waiting_for)
+
+    def _report_ready(self, keys: Iterable[SlotKey]) -> list[Ready]:
+        return [Ready(*key) for key in keys if not self._num_waiting_for[key] and self._report(key)]
+
+    def _report(self, key: SlotKey) -> bool:
+        node_id, slot = key
+        node_state = self._nodes[node_id]
+        if not self._is_started or key in self._reported or node_state.has_ended:
+            return False
+        if slot < node_state.slots_done:  # done before a restart
+            return False
+        if self.demanded_nodes is not None and node_id not in self.demanded_nodes:
+            return False
+        self._reported.add(key)
+        return True
+
+    def mark_started(self, node_id: str, slot: int) -> None:
+        """Mark a slot as reported: it started before a restart and continues from its decisions."""
+        self._reported.add((node_id, slot))
+
+    def block(self, node_id: str, slot: int) -> None:
+        """Block a slot until `unblock`, even if it was already reported."""
+        self._num_waiting_for[node_id, slot] += 1
+        self._reported.discard((node_id, slot))
+
+    def unblock(self, node_id: str, slot: int) -> list[Ready]:
+        """Remove one obstacle: a block, or the slot before it. Return the slot if it is ready."""
+        return self._count_down([(node_id, slot)])
+
+    # --- queries --------------------------------------------------------------------------
+
+    def is_due(self, node_id: str, slot: int) -> bool:
+        """Whether a reported slot may still run: its node has not ended and it is not blocked."""
+        node_state = self._nodes[node_id]
+        is_next = slot == node_state.slots_done and not self._num_waiting_for[node_id, slot]
+        return is_next and not node_state.has_ended
+
+    def waits_only_for(self, node_id: str, slot: int, names: Iterable[str]) -> bool:
+        """Whether a slot would be ready if these unresolved variables were resolved."""
+        num_waiting_for = self._num_waiting_for[node_id, slot]
+        return num_waiting_for == len(set(names)) and not self._nodes[node_id].has_ended
+
+    def num_live_in(self, node_id: str) -> int:
+        """Return the number of nodes in the entered bodies of a node that have not ended."""
+        return self._num_live_in[node_id]
+
+    def demand(self, variables: Iterable[str]) -> None:
+        """Let the ancestors of variables run under `start: demand`."""
+        assert self.demanded_nodes is not None
+        graph = self._graph
+        stack = [each.node for each in map(graph.get_producer, variables) if each is not None]
+        seen: set[str] = set()
+        while stack:
+            node_id = stack.pop()
+            if node_id in seen:
+                continue
+            seen.add(node_id)
+            stack += graph.nodes[node_id].after
+            stack += graph.descendants(node_id)
+            if (body := graph.body_of(node_id)) is not None:
+                stack.append(body.control)
+            for slot in graph.slots[node_id]:
+                producers = map(graph.get_producer, slot.reads | slot.may_read)
+                stack += [producer.node for producer in producers if producer is not None]
+        self.demanded_nodes |= seen
+
+
+def _exit_slot(control: GraphNode) -> int:
+    assert isinstance(control, NodeWithBodies)
+    return control.exit_slot

@@ -1,0 +1,161 @@
+"""The timers of one program: timeouts of nodes and jobs, the deadline, and the leases.
+
+Starts timers and reports the ones that expire; the program decides what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..program.errors import ConureError, RunError
+from ..program.ir import ClientNode, GraphNode, WaitNode
+from ..program.nodes.base import NodeWithBodies
+from ..program.status import Phase, Problem
+from .clock import SteadyClock
+from .program_state import ProgramState
+
+LEASE_S = 10.0
+"""How long an attached program lives without a reader."""
+LEASE_CHECKS = 5
+"""Number of checks within the duration of a lease."""
+DEADLINE, LEASE, IDLE_TIMEOUT = "the deadline", "the lease", "the idle timeout"
+"""Keys of the program's own timers. They contain a space, so no node can have the same name."""
+WAITING_NODES = (ClientNode, WaitNode, NodeWithBodies)
+"""Nodes that may run for long without work of the server."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """The time that a program lives without being used."""
+
+    key: str
+    duration_s: float
+    is_used: Callable[[], bool]
+    problem: Problem
+    """Why the program ends with the lease."""
+    num_unused_checks: int = 0
+    """Checks since the last use. Counted instead of seconds, so that the lease does not end while
+    this process is suspended and no client can read."""
+
+
+class Timers:
+    """The timers of one program."""
+
+    def __init__(
+        self,
+        state: ProgramState,
+        clock: SteadyClock,
+        *,
+        idle_s: float | None,
+        fail: Callable[[str, ConureError], None],
+        stop: Callable[[Phase, Problem], None],
+        close: Callable[[], bool],
+        has_reader: Callable[[], bool],
+        num_changes: Callable[[], int],
+    ) -> None:
+        self._state = state
+        self._clock = clock
+        self._idle_s = idle_s
+        self._fail = fail
+        self._stop = stop
+        self._close = close
+        self._has_reader = has_reader
+        self._num_changes = num_changes
+        self._num_seen_changes = 0
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._leases = self._make_leases()
+
+    def start(self) -> None:
+        """Start the timers of the program and its jobs."""
+        loop = asyncio.get_running_loop()
+        options = self._state.options
+        if options.deadline_s is not None:
+            remaining_s = max(self._state.created_at + options.deadline_s - self._clock.now(), 0)
+            self._timers[DEADLINE] = loop.call_later(
+                remaining_s, self._deadline_exceeded, options.deadline_s
+            )
+        for name, job in self._state.graph.jobs.items():
+            if job.timeout_s is not None:
+                self._timers[f"job {name}"] = loop.call_later(
+                    job.timeout_s, self._job_timed_out, name
+                )
+        for lease in self._leases:
+            self._check_lease(lease)
+
+    def _make_leases(self) -> list[_Lease]:
+        options, leases = self._state.options, []
+        if not options.detach:
+            message = f"the attached program had no reader for {LEASE_S:g} s"
+            problem = Problem(code="program.lease_lost", message=message)
+            leases.append(_Lease(LEASE, LEASE_S, self._has_reader, problem))
+        idle_s = self._idle_s if options.idle_timeout_s is None else options.idle_timeout_s
+        if idle_s is not None:
+            message = f"no client used the program for {idle_s:g} s"
+            problem = Problem(code="program.idle", message=message)
+            leases.append(_Lease(IDLE_TIMEOUT, idle_s, self._is_used, problem))
+        return leases
+
+    def renew_lease(self) -> None:
+        """Restart the leases: a client has asked about the program."""
+        for lease in self._leases:
+            lease.num_unused_checks = 0
+
+    def start_node(self, node: GraphNode) -> None:
+        """Start the timer of a node. A client step has its own timer, one per request."""
+        if node.timeout_s is not None and not isinstance(node, ClientNode):
+            self._timers[node.id] = asyncio.get_running_loop().call_later(
+                node.timeout_s, self._node_timed_out, node.id, node.timeout_s
+            )
+
+    def cancel(self, node_id: str) -> None:
+        """Cancel the timer of a node; safe to repeat."""
+        if (timer := self._timers.pop(node_id, None)) is not None:
+            timer.cancel()
+
+    def stop(self) -> None:
+        """Cancel all timers; safe to repeat."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _node_timed_out(self, node_id: str, timeout_s: float) -> None:
+        del self._timers[node_id]
+        message = f"node {node_id} took longer than {timeout_s:g} s"
+        self._fail(node_id, RunError("node.timeout", message))
+
+    def _job_timed_out(self, job: str) -> None:
+        for node_id, node_state in list(self._state.nodes.items()):
+            if not node_state.has_ended and self._state.is_within(node_state.node.job, job):
+                self._fail(
+                    node_id, RunError("job.timeout", f"job {job} took longer than its limit")
+                )
+
+    def _deadline_exceeded(self, deadline_s: float) -> None:
+        message = f"the program did not end within {deadline_s:g} s"
+        self._stop("deadline_exceeded", Problem(code="program.deadline_exceeded", message=message))
+
+    def _is_used(self) -> bool:
+        """Return whether a client waits, or a node works, waits for an engine or made progress."""
+        before, self._num_seen_changes = self._num_seen_changes, self._num_changes()
+        if self._has_reader() or before != self._num_seen_changes:
+            return True
+        return any(
+            each.phase in ("queued", "running") and not isinstance(each.node, WAITING_NODES)
+            for each in self._state.nodes.values()
+        )
+
+    def _check_lease(self, lease: _Lease) -> None:
+        """Stop a program whose lease has ended; close it if all of its nodes have ended."""
+        if lease.is_used():
+            lease.num_unused_checks = 0
+        if lease.num_unused_checks >= LEASE_CHECKS:
+            # A program whose nodes have all ended is complete without its reader.
+            if lease.key != LEASE or not self._close():
+                self._stop("cancelled", lease.problem)
+            return
+        lease.num_unused_checks += 1
+        self._timers[lease.key] = asyncio.get_running_loop().call_later(
+            lease.duration_s / LEASE_CHECKS, self._check_lease, lease
+        )

@@ -1,0 +1,152 @@
+r"""The commit log: a second record of the commits that only the write-ahead log contains.
+
+SQLite ends the replay of a damaged write-ahead log at the first bad frame, without an error. The
+commit log has one line per commit since the last checkpoint: which row proves it, and which
+programs it changed. At a start, a line whose row is missing is a lost commit, and its programs are
+the ones that lost records.
+
+    <CRC-32 of the rest, 8 hex digits> <JSON of a `CommitLine`>\\n
+
+Invariants: a line is written after the commit is durable and before its batches are acknowledged,
+so a missing row is always a loss. Lines are not fsynced: they survive the process, and after a
+power failure the log proves less, never more. A checkpoint, after which the write-ahead log is
+empty, empties the commit log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+from msgspec import Struct
+
+COMMIT_LOG_NAME = "commits.log"
+_encoder = msgspec.json.Encoder()
+
+
+class CommitLine(Struct, frozen=True, array_like=True):
+    """One commit."""
+
+    table: str
+    """Table of the row that proves the commit."""
+    rowid: int
+    last_seq: int
+    """Highest sequence number of its events; 0 without events."""
+    accepted: list[str]
+    """Ids of new programs."""
+    changed: list[str]
+    """Ids of programs with other new records."""
+    deleted: list[str]
+    """Ids of programs that it removed. Their absence proves the commit instead of the row."""
+
+
+_decoder = msgspec.json.Decoder(CommitLine)
+_TABLES = {"program": "number", "appended": "position", "value": "rowid", "event": "seq"}
+_TABLES |= {"ending": "rowid", "watched": "program"}
+
+
+class CommitLog:
+    """The open commit log of the process that writes the journal."""
+
+    def __init__(self, folder: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(folder / COMMIT_LOG_NAME, flags, 0o600)
+        self._size = os.fstat(self._file).st_size
+
+    def add(self, line: CommitLine) -> None:
+        """Append a line. On a full disk the log is left as it was."""
+        text = _encoder.encode(line)
+        try:
+            written = os.write(self._file, b"%08x %b\n" % (crc32(text), text))
+        except OSError:
+            written = 0
+        if written == len(text) + 10:
+            self._size += written
+        else:  # the commit itself is durable; without its line a later loss of it is not noticed
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+
+    def clear(self) -> None:
+        """Empty the log: every commit is in the journal's main file."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, 0)
+            self._size = 0
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+class CommitLosses(Struct, frozen=True, kw_only=True):
+    """Commits of the commit log that the journal does not contain."""
+
+    num_commits: int = 0
+    accepted: list[str] = []
+    """Programs that were accepted in these commits."""
+    changed: list[str] = []
+    """Other programs that lost records."""
+    last_seq: int = 0
+    """Highest sequence number that the log mentions."""
+    num_bad_lines: int = 0
+    """Lines that cannot be read."""
+    is_end_unreadable: bool = False
+    """Whether the last lines cannot be read, so that losses may be missing from this list."""
+
+
+def find_losses(folder: Path, connection: sqlite3.Connection | None) -> CommitLosses:
+    """Compare the commit log with the journal; without a connection every commit is lost.
+
+    The write-ahead log loses commits from its end only, so the search ends at the last commit that
+    is there.
+    """
+    content = (folder / COMMIT_LOG_NAME).read_bytes()
+    # The last line may be incomplete: its commit was not acknowledged yet.
+    lines = [_read_line(raw) for raw in content.split(b"\n")[:-1]]
+    lost: list[CommitLine] = []
+    readable = [line for line in lines if line is not None]
+    for line in reversed(readable):
+        if connection is not None and _is_present(connection, line):
+            break
+        lost.append(line)
+    accepted = dict.fromkeys(id_ for line in reversed(lost) for id_ in line.accepted)
+    changed = dict.fromkeys(id_ for line in reversed(lost) for id_ in line.changed)
+    return CommitLosses(
+        num_commits=len(lost),
+        accepted=list(accepted),
+        changed=[id_ for id_ in changed if id_ not in accepted],
+        last_seq=max((line.last_seq for line in readable), default=0),
+        num_bad_lines=len(lines) - len(readable),
+        is_end_unreadable=bool(lines) and lines[-1] is None,
+    )
+
+
+def _read_line(raw: bytes) -> CommitLine | None:
+    checksum, _, text = raw.partition(b" ")
+    if checksum != b"%08x" % crc32(text):
+        return None
+    try:
+        line = _decoder.decode(text)
+    except msgspec.DecodeError:
+        return None
+    return line
+
+
+def _is_present(connection: sqlite3.Connection, line: CommitLine) -> bool:
+    """Whether a commit is in the journal. Where that cannot be read, it counts as lost."""
+    try:
+        return _find(connection, line)
+    except sqlite3.DatabaseError:
+        return False
+
+
+def _find(connection: sqlite3.Connection, line: CommitLine) -> bool:
+    if line.deleted:
+        marks = ", ".join("?" * len(line.deleted))
+        query = f"SELECT 1 FROM program WHERE id IN ({marks}) LIMIT 1"
+        return connection.execute(query, line.deleted).fetchone() is None
+    query = f"SELECT 1 FROM {line.table} WHERE {_TABLES[line.table]} = ?"
+    return connection.execute(query, (line.rowid,)).fetchone() is not None

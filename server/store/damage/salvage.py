@@ -1,0 +1,157 @@
+"""Salvage: continue with what is left of a damaged journal (`conure serve --recover`).
+
+The damaged files are moved aside, never deleted. Every record that is readable and matches its
+checksum is copied to a new journal. A program that lost records is marked, and the server ends it
+with `program.damaged` when it starts: it keeps the values that are left, and does not run again,
+because clients may know values that are lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from ..database import FILE_NAME, SEQ_BLOCK, migrate, open_reader
+from ..records import JournalError
+from .commit_log import COMMIT_LOG_NAME, CommitLosses, find_losses
+from .integrity import TABLES, JournalReport, Survey, readable_rows, row_checksum, survey
+
+DAMAGED_PROBLEM = "program.damaged"
+
+
+def salvage(folder: Path, report: JournalReport) -> Path:
+    """Replace a damaged journal with its readable part; return the folder of the damaged files.
+
+    The caller holds the lock of the data folder.
+
+    Raises:
+        JournalError: `store.unusable` if the new journal cannot be written; the damaged files are
+            where they were.
+    """
+    new = folder / f"{FILE_NAME}.new"
+    aside = _free_name(folder)
+    try:
+        new.unlink(missing_ok=True)
+        _write_new(folder, new)
+        aside.mkdir(mode=0o700)
+        (aside / "report.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(report), indent=2)
+        )
+        for name in (f"{FILE_NAME}-wal", f"{FILE_NAME}-shm", FILE_NAME, COMMIT_LOG_NAME):
+            if (folder / name).exists():
+                (folder / name).rename(aside / name)
+        new.rename(folder / FILE_NAME)
+        (folder / COMMIT_LOG_NAME).touch(mode=0o600)
+        _sync(folder)
+    except (OSError, sqlite3.Error) as error:
+        raise JournalError(
+            "store.unusable", f"cannot write the readable part of {folder / FILE_NAME}: {error}"
+        ) from error
+    return aside
+
+
+def _free_name(folder: Path) -> Path:
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    names = (folder / f"damaged-{stamp}{suffix}" for suffix in ("", *"abcdefghijklmnop"))
+    return next(name for name in names if not name.exists())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_new(folder: Path, new: Path) -> None:
+    """Write the readable part of the journal to a new file."""
+    os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with closing(sqlite3.connect(new, isolation_level=None)) as target:
+        target.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        migrate(target)
+        target.execute("BEGIN")
+        _copy(folder, target)
+        target.execute("COMMIT")
+    _sync(new)
+
+
+def _copy(folder: Path, target: sqlite3.Connection) -> None:
+    losses = CommitLosses()
+    seqs = [0]
+    with contextlib.ExitStack() as stack:
+        try:
+            source = stack.enter_context(closing(open_reader(folder)))
+            found = survey(source)
+            if (folder / COMMIT_LOG_NAME).exists():
+                losses = find_losses(folder, source)
+        except (sqlite3.DatabaseError, OSError):
+            return  # nothing is readable
+        changed = {*losses.accepted, *losses.changed}
+        damaged = found.damaged | {n for n, id_ in found.programs.items() if id_ in changed}
+        seqs += _copy_records(source, target, found, damaged)
+        _copy_sums(source, target)
+        _copy_procedures(source, target)
+        with contextlib.suppress(sqlite3.DatabaseError):
+            head = source.execute("SELECT next_seq, generation FROM head").fetchone()
+            if head is not None and 0 <= head[1] < 2**40:
+                target.execute("UPDATE head SET generation = ?", (head[1] + 1,))
+    next_seq = max(*seqs, losses.last_seq) + 2 * SEQ_BLOCK
+    target.execute("UPDATE head SET next_seq = ?", (next_seq,))
+
+
+def _copy_records(
+    source: sqlite3.Connection, target: sqlite3.Connection, found: Survey, damaged: set[int]
+) -> list[int]:
+    """Copy the records of all readable programs; return the highest sequence numbers."""
+    seqs = [0]
+    for table in TABLES:
+        marks = ", ".join("?" * len(table.columns.split(",")))
+        insert = f"INSERT OR IGNORE INTO {table.name} ({table.columns}) VALUES ({marks})"
+        for rowid, row in readable_rows(source, table, found.evidence[table.name]):
+            if rowid is None or row[0] not in found.programs:
+                continue
+            if table.name == "ending" and row[0] in damaged:
+                continue
+            try:
+                program = found.programs[row[0]]
+                if row[-1] is None or row[-1] == row_checksum(table.name, program, row):
+                    target.execute(insert, row)
+            except (TypeError, ValueError, AttributeError, sqlite3.Error):
+                continue
+            if table.name == "event":
+                seqs.append(row[1])
+                seqs = [max(seqs)]
+    target.executemany(
+        "INSERT OR REPLACE INTO watched VALUES (?, 0, 0, ?)",
+        [(number, DAMAGED_PROBLEM) for number in sorted(damaged)],
+    )
+    return seqs
+
+
+def _copy_procedures(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
+    """Copy stored procedures and their aliases, if they are readable."""
+    for table, columns in (
+        ("procedure", "tenant, name, version, created_at, program"),
+        ("procedure_alias", "tenant, name, alias, version"),
+    ):
+        marks = ", ".join("?" * len(columns.split(",")))
+        with contextlib.suppress(sqlite3.DatabaseError):
+            rows = source.execute(f"SELECT {columns} FROM {table}").fetchall()
+            target.executemany(f"INSERT INTO {table} ({columns}) VALUES ({marks})", rows)
+
+
+def _copy_sums(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
+    """Copy the usage sums, which may count programs that were deleted; keep the new ones if the
+    old ones are unreadable.
+    """
+    with contextlib.suppress(sqlite3.DatabaseError):
+        rows = source.execute("SELECT tenant, day, status, name, amount FROM usage").fetchall()
+        target.execute("DELETE FROM usage")
+        target.executemany("INSERT INTO usage VALUES (?, ?, ?, ?, ?)", rows)

@@ -1,0 +1,84 @@
+"""Retention: which ended programs are deleted, and the space they give back.
+
+Programs are deleted oldest end first. A program that has not ended is never deleted by retention.
+The sums of usage stay.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import NamedTuple
+
+BATCH = 100
+"""Programs that are deleted in one transaction."""
+_CHILDREN = ("event", "value", "appended", "ending", "unfinished", "watched")
+"""Tables whose rows refer to a program."""
+
+
+class RetentionLimits(NamedTuple):
+    """How long and how much is kept. None: without a limit."""
+
+    max_age_s: float | None
+    """Seconds since the end of a program."""
+    max_bytes: int | None
+    """Bytes of the journal that are in use."""
+
+
+def find_expired(
+    connection: sqlite3.Connection, limits: RetentionLimits, now: float
+) -> tuple[str, ...]:
+    """Return the ids of up to `BATCH` programs to delete, oldest end first."""
+    query = (
+        "SELECT p.id FROM ending e JOIN program p ON p.number = e.program "
+        "{where} ORDER BY e.finished_at LIMIT ?"
+    )
+    if limits.max_age_s is not None:
+        where = "WHERE e.finished_at < ?"
+        arguments = (now - limits.max_age_s, BATCH)
+        ids = connection.execute(query.format(where=where), arguments).fetchall()
+        if ids:
+            return tuple(id_ for (id_,) in ids)
+    if limits.max_bytes is None or used_bytes(connection) <= limits.max_bytes:
+        return ()
+    ids = connection.execute(query.format(where=""), (BATCH,)).fetchall()
+    return tuple(id_ for (id_,) in ids)
+
+
+def used_bytes(connection: sqlite3.Connection) -> int:
+    """Return the bytes of the journal's pages that are in use."""
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+    (size,) = connection.execute("PRAGMA page_size").fetchone()
+    return int((pages - free) * size)
+
+
+def compact(connection: sqlite3.Connection) -> None:
+    """Rewrite the journal without unused space."""
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("VACUUM")
+
+
+def delete_programs(connection: sqlite3.Connection, programs: Sequence[str]) -> None:
+    """Delete programs with all of their records; unknown ids are ignored."""
+    for id_ in programs:
+        row = connection.execute("SELECT number FROM program WHERE id = ?", (id_,)).fetchone()
+        if row is not None:
+            for table in _CHILDREN:
+                connection.execute(f"DELETE FROM {table} WHERE program = ?", row)
+            connection.execute("DELETE FROM program WHERE number = ?", row)
+
+
+def erase_programs(connection: sqlite3.Connection, programs: Sequence[str]) -> None:
+    """Delete programs and overwrite their content, in one transaction."""
+    connection.execute("PRAGMA secure_delete = ON")
+    connection.execute("BEGIN IMMEDIATE")
+    delete_programs(connection, programs)
+    connection.execute("COMMIT")
+
+
+def give_back_space(connection: sqlite3.Connection) -> None:
+    """Give unused pages at the end of the file back to the disk. Older journals, which were not
+    created for it, do so in `compact` only.
+    """
+    connection.execute("PRAGMA incremental_vacuum").fetchall()

@@ -1,0 +1,117 @@
+"""Connections of clients: one pool per event loop and process, and the I/O thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conure.adapters.client import AsyncClient, Client
+from conure.adapters.client.io_thread import IOThread
+
+
+def test_loops_that_end_leave_no_connection(double: Any, kit: Any) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+
+    async def submit(client: AsyncClient) -> Any:
+        await client.submit(kit.program)
+        return client._per_loop[asyncio.get_running_loop()].http
+
+    with Client(app=double) as owner:
+        client = owner.asynchronous()
+        used = [asyncio.run(submit(client)) for _ in range(3)]
+    assert all(http.is_closed for http in used)
+    assert client._per_loop == {}
+
+
+def test_loops_closed_without_their_generators_are_forgotten(double: Any, kit: Any) -> None:
+    double.on("POST", "/v1/programs", kit.accepted())
+    with Client(app=double) as owner:
+        client = owner.asynchronous()
+        for _ in range(3):
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(client.submit(kit.program))
+            loop.close()
+        assert len(client._per_loop) == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_process_opens_connections_of_its_own() -> None:
+    client = Client("http://127.0.0.1:9")
+    parent = client._http()
+
+    def check() -> bool:
+        return client._http() is not parent
+
+    assert client._http() is parent
+    assert _is_true_in_child(check)
+    client.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_process_starts_an_io_thread_of_its_own() -> None:
+    thread = IOThread()
+    _ran_in(thread)
+
+    def check() -> bool:
+        return _ran_in(thread).is_alive()
+
+    assert _is_true_in_child(check)
+    thread.close(_nothing)
+
+
+def test_io_thread_finishes_its_tasks_before_it_ends() -> None:
+    thread, done = IOThread(), list[str]()
+
+    async def work() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        done.append("work")
+
+    async def cleanup() -> None:
+        done.append("cleanup")
+
+    thread.start_task(work)
+    thread.close(cleanup)
+    assert done == ["work", "cleanup"]
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.start_task(work)
+
+
+def test_io_thread_does_not_keep_the_process_alive() -> None:
+    thread = IOThread()
+    assert _ran_in(thread).daemon
+    thread.close(_nothing)
+
+
+async def _nothing() -> None:
+    pass
+
+
+def _ran_in(io_thread: IOThread) -> threading.Thread:
+    """Return the thread that runs tasks."""
+    found: list[threading.Thread] = []
+    has_run = threading.Event()
+
+    async def note() -> None:
+        found.append(threading.current_thread())
+        has_run.set()
+
+    io_thread.start_task(note)
+    assert has_run.wait(10)
+    return found[0]
+
+
+def _is_true_in_child(check: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,259 @@
+"""Retries, their delays, and the errors of replies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+import pytest
+
+from conure.adapters.client import exchange
+from conure.adapters.client.exchange import (
+    NotReadyError,
+    Reply,
+    Request,
+    Retry,
+    ServerUnreachableError,
+    Sleep,
+    send,
+)
+from conure.server.program import errors
+from conure.server.program.ir import Options, Program, Submission
+from conure.server.program.status import Accepted
+
+RETRY = Retry(max_retries=2, base_delay_s=0.1, max_delay_s=5, noise=random.Random(0))
+DONE = Reply(200, {}, b"{}")
+BUSY = Reply(503, {"retry-after": "3"}, b"{}")
+
+
+def drive(
+    flow: Generator[Request | Sleep, Reply | None, Any], *answers: Reply | ServerUnreachableError
+) -> tuple[Any, list[Request], list[float]]:
+    """Run a flow against these replies; return its result, requests and sleeps."""
+    requests: list[Request] = []
+    pauses: list[float] = []
+    left = list(answers)
+    what = next(flow)
+    while True:
+        try:
+            if isinstance(what, Sleep):
+                pauses.append(what.delay_s)
+                what = flow.send(None)
+                continue
+            requests.append(what)
+            answer = left.pop(0)
+            if isinstance(answer, ServerUnreachableError):
+                what = flow.throw(answer)
+            else:
+                what = flow.send(answer)
+        except StopIteration as end:
+            return end.value, requests, pauses
+
+
+def lost(*, was_sent: bool = True) -> ServerUnreachableError:
+    return ServerUnreachableError("lost", was_sent=was_sent)
+
+
+def test_a_retry_respects_retry_after() -> None:
+    reply, requests, pauses = drive(send(Request("POST", "/x"), RETRY), BUSY, BUSY, DONE)
+    assert reply == DONE
+    assert len(requests) == 3
+    assert all(3 <= pause <= 3.2 for pause in pauses)
+
+
+def test_retries_are_bounded() -> None:
+    reply, requests, _ = drive(send(Request("GET", "/x"), RETRY), BUSY, BUSY, BUSY)
+    assert reply == BUSY
+    assert len(requests) == 3
+
+
+def test_a_long_retry_after_is_not_waited_for() -> None:
+    hours = Reply(429, {"retry-after": "7200"}, b"{}")
+    reply, requests, pauses = drive(send(Request("GET", "/x"), RETRY), hours)
+    assert (reply, len(requests), pauses) == (hours, 1, [])
+
+
+def test_delays_grow_with_jitter_up_to_a_bound() -> None:
+    retry = Retry(base_delay_s=1, max_delay_s=3, noise=random.Random(1))
+    for attempt, most in [(0, 1), (1, 2), (2, 3), (50, 3)]:
+        delays = {retry.delay_s(attempt) for _ in range(50)}
+        assert len(delays) > 40
+        assert max(delays) <= most
+
+
+class UnreachableServer:
+    """A server that is unreachable until some time, and a clock that only sleeps advance."""
+
+    def __init__(self, until_s: float, *, is_known: bool, seed: int = 0) -> None:
+        self.now_s = 0.0
+        self.num_tries = 0
+        self._until_s = until_s
+        self._is_known = is_known
+        self._retry = Retry(clock=lambda: self.now_s, noise=random.Random(seed))
+
+    def ask(self) -> Reply:
+        flow = send(Request("GET", "/x"), self._retry)
+        what = next(flow)
+        while True:
+            try:
+                if isinstance(what, Sleep):
+                    self.now_s += what.delay_s
+                    what = flow.send(None)
+                    continue
+                self.num_tries += 1
+                if self.now_s >= self._until_s:
+                    what = flow.send(DONE)
+                else:
+                    gone = ServerUnreachableError("gone", is_known=self._is_known)
+                    what = flow.throw(gone)
+            except StopIteration as end:
+                reply: Reply = end.value
+                return reply
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_restarting_server_is_waited_for(seed: int) -> None:
+    server = UnreachableServer(until_s=12.0, is_known=True, seed=seed)
+    assert server.ask() == DONE
+    assert 12 <= server.now_s <= 14, "reached soon after its return"
+    assert server.num_tries <= 20, "and not flooded before"
+
+
+@pytest.mark.parametrize(("is_known", "after_s"), [(True, 15.0), (False, 2.0)])
+def test_an_unreachable_server_times_out(is_known: bool, after_s: float) -> None:
+    server = UnreachableServer(until_s=1e9, is_known=is_known)
+    with pytest.raises(ServerUnreachableError):
+        server.ask()
+    assert server.now_s == pytest.approx(after_s), "the last try is at the timeout"
+
+
+def test_clients_spread_their_reconnections() -> None:
+    found = []
+    for seed in range(50):
+        server = UnreachableServer(until_s=5.0, is_known=True, seed=seed)
+        server.ask()
+        found.append(server.now_s)
+    assert max(found) - min(found) > 1
+
+
+def test_get_bounds_the_unreachable_timeout() -> None:
+    now = [0.0]
+    retry = Retry(clock=lambda: now[0])
+    flow = exchange.get("p", "x", retry, wait_s=3.0, clock=lambda: now[0])
+    what = next(flow)
+    with pytest.raises(ServerUnreachableError):
+        while True:
+            if isinstance(what, Sleep):
+                now[0] += what.delay_s
+                what = next(flow)
+            else:
+                what = flow.throw(ServerUnreachableError("gone"))
+    assert now[0] == pytest.approx(3.0)
+
+
+def test_zero_retries_never_wait() -> None:
+    flow = send(Request("GET", "/x"), Retry(max_retries=0))
+    next(flow)
+    with pytest.raises(ServerUnreachableError):
+        flow.throw(lost())
+
+
+def test_only_repeatable_requests_are_sent_twice() -> None:
+    with pytest.raises(ServerUnreachableError):
+        drive(send(Request("POST", "/x", repeatable=False), RETRY), lost())
+    for request, failure in [
+        (Request("POST", "/x", repeatable=False), lost(was_sent=False)),
+        (Request("PUT", "/x"), lost()),
+    ]:
+        reply, _, _ = drive(send(request, RETRY), failure, DONE)
+        assert reply == DONE
+
+
+def test_submit_retries_keep_the_idempotency_key() -> None:
+    accepted = Accepted(id="p", status="accepted", outputs=[], url="/")
+    answer = Reply(202, {}, msgspec.json.encode(accepted))
+    made, requests, _ = drive(exchange.submit({}, RETRY, key=None), lost(), BUSY, answer)
+    assert made == accepted
+    assert len({request.headers["Idempotency-Key"] for request in requests}) == 1
+    _, others, _ = drive(exchange.submit({}, RETRY, key=None), answer)
+    assert others[0].headers != requests[0].headers
+
+
+def test_a_long_wait_is_split_into_polls() -> None:
+    now = [0.0]
+    waits: list[float] = []
+
+    def poll() -> None:
+        what = next(flow)
+        while isinstance(what, Request):
+            waits.append(what.wait_s)
+            now[0] += what.wait_s
+            what = flow.send(Reply(202, {}, b'{"status":"waiting"}'))
+
+    flow = exchange.get("p", "x", RETRY, wait_s=50, clock=lambda: now[0])
+    with pytest.raises(NotReadyError, match=r"variable 'x' is waiting after 50 s.*longer wait_s"):
+        poll()
+    assert waits == [20, 20, 10]
+
+
+def test_a_failed_variable_is_not_retried() -> None:
+    body = msgspec.json.encode(
+        {"code": "server.draining", "detail": "gone", "variable_status": "failed"}
+    )
+    with pytest.raises(errors.UnavailableError, match="gone"):
+        drive(exchange.get("p", "x", RETRY, wait_s=None, clock=lambda: 0.0), Reply(503, {}, body))
+
+
+def test_only_the_field_makes_a_503_final() -> None:
+    body = msgspec.json.encode({"code": "server.starting", "detail": 'no "variable_status" yet'})
+    reply, requests, _ = drive(send(Request("GET", "/x"), RETRY), Reply(503, {}, body), DONE)
+    assert (reply, len(requests)) == (DONE, 2)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "program.cycle", errors.ProgramError),
+        (400, "prompt.too_long", errors.PromptError),
+        (404, "program.not_found", errors.NotFoundError),
+        (409, "variable.committed", errors.ConflictError),
+        (422, "expr.json", errors.ExpressionError),
+        (424, "run.killed", errors.RunError),
+        (424, "prompt.too_long", errors.PromptError),
+        (429, "queue.full", errors.UnavailableError),
+        (503, "server.draining", errors.UnavailableError),
+        (500, "server.internal", errors.ConureError),
+    ],
+)
+def test_an_error_keeps_its_class(
+    status: int, code: str, expected: type[errors.ConureError]
+) -> None:
+    body = {"code": code, "detail": "why", "path": "program.nodes[3]"}
+    error = exchange.error_of(Reply(status, {"retry-after": "2"}, msgspec.json.encode(body)))
+    assert type(error) is expected
+    assert (error.code, error.message, error.path) == (code, "why", "program.nodes[3]")
+    assert (error.status, error.retry_after_s) == (status, 2.0)
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>Bad gateway</html>", b"[1]", b'{"detail": 3}'])
+def test_a_foreign_error_body_is_an_error(body: bytes) -> None:
+    error = exchange.error_of(Reply(502, {}, body))
+    assert error.code == "http.502"
+    assert error.message
+
+
+def test_a_reply_of_another_server_is_named() -> None:
+    with pytest.raises(errors.ConureError, match="is this a Conure server"):
+        drive(exchange.status("p", RETRY), Reply(200, {}, b"<html>"))
+
+
+def test_submission_body_merges_its_arguments() -> None:
+    program = Program(name="p")
+    whole = Submission(program=program, inputs={"a": 1}, options=Options(trace=True))
+    body = exchange.submission_body(whole, inputs={"b": 2}, options={"deadline_s": 3.0})
+    assert body["inputs"] == {"a": 1, "b": 2}
+    assert body["options"] == {"trace": True, "deadline_s": 3.0}
+    assert exchange.submission_body({"name": "p"}) == {"program": {"name": "p"}}
+    assert exchange.submission_body({"program": program, "open": True})["open"] is True

@@ -1,0 +1,120 @@
+"""Values travel as JSON and come back equal, or are rejected."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.prompt_values import StringPromptValue
+from pydantic import BaseModel
+
+from conure.adapters.langchain.chat.json_values import LocalValues, decode, encode
+from conure.server.program.errors import ProgramError
+
+CALL = {"name": "add", "args": {"a": 1}, "id": "c1", "type": "tool_call"}
+
+
+class Order(BaseModel):
+    tea: str
+    boxes: tuple[int, ...]
+    inner: Order | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+    label: tuple[str, int]
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Secret(BaseModel):
+    """Does not equal its copies."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]  # as pydantic has it
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+VALUES = st.recursive(
+    JSON,
+    lambda inner: st.tuples(inner, inner) | st.dictionaries(st.integers(), inner, max_size=3),
+)
+
+
+@given(JSON)
+def test_json_is_sent_as_it_is(value: Any) -> None:
+    assert encode(value, what="it") == value
+    assert encode(value, what="it", is_plain=True) == value
+
+
+@given(VALUES)
+def test_values_come_back_equal(value: Any) -> None:
+    assert decode(encode(value, what="it")) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"history": [HumanMessage("a", name="n"), AIMessage("b", tool_calls=[CALL])]},
+        [Document(page_content="x", metadata={"page": (1, 2)}, id="7")],
+        Order(tea="oolong", boxes=(1, 2), inner=Order(tea="sencha", boxes=())),
+        Point(1, ("a", 2)),
+        {"colour": Colour.RED},
+        StringPromptValue(text="prompt"),
+        {1: "one", (2, 3): "pair"},
+    ],
+)
+def test_objects_come_back_as_what_they_were(value: Any) -> None:
+    restored = decode(encode(value, what="it"))
+    assert restored == value
+    assert type(restored) is type(value)
+    with pytest.raises(ProgramError, match="for a prompt"):
+        encode([value], what="it", is_plain=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({1, 2}, "set"),
+        (b"x", "bytes"),
+        (math.nan, "float"),
+        (datetime.date(2020, 1, 1), "date"),
+        (Secret(), "Secret"),
+    ],
+)
+def test_other_values_are_rejected_or_stay_in_the_process(value: Any, kind: str) -> None:
+    with pytest.raises(ProgramError, match=rf"it\['a'\]\[1\] is a {kind}"):
+        encode({"a": [0, value]}, what="it")
+    local = LocalValues()
+    with local.active():
+        sent = encode({"a": [0, value]}, what="it")
+        assert decode(sent)["a"][1] is value
+    with pytest.raises(ProgramError, match="known to the process"):
+        decode(sent)
+    with LocalValues().active(), pytest.raises(ProgramError, match="another run"):
+        decode(sent)
+
+
+def test_class_that_is_not_loaded_is_named() -> None:
+    with pytest.raises(ProgramError, match="not loaded the class nowhere:Nothing"):
+        decode({"__langchain_object__": "nowhere:Nothing", "value": {}})

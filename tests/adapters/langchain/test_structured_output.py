@@ -1,0 +1,84 @@
+"""An answer that was cut is an error under a schema or a tool, and never a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from langchain_core.exceptions import OutputParserException
+from pydantic import BaseModel
+
+from conure.adapters.client import Client
+from conure.adapters.langchain import ChatConure, accelerate
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.program.errors import RunError
+
+
+class Big(BaseModel):
+    """A long answer."""
+
+    items: list[str]
+
+
+WHOLE = {"items": [f"{n:040}" for n in range(20)]}
+JSON_SCHEMA = {
+    "title": "Big",
+    "description": "A long answer.",
+    "type": "object",
+    "properties": {"items": {"type": "array", "items": {"type": "string"}}},
+    "required": ["items"],
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("script")
+    text = msgspec.json.encode(WHOLE).decode()
+    script = folder / "script.json"
+    script.write_bytes(msgspec.json.encode([{"text": text}]))
+    config = Config(engine="fake", data=folder / "data", script=script)
+    with Client(app=create_app(config)) as client:
+        yield client
+
+
+def test_answer_without_a_limit_is_whole(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0)
+    assert len(WHOLE["items"]) * 43 > 512
+    assert llm.with_structured_output(Big).invoke("JSON") == Big(**WHOLE)
+    assert llm.invoke("JSON").response_metadata["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("is_accelerated", [False, True])
+@pytest.mark.parametrize("schema", [Big, JSON_SCHEMA], ids=["class", "schema"])
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
+def test_cut_answer_is_an_error(
+    client: Client, schema: Any, method: Any, is_accelerated: bool
+) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=100)
+
+    def chain(**options: Any) -> Any:
+        made = llm.with_structured_output(schema, method=method, **options)
+        return accelerate(made) if is_accelerated else made
+
+    with pytest.raises(OutputParserException, match=r"cut after 100 tokens.*raise max_tokens"):
+        chain().invoke("JSON")
+    raw = chain(include_raw=True).invoke("JSON")
+    assert raw["parsed"] is None
+    assert "cut after 100 tokens" in str(raw["parsing_error"])
+
+
+def test_stream_of_a_cut_answer_ends_with_an_error(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=100)
+    with pytest.raises(OutputParserException, match="cut after"):
+        list(llm.with_structured_output(JSON_SCHEMA).stream("JSON"))
+
+
+def test_cut_tool_call_is_an_error(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=30)
+    bound = llm.bind_tools([Big], tool_choice="any")
+    with pytest.raises(RunError, match="cut after 30 tokens before its tool call"):
+        bound.invoke("JSON")
+    with pytest.raises(RunError, match="cut after 30 tokens before its tool call"):
+        list(bound.stream("JSON"))

@@ -1,0 +1,244 @@
+"""Requests of a run: batches, programs that are full, values across programs, rejections."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from conure.adapters.client import ServerUnreachableError
+from conure.adapters.speculation import outbox as module
+from conure.adapters.speculation.outbox import OutboxRequest, SpeculativeOutbox
+from conure.adapters.speculation.registry import PlanFailedError, PlannedCallRegistry
+from conure.server.program.errors import (
+    ConflictError,
+    NotFoundError,
+    ProgramError,
+    RunError,
+    UnavailableError,
+)
+from conure.server.program.status import Event
+
+from .calls import call, committed, content, event, node
+
+SEGMENT = {"text": "x"}
+
+
+class Sent:
+    """An outbox, and the requests that a server accepted from it."""
+
+    def __init__(self) -> None:
+        self.registry = PlannedCallRegistry()
+        self.outbox = SpeculativeOutbox(self.registry, "test", may_grow=True)
+        self.requests: list[OutboxRequest] = []
+
+    def accept_all(self) -> None:
+        while (request := self.outbox.next()) is not None:
+            self.outbox.accepted(request, SimpleNamespace(id=request.program.id))
+            self.requests.append(request)
+
+    def reject_next(self, failure: Exception) -> list[str]:
+        request = self.outbox.next()
+        assert request is not None
+        self.outbox.rejected(request, failure)
+        return [record.variable for record in request.records]
+
+    def heard(self, name: str) -> list[Event | Exception]:
+        heard: list[Event | Exception] = []
+        self.registry.listen(self.registry.records[name], heard.append)
+        return heard
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    monkeypatch.setattr(module, "MAX_BATCH", 2)
+    monkeypatch.setattr(module, "MAX_NODES", 3)
+    return Sent()
+
+
+def test_full_program_is_followed_by_another(sent: Sent) -> None:
+    sent.registry.plan([call(name, set(), SEGMENT) for name in "abcde"])
+    sent.accept_all()
+    sizes = [(request.action, len(request.records)) for request in sent.requests]
+    assert sizes == [("submit", 2), ("submit", 2), ("append", 1)]
+    sent.outbox.end(is_cancelled=False)
+    sent.accept_all()
+    assert [request.action for request in sent.requests[3:]] == ["close", "close"]
+
+
+def test_answer_of_another_program_is_sent_as_a_value(sent: Sent) -> None:
+    calls = [call(name, set(), SEGMENT) for name in "abc"]
+    sent.registry.plan([*calls, call("d", {"a"}, content("a"))])
+    sent.accept_all()
+    second = sent.requests[1]
+    assert set(second.body["program"]["variables"]) == {"a"}
+    assert second.body["inputs"] == {}
+    sent.registry.on_event(committed("a", "A"))
+    sent.accept_all()
+    (value,) = sent.requests[2:]
+    assert value.program is sent.outbox.programs[1]
+    assert value.body == {"inputs": {"a": {"content": "A"}}}
+    sent.accept_all()
+    assert len(sent.requests) == 3
+
+
+def test_failure_in_another_program_fails_its_readers(sent: Sent) -> None:
+    calls = [call(name, set(), SEGMENT) for name in "abc"]
+    sent.registry.plan([*calls, call("d", {"a"}, content("a")), call("e", {"d"}, content("d"))])
+    sent.accept_all()
+    sent.registry.on_event(event("node.failed", node="a_call", code="x", message="no"))
+    assert [type(each) for each in sent.heard("d")] == [PlanFailedError]
+    assert [type(each) for each in sent.heard("e")] == [PlanFailedError]
+    assert sent.heard("b") == []
+
+
+def test_rejected_batch_is_split_until_one_call_is_at_fault(sent: Sent) -> None:
+    sent.registry.plan([call(name, set(), SEGMENT) for name in "ab"])
+    failure = ProgramError("program.invalid", "bad")
+    assert sent.reject_next(failure) == ["a", "b"]
+    assert sent.reject_next(failure) == ["a"]
+    sent.accept_all()
+    assert [type(each) for each in sent.heard("a")] == [PlanFailedError]
+    assert sent.heard("b") == []
+    assert sent.registry.rejections == ["bad"]
+
+
+def test_readers_of_a_rejected_call_are_not_sent(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT), call("b", {"a"}, content("a"))])
+    failure = ProgramError("program.invalid", "bad")
+    sent.reject_next(failure)
+    sent.reject_next(failure)
+    assert sent.outbox.next() is None
+    assert [type(each) for each in sent.heard("b")] == [PlanFailedError]
+
+
+def test_busy_server_gets_unplanned_calls_alone(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    sent.registry.add_unplanned(call("b", set(), SEGMENT))
+    failure = UnavailableError("admission.full", "busy")
+    assert sent.reject_next(failure) == ["a", "b"]
+    assert [type(each) for each in sent.heard("a")] == [PlanFailedError]
+    assert sent.heard("b") == []
+    assert sent.reject_next(failure) == ["b"]
+    assert sent.heard("b") == [failure]
+    assert sent.outbox.next() is None
+
+
+@pytest.mark.parametrize(
+    "failure", [ConflictError("program.closed", "closed"), RuntimeError("client closed")]
+)
+def test_failure_of_a_whole_batch_is_not_split(sent: Sent, failure: Exception) -> None:
+    sent.registry.plan([call(name, set(), SEGMENT) for name in "ab"])
+    assert sent.reject_next(failure) == ["a", "b"]
+    assert sent.outbox.next() is None
+
+
+def test_unreachable_server_is_reported_to_every_call(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    sent.registry.add_unplanned(call("b", set(), SEGMENT))
+    failure = ServerUnreachableError("no answer")
+    sent.reject_next(failure)
+    assert sent.heard("a") == sent.heard("b") == [failure]
+
+
+def test_cancelled_run_fails_what_was_not_sent(sent: Sent) -> None:
+    sent.registry.plan([call(name, set(), SEGMENT) for name in "ab"])
+    sent.accept_all()
+    sent.registry.plan([call("c", set(), SEGMENT)])
+    sent.outbox.end(is_cancelled=True)
+    sent.accept_all()
+    assert [request.action for request in sent.requests[1:]] == ["cancel"]
+    assert [type(each) for each in sent.heard("c")] == [RunError]
+    late = sent.registry.add_unplanned(call("d", set(), SEGMENT))
+    assert isinstance(late.failure, RunError)
+
+
+def test_requests_follow_a_submission_without_its_answer(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT), call("b", {"s"}, {"input": "s"})])
+    submission = sent.outbox.next()
+    assert submission is not None
+    assert submission.body["id"] == submission.program.id
+    sent.registry.set_values({"s": "S"})
+    sent.registry.add_unplanned(call("c", set(), SEGMENT))
+    values, append = sent.outbox.next(), sent.outbox.next()
+    assert values is not None
+    assert append is not None
+    assert values.body == {"inputs": {"s": "S"}}
+    assert [record.variable for record in append.records] == ["c"]
+    assert values.program is append.program is submission.program
+    assert sent.outbox.is_busy
+
+
+def test_call_that_reads_an_append_under_way_waits_for_it(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    sent.accept_all()
+    sent.registry.plan([call("b", set(), SEGMENT)])
+    append = sent.outbox.next()
+    assert append is not None
+    sent.registry.plan([call("c", {"b"}, content("b"))])
+    assert sent.outbox.next() is None
+    sent.outbox.accepted(append)
+    later = sent.outbox.next()
+    assert later is not None
+    assert [record.variable for record in later.records] == ["c"]
+
+
+def test_values_are_sent_when_a_call_can_start_by_them(sent: Sent) -> None:
+    reader = call("b", {"s", "t", "a"}, {"input": "s"}, {"input": "t"}, content("a"))
+    sent.registry.plan([call("a", set(), SEGMENT), reader])
+    sent.accept_all()
+    sent.registry.set_values({"s": "S"})
+    assert sent.outbox.next() is None
+    sent.registry.set_values({"t": "T"})
+    sent.accept_all()
+    assert sent.requests[-1].body == {"inputs": {"s": "S", "t": "T"}}
+
+
+def test_call_that_overtook_a_rejected_submission_is_sent_again(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    submission = sent.outbox.next()
+    sent.registry.add_unplanned(call("b", set(), SEGMENT))
+    append = sent.outbox.next()
+    assert submission is not None
+    assert append is not None
+    sent.outbox.rejected(submission, ProgramError("program.invalid", "bad"))
+    sent.outbox.rejected(append, NotFoundError("program.not_found", "no such program"))
+    again = sent.outbox.next()
+    assert again is not None
+    assert (again.action, [record.variable for record in again.records]) == ("submit", ["b"])
+    assert sent.heard("b") == []
+
+
+def test_number_of_requests_under_way_is_bounded(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_UNDER_WAY", 2)
+    requests = []
+    for name in "abc":
+        sent.registry.add_unplanned(call(name, set(), SEGMENT))
+        requests.append(sent.outbox.next())
+    first, second, third = requests
+    assert first is not None
+    assert second is not None
+    assert third is None
+    sent.outbox.accepted(first, SimpleNamespace(id=first.program.id))
+    assert sent.outbox.next() is not None
+
+
+def test_lost_connection_is_reported_by_an_error_of_the_client(sent: Sent) -> None:
+    sent.registry.add_unplanned(call("a", set(), SEGMENT))
+    sent.reject_next(RuntimeError("Cannot send a request, as the client has been closed."))
+    (failure,) = sent.heard("a")
+    assert isinstance(failure, UnavailableError)
+    assert failure.code == "client.stream"
+
+
+def test_a_value_observed_again_changes_no_planned_call(sent: Sent) -> None:
+    """The server has the first value: a call that reads the second one must not match."""
+    sent.registry.plan([call("a", {"v", "w"}, content("v"), content("w"))], {})
+    sent.registry.set_values({"v": {"content": "first"}})
+    sent.registry.set_values({"v": {"content": "second"}})
+    sent.registry.set_values({"w": {"content": "w"}})
+    text = {"text": "w"}
+    assert not sent.registry.has_planned(node("a", {"text": "second"}, text))
+    assert sent.registry.has_planned(node("a", {"text": "first"}, text))

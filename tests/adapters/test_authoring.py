@@ -1,0 +1,157 @@
+# ruff: noqa: E501, D415, RET504 - JSON and functions of the language
+"""Programs written as Python functions, and one workflow written in four ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+
+import conure
+from conure import Client, Output, ProgramError
+from conure.adapters.authoring import gen, job, llm_chat, system, user
+from conure.adapters.langchain import ChatConure, to_program
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.language.compiler import compile_source
+from conure.server.program.decode import revalidate
+from conure.server.program.graph.graph import Graph
+from conure.server.program.graph.identity import graph_hash
+from conure.server.program.ir import Program, Submission
+
+LIMIT = 20
+
+
+@conure.function
+def slogan(goods: Any, text: Output(max_tokens=12)):  # type: ignore[no-untyped-def, valid-type]
+    """A slogan for {{goods}}: {{text}}"""
+
+
+@conure.function
+def shout(text: Any) -> Any:
+    return text.upper() + "!"
+
+
+@conure.program
+def shop(goods: str, style: str = "short"):  # type: ignore[no-untyped-def]
+    found = slogan(goods)
+    with job():
+        yield {"loud": shout(found)}
+    yield {"slogan": found, "about": gen(f"A {style} story of {goods}. ", max_tokens=LIMIT)}
+
+
+@conure.program
+def naming(goods: str):  # type: ignore[no-untyped-def]
+    name = llm_chat(
+        [system("You sell tea."), user(f"Name a {goods}.")],
+        temperature=0,
+        max_tokens=32,
+    )["content"]
+    answer = llm_chat([user(f"A slogan for {name}:")], temperature=0, max_tokens=32)["content"]
+    return answer
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    with Client(app=create_app(Config(engine="fake", data=tmp_path))) as client:
+        yield client
+
+
+def test_a_decorated_function_runs_on_the_server(client: Client) -> None:
+    result = client.run(shop(goods="tea"))
+    assert result.status == "done"
+    assert set(result.outputs) >= {"found"}
+
+
+def test_inputs_and_options_can_be_given_apart(client: Client) -> None:
+    run = client.submit(shop.submission())
+    run.put("goods", "tea")
+    assert run.result(wait_s=20)["found"]
+
+
+def test_a_text_can_be_submitted_as_it_is(client: Client) -> None:
+    assert client.run("x = gen('Tea is ', max_tokens=8)\nyield x").outputs["x"]
+
+
+def test_an_error_has_the_line_of_the_file(client: Client) -> None:
+    @conure.program
+    def wrong():  # type: ignore[no-untyped-def]
+        yield undefined_name  # type: ignore[name-defined]  # noqa: F821
+
+    line = wrong.function.__code__.co_firstlineno + 2
+    with pytest.raises(ProgramError, match=f"line {line}, column 11: `undefined_name`") as caught:
+        client.run(wrong())
+    assert caught.value.code == "language.undefined_name"
+
+
+def test_a_plain_function_is_refused() -> None:
+    def plain() -> int:
+        return 1
+
+    @conure.program
+    def calls_plain():  # type: ignore[no-untyped-def]
+        yield plain()
+
+    with pytest.raises(ProgramError, match="decorate it"):
+        calls_plain()
+
+
+def test_a_function_of_the_language_does_not_run_here() -> None:
+    with pytest.raises(ProgramError, match="runs on a server only"):
+        shout("x")
+
+
+def identity(program: Program) -> str:
+    submission, _ = revalidate(Submission(program=program))
+    return graph_hash(Graph.build(submission.program, {}))
+
+
+TEXT = """
+goods: str
+first = llm_chat([system("You sell tea."), user(f"Name a {goods}.")],
+                 temperature=0, max_tokens=32)["context"]
+prompt = "A slogan for " + first + ":"
+yield {"slogan": llm_chat([user(prompt)], temperature=0, max_tokens=32)["context"]}
+"""
+GRAPH = {
+    "variables": {"goods": {"type": "string"}},
+    "nodes": [
+        {"id": "b", "op": "generate", "output": {"variable": "y", "temperature": 0, "max_tokens": 32},
+         "messages": [{"role": "user", "content": [{"input": {"concat": ["A slogan ", "for ", {"var": "x"}, ":"]}}]}]},
+        {"id": "a", "op": "generate", "output": {"variable": "x", "temperature": 0, "max_tokens": 32},
+         "messages": [{"role": "system", "content": "You sell tea."},
+                      {"role": "user", "content": [{"text": "Name a "}, {"input": "goods"}, {"text": "."}]}]},
+    ],
+    "outputs": ["y"],
+}  # fmt: skip
+
+
+def test_one_workflow_has_one_identity_in_four_forms() -> None:
+    llm = ChatConure(temperature=0, max_tokens=32)
+    name = (
+        ChatPromptTemplate.from_messages(
+            [("system", "You sell tea."), ("human", "Name a {goods}.")]
+        )
+        | llm
+        | StrOutputParser()
+    )
+    chain = (
+        {"name": name}
+        | ChatPromptTemplate.from_messages([("human", "A slogan for {name}:")])
+        | llm
+        | StrOutputParser()
+    )
+    forms: dict[str, Program] = {
+        "text": compile_source(TEXT),
+        "graph": msgspec.convert(GRAPH, Program),
+        "builder": compile_source(naming.source),
+        "chain": msgspec.convert(msgspec.to_builtins(to_program(chain).program), Program),
+    }
+    assert len({identity(program) for program in forms.values()}) == 1
+    other = compile_source(TEXT.replace("Name a", "Find a"))
+    assert identity(other) != identity(forms["text"])

@@ -1,0 +1,8 @@
+"""Put `benchmarks/` on the import path: the simulator lives there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))

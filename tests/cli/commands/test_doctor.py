@@ -1,0 +1,105 @@
+"""`conure doctor`: each problem is named with its cure."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from conure.cli.commands import doctor
+from conure.cli.commands.doctor import Finding, Machine
+
+HEALTHY = Machine(
+    has_module=lambda name: True,
+    has_driver=True,
+    torch_cuda="13.0",
+    cuda_error="",
+    available_bytes=8 << 30,
+    compiler="/usr/bin/c++",
+)
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_healthy_machine_has_no_problem(tmp_path: Path) -> None:
+    findings = [
+        *doctor.check_python(),
+        *doctor.check_extras(HEALTHY),
+        *doctor.check_gpu(HEALTHY),
+        *doctor.check_compiler(HEALTHY),
+        *doctor.check_data(tmp_path / "new" / "data"),
+    ]
+    assert {finding.level for finding in findings} <= {"ok", "note"}
+
+
+def test_missing_gpu_is_a_note() -> None:
+    finding = only(doctor.check_gpu(HEALTHY._replace(has_driver=False, torch_cuda=None)))
+    assert finding.level == "note"
+    assert "computes on the CPU" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"torch_cuda": None, "cuda_error": "this torch is built without CUDA"}, "CUDA build"),
+        ({"cuda_error": "driver too old"}, "update the driver"),
+        ({"has_module": lambda name: name != "triton"}, "pip install triton"),
+    ],
+)
+def test_unusable_gpu_names_the_cure(changes: dict[str, object], cure: str) -> None:
+    finding = only(doctor.check_gpu(HEALTHY._replace(**changes)))  # type: ignore[arg-type]
+    assert finding.level == "problem"
+    assert cure in finding.text
+
+
+def test_missing_packages_name_the_extra() -> None:
+    machine = HEALTHY._replace(has_module=lambda name: name != "torch")
+    finding = only(doctor.check_extras(machine))
+    assert finding == Finding(
+        "problem", "packages", "a server needs torch: pip install 'conure[serve]'"
+    )
+
+
+def test_missing_compiler_is_a_note() -> None:
+    finding = only(doctor.check_compiler(HEALTHY._replace(compiler=None)))
+    assert finding.level == "note"
+    assert "apt install g++" in finding.text
+
+
+def test_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        finding = only(doctor.check_port("127.0.0.1", port))
+    assert finding.level == "problem"
+    assert f"conure serve --port {port + 1}" in finding.text
+
+
+def test_unusable_data_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert "is a file" in only(doctor.check_data(tmp_path / "file" / "data")).text
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    finding = only(doctor.check_data(tmp_path / "data"))
+    assert finding.level == "problem"
+    assert "cannot be written" in finding.text
+
+
+def test_model_directory_is_checked(tmp_path: Path) -> None:
+    def found(model: Path | str, machine: Machine = HEALTHY) -> Finding:
+        return only(doctor.check_model(str(model), machine))
+
+    assert "there is no directory" in found("/nowhere").text
+    assert found("org/name").level == "note"
+    assert "has no config.json" in found(tmp_path).text
+    (tmp_path / "config.json").write_text("{}")
+    assert "is the download complete" in found(tmp_path).text
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    assert found(tmp_path).level == "ok"
+    small = HEALTHY._replace(available_bytes=1000)
+    assert "choose a smaller model" in found(tmp_path, small).text
+    assert list(doctor.check_model(None, HEALTHY)) == []

@@ -1,0 +1,100 @@
+"""`conure ps`, `conure logs`, `conure cancel`, `conure chat` and `conure bench` on a server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conure import Client
+from conure.cli.main import main
+
+WAITING = {"name": "waits", "nodes": [{"id": "s", "op": "client", "name": "f", "output": "x"}]}
+
+
+@pytest.fixture
+def waiting(url: str) -> str:
+    """Return the id of a program that waits for a client step."""
+    with Client(url) as client:
+        return client.submit({**WAITING, "outputs": ["x"]}).id
+
+
+def test_ps_lists_running_programs(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ps", "--url", url]) == 0
+    titles, first, *_ = capsys.readouterr().out.splitlines()
+    assert titles.split() == ["PROGRAM", "NAME", "STATUS", "CREATED", "TOOK", "CALLS"]
+    assert first.split()[:3] == [waiting, "waits", "running"]
+
+
+def test_ended_programs_are_listed_on_request(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", waiting, "--url", url]) == 0
+    assert capsys.readouterr().out == f"{waiting}: cancelled\n"
+    assert main(["ps", "--url", url, "--json"]) == 0
+    assert waiting not in capsys.readouterr().out
+    for flags in (["-a"], ["--status", "cancelled"]):
+        assert main(["ps", *flags, "--url", url, "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out)
+        assert (listed[0]["id"], listed[0]["status"]) == (waiting, "cancelled")
+
+
+def test_logs_of_a_running_program_end(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["logs", waiting, "--url", url, "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert events[0]["type"] == "program.accepted"
+    assert events[-1]["type"] == "client.requested"
+
+
+def test_followed_logs_end_with_the_program(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["cancel", waiting, "--url", url])
+    capsys.readouterr()
+    assert main(["logs", "-f", waiting, "--url", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "program.accepted" in lines[0]
+    assert "program.finished" in lines[-1]
+
+
+@pytest.mark.parametrize("command", ["logs", "cancel"])
+def test_unknown_program_exits_1(
+    command: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "p_none", "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert error == "conure: program.not_found: there is no program p_none\n"
+
+
+def test_chat_answers_one_message(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "How are you?", "--url", url, "--max-tokens", "8"]) == 0
+    assert len(capsys.readouterr().out.split()) > 1
+
+
+def test_chat_reports_a_refusal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "Hi", "--model", "none", "--url", url]) == 1
+    assert capsys.readouterr().err.startswith("conure: model 'none' does not exist")
+
+
+def test_bench_prints_one_line_per_program(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--rounds", "1", "--tokens", "2", "--url", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "PROGRAM",
+        "one call",
+        "chain of 8",
+        "16 sharing a text",
+    ]
+
+
+def test_missing_server_exits_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["ps"], ["logs", "p"], ["cancel", "p"], ["chat", "Hi"], ["bench"]):
+        assert main([*argv, "--url", "http://127.0.0.1:1"]) == 3
+        error = capsys.readouterr().err
+        assert "is the server running (`conure serve`)" in error
+        assert error.count("\n") == 1

@@ -1,0 +1,310 @@
+"""`conure run`: inputs, outputs, exit codes, lost servers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from conure.adapters.client import Run
+from conure.cli.main import build_parser, main
+from conure.server.program.errors import UnavailableError
+
+ROOT = Path(__file__).parents[3]
+
+ASK = {"id": "n", "op": "expr", "expr": {"var": "topic"}, "output": "x"}
+COUNT = {"id": "m", "op": "expr", "expr": {"len": [{"var": "topic"}]}, "output": "y"}
+PROGRAM = {"variables": {"topic": {}, "unread": {}}, "nodes": [ASK], "outputs": ["x"]}
+TWO = {"variables": {"topic": {}}, "nodes": [ASK, COUNT], "outputs": ["x", "y"]}
+FAILING = {"nodes": [{"id": "f", "op": "expr", "expr": {"div": [1, 0]}, "output": "x"}]}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "program.json"
+
+
+def write(file: Path, content: object) -> str:
+    file.write_bytes(msgspec.json.encode(content))
+    return str(file)
+
+
+def test_output_goes_to_stdout_and_the_rest_to_stderr(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", write(file, PROGRAM), "-p", "topic=tea", "--url", url]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "tea\n"
+    program, *lines, last = printed.err.splitlines()
+    assert program.endswith(": accepted")
+    assert lines == ["n: finished"]
+    assert re.fullmatch(
+        r"done · 0 calls · \d+ ms · 0 of 0 prompt tokens computed · 0 tokens generated", last
+    )
+
+
+def test_inputs_are_text_files_or_json(
+    url: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("from a file")
+    for given, expected in (
+        ("topic=b=c", "b=c\n"),
+        (f"topic=@{tmp_path}/text.txt", "from a file\n"),
+        ("topic:=[1]", "[\n  1\n]\n"),
+    ):
+        assert main(["run", write(file, PROGRAM), "-p", given, "--url", url]) == 0
+        assert capsys.readouterr().out == expected
+
+
+def test_program_is_read_from_stdin(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = io.TextIOWrapper(io.BytesIO(msgspec.json.encode(PROGRAM)))
+    monkeypatch.setattr(sys, "stdin", content)
+    assert main(["run", "-", "-p", "topic=tea", "--url", url]) == 0
+    assert capsys.readouterr().out == "tea\n"
+
+
+def test_several_outputs_have_headings(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", write(file, TWO), "-p", "topic=tea", "--url", url]) == 0
+    assert capsys.readouterr().out == "--- x\ntea\n--- y\n3\n"
+
+
+def test_one_output_can_be_selected(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", write(file, TWO), "-p", "topic=tea", "--url", url]
+    assert main([*argv, "--output", "y"]) == 0
+    assert capsys.readouterr().out == "3\n"
+    assert main([*argv, "--output", "z"]) == 2
+    assert "--output z: the program has no such output; it has x, y" in capsys.readouterr().err
+
+
+def test_receipt_and_status_are_json_on_request(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", write(file, PROGRAM), "-p", "topic=tea", "--url", url]
+    assert main([*argv, "--receipt"]) == 0
+    receipt = msgspec.json.decode(capsys.readouterr().err.split("tokens generated\n")[1])
+    assert receipt["calls"] == 0
+    assert main([*argv, "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["status"] == "done"
+
+
+def test_failed_program_exits_1_with_its_reason(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", write(file, {**FAILING, "outputs": ["x"]}), "--url", url]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "x: failed: " in printed.err
+    assert "cannot divide by 0" in printed.err
+
+
+def test_invalid_program_exits_1_with_its_place(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", write(file, {"nodes": [{"op": "bake"}]}), "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("conure: program.unsupported_op: op `bake`")
+    assert error.count("\n") == 1
+
+
+def test_missing_server_exits_3(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert main(["run", write(file, {}), "--url", f"http://127.0.0.1:{port}"]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith(f"conure: no answer from http://127.0.0.1:{port}")
+    assert "is the server running (`conure serve`)" in error
+    assert error.count("\n") == 1
+
+
+def test_url_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parsed(*argv: str) -> Any:
+        return build_parser("run").parse_args(["run", "f", *argv]).url
+
+    monkeypatch.delenv("CONURE_URL", raising=False)
+    assert parsed() == "http://127.0.0.1:8400"
+    monkeypatch.setenv("CONURE_URL", "http://here:1")
+    assert parsed() == "http://here:1"
+    assert parsed("--url", "http://there:2") == "http://there:2"
+    assert main(["run", "--help"]) == 0
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert "default: $CONURE_URL, or http://127.0.0.1:8400" in help_text
+
+
+def test_missing_input_is_named_before_submitting(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # No server listens at this address: the command must not try to reach it.
+    assert main(["run", write(file, PROGRAM), "--url", "http://127.0.0.1:1"]) == 2
+    error = capsys.readouterr().err
+    assert "no value for input `topic`; use -p NAME=VALUE" in error
+    assert "unread" not in error
+
+
+@pytest.mark.parametrize(
+    "submission",
+    [
+        {"program": PROGRAM, "inputs": {"topic": None}},
+        {"program": PROGRAM, "open": True},  # a later request may set the value
+        {"program": {"nodes": "the server rejects this"}},
+    ],
+)
+def test_programs_that_may_be_complete_are_submitted(submission: object, file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    argv = ["run", write(file, submission), "--url", f"http://127.0.0.1:{port}"]
+    assert main(argv) == 3  # it tried to submit
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "p_1 continues; see it: conure logs p_1 -f --url http://there"),
+        (UnavailableError("server.draining", "stopping"), 3, "p_1 is stored; when the server is"),
+    ],
+)
+def test_run_that_stops_following_names_the_program(
+    error: BaseException,
+    code: int,
+    told: str,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def accept(client: object, *_: object, **__: object) -> Run:
+        accepted = msgspec.convert(
+            {"id": "p_1", "status": "accepted", "outputs": ["x"], "url": ""}, type=_accepted()
+        )
+        return Run(client, accepted)  # type: ignore[arg-type]
+
+    def stop(*_: object, **__: object) -> Iterator[object]:
+        raise error
+        yield
+
+    monkeypatch.setattr("conure.adapters.client.Client.submit", accept)
+    monkeypatch.setattr("conure.adapters.client.Run.events", stop)
+    argv = ["run", write(file, PROGRAM), "-p", "topic=tea", "--url", "http://there"]
+    assert main(argv) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert told in last
+    assert "conure cancel p_1 --url http://there" in last
+
+
+def _accepted() -> Any:
+    from conure.server.program.status import Accepted
+
+    return Accepted
+
+
+def test_run_survives_a_server_restart(file: Path, tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "conure", "serve", "--engine", "fake"]
+    serve += ["--data", str(tmp_path / "data")]
+    step = {"id": "s", "op": "client", "name": "step", "output": "topic"}
+    write(file, {"nodes": [step, ASK], "outputs": ["x"]})
+
+    def start(*command: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        pipe = subprocess.PIPE
+        return stack.enter_context(
+            killed(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ))
+        )
+
+    with contextlib.ExitStack() as stack:
+        server = start(*serve, "--port", "0")
+        assert server.stdout is not None
+        address = read_until(server.stdout, r"(http://127\.0\.0\.1:\d+)")
+        run = start(*serve[:3], "run", str(file), "--url", address, "--wait", "120")
+        assert run.stderr is not None
+        place = read_until(run.stderr, r"PUT (\S+)")
+        server.kill()
+        read_until(run.stderr, r"(connection lost)")
+        again = start(*serve, "--port", address.rpartition(":")[2])
+        assert again.stdout is not None
+        assert read_until(again.stdout, r"(http://127\.0\.0\.1:\d+)") == address
+        httpx.put(place, json={"value": "tea"}).raise_for_status()
+        out, error = run.communicate()
+    assert run.returncode == 0, error
+    assert out == "tea\n"
+    assert "client step" not in error, "an event was delivered twice"
+
+
+@contextlib.contextmanager
+def killed(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Kill a process at the end of the block."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_until(lines: Iterable[str], pattern: str) -> str:
+    """Return group 1 of the first line that matches a pattern."""
+    seen = []
+    for line in lines:
+        seen.append(line)
+        if found := re.search(pattern, line):
+            return found[1]
+    raise AssertionError(seen)
+
+
+@pytest.mark.parametrize("url", ["foo", "ftp://there", "http://", "http://there:port"])
+def test_malformed_url_is_rejected(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", write(file, {}), "--url", url]) == 2
+    assert capsys.readouterr().err.startswith(f"conure: --url {url!r} is not a server URL")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("x", "-p x: expected NAME=VALUE"),
+        ("x=@/nowhere/x", "-p x: cannot read /nowhere/x: No such file or directory"),
+        ("x:={", "-p x:= needs JSON: "),
+        ("x=@BINARY", "-p x: {BINARY} is not UTF-8 text"),
+    ],
+)
+def test_wrong_input_is_named(
+    text: str, error: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    assert main(["run", write(file, {}), "-p", text.replace("BINARY", str(binary))]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("conure: " + error.replace("{BINARY}", str(binary)))
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"program": {}, "inputs": 3}'])
+def test_file_without_a_program_is_rejected(
+    content: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(content)
+    assert main(["run", str(file), "-p", "x=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"conure: {file}: ")
+    assert error.count("\n") == 1
+
+
+def test_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "/nowhere/program.json"]) == 2
+    assert "No such file" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""The constraint compiler: caching, bounds and waking of the step loop."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from conure.engine import protocol
+from conure.engine.constraints import compiler
+from conure.engine.constraints.compiler import ConstraintCompiler
+from conure.engine.constraints.sandbox import SandboxedGrammarCheck, SandboxReply, SandboxRequest
+from conure.engine.constraints.state import ConstraintState
+from conure.engine.text import byte_tokenizer
+
+from ..constraint_harness import lark, schema
+
+
+class CountingSandbox(SandboxedGrammarCheck):
+    def __init__(self) -> None:
+        super().__init__(["<|im_end|>"])
+        self.requests: list[SandboxRequest] = []
+        self.threads: set[int] = set()
+
+    def validate(self, request: SandboxRequest) -> SandboxReply:
+        self.requests.append(request)
+        self.threads.add(threading.get_ident())
+        return super().validate(request)
+
+
+@pytest.fixture
+def sandbox() -> CountingSandbox:
+    return CountingSandbox()
+
+
+MakeCompiler = Callable[..., ConstraintCompiler]
+
+
+@pytest.fixture
+def make(sandbox: CountingSandbox) -> Iterator[MakeCompiler]:
+    """Compilers over the byte tokenizer, closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def make(**options: int) -> ConstraintCompiler:
+            constraints = ConstraintCompiler(
+                byte_tokenizer.tokenizer_json(), byte_tokenizer.EOS_IDS, sandbox=sandbox, **options
+            )
+            stack.callback(constraints.close)
+            return constraints
+
+        yield make
+
+
+@pytest.fixture
+def constraints(make: MakeCompiler) -> ConstraintCompiler:
+    return make()
+
+
+def wait(constraints: ConstraintCompiler, count: int) -> list[ConstraintState | protocol.Checked]:
+    """Collect `count` items, sleeping until they are ready."""
+    ready: list[ConstraintState | protocol.Checked] = []
+    while len(ready) < count:
+        readable, _, _ = select.select([constraints.fileno()], [], [], 20)
+        assert readable
+        ready += constraints.collect()
+    return ready
+
+
+def test_grammar_is_compiled_once_for_all_outputs(
+    constraints: ConstraintCompiler, sandbox: CountingSandbox
+) -> None:
+    sources = [lark('start: "a" | "b"'), lark("start: /[0-9]+/")]
+    new = [constraints.create(sources[i % 2], 10) for i in range(10)]
+    assert all(each.is_busy for each in new)
+    ready = wait(constraints, 10)
+    assert {id(each) for each in ready} == {id(each) for each in new}
+    assert not any(each.is_busy for each in new)
+    again = constraints.create(sources[0], 10)
+    assert not again.is_busy
+    assert not constraints.is_pending
+    assert [q.constraint for q in sandbox.requests] == sources
+    assert threading.get_ident() not in sandbox.threads
+
+
+def test_outputs_of_one_grammar_are_independent(constraints: ConstraintCompiler) -> None:
+    first = constraints.create(lark("start: /[ab]c/"), 10)
+    wait(constraints, 1)
+    second = constraints.create(lark("start: /[ab]c/"), 10)
+    constraints.advance(first, ord("a"))
+    assert (first.forced, first.is_complete, first.is_satisfied) == ([ord("c")], True, True)
+    assert (second.forced, second.is_complete) == ([], False)
+
+
+def test_compile_error_is_cached(constraints: ConstraintCompiler, sandbox: CountingSandbox) -> None:
+    bad = lark("start: [")
+    state = constraints.create(bad, 10)
+    assert wait(constraints, 1) == [state]
+    assert state.error is not None
+    with pytest.raises(protocol.EngineError) as caught:
+        constraints.create(bad, 10)
+    assert caught.value.code == state.error.code == "constraint.invalid"
+    constraints.submit_check(protocol.ValidateConstraint(3, bad))
+    assert wait(constraints, 1) == [protocol.Checked(3, state.error.code, state.error.message)]
+    assert len(sandbox.requests) == 1
+
+
+def test_checked_constraint_is_cached(
+    constraints: ConstraintCompiler, sandbox: CountingSandbox
+) -> None:
+    constraints.submit_check(protocol.ValidateConstraint(1, lark('start: "a"')))
+    assert wait(constraints, 1) == [protocol.Checked(1)]
+    assert not constraints.create(lark('start: "a"'), 10).is_busy
+
+
+def test_cache_is_bounded_and_retains_used_grammars(
+    make: MakeCompiler, sandbox: CountingSandbox
+) -> None:
+    constraints = make(max_cached_bytes=10 * compiler._ENTRY_BYTES)
+    used = lark('start: "used"')
+    for number in range(30):
+        for source in (used, lark(f'start: "{number}"')):
+            if constraints.create(source, 10).is_busy:
+                wait(constraints, 1)
+    cached = constraints._grammars
+    assert len(cached) < 10
+    assert sum(entry.num_bytes for entry in cached.values()) == cached.currsize <= cached.maxsize
+    assert [q.constraint for q in sandbox.requests].count(used) == 1
+    assert constraints.create(lark('start: "0"'), 10).is_busy
+    wait(constraints, 1)
+
+
+def test_long_texts_increase_cached_size(make: MakeCompiler) -> None:
+    source = lark("start: /[a-z]*/")
+    num_bytes = compiler._ENTRY_BYTES + compiler._BYTES_PER_CHARACTER * len(source)
+    growth = 50 * compiler._BYTES_PER_TOKEN
+    constraints = make(max_cached_bytes=num_bytes + growth)
+    first = constraints.create(source, 100_000)
+    wait(constraints, 1)
+    assert constraints._grammars.currsize == num_bytes
+    for _ in range(50):
+        constraints.advance(first, ord("x"))
+    constraints.release(first)
+    assert constraints._grammars.currsize == num_bytes + growth
+    constraints.create(lark("start: /[b-z]*/"), 10)
+    wait(constraints, 1)
+    assert constraints.create(source, 10).is_busy
+    wait(constraints, 1)
+
+
+def test_mask_allows_exactly_the_language(constraints: ConstraintCompiler) -> None:
+    state = constraints.create(lark('start: "a" ("b" | "c")?'), 10)
+    wait(constraints, 1)
+    assert (state.forced, state.is_satisfied, state.is_complete) == ([ord("a")], True, False)
+    allowed = {i for i in range(len(state.mask) * 8) if state.mask[i >> 3] >> (i & 7) & 1}
+    assert allowed == {ord("b"), ord("c"), *byte_tokenizer.EOS_IDS}
+    assert state.outcome == "met"
+    without = state.mask_without(byte_tokenizer.EOS_IDS)
+    assert {i for i in range(len(without) * 8) if without[i >> 3] >> (i & 7) & 1} == {98, 99}
+    assert state.mask_without([*allowed, 10_000]) == state.mask
+
+
+def test_dead_end_of_a_grammar_is_an_error() -> None:
+    class DeadEndMatcher:
+        def get_error(self) -> str:
+            return ""
+
+        def is_error(self) -> bool:
+            return False
+
+        is_accepting = is_stopped = is_error
+
+        def compute_ff_tokens(self) -> list[int]:
+            return []
+
+        def compute_bitmask(self) -> bytes:
+            return bytes(8)
+
+        def consume_tokens(self, sampled_tokens: list[int], /) -> bool:
+            return True
+
+    state = ConstraintState("", b"", (1,), 5)
+    state.start(DeadEndMatcher(), DeadEndMatcher)
+    assert state.error is not None
+    assert state.error.code == "constraint.invalid"
+
+
+def test_advancing_takes_microseconds(constraints: ConstraintCompiler) -> None:
+    person = schema({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+    state = constraints.create(person, 5000)
+    wait(constraints, 1)
+    begin = time.thread_time()
+    for _ in range(2000):
+        constraints.advance(state, ord("x"))
+    # 15 us on an idle machine; the bound allows for a loaded one.
+    assert time.thread_time() - begin < 2000 * 500e-6
+
+
+def test_tokenizer_without_end_token_is_rejected() -> None:
+    with pytest.raises(ValueError, match="end token"):
+        ConstraintCompiler(byte_tokenizer.tokenizer_json(), ())
+    with pytest.raises(ValueError, match="tokenizer"):
+        ConstraintCompiler("{}", (1,))
+
+
+def test_collected_work_does_not_wake_the_loop(constraints: ConstraintCompiler) -> None:
+    for number in range(200):
+        constraints.create(lark(f'start: "{number}"'), 10)
+        constraints.create(lark('start: "same"'), 10)
+        while constraints.is_pending:
+            constraints.collect()
+        readable, _, _ = select.select([constraints.fileno()], [], [], 0)
+        assert not readable

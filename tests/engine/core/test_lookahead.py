@@ -1,0 +1,271 @@
+"""Lookahead: steps that start before the previous step is read give the same tokens.
+
+The devices are test doubles on the CPU that return their results late. `kv/test_manager.py`
+tests random commands during a step in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.engine import protocol
+from conure.engine.config import EngineConfig
+from conure.engine.runner.base import ScheduledSequence
+from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.kernels.planning.plan import Plan, build_plan
+
+from .. import shrunk
+from ..graph_double import Recorder, backend
+from ..random_calls import random_calls, run_calls
+from ..server_double import LIMITS, ServerDouble
+
+A = b"abcdefghijklmnopqrstuvwxyz"
+
+
+def started(*, late: bool = True, **sampling: Any) -> tuple[ServerDouble, int]:
+    """Return a server with one generating context."""
+    server = ServerDouble(late=late)
+    context = server.fill(A[:5])
+    server.generate(context, **sampling)
+    return server, context
+
+
+def test_lookahead_does_not_change_the_text() -> None:
+    texts = []
+    for late in (False, True):
+        server, context = started(late=late, max_tokens=12, ignore_eos=True)
+        server.run()
+        texts.append(server.known[context].finished[0].text)
+        assert server.runner.num_ahead == (11 if late else 0)
+    assert texts[0] == texts[1]
+
+
+def test_length_end_causes_no_extra_step() -> None:
+    for late in (False, True):
+        server, _ = started(late=late, max_tokens=9, ignore_eos=True)
+        server.run()
+        assert len(server.runner.steps) == 9
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"stop": ("al",), "ignore_eos": True}, {"stop": ("e",), "min_tokens": 2}]
+)
+def test_late_end_discards_one_token(sampling: dict[str, Any]) -> None:
+    counts = []
+    for late in (False, True):
+        server, context = started(late=late, **sampling)
+        server.run()
+        known = server.known[context]
+        assert known.finished[0].reason == "stop"
+        counts.append((len(server.runner.steps), known.ids, server.engine.status().num_held))
+    (steps, ids, held), (late_steps, late_ids, late_held) = counts
+    assert (late_steps, late_ids, late_held) == (steps + 1, ids, held)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"logprobs": 0},
+    ],
+)
+def test_host_dependent_sampling_disables_lookahead(
+    sampling: dict[str, Any],
+) -> None:
+    server, _ = started(max_tokens=8, ignore_eos=True, **sampling)
+    server.run()
+    assert server.runner.num_ahead == 0
+
+
+def test_new_prompt_joins_the_next_step() -> None:
+    server, _ = started(max_tokens=30, ignore_eos=True)
+    for _ in range(5):
+        server.step()
+    ahead = server.runner.num_ahead
+    server.fill(A[10:20])
+    server.step()
+    assert server.runner.num_ahead == ahead
+    assert server.runner.steps[-1][-1][2] == 10, "the started step contains the prompt"
+    server.run()
+    assert server.runner.num_ahead > ahead
+
+
+def test_fill_is_answered_after_its_step_is_read() -> None:
+    server = ServerDouble(late=True)
+    server.fill(A[:8])
+    twin = server.fill(A[:8])
+    server.step()
+    assert server.runner.flying
+    assert server.runner.steps == [[(1, 0, 8)]]
+    server.extend(twin, b"")
+    server.step()
+    assert len(server.known[twin].filled) == 2
+    server.run()
+    assert server.engine.is_idle
+
+
+def test_waiting_contexts_do_not_disable_lookahead() -> None:
+    limits = protocol.EngineLimits(
+        256, block_size=4, num_blocks=128, step_tokens=64, max_sequences=2
+    )
+    server = ServerDouble(limits, late=True)
+    for number in range(4):
+        context = server.fill(A[number : number + 6], rank=number)
+        server.generate(context, rank=number, max_tokens=20, ignore_eos=True)
+    server.run()
+    assert server.runner.num_ahead > 30
+
+
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_abort_frees_blocks_of_a_step_in_flight(num_steps: int) -> None:
+    server = ServerDouble(LIMITS, late=True)
+    context = server.fill(A * 5)
+    server.generate(context, max_tokens=50)
+    for _ in range(num_steps):
+        server.step()
+    server.abort(context)
+    assert server.engine.status().num_held == 0
+    server.run()
+    assert server.engine.status().num_free == LIMITS.num_blocks
+
+
+def test_late_failure_fails_the_lookahead_step_too() -> None:
+    server, _ = started(max_tokens=30, ignore_eos=True)
+    for _ in range(3):
+        server.step()
+    server.runner.fails_late = True
+    server.step()
+    server.runner.fails_late = False
+    server.step()
+    assert [failed.code for failed in server.failed] == ["engine.step"]
+    server.run()
+    assert server.generate_text(A[3:9]) == ServerDouble().generate_text(A[3:9])
+    assert server.engine.status().num_held == 0
+
+
+def test_kv_rewritten_by_a_failed_step_is_recomputed() -> None:
+    server = ServerDouble(late=True)
+    context = server.fill(A[:8])
+    server.run()
+    server.runner.fails_late = True
+    server.generate(context)
+    server.step()
+    assert server.runner.steps[-1] == [(context, 7, 1)]
+    fork = server.fork_generate(context, 8)
+    server.runner.fails_late = False
+    server.run()
+    assert [failed.context for failed in server.failed] == [context]
+    assert (fork, 0, 8) in server.runner.steps[2]
+
+
+def test_failed_step_leaves_no_cached_kv() -> None:
+    server = ServerDouble(late=True)
+    context = server.fill(A[:8])
+    server.runner.fails_late = True
+    server.step()
+    server.free(context, keep=8)
+    server.step()
+    assert server.engine.status().num_cached == 0
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shrunk.write(tmp_path_factory.mktemp("model") / request.param, request.param)
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_lookahead_does_not_change_model_outputs(
+    folder: Path, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers arrivals, ends, aborts, shared prefixes, EOS and, with few blocks, preemption."""
+    recorder = Recorder()
+    options: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": 4,
+        "max_sequences": 6,
+        "min_saved": 0,
+    }
+    options["step_tokens"] = 24
+    num_ahead = 0
+    runners = [
+        shrunk.runner_on(folder, device, **options)
+        for device in ("cpu", backend(recorder, is_late=True), backend(None, is_late=True))
+    ]
+    start = runners[1].start
+
+    def counted(rows: list[ScheduledSequence], copies: list[tuple[int, int]]) -> Any:
+        nonlocal num_ahead
+        num_ahead += rows[0].previous_id_index is not None
+        return start(rows, copies)
+
+    monkeypatch.setattr(runners[1], "start", counted)
+    for runner in runners:
+        # Many ids end a text, so that many ends are detected late.
+        runner.eos_ids = (*runner.eos_ids, *range(0, 256, 16))
+    for seed in range(2):
+        calls = random_calls(seed)
+        found = [run_calls(runner, calls) for runner in runners]
+        assert found[0] == found[1] == found[2]
+    assert num_ahead > 20
+    assert recorder.num_replayed > 20
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_plans_notice_every_replaced_block(
+    tmp_path: Path, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan updated from the previous one must equal a plan built from its rows alone.
+
+    Each call is made twice, so that two contexts fill equal blocks concurrently, and a block of
+    one is then replaced by the other's.
+    """
+    runner = TorchModelRunner(
+        EngineConfig(
+            model=str(shrunk.write(tmp_path / "llama", "llama")),
+            dtype="float32",
+            num_blocks=num_blocks,
+            block_size=4,
+            max_sequences=6,
+            step_tokens=24,
+            threads=1,
+        ),
+        min_saved=0,
+    )
+    planner = runner._planner
+    make, num_replaced = planner.plan, 0
+    # Holding the tables keeps their ids unique.
+    before: dict[int, tuple[Any, list[int]]] = {}
+
+    def checked(new: Sequence[int], lengths: Sequence[int], tables: Sequence[Any]) -> Plan:
+        nonlocal num_replaced
+        for table in tables:
+            _, copy = before.get(id(table), (table, []))
+            num_replaced += list(table[: len(copy)]) != copy
+            before[id(table)] = table, list(table)
+        found = make(new, lengths, tables)
+        wanted = build_plan(
+            new, lengths, [list(table) for table in tables], block_size=4, min_saved=0
+        )
+        assert found.slots.tolist() == wanted.slots.tolist()
+        assert read_by(found) == read_by(wanted)
+        return found
+
+    monkeypatch.setattr(planner, "plan", checked)
+    for seed in range(4):
+        run_calls(runner, [call for call in random_calls(seed) for _ in range(2)])
+    assert num_replaced > 0, "no block was replaced"
+
+
+def read_by(plan: Plan) -> list[list[int]]:
+    """Return the slots that the items of each query read, in any order."""
+    slots: list[list[int]] = [[] for _ in range(plan.num_queries)]
+    for item in plan.items():
+        for query in item.queries.tolist():
+            slots[query] += item.slots(plan.block_size).tolist()
+    return [sorted(each) for each in slots]

@@ -1,0 +1,135 @@
+"""What is read from a model folder, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.engine.models import checkpoint
+from conure.engine.protocol import EngineError
+from conure.engine.text import byte_tokenizer
+
+from .. import shrunk
+
+
+def folder_of(path: Path, files: dict[str, Any]) -> Path:
+    """Write a folder of JSON and text files over the least that can be read; None omits one."""
+    least: dict[str, Any] = {
+        "config.json": {"model_type": "llama"},
+        "tokenizer.json": byte_tokenizer.tokenizer_json(),
+        "model.safetensors": "",
+    }
+    for name, content in {**least, **files}.items():
+        if content is not None:
+            text = content if isinstance(content, str) else json.dumps(content)
+            (path / name).write_text(text)
+    return path
+
+
+def test_minimal_folder_has_no_template_and_no_bos(tmp_path: Path) -> None:
+    found = checkpoint.read(folder_of(tmp_path, {}))
+    assert found.chat_template == ""
+    assert found.special_tokens == {}
+    assert found.bos_id is None
+    assert found.eos_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "wanted"),
+    [
+        (None, 7, (7,)),
+        (None, [7, 8], (7, 8)),
+        ({"eos_token_id": 5}, 7, (5,)),
+        ({"eos_token_id": [5, 6]}, 7, (5, 6)),
+        ({}, 7, (7,)),
+    ],
+)
+def test_generation_config_overrides_eos_ids(
+    tmp_path: Path, generation: Any, config: Any, wanted: tuple[int, ...]
+) -> None:
+    files = {
+        "generation_config.json": generation,
+        "config.json": {"model_type": "llama", "eos_token_id": config},
+    }
+    assert checkpoint.read(folder_of(tmp_path, files)).eos_ids == wanted
+
+
+def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
+    text = shrunk.with_bos(byte_tokenizer.tokenizer_json())
+    assert checkpoint.read(folder_of(tmp_path, {"tokenizer.json": text})).bos_id == 256
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "one"}}, "one"),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [
+                        {"name": "tool_use", "template": "two"},
+                        {"name": "default", "template": "three"},
+                    ]
+                }
+            },
+            "three",
+        ),
+        (
+            {"tokenizer_config.json": {"chat_template": "one"}, "chat_template.jinja": "four"},
+            "four",
+        ),
+    ],
+)
+def test_template_is_found_in_all_locations(
+    tmp_path: Path, files: dict[str, Any], wanted: str
+) -> None:
+    assert checkpoint.read(folder_of(tmp_path, files)).chat_template == wanted
+
+
+def test_special_tokens_may_be_strings_or_objects(tmp_path: Path) -> None:
+    files = {
+        "special_tokens_map.json": {"eos_token": "old", "unk_token": "<unk>"},
+        "tokenizer_config.json": {
+            "bos_token": {"content": "<s>", "lstrip": False},
+            "eos_token": "</s>",
+            "pad_token": None,
+            "add_bos_token": True,
+        },
+    }
+    found = checkpoint.read(folder_of(tmp_path, files)).special_tokens
+    assert found == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("files", "code", "named"),
+    [
+        ({"config.json": None}, "model.invalid", "config.json"),
+        ({"config.json": "{"}, "model.invalid", "config.json"),
+        ({"config.json": [1]}, "model.invalid", "JSON object"),
+        ({"tokenizer.json": None}, "model.invalid", "tokenizer.json"),
+        ({"tokenizer.json": "{}"}, "model.invalid", "tokenizer.json"),
+        ({"model.safetensors": None, "model.bin": ""}, "model.unsupported", "safetensors"),
+        ({"config.json": {"auto_map": {}}}, "model.unsupported", "auto_map"),
+    ],
+)
+def test_incomplete_folder_is_rejected_by_name(
+    tmp_path: Path, files: dict[str, Any], code: str, named: str
+) -> None:
+    with pytest.raises(EngineError) as refused:
+        checkpoint.read(folder_of(tmp_path, files))
+    assert refused.value.code == code
+    assert named in refused.value.message
+
+
+def test_folder_is_located_by_path(tmp_path: Path) -> None:
+    assert checkpoint.locate(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("name", ["./nothing/here", "/nothing", "~/nothing-there", "nothing"])
+def test_paths_are_not_searched_on_the_hub(name: str) -> None:
+    with pytest.raises(EngineError) as refused:
+        checkpoint.locate(name)
+    assert refused.value.code == "model.not_found"

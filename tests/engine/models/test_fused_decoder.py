@@ -1,0 +1,205 @@
+"""The lean forward pass: which models it takes, and that it computes what they compute."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conure.engine.config import EngineConfig
+from conure.engine.models import fused_decoder, probe
+from conure.engine.protocol import SamplingParams
+from conure.engine.runner import torch_runner
+from conure.engine.runner.base import ScheduledSequence
+from conure.engine.runner.torch_runner import TorchModelRunner
+
+from .. import shrunk
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True, "mlp_bias": False},
+    "llama that shares its embedding": {"tie_word_embeddings": True},
+    "llama with scaled angles": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "mistral": {"sliding_window": 9},
+    "qwen2": {},
+    "qwen3": {},
+}
+
+
+def runner_of(
+    folder: Path, dtype: str = "float32", *, use_fused_decoder: bool = True
+) -> TorchModelRunner:
+    return shrunk.runner_on(
+        folder,
+        dtype=dtype,
+        num_blocks=64,
+        block_size=4,
+        min_saved=0,
+        use_fused_decoder=use_fused_decoder,
+    )
+
+
+def logits_of(runner: TorchModelRunner, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Return the logits of rows that share, prefill and decode, one after the other."""
+    seen: list[torch.Tensor] = []
+    forward = runner._forward
+
+    def recording(*args: Any) -> torch.Tensor:
+        seen.append(forward(*args))
+        return seen[-1].float()
+
+    monkeypatch.setattr(runner, "_forward", recording)
+    ids = random.Random(1).choices(range(256), k=33)
+    sampling = SamplingParams(max_tokens=9)
+    runner.run([ScheduledSequence(1, ids, 0, 17, list(range(9)))], [])
+    other = ids[:16] + ids[5:11]
+    rows = [
+        ScheduledSequence(1, ids, 17, 16, list(range(9)), sampling),
+        ScheduledSequence(2, other, 16, 6, [0, 1, 2, 3, 20, 21], sampling),
+    ]
+    runner.run(rows, [])
+    rows = [
+        ScheduledSequence(1, [*ids, 7], 33, 1, list(range(9)), sampling),
+        ScheduledSequence(2, [*other, 8], 22, 1, [0, 1, 2, 3, 20, 21], sampling),
+    ]
+    runner.run(rows, [])
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_logits_equal_those_of_the_modules(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shrunk.write(tmp_path, name.split()[0], **PLAIN[name])
+    fast, plain = runner_of(folder), runner_of(folder, use_fused_decoder=False)
+    assert fast._fused_decoder is not None
+    assert plain._fused_decoder is None
+    got, wanted = logits_of(fast, monkeypatch), logits_of(plain, monkeypatch)
+    assert len(wanted) == 4
+    assert (got - wanted).abs().max() <= 2e-5 * wanted.std()
+
+
+def test_bfloat16_error_is_not_above_the_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shrunk.write(tmp_path, "llama")
+    exact = logits_of(runner_of(folder), monkeypatch)
+    errors = [
+        (
+            logits_of(
+                runner_of(folder, "bfloat16", use_fused_decoder=use_fused_decoder), monkeypatch
+            )
+            - exact
+        ).std()
+        for use_fused_decoder in (True, False)
+    ]
+    assert errors[0] <= 1.2 * errors[1]
+
+
+def test_weights_exist_once_and_can_be_restored(tmp_path: Path) -> None:
+    runner = runner_of(shrunk.write(tmp_path, "qwen2"))
+    model: Any = runner._model
+    assert runner._fused_decoder is not None
+    before = sum(parameter.numel() for parameter in model.parameters())
+    runner._fused_decoder.restore()
+    weights = shrunk.load(tmp_path).state_dict()
+    assert before < sum(weight.numel() for weight in weights.values()) / 2
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_unpacked_projection_gives_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shrunk.write(tmp_path, "qwen2")
+    wanted = logits_of(runner_of(folder), monkeypatch)
+    monkeypatch.setattr(fused_decoder, "_can_pack", lambda _: False)
+    runner = runner_of(folder)
+    assert runner._fused_decoder is not None
+    got = logits_of(runner, monkeypatch)
+    assert (got - wanted).abs().max() <= 2e-5 * wanted.std()
+    runner._fused_decoder.restore()
+    weights = shrunk.load(folder).state_dict()
+    model: Any = runner._model
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_decoder_with_other_logits_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shrunk.write(tmp_path, "llama")
+    wanted = logits_of(runner_of(folder, use_fused_decoder=False), monkeypatch)
+    angles = fused_decoder.rope_tables
+    monkeypatch.setattr(
+        fused_decoder, "rope_tables", lambda *args: tuple(1.001 * x for x in angles(*args))
+    )
+    runner = runner_of(folder)
+    assert runner._fused_decoder is None
+    assert torch.equal(logits_of(runner, monkeypatch), wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {}),
+        ("granite", {"attention_multiplier": 0.2}),
+        ("llama", {"hidden_act": "gelu"}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 10000.0,
+                    "factor": 2.0,
+                }
+            },
+        ),
+    ],
+)
+def test_other_structure_runs_by_its_modules(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    runner = runner_of(shrunk.write(tmp_path, family, **changes))
+    assert runner._fused_decoder is None
+
+
+def test_additional_module_is_another_structure(tmp_path: Path) -> None:
+    runner = runner_of(shrunk.write(tmp_path, "llama"), use_fused_decoder=False)
+    model: Any = runner._model
+    assert fused_decoder.is_supported(model, runner.layers)
+    model.model.layers[1].mlp.extra = torch.nn.Identity()
+    assert not fused_decoder.is_supported(model, runner.layers)
+
+
+def test_shared_kv_layers_are_another_structure(tmp_path: Path) -> None:
+    runner = runner_of(shrunk.write(tmp_path, "llama"), use_fused_decoder=False)
+    layers = [*runner.layers]
+    layers[1] = probe.LayerKVSpec(2, 16, 16, None, source=0)
+    assert not fused_decoder.is_supported(runner._model, layers)
+
+
+def test_calibration_fits_a_short_context(tmp_path: Path) -> None:
+    runner = TorchModelRunner(
+        EngineConfig(
+            model=str(shrunk.write(tmp_path, "llama")),
+            dtype="float32",
+            num_blocks=2,
+            block_size=4,
+            threads=1,
+        )
+    )
+    assert runner.limits.context_len < torch_runner.CALIBRATION_TOKENS
+    assert runner._fused_decoder is not None

@@ -1,0 +1,187 @@
+"""Devices by name, and what fits on them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from conure.engine.config import EngineConfig
+from conure.engine.kv import capacity
+from conure.engine.kv.capacity import RequestedLimits
+from conure.engine.models import weights
+from conure.engine.models.checkpoint import Checkpoint
+from conure.engine.protocol import EngineError
+from conure.engine.runner import device
+from conure.engine.runner.torch_runner import TorchModelRunner
+
+from .. import shrunk
+
+
+@pytest.fixture
+def num_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let torch see so many accelerators."""
+    num: int = request.param
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
+    return num
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "name", "wanted"),
+    [
+        (0, "cpu", "cpu"),
+        (0, "auto", "cpu"),
+        (2, "auto", "cuda:0"),
+        (2, "cpu", "cpu"),
+        (2, "cuda", "cuda:0"),
+        (2, "cuda:1", "cuda:1"),
+    ],
+    indirect=["num_devices"],
+)
+def test_device_is_picked_by_name(num_devices: int, name: str, wanted: str) -> None:
+    pytest.importorskip("triton")
+    assert device.pick(name) == torch.device(wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "name", "said"),
+    [
+        (0, "cuda", "device is 'cuda', but torch finds no CUDA device"),
+        (2, "cuda:2", "device is 'cuda:2', but torch finds 2 CUDA devices"),
+        (2, "tpu", "device must be cpu, cuda, cuda:N or auto, got 'tpu'"),
+        (2, "cuda:x", "device must be cpu, cuda, cuda:N or auto, got 'cuda:x'"),
+        (2, "cuda:", "device must be cpu, cuda, cuda:N or auto, got 'cuda:'"),
+        (2, "cpu:0", "device must be cpu, cuda, cuda:N or auto, got 'cpu:0'"),
+    ],
+    indirect=["num_devices"],
+)
+def test_unknown_device_is_rejected(num_devices: int, name: str, said: str) -> None:
+    with pytest.raises(EngineError) as refused:
+        device.pick(name)
+    assert refused.value.code == "engine.bad_option"
+    assert refused.value.message == said
+
+
+@pytest.mark.parametrize("num_devices", [0], indirect=True)
+def test_missing_device_fails_before_model_lookup(num_devices: int) -> None:
+    with pytest.raises(EngineError, match="finds no CUDA device"):
+        TorchModelRunner(EngineConfig(model="/no/such/folder", device="cuda"))
+
+
+@pytest.mark.parametrize("num_devices", [1], indirect=True)
+def test_accelerator_needs_triton(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "find_spec", lambda _: None)
+    with pytest.raises(EngineError, match="needs triton"):
+        device.pick("cuda")
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "name", "needs_cpu", "wanted"),
+    [
+        (0, "auto", False, "device=cpu, because torch finds no CUDA device"),
+        (1, "cpu", False, "device=cpu"),
+        (
+            1,
+            "auto",
+            True,
+            "device=cpu, because batch_invariant needs it; device=cuda asks for the GPU",
+        ),
+        (1, "auto", False, "device=cuda:0 (a GPU, 141 GiB), found by device=auto"),
+        (1, "cuda", False, "device=cuda:0 (a GPU, 141 GiB)"),
+    ],
+    indirect=["num_devices"],
+)
+def test_choice_of_the_device_is_described(
+    num_devices: int, name: str, needs_cpu: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    properties = SimpleNamespace(name="a GPU", total_memory=141 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert device.describe(name, device.pick(name, needs_cpu=needs_cpu)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("configured", "kind", "wanted"),
+    [
+        ("float16", "cpu", torch.float32),
+        ("float16", "cuda:0", torch.float16),
+        ("bfloat16", "cpu", torch.bfloat16),
+        ("bfloat16", "cuda:0", torch.bfloat16),
+        ("float32", "cuda:0", torch.float32),
+        (None, "cuda:0", torch.float32),
+    ],
+)
+def test_auto_keeps_the_checkpoints_16_bits_where_the_device_has_them(
+    configured: str | None, kind: str, wanted: torch.dtype, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint(tmp_path, {"dtype": configured}, "", "", {}, None, ())
+    assert weights._dtype(checkpoint, "auto", kind) == wanted
+
+
+def test_float16_needs_an_accelerator() -> None:
+    device.check_dtype("float16", torch.device("cuda", 0))
+    with pytest.raises(EngineError, match="dtype must be float32, bfloat16 or auto, got 'float16'"):
+        device.check_dtype("float16", torch.device("cpu"))
+
+
+def test_accelerator_memory_goes_to_blocks(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(shrunk.write(tmp_path, "llama"))
+    found = {
+        kind: capacity.limits(
+            config, RequestedLimits(), token_bytes=1000, free_bytes=10**9, kind=kind
+        )
+        for kind in ("cpu", "cuda")
+    }
+    assert found["cpu"].num_blocks == capacity.DEFAULT_CONTEXTS * 256 // 16
+    assert found["cuda"].num_blocks == int(0.85 * 10**9) // 16_000
+    assert found["cuda"].context_len == found["cpu"].context_len == 256
+    assert found["cuda"].step_tokens > found["cpu"].step_tokens
+    assert found["cuda"].max_sequences > found["cpu"].max_sequences
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "3,2"}, 3),
+        ({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "5"}, 5),
+        ({"OMP_NUM_THREADS": "many"}, 2),
+        ({"OMP_NUM_THREADS": "0"}, 2),
+        ({}, 2),
+    ],
+)
+def test_environment_overrides_number_of_cores(
+    environment: dict[str, str], wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four processors, two of each core; another core is not for this process.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
+    for processor, siblings in enumerate(["0,4", "1,5", "2,6", "3,7"] * 2):
+        folder = tmp_path / f"cpu{processor}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert device.num_cores(environment, tmp_path) == wanted
+
+
+def test_processors_count_as_cores_without_topology(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7, 8}, raising=False)
+    assert device.num_cores({}, tmp_path) == 3
+
+
+def test_threads_are_set_per_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shrunk.write(tmp_path, "llama")
+    before = torch.get_num_threads()
+    monkeypatch.setattr(device, "num_cores", lambda: 2)
+    try:
+        TorchModelRunner(EngineConfig(model=str(folder), dtype="float32"))
+        assert torch.get_num_threads() == 1
+        monkeypatch.setattr(capacity, "THREAD_BYTES", 1)
+        TorchModelRunner(EngineConfig(model=str(folder), dtype="float32"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,115 @@
+"""The detokenizer: pieces of text, stop strings, incomplete characters."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from conure.engine.text.byte_tokenizer import SPECIAL_IDS, TURN_END, tokenizer_json
+from conure.engine.text.detokenizer import Detokenizer, load_tokenizer
+
+BYTES = load_tokenizer(tokenizer_json())
+
+
+def word_tokenizer() -> Tokenizer:
+    """Return a SentencePiece-like tokenizer: words start with their space, except the first."""
+    words = ["<unk>", "▁one", "▁two", "three", "▁", "<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>"]
+    vocab = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    return tokenizer
+
+
+def feed(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    """Push ids until a stop string is found, then finish. Return all pieces."""
+    pieces: list[str] = []
+    for token_id in ids:
+        pieces.append(detokenizer.push(token_id))
+        if detokenizer.stop is not None:
+            break
+    return [*pieces, detokenizer.finish()]
+
+
+@given(st.text())
+def test_pieces_contain_whole_characters(text: str) -> None:
+    detokenizer = Detokenizer(BYTES, [], ())
+    pieces = feed(detokenizer, list(text.encode()))
+    assert "".join(pieces) == detokenizer.text == text
+    if "\ufffd" not in text:
+        assert "\ufffd" not in "".join(pieces)
+    assert detokenizer.split_at_text_end() == (len(text.encode()), "")
+
+
+@given(st.lists(st.integers(0, 255), max_size=200))
+def test_invalid_utf8_decodes_like_the_tokenizer(ids: list[int]) -> None:
+    detokenizer = Detokenizer(BYTES, [], ())
+    assert "".join(feed(detokenizer, ids)) == detokenizer.text == BYTES.decode(ids)
+
+
+@given(st.text(alphabet="ab<é🦜", max_size=30), st.lists(st.text("ab<é🦜", min_size=1), max_size=3))
+@settings(max_examples=300)
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
+    detokenizer = Detokenizer(BYTES, [], stops)
+    pieces = feed(detokenizer, list(text.encode()))
+    # The first position at which a stop string is complete, and the earliest one there.
+    expected = text
+    for end in range(len(text) + 1):
+        found = [at for stop in stops if (at := text[:end].find(stop)) >= 0]
+        if found:
+            expected = text[: min(found)]
+            break
+    assert "".join(pieces) == detokenizer.text == expected
+    num_kept, leftover = detokenizer.split_at_text_end()
+    assert BYTES.decode(list(text.encode())[:num_kept]) + leftover == expected
+    assert leftover == ""
+
+
+def test_stop_string_inside_a_token_leaves_a_leftover() -> None:
+    tokenizer = word_tokenizer()
+    detokenizer = Detokenizer(tokenizer, [1], ("re",))
+    assert feed(detokenizer, [2, 3]) == [" two", "th", ""]
+    assert detokenizer.split_at_text_end() == (1, "th")
+
+
+def test_first_word_after_a_prompt_keeps_its_space() -> None:
+    tokenizer = word_tokenizer()
+    assert feed(Detokenizer(tokenizer, [1], ()), [2]) == [" two", ""]
+    assert feed(Detokenizer(tokenizer, [], ()), [2]) == ["two", ""]
+
+
+def test_byte_tokens_wait_for_the_whole_character() -> None:
+    tokenizer = word_tokenizer()
+    pieces = feed(Detokenizer(tokenizer, [1], ()), [2, 5, 6, 7, 8, 3])
+    assert pieces == [" two", "", "", "", "🦜", "three", ""]
+
+
+def test_special_tokens_have_no_text() -> None:
+    ids = [65, SPECIAL_IDS[TURN_END], 66]
+    assert feed(Detokenizer(BYTES, [], ()), ids) == ["A", "", "B", ""]
+
+
+def test_stop_string_is_ignored_while_it_may_not_stop() -> None:
+    detokenizer = Detokenizer(BYTES, [], ("ab",))
+    assert [detokenizer.push(i, can_stop=False) for i in b"aba"] == ["a", "b", "a"]
+    assert detokenizer.push(ord("b")) == "b"
+    assert detokenizer.stop is None
+    assert [detokenizer.push(i) for i in b"ab"] == ["", ""]
+    assert detokenizer.text == "abab"
+    assert detokenizer.stop == "ab"
+
+
+@pytest.mark.parametrize("held", ["<", "<E", "<EN"])
+def test_finish_returns_withheld_text(held: str) -> None:
+    detokenizer = Detokenizer(BYTES, [], ("<END>",))
+    pieces = feed(detokenizer, list(f"x{held}".encode()))
+    assert pieces[0] == "x"
+    assert pieces[-1] == held

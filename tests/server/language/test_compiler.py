@@ -1,0 +1,346 @@
+"""The records that texts are compiled to, and the errors of invalid texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from conure.server.language.compiler import compile_source, locate
+from conure.server.language.errors import LanguageError, SourceNameError
+from conure.server.program.decode import revalidate
+from conure.server.program.errors import ProgramError
+from conure.server.program.graph.graph import Graph
+from conure.server.program.ir import Program, Submission
+from conure.server.program.nodes.bodies import walk
+
+from . import essay
+
+SIGNATURES = {"rag": ("model", "messages"), "json.parse": ("text",), "lookup": ("key", "limit")}
+
+
+def compiled(source: str, **options: Any) -> Program:
+    """Return the program of a text, after the checks of the graph."""
+    program = compile_source(source, **{"signatures": SIGNATURES, **options})
+    submission, _ = revalidate(Submission(program=program))
+    Graph.build(submission.program, {})
+    return program
+
+
+def nodes_of(source: str, **options: Any) -> dict[str, dict[str, Any]]:
+    """Return all nodes as JSON, by id."""
+    program = compiled(source, **options)
+    return {node.id: msgspec.to_builtins(node) for _, node in walk(program.nodes, "")}
+
+
+def error_of(source: str, **options: Any) -> LanguageError:
+    with pytest.raises(LanguageError) as caught:
+        compile_source(source, **{"signatures": SIGNATURES, **options})
+    return caught.value
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_the_undefined_default_result_is_refused_by_name() -> None:
+    source = essay.FEATURES.replace("RESULT", "default_result")
+    error = error_of(source)
+    assert isinstance(error, SourceNameError)
+    assert (error.code, error.line, error.column) == ("language.undefined_name", 19, 19)
+    assert "`default_result` is not defined" in error.message
+
+
+def test_a_variable_keeps_its_name_and_earlier_versions_get_a_number() -> None:
+    nodes = nodes_of("text = gen('a')\ntext = gen(text)\nyield text")
+    assert nodes["text"]["prompt"] == [{"input": "text_2"}, {"output": "text"}]
+
+
+def test_a_variable_of_a_later_job_can_be_read() -> None:
+    source = """
+with job():
+    yield {'first': second}
+with job():
+    second = gen('a')
+"""
+    assert nodes_of(source)["yield"]["value"] == {"object": {"first": {"var": "second"}}}
+
+
+def test_jobs_that_wait_for_each_other_are_a_cycle() -> None:
+    source = """
+with job():
+    one = gen(f'{two}')
+with job():
+    two = gen(f'{one}')
+yield one
+"""
+    program = compile_source(source)
+    with pytest.raises(ProgramError) as caught:
+        Graph.build(program, {})
+    assert caught.value.code == "program.cycle"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("if gen('a') == 'b':\n    x = 1\nyield x", "one branch of the `if` does not assign it"),
+        ("for i in [gen('a')]:\n    x = i\nfor i in parse_json(gen('b')):\n    z = i\nyield z",
+         "may have no round"),
+        ("yield later\nlater = 1", "assigned only later"),
+        ("with job():\n    yield x\n    x = gen('a')", "read before it is assigned"),
+        ("answer = gen('a')\nyield anwser", "did you mean `answer`?"),
+        ("yield lookpu('a')", "did you mean `lookup`?"),
+        ("x = gen('a')\nyield x.uper()", "did you mean `upper`?"),
+    ],
+)  # fmt: skip
+def test_a_name_without_a_value_is_refused(source: str, message: str) -> None:
+    error = error_of(source)
+    assert isinstance(error, SourceNameError)
+    assert message in error.message
+
+
+def test_inputs_are_declared_by_annotations_or_by_the_submission() -> None:
+    program = compiled("question: str\ntop: int = 3\nyield gen(question + other)", inputs=["other"])
+    assert msgspec.to_builtins(program.variables) == {
+        "question": {"type": "string"},
+        "top": {"type": "int", "default": 3},
+        "other": {},
+    }
+
+
+def test_a_decorated_function_is_a_program_with_its_parameters_as_inputs() -> None:
+    source = """
+def shout(text):
+    return text.upper()
+
+@conure.program
+def greet(name: str, greeting: str = 'Hi'):
+    return {'said': shout(gen(f'{greeting}, {name}'))}
+"""
+    program = compiled(source)
+    assert program.name == "greet"
+    assert list(program.variables) == ["name", "greeting"]
+    assert program.outputs == ["said"]
+
+
+# --- calls ------------------------------------------------------------------------------------
+
+
+def test_the_key_context_of_a_message_means_content() -> None:
+    nodes = nodes_of("yield llm_chat([{'role': 'user', 'context': 'hi'}])['context']")
+    assert nodes["answer"]["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_options_go_to_the_output_or_to_the_node() -> None:
+    nodes = nodes_of(
+        "answer = llm_chat('small', [user('a')], temperature=0, stop='.', timeout=3, retries=2)\n"
+        "yield answer"
+    )
+    answer = nodes["answer"]
+    assert answer["output"] == {
+        "variable": "answer", "temperature": 0, "stop": ["."], "as": "message",
+    }  # fmt: skip
+    assert (answer["model"], answer["timeout_s"], answer["retries"]) == ("small", 3, 2)
+
+
+def test_a_call_may_name_several_models() -> None:
+    nodes = nodes_of("models = ['a', 'b']\nx = gen('p', model=models)\nyield x")
+    assert nodes["x"]["model"] == ["a", "b"]
+
+
+def test_f_strings_become_segments() -> None:
+    nodes = nodes_of("a = gen('x')\nb = gen(f'Sum up {a}: ')\nyield b")
+    assert nodes["b"]["prompt"][:3] == [{"text": "Sum up "}, {"input": "a"}, {"text": ": "}]
+
+
+def test_functions_of_the_server_take_positional_and_named_arguments() -> None:
+    nodes = nodes_of("x = lookup('a', limit=2)\ny = json.parse(text='1')\nyield [x, y]")
+    assert nodes["x"]["args"] == {"key": "a", "limit": 2}
+    assert nodes["y"]["function"] == "json.parse"
+
+
+def test_client_steps_have_names_and_arguments() -> None:
+    nodes = nodes_of("stock = client('stock', of='tea', timeout=9)\nyield stock")
+    stock = nodes["stock"]
+    assert (stock["name"], stock["args"], stock["timeout_s"]) == ("stock", {"of": "tea"}, 9)
+
+
+def test_a_semantic_function_is_a_prompt() -> None:
+    source = '''
+def write(task, style='short'):
+    """Write {{task}}, {{style}}.
+    Code: {{name=code, max_tokens=9}} Test: {{name=test, end=<|e|>}}"""
+
+code, test = write('a sort')
+yield {'code': code, 'test': test}
+'''
+    write = nodes_of(source)["write"]
+    assert write["prompt"] == [
+        {"text": "Write a sort, short.\nCode: "},
+        {"output": "code_2", "max_tokens": 9},
+        {"text": " Test: "},
+        {"output": "test_2", "stop": ["<|e|>"]},
+    ]
+
+
+def test_an_output_parameter_is_an_output() -> None:
+    source = '''
+def write(task, code: Output(max_tokens=9, temperature=0)):
+    """Write {{task}}: {{code}}"""
+
+yield write('a sort')
+'''
+    (node,) = [each for each in nodes_of(source).values() if each["op"] == "generate"]
+    assert node["prompt"][-1]["max_tokens"] == 9
+
+
+# --- control flow -----------------------------------------------------------------------------
+
+
+def test_yields_of_a_job_are_ordered_and_jobs_are_not() -> None:
+    source = """
+yield {'a': 1}
+with job(name='left'):
+    yield {'b': 2}
+    yield {'c': 3}
+with job(name='right'):
+    yield {'d': 4}
+yield {'e': 5}
+"""
+    nodes = nodes_of(source)
+    after = {name: node.get("after", []) for name, node in nodes.items()}
+    assert after == {
+        "yield": [],
+        "yield_2": ["yield"],
+        "yield_3": ["yield_2"],
+        "yield_4": ["yield"],
+        "yield_5": ["yield"],
+    }
+
+
+def test_calls_start_without_waiting_for_yields() -> None:
+    nodes = nodes_of("a = gen('x')\nyield a\nb = gen('y')\nyield b")
+    assert "after" not in nodes["b"]
+
+
+def test_calls_after_a_wait_start_after_it() -> None:
+    nodes = nodes_of("a = gen('x')\nwait a\nb = gen('y')\nyield b")
+    assert nodes["b"]["after"] == ["wait"]
+
+
+def test_a_wait_may_have_a_timeout_and_need_one_value_only() -> None:
+    nodes = nodes_of("a = gen('x')\nb = gen('y')\nwait(a, b, any=True, timeout=2)\nyield {'a': a}")
+    assert (nodes["wait"]["mode"], nodes["wait"]["timeout_s"]) == ("any", 2)
+
+
+def test_a_race_kills_the_losers() -> None:
+    nodes = nodes_of("a = gen('x')\nb = gen('y')\nwinner = race(a, b)\nyield winner")
+    assert nodes["losers"]["targets"] == ["a", "b"]
+    assert nodes["winner"]["after"] == ["losers"]
+
+
+def test_a_kill_at_the_start_is_refused() -> None:
+    assert "as soon as it starts" in error_of("a = gen('x')\na.kill()\nyield 1").message
+
+
+def test_statements_after_a_break_run_only_without_it() -> None:
+    source = """
+found = ''
+for word in ['a', 'b', 'c']:
+    answer = gen(word)
+    if answer.contains('x'):
+        break
+    found = found + answer
+yield found
+"""
+    nodes = nodes_of(source)
+    assert [node["op"] for node in nodes["branch"]["then"]] == ["expr"]
+    assert nodes["branch"]["then"][0]["expr"] is True
+    assert nodes["branch"]["else"]
+    assert nodes["loop"]["max_iter"] == 3
+    assert "until" in nodes["loop"]
+
+
+def test_a_comprehension_with_calls_is_a_map_and_without_is_an_expression() -> None:
+    nodes = nodes_of(
+        "names = parse_json(gen('n'))\n"
+        "texts = [gen(f'About {name}') for name in names[:4] if name != '']\n"
+        "sizes = [len(text) for text in texts]\n"
+        "yield {'texts': texts, 'sizes': sizes}"
+    )
+    assert nodes["items"]["max_width"] == 4
+    assert "each" in nodes["sizes"]["expr"]
+
+
+def test_a_conditional_expression_with_calls_runs_one_of_them() -> None:
+    nodes = nodes_of("a = gen('x')\nb = gen('y') if a == 'z' else 'none'\nyield b")
+    assert [node["op"] for node in nodes["chosen"]["then"]] == ["generate"]
+
+
+def test_handlers_have_codes() -> None:
+    nodes = nodes_of(
+        "try:\n    x = parse_json(gen('a'))\nexcept (ValueError, Timeout):\n    x = 0\nyield x"
+    )
+    assert {"expr.json", "node.timeout"} <= set(nodes["attempt"]["handlers"][0]["codes"])
+
+
+def test_recursion_is_refused() -> None:
+    error = error_of("def f(x):\n    return f(x)\nyield f(1)")
+    assert error.code == "language.recursion"
+
+
+def test_an_error_of_the_graph_gets_the_line_of_its_node() -> None:
+    program = compile_source("a = gen('x')\nb = gen('y', temperature=-1)\nyield [a, b]")
+    with pytest.raises(ProgramError) as caught:
+        revalidate(Submission(program=program))
+    located = locate(caught.value, program)
+    assert isinstance(located, LanguageError)
+    assert located.line == 2
+
+
+# --- what the language lacks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("while True:\n    pass", "for _ in range(10)"),
+        ("import os", "`import` is not supported"),
+        ("x = lambda: 1", "write a `def`"),
+        ("x = {1, 2}", "write a list"),
+        ("x = 'a'.format(1)\nyield x", "write an f-string"),
+        ("x = f'{1:>3}'", "formats in f-strings"),
+        ("x = 2 ** 3", "write the product"),
+        ("x = 'a' % 1", "`%` needs numbers"),
+        ("x = 'a' * 9", "`*` needs numbers"),
+        ("x = 'a' + 1", "write an f-string"),
+        ("x = [1] + 2", "put the element into a list"),
+        ("print('a')", "yield {'name': value}"),
+        ("x = a.b", "attributes are not supported"),
+        ("x = (1).__class__", "attributes are not supported"),
+        ("x = 'a'.__len__()", "unknown method `__len__`"),
+        ("[c for c in [1]][0].__class__.__bases__()", "attributes are not supported"),
+        ("raise ValueError('a')", "fail('...')"),
+        ("x = 99999999999999999999", "64 bits"),
+        ("gen('a', temperatur=1)", "did you mean `temperature`?"),
+        ("x = gen('a', temperature=float(gen('b')))", "write it as a literal"),
+        ("x = 1\n  y = 2", "Python's syntax"),
+        ("x = 1", "gives no result"),
+    ],
+)
+def test_an_error_says_what_to_write_instead(source: str, message: str) -> None:
+    error = error_of(source)
+    assert message in error.message
+    assert error.path == f"source:{error.line}:{error.column}"
+
+
+def test_columns_count_characters() -> None:
+    assert (error_of("x = ['茶茶', nothing]").line, error_of("x = ['茶茶', nothing]").column) == (
+        1,
+        12,
+    )
+
+
+def test_the_essay_s_spelling_inside_of_a_string_is_text() -> None:
+    nodes = nodes_of('x = gen("""\nwait a, b\nStartNewJob:\n""")\nyield x')
+    assert nodes["x"]["prompt"][0]["text"] == "\nwait a, b\nStartNewJob:\n"

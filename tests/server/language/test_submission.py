@@ -1,0 +1,50 @@
+"""Submissions with a text: compiled once, with the functions of the server."""
+
+from __future__ import annotations
+
+import pytest
+
+from conure.server.language.errors import LanguageError, SourceNameError
+from conure.server.language.submission import SourceCompiler
+from conure.server.program.decode import decode_submission
+from conure.server.program.functions import FunctionSignature
+from conure.server.program.ir import SourceSubmission, Variable
+
+LOOKUP = FunctionSignature(
+    name="lookup", parameters={"key": Variable(), "limit": Variable()}, timeout_s=5
+)
+
+
+def test_functions_of_the_server_can_be_called_by_position() -> None:
+    compiler = SourceCompiler([LOOKUP])
+    submission, _ = compiler.compile(SourceSubmission(source="yield lookup('a', 2)"))
+    (call, _) = submission.program.nodes
+    assert getattr(call, "args", None) == {"key": "a", "limit": 2}
+
+
+def test_a_function_that_the_server_lacks_is_refused() -> None:
+    with pytest.raises(SourceNameError, match="unknown function `lookup`"):
+        SourceCompiler([]).compile(SourceSubmission(source="yield lookup('a')"))
+
+
+def test_the_json_is_that_of_the_submission() -> None:
+    source = SourceSubmission(source="x: str\nyield gen(x)", inputs={"x": "a"}, name="n")
+    submission, body = SourceCompiler([]).compile(source)
+    assert decode_submission(body) == submission
+    assert submission.program.name == "n"
+    assert submission.inputs == {"x": "a"}
+
+
+def test_the_same_text_is_compiled_once() -> None:
+    compiler = SourceCompiler([])
+    one, _ = compiler.compile(SourceSubmission(source="yield gen(x)", inputs={"x": "a"}))
+    other, _ = compiler.compile(SourceSubmission(source="yield gen(x)", inputs={"x": "b"}))
+    assert one.program == other.program
+    assert (one.inputs, other.inputs) == ({"x": "a"}, {"x": "b"})
+    assert len(compiler._programs) == 1
+
+
+def test_an_invalid_option_gets_the_line_of_the_call() -> None:
+    with pytest.raises(LanguageError, match="line 2, column 1: ") as caught:
+        SourceCompiler([]).compile(SourceSubmission(source="\nyield gen('a', top_p=7)"))
+    assert caught.value.path == "source:2:1"

@@ -1,0 +1,69 @@
+"""Templates: slots, options, positions of errors."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from conure.server.language.compiler import compile_source
+from conure.server.language.errors import LanguageError
+from conure.server.language.template import InputSlot, OutputSlot, parse_template
+from conure.server.program.graph.graph import Graph
+
+
+def test_text_inputs_and_outputs_are_found() -> None:
+    parts = parse_template("Hi {{name}}, {{name=answer, max_tokens=5, stop=['.', '!']}}")
+    assert parts[0] == "Hi "
+    assert isinstance(parts[1], InputSlot)
+    assert isinstance(parts[3], OutputSlot)
+    assert parts[3].options == {"max_tokens": 5, "stop": [".", "!"]}
+
+
+def test_an_end_marker_follows_its_output_in_the_context() -> None:
+    parts = parse_template("{{name=a, end=<|im_end|>}}\n{{name=b, end='###'}}")
+    assert parts[1] == "<|im_end|>\n"
+    assert parts[3] == "###"
+
+
+def test_four_braces_are_two_characters() -> None:
+    assert parse_template("a {{{{b}}}} {{name=x}}")[0] == "a {{b}}}} "
+
+
+def test_quoted_braces_and_commas_belong_to_the_value() -> None:
+    (slot,) = parse_template("{{name=a, stop=['}}', ','], schema={'type': 'object'}}}")
+    assert isinstance(slot, OutputSlot)
+    assert slot.options == {"stop": ["}}", ","], "schema": {"type": "object"}}
+
+
+def test_outputs_may_be_inserted_later() -> None:
+    program = compile_source("{{q}}{{name=a}} again: {{a}}{{name=b}}", "template")
+    Graph.build(program, {})
+    prompt = msgspec.to_builtins(program.nodes[0])["prompt"]
+    assert prompt == [
+        {"input": "q"},
+        {"output": "a"},
+        {"text": " again: "},
+        {"input": "a"},
+        {"output": "b"},
+    ]
+    assert program.outputs == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "position"),
+    [
+        ("no slot", "no output", (1, 1)),
+        ("a\n {{name=x", "not closed", (2, 2)),
+        ("{{1x}}", "is not a name", (1, 1)),
+        ("{{name=x, size=3}}", "unknown option `size`", (1, 1)),
+        ("{{name=x, temperature=hot}}", "not a literal", (1, 10)),
+        ("{{name=x}} {{name=x}}", "two slots have the name `x`", (1, 12)),
+        ("{{x}} {{name=x}}", "written only later", (1, 1)),
+        ("{{name=a, model=one}}{{name=b, model=two}}", "one context has one model", (1, 22)),
+    ],
+)
+def test_an_error_has_a_position(text: str, message: str, position: tuple[int, int]) -> None:
+    with pytest.raises(LanguageError) as caught:
+        compile_source(text, "template")
+    assert message in caught.value.message
+    assert (caught.value.line, caught.value.column) == position

@@ -1,0 +1,254 @@
+"""Requests of OpenAI's client, run by a server with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from conure.server.app import create_app
+from conure.server.config import Config
+
+from ...inprocess import answer
+from ...service_double import over_socket
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+GREEDY: dict[str, Any] = {"model": "fake", "temperature": 0}
+
+
+@contextlib.asynccontextmanager
+async def openai_client(data: Path, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    app = create_app(Config(data=data, engine="fake", **settings))
+    async with (
+        over_socket(app) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+async def test_completions_of_lists_of_prompts(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        one = await client.completions.create(prompt="a tree", **GREEDY)
+        # Without max_tokens, an answer ends where the model ends it.
+        assert one.choices[0].text == answer("a tree")
+        assert one.choices[0].finish_reason == "stop"
+        both = await client.completions.create(prompt=["a tree", "a house"], n=2, **GREEDY)
+        texts = [choice.text for choice in both.choices]
+        assert texts == [answer("a tree")] * 2 + [answer("a house")] * 2
+        assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+        assert both.usage is not None
+        assert both.usage.prompt_tokens == len("a treea house")
+        stream = await client.completions.create(
+            prompt=["a tree", "a house"], stream=True, echo=True, **GREEDY
+        )
+        streamed = ["", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == [text + answer(text) for text in ("a tree", "a house")]
+
+
+async def test_completions_of_token_ids(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        ids = list(b"a tree")
+        one = await client.completions.create(prompt=ids, echo=True, **GREEDY)
+        assert one.choices[0].text == "a tree" + answer("a tree")
+        both = await client.completions.create(prompt=[ids, list(b"b")], **GREEDY)
+        assert [choice.text for choice in both.choices] == [answer("a tree"), answer("b")]
+        for prompt in ([[1_000_000]], [1_000_000]):
+            with pytest.raises(openai.BadRequestError, match="its ids are below") as caught:
+                await client.completions.create(prompt=prompt, **GREEDY)
+            assert caught.value.param == "prompt"
+
+
+async def test_logprobs_arrive_with_their_tokens(tmp_path: Path) -> None:
+    async with openai_client(tmp_path, time_per_output_token=0.002) as client:
+        whole = await client.completions.create(prompt="ab", logprobs=2, **GREEDY)
+        text, logprobs = whole.choices[0].text, whole.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        assert "".join(logprobs.tokens) == text
+        assert logprobs.text_offset == list(range(len(text)))
+        assert logprobs.top_logprobs is not None
+        assert all(
+            token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
+        )
+        stream = await client.completions.create(prompt="ab", logprobs=2, stream=True, **GREEDY)
+        tokens: list[str] = []
+        offsets: list[int] = []
+        async for chunk in stream:
+            part = chunk.choices[0]
+            if part.text:
+                assert part.logprobs is not None
+                assert part.logprobs.tokens is not None
+                assert "".join(part.logprobs.tokens) == part.text
+                tokens += part.logprobs.tokens
+                offsets += part.logprobs.text_offset or []
+        assert (tokens, offsets) == (logprobs.tokens, logprobs.text_offset)
+        chat = await client.chat.completions.create(
+            messages=HI, logprobs=True, top_logprobs=1, stream=True, **GREEDY
+        )
+        async for piece in chat:
+            choice = piece.choices[0]
+            if choice.delta.content:
+                assert choice.logprobs is not None
+                parts = [token.token for token in choice.logprobs.content or []]
+                assert "".join(parts) == choice.delta.content
+
+
+STRUCTURED: list[tuple[dict[str, Any], str]] = [
+    ({"guided_choice": ["yes", "no"]}, "^(yes|no)$"),
+    ({"guided_regex": "[0-9]{3}"}, "^[0-9]{3}$"),
+    ({"guided_json": {"type": "integer", "minimum": 7, "maximum": 7}}, "^7$"),
+    ({"guided_json": '{"const": 5}'}, "^5$"),
+    ({"guided_grammar": 'start: "a" "b"'}, "^ab$"),
+    ({"structured_outputs": {"choice": ["red"]}}, "^red$"),
+    ({"structured_outputs": {"regex": "x{2}"}}, "^xx$"),
+    ({"structured_outputs": {"json": {"const": 1}}}, "^1$"),
+    ({"structured_outputs": {"grammar": 'start: "ok"'}}, "^ok$"),
+]
+
+
+async def test_vllms_constraints_are_honoured(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        for extra, pattern in STRUCTURED:
+            found = await client.chat.completions.create(messages=HI, extra_body=extra, **GREEDY)
+            content = found.choices[0].message.content
+            assert content is not None
+            assert re.match(pattern, content), (extra, content)
+            text = await client.completions.create(prompt="x", extra_body=extra, **GREEDY)
+            assert re.match(pattern, text.choices[0].text), extra
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"guided_regex": "a", "structured_outputs": {"choice": ["b"]}},
+        "exclude each other",
+        "guided_regex",
+    ),
+    ({"guided_json": "{"}, "is not a JSON schema", "guided_json"),
+    ({"max_token": 5}, "did you mean 'max_tokens'", "max_token"),
+    ({"surprise": 5}, "unknown option 'surprise': remove it", "surprise"),
+    ({"functions": [{}]}, "use `tools`", "functions"),
+    ({"priority": 1000}, "<= 100", "priority"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "read text only",
+        "messages[0].content[0]",
+    ),
+]
+
+
+async def test_bad_input_gets_the_cure(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        for extra, text, param in BAD:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(messages=HI, extra_body=extra, **GREEDY)
+            assert text in caught.value.message, extra
+            assert caught.value.param == param
+        schemas: list[Any] = [
+            {"type": "nothing"},
+            {"$ref": "#/nowhere"},
+            {"type": "string", "pattern": "("},
+        ]
+        for schema in schemas:
+            wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(messages=HI, response_format=wanted, **GREEDY)
+            assert caught.value.param == "response_format"
+
+
+class Point(BaseModel):
+    x: bool
+
+
+async def test_the_clients_helpers_work(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        parsed = await client.chat.completions.parse(messages=HI, response_format=Point, **GREEDY)
+        assert isinstance(parsed.choices[0].message.parsed, Point)
+        async with client.chat.completions.stream(messages=HI, **GREEDY) as stream:
+            async for _ in stream:
+                pass
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content
+
+
+async def test_extra_fields_change_the_program_not_the_answer(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        plain = await client.chat.completions.create(messages=HI, **GREEDY)
+        extra = {
+            "cache_salt": "mine",
+            "priority": -5,
+            "chat_template_kwargs": {"enable_thinking": False},
+            "top_k": 5,
+            "min_p": 0.1,
+        }
+        salted = await client.chat.completions.create(messages=HI, extra_body=extra, **GREEDY)
+        assert salted.choices[0].message.content == plain.choices[0].message.content
+        with pytest.raises(openai.BadRequestError, match="spells a control token"):
+            await client.chat.completions.create(
+                messages=HI,
+                extra_body={"chat_template_kwargs": {"x": "<|im_end|>"}},
+                **GREEDY,
+            )
+
+
+async def test_requests_of_a_session_pass_variables_on(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+
+        async def ask(content: str, **binding: Any) -> str:
+            found = await client.chat.completions.create(
+                messages=[{"role": "user", "content": content}],
+                extra_body={"conure": {"session": "shop", **binding}},
+                **GREEDY,
+            )
+            return found.choices[0].message.content or ""
+
+        # The reader may come first: the server passes the value on when it exists.
+        short = asyncio.ensure_future(ask("Shorter: {{ad}}", read={"ad": "ad"}))
+        ad = await ask("Write an {{ad}}", write="ad")
+        plain = await client.chat.completions.create(
+            messages=[{"role": "user", "content": "Write an {{ad}}"}], **GREEDY
+        )
+        assert ad == plain.choices[0].message.content
+        expected = await client.chat.completions.create(
+            messages=[{"role": "user", "content": f"Shorter: {ad}"}], **GREEDY
+        )
+        assert await short == expected.choices[0].message.content
+        stream = await client.completions.create(
+            prompt="Again: {{ad}}",
+            stream=True,
+            extra_body={"conure": {"session": "shop", "read": {"ad": "ad"}}},
+            **GREEDY,
+        )
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        assert text == answer(f"Again: {ad}")
+        with pytest.raises(openai.BadRequestError, match="no text of the request"):
+            await ask("Hi", read={"ad": "ad"})
+        with pytest.raises(openai.BadRequestError):
+            await ask("Again", write="ad")
+
+
+async def test_usage_counts_cached_tokens(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        prompt = "word " * 40
+        first = await client.completions.create(prompt=prompt, max_tokens=1, **GREEDY)
+        second = await client.completions.create(prompt=prompt, max_tokens=1, **GREEDY)
+        salted = await client.completions.create(
+            prompt=prompt, max_tokens=1, extra_body={"cache_salt": "mine"}, **GREEDY
+        )
+        cached = [
+            found.usage.prompt_tokens_details.cached_tokens
+            for found in (first, second, salted)
+            if found.usage is not None and found.usage.prompt_tokens_details is not None
+        ]
+        assert cached[0] == cached[2] == 0
+        assert cached[1] is not None
+        assert cached[1] > 100

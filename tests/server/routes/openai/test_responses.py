@@ -1,0 +1,238 @@
+"""`/v1/responses` by OpenAI's client, on a server with a fake engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from .test_requests import openai_client
+
+GREEDY: dict[str, Any] = {"model": "fake", "temperature": 0}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+async def chat_answer(client: openai.AsyncOpenAI, *messages: tuple[str, str]) -> str:
+    """Return what the chat endpoint answers to the same messages."""
+    found = await client.chat.completions.create(
+        messages=[{"role": role, "content": content} for role, content in messages],  # type: ignore[misc]  # any role
+        **GREEDY,
+    )
+    return found.choices[0].message.content or ""
+
+
+async def test_a_response_is_the_chats_answer(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        found = await client.responses.create(input="Hi", instructions="Be kind.", **GREEDY)
+        expected = await chat_answer(client, ("system", "Be kind."), ("user", "Hi"))
+        assert found.output_text == expected
+        assert (found.status, found.object) == ("completed", "response")
+        assert found.usage is not None
+        assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+        again = await client.responses.retrieve(found.id)
+        assert again.output_text == expected
+        assert again.instructions == "Be kind."
+        items = await client.responses.input_items.list(found.id)
+        [item] = items.data
+        assert item.to_dict()["content"] == [{"type": "input_text", "text": "Hi"}]
+        cut = await client.responses.create(input="Hi", max_output_tokens=1, **GREEDY)
+        assert cut.status == "incomplete"
+        assert cut.incomplete_details is not None
+        assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_a_conversation_continues_by_the_earlier_response(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        first = await client.responses.create(input="One?", instructions="Old.", **GREEDY)
+        second = await client.responses.create(
+            input="Two?", previous_response_id=first.id, instructions="New.", **GREEDY
+        )
+        third = await client.responses.create(
+            input=[{"role": "user", "content": [{"type": "input_text", "text": "Three?"}]}],
+            previous_response_id=second.id,
+            **GREEDY,
+        )
+        one, two = first.output_text, second.output_text
+        # Instructions apply to their own response only.
+        assert two == await chat_answer(
+            client, ("system", "New."), ("user", "One?"), ("assistant", one), ("user", "Two?")
+        )
+        assert third.output_text == await chat_answer(
+            client,
+            ("user", "One?"),
+            ("assistant", one),
+            ("user", "Two?"),
+            ("assistant", two),
+            ("user", "Three?"),
+        )
+    async with openai_client(tmp_path) as client:  # after a restart
+        assert (await client.responses.retrieve(first.id)).output_text == one
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await client.responses.create(input="x", previous_response_id="resp_0", **GREEDY)
+
+
+async def test_a_stream_has_the_clients_events(tmp_path: Path) -> None:
+    async with openai_client(tmp_path, time_per_output_token=0.002) as client:
+        async with client.responses.stream(input="Hi", **GREEDY) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == await chat_answer(client, ("user", "Hi"))
+        types = [event.type for event in events]
+        assert types[:4] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ]
+        assert types[-4:] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        assert set(types[4:-4]) == {"response.output_text.delta"}
+        numbers = [event.sequence_number for event in events]
+        assert numbers == sorted(set(numbers))
+
+
+async def test_tools_are_called_and_answered(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", **GREEDY}
+        found = await client.responses.create(input="Weather?", **asked)
+        [call] = found.output
+        assert call.type == "function_call"
+        assert call.name == "weather"
+        async with client.responses.stream(input="Weather?", **asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        [streamed] = final.output
+        assert streamed.type == "function_call"
+        assert streamed.arguments == call.arguments
+        assert "response.function_call_arguments.done" in [event.type for event in events]
+        output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+        answered = await client.responses.create(
+            input=output,
+            previous_response_id=found.id,
+            tools=[WEATHER],
+            tool_choice="none",
+            **GREEDY,
+        )
+        assert answered.output_text
+        named = await client.responses.create(
+            input="Weather?",
+            tools=[WEATHER],
+            tool_choice={"type": "function", "name": "weather"},
+            **GREEDY,
+        )
+        assert named.output[0].type == "function_call"
+
+
+async def test_a_background_response_outlives_its_stream(tmp_path: Path) -> None:
+    async with openai_client(tmp_path, time_per_output_token=0.005) as client:
+        expected = await chat_answer(client, ("user", "Hi"))
+        stream: Any = await client.responses.create(
+            input="Hi", background=True, stream=True, **GREEDY
+        )
+        text, last, found = "", -1, ""
+        async for event in stream:
+            last = event.sequence_number
+            if event.type == "response.created":
+                found = event.response.id
+            if event.type == "response.output_text.delta":
+                text += event.delta
+                break
+        await stream.close()
+        resumed: Any = await client.responses.retrieve(found, stream=True, starting_after=last)
+        rest = [event async for event in resumed]
+        assert all(event.sequence_number > last for event in rest)
+        text += "".join(e.delta for e in rest if e.type == "response.output_text.delta")
+        assert text == expected
+        assert rest[-1].response.output_text == expected
+    async with openai_client(tmp_path) as client:  # after a restart
+        resumed = await client.responses.retrieve(found, stream=True, starting_after=last)
+        again = [event async for event in resumed]
+        assert "".join(e.delta for e in again if e.type.endswith("text.delta")) == "".join(
+            e.delta for e in rest if e.type.endswith("text.delta")
+        )
+        assert [e.sequence_number for e in again][-4:] == [e.sequence_number for e in rest][-4:]
+
+
+async def test_a_background_response_is_polled_or_cancelled(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        queued = await client.responses.create(input="Hi", background=True, **GREEDY)
+        assert (queued.status, queued.background) == ("queued", True)
+        events: Any = await client.responses.retrieve(queued.id, stream=True)
+        assert [event.type async for event in events][-1] == "response.completed"
+        found = await client.responses.retrieve(queued.id)
+        assert found.status == "completed"
+        assert found.output_text == await chat_answer(client, ("user", "Hi"))
+        assert (await client.responses.cancel(queued.id)).status == "completed"
+    async with openai_client(tmp_path / "slow", time_per_output_token=2.0) as client:
+        slow = await client.responses.create(input="Hi", background=True, **GREEDY)
+        assert (await client.responses.cancel(slow.id)).status == "cancelled"
+        assert (await client.responses.retrieve(slow.id)).status == "cancelled"
+        with pytest.raises(openai.BadRequestError, match="has no answer"):
+            await client.responses.create(input="x", previous_response_id=slow.id, **GREEDY)
+
+
+class Point(BaseModel):
+    x: bool
+
+
+async def test_structured_output_and_logprobs(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        parsed = await client.responses.parse(input="Hi", text_format=Point, **GREEDY)
+        assert isinstance(parsed.output_parsed, Point)
+        found = await client.responses.create(
+            input="Hi", include=["message.output_text.logprobs"], top_logprobs=1, **GREEDY
+        )
+        part = found.output[0].to_dict()["content"][0]
+        assert "".join(token["token"] for token in part["logprobs"]) == found.output_text
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "use type 'function'"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "use messages, function calls"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "read text only",
+    ),
+    ({"input": []}, "is empty"),
+    ({"conversation": "c"}, "use `previous_response_id`"),
+    ({"truncation": "auto"}, "nothing is truncated here"),
+    ({"reasoning": {"effort": "high"}}, "is not supported"),
+    ({"include": ["x"]}, "cannot be included"),
+    ({"background": True, "store": False}, "needs 'store'"),
+    ({"max_tokens": 5}, "unknown option 'max_tokens'"),
+]
+
+
+async def test_bad_input_gets_the_cure(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        for fields, text in BAD:
+            body = {"input": "Hi", **GREEDY, **fields}
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.post("/responses", body=body, cast_to=object)
+            assert text in caught.value.message, fields
+        kept = await client.responses.create(input="Hi", store=False, **GREEDY)
+        with pytest.raises(openai.NotFoundError, match="was not stored"):
+            await client.responses.retrieve(kept.id)
+        with pytest.raises(openai.BadRequestError, match="'background': true"):
+            found = await client.responses.create(input="Hi", **GREEDY)
+            await client.responses.cancel(found.id)
+        with pytest.raises(openai.InternalServerError, match="give no embeddings") as failed:
+            await client.embeddings.create(model="fake", input="Hi")
+        assert failed.value.status_code == 501

@@ -1,0 +1,130 @@
+"""Limits of connections: bytes and seconds of a head and a body, readers, connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import uvicorn
+
+from conure.server.app import create_app
+from conure.server.config import Config
+from conure.server.routes.connection import (
+    MAX_HEAD_BYTES,
+    BoundedHttpProtocol,
+    ConnectionLimits,
+    max_connections,
+)
+
+from ..inprocess import expr
+from ..service_double import until
+
+
+class BoundedServer(NamedTuple):
+    """A server that runs."""
+
+    port: int
+    uvicorn: uvicorn.Server
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+ENDS_S = 30.0
+START = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@contextlib.asynccontextmanager
+async def bounded(data: Path, **limits: Any) -> AsyncIterator[BoundedServer]:
+    """Serve an application with limits."""
+    app = create_app(Config(data=data, engine="fake"))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    connection_limits = ConnectionLimits(**{"max_connections": 100, **limits})
+    protocol: Any = partial(BoundedHttpProtocol, limits=connection_limits)
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    async with app.lifespan():
+        serving = asyncio.create_task(server.serve([listener]))
+        await until(lambda: server.started)
+        yield BoundedServer(listener.getsockname()[1], server)
+        server.should_exit = True
+        await serving
+
+
+async def connect(server: BoundedServer, text: bytes = b"") -> Connection:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(text)
+    return reader, writer
+
+
+async def answer_of(connection: Connection) -> bytes:
+    """Return everything until the server closes the connection."""
+    reader, writer = connection
+    async with asyncio.timeout(ENDS_S):
+        received = await reader.read()
+    writer.close()
+    return received
+
+
+async def test_long_head_is_refused_before_it_is_complete(tmp_path: Path) -> None:
+    async with bounded(tmp_path) as server:
+        head = START + b"X-a: " + b"a" * MAX_HEAD_BYTES
+        assert b" 431 " in await answer_of(await connect(server, head))
+        line = b"GET /" + b"a" * MAX_HEAD_BYTES
+        assert b"request.head_too_large" in await answer_of(await connect(server, line))
+
+
+async def test_large_body_does_not_count_as_head(tmp_path: Path) -> None:
+    async with bounded(tmp_path) as server, httpx.AsyncClient() as client:
+        program = {"program": {"nodes": [expr("e", "a" * 2 * MAX_HEAD_BYTES)]}}
+        url = f"http://127.0.0.1:{server.port}/v1/programs"
+        assert (await client.post(url, json=program)).status_code == 202
+        assert (await client.post(url, json=program)).status_code == 202
+
+
+async def test_head_and_body_must_arrive_in_time(tmp_path: Path) -> None:
+    body = START.replace(b"GET /healthz", b"POST /v1/programs") + b"Content-Length: 9\r\n\r\n{"
+    async with bounded(tmp_path, head_s=0.05, body_s=0.05) as server:
+        for start in (b"", b"GET", START, body):
+            assert b" 408 " in await answer_of(await connect(server, start)), start
+
+
+async def test_connections_beyond_the_limit_are_refused(tmp_path: Path) -> None:
+    async with bounded(tmp_path, max_connections=2) as server:
+        held = [await connect(server, START) for _ in range(2)]
+        for connection in held:
+            connection[1].write(b"\r\n")
+            assert b" 200 " in await connection[0].readuntil(b"\r\n")
+        assert b" 503 " in await answer_of(await connect(server, START + b"\r\n"))
+        held[0][1].write(b"Connection: close\r\n\r\n")
+        for connection in held:
+            connection[1].close()
+    assert max_connections() > 0
+
+
+async def test_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
+    async with bounded(tmp_path, stall_s=0.05) as server, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{server.port}"
+        nodes = [expr(f"e{i}", {"concat": ["a" * 1_000, {"var": "x"}]}) for i in range(10)]
+        program = {"variables": {"x": {}}, "nodes": nodes}
+        large = {"program": program, "inputs": {"x": "b" * 1_000_000}}
+        path = (await client.post(f"{url}/v1/programs", json=large)).json()["url"]
+        request = START.replace(b"/healthz", f"{path}/events".encode()) + b"\r\n"
+        reader, writer = await connect(server, request)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        complete = (await client.get(f"{url}{path}/events", timeout=ENDS_S)).content
+        ids = [line for line in complete.split(b"\n") if line.startswith(b"id:")]
+        await until(lambda: len(server.uvicorn.server_state.connections) == 1)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(ENDS_S):
+                assert len(await reader.read()) < len(complete)
+        headers = {"Last-Event-ID": ids[-2].split()[1].decode()}
+        rest = await client.get(f"{url}{path}/events", headers=headers)
+        assert rest.content.count(b"id:") == 1
+        writer.close()

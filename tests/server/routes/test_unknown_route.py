@@ -1,0 +1,59 @@
+"""Every wrong base URL gets one sentence that names the cure."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from ..service_double import ScriptedService, app_of, in_process, over_socket
+from ..test_app import check_problem
+
+WRONG = [
+    ("POST", "/v1/v1/chat/completions", "has /v1, and the client adds it again"),
+    ("GET", "/v1/v1/programs/p_1", "end the base URL with the port for Conure's"),
+    ("POST", "/chat/completions", "add /v1 to the base URL, as in http://HOST:PORT/v1"),
+    ("GET", "/models", "add /v1 to the base URL"),
+    ("POST", "/openai/v1/chat/completions", "the base URL has the path /openai; remove it"),
+    ("POST", "/v1/chat/completions/chat/completions", "without /chat/completions"),
+    ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+    ("POST", "/v1/images/generations", "generates text only"),
+    ("POST", "/v1/moderations", "generates text only"),
+    ("POST", "/v1/surprise", "/schema lists the routes"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "cure"), WRONG)
+async def test_a_wrong_base_url_is_explained(method: str, path: str, cure: str) -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.request(method, f"http://localhost{path}", json={})
+    problem = check_problem(answer, 404, "route.not_found")
+    assert cure in problem["detail"]
+    assert problem["error"] == {
+        "message": problem["detail"],
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "route.not_found",
+    }
+
+
+async def test_a_wrong_method_names_the_right_one() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.get("/v1/chat/completions")
+    problem = check_problem(answer, 405, "route.method_not_allowed")
+    assert "use" in problem["detail"]
+    assert "POST" in problem["detail"]
+    assert problem["error"]["message"] == problem["detail"]
+
+
+async def test_openai_client_shows_the_cure() -> None:
+    async with over_socket(app_of(ScriptedService())) as url:
+        for base, cure in (
+            (url, "add /v1 to the base URL"),
+            (f"{url}/v1/v1", "one /v1 for OpenAI's"),
+            (f"{url}/v1/chat/completions", "without /chat/completions"),
+        ):
+            async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+                with pytest.raises(openai.NotFoundError, match=cure):
+                    await client.chat.completions.create(
+                        model="tiny", messages=[{"role": "user", "content": "Hi"}]
+                    )

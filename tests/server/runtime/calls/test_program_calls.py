@@ -1,0 +1,48 @@
+"""Prefix sharing between the calls of a program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...inprocess import (
+    server_harness,
+    var,
+)
+
+LONG = "Once upon a time there was a harbour, and the clocks were striking. " * 8
+BLOCK = 16
+
+
+async def test_rounds_share_the_history_prefix(tmp_path: Path) -> None:
+    chat = {
+        "id": "say",
+        "op": "generate",
+        "messages": [{"splice": "history"}],
+        "output": {"variable": "answer", "as": "message", "max_tokens": 64},
+    }
+    question = {"role": "user", "content": LONG}
+    loop = {
+        "id": "talk",
+        "op": "loop",
+        "count": 4,
+        "carry": {
+            "history": [
+                {"lit": [question]},
+                {"concat": [var("history"), [var("answer")], {"lit": [question]}]},
+            ]
+        },
+        "body": [chat],
+        "max_iter": 4,
+    }
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([loop], outputs=["history"], trace=True)
+        status = await program.end()
+        assert status.status == "done", status.error
+        lengths = [len(status.nodes[f"say.{i}"].trace[0].prompt_ids) for i in range(4)]  # type: ignore[index]
+        shared = [status.nodes[f"say.{i}"].prompt_tokens.shared for i in range(4)]  # type: ignore[union-attr]
+        assert shared[0] == 0
+        for before, found in zip(lengths, shared[1:], strict=False):
+            assert found >= before, "the history was filled again"
+        assert await harness.num_held() == [(0, 0)]
+        [engine] = await harness.executor.engines()
+        assert engine.report.num_cached * BLOCK <= lengths[0], "values are no cache"

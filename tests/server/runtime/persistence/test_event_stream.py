@@ -1,0 +1,154 @@
+"""Tests of the event stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from conure.server.program.status import Event
+from conure.server.runtime.persistence.event_stream import EventStream
+
+
+def committed(seq: int) -> Event:
+    return Event(seq, "variable.committed", {"seq": seq, "variable": "other"})
+
+
+async def take(reading: AsyncGenerator[Event, None], count: int) -> list[Event]:
+    return [await asyncio.wait_for(anext(reading), 60) for _ in range(count)]
+
+
+async def test_reader_gets_each_event_once_in_order() -> None:
+    feed = EventStream("p")
+    feed.publish([committed(3), committed(5)])
+    reading = feed.read(3)
+    assert [event.seq for event in await take(reading, 1)] == [5]
+    feed.publish([committed(9)])
+    feed.close()
+    assert [event.seq async for event in reading] == [9]
+
+
+async def test_late_reader_gets_text_from_offset_0() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "Hel")
+    feed.append_text("x", "lo")
+    reading = feed.read(0)
+    [first] = await take(reading, 1)
+    assert (first.seq, first.data["text"], first.data["offset"]) == (None, "Hello", 0)
+    feed.append_text("x", ", world")
+    [second] = await take(reading, 1)
+    assert (second.data["text"], second.data["offset"]) == (", world", 5)
+    await reading.aclose()
+    assert feed.num_readers == 0
+
+
+async def test_slow_reader_gets_coalesced_deltas() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "a")
+    reading = feed.read(0)
+    await take(reading, 1)
+    for letter in "bcdef":
+        feed.append_text("x", letter)
+    [delta] = await take(reading, 1)
+    assert (delta.data["text"], delta.data["offset"]) == ("bcdef", 1)
+    await reading.aclose()
+
+
+async def test_new_attempt_restarts_at_offset_0() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "half of")
+    reading = feed.read(0)
+    await take(reading, 1)
+    feed.begin_text("x", "n", "main", 2)
+    feed.append_text("x", "again")
+    [delta] = await take(reading, 1)
+    assert (delta.data["attempt"], delta.data["offset"], delta.data["text"]) == (2, 0, "again")
+    await reading.aclose()
+
+
+async def test_last_delta_precedes_the_commit() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "abc")
+    feed.complete("x", "abcdef")
+    feed.publish([committed(1)])
+    reading = feed.read(0)
+    delta, commit = await take(reading, 2)
+    assert delta.data["text"] == "abcdef"
+    assert commit.seq == 1
+    await reading.aclose()
+
+
+async def test_draining_ends_readers_with_an_event() -> None:
+    feed = EventStream("p")
+    feed.publish([committed(1)])
+    feed.drain()
+    assert [event.type async for event in feed.read(0)] == [
+        "variable.committed",
+        "server.draining",
+    ]
+
+
+async def test_new_text_does_not_hide_other_texts() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "text")
+    feed.begin_text("y", "m", "main", 1)
+    reading = feed.read(0)
+    [delta] = await take(reading, 1)
+    assert (delta.data["variable"], delta.data["text"]) == ("x", "text")
+    await reading.aclose()
+
+
+async def test_busy_reader_gets_text_before_its_commit() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "ab")
+    feed.publish([Event(1, "node.started", {})])
+    reading = feed.read(0)
+    await take(reading, 2)
+    feed.append_text("x", "cd")
+    feed.publish([committed(2)])
+    delta, commit = await take(reading, 2)
+    assert (delta.data["text"], delta.data["offset"]) == ("cd", 2)
+    assert commit.seq == 2
+    feed.close()
+    feed.drain()
+    assert [event async for event in reading] == [], "it has ended, so nobody needs to be told"
+
+
+async def test_durable_reader_is_not_woken_by_text() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    reading = feed.read(0, is_durable=True)
+    waiting = asyncio.ensure_future(anext(reading))
+    await asyncio.sleep(0)
+    for letter in "abc":
+        feed.append_text("x", letter)
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    feed.publish([committed(1)])
+    assert (await asyncio.wait_for(waiting, 60)).seq == 1
+    feed.close()
+    assert [event async for event in reading] == []
+
+
+async def test_log_probabilities_arrive_with_the_text_of_their_tokens() -> None:
+    feed = EventStream("p")
+    feed.begin_text("x", "n", "main", 1)
+    feed.append_text("x", "a", ["A"])
+    reading = feed.read(0)
+    [first] = await take(reading, 1)
+    assert (first.data["logprobs"], first.data["logprobs_offset"]) == (["A"], 0)
+    feed.append_text("x", "", ["half"])  # the first bytes of a character
+    feed.append_text("x", "\u00e9", ["other half"])
+    [second] = await take(reading, 1)
+    assert (second.data["text"], second.data["offset"]) == ("\u00e9", 1)
+    assert (second.data["logprobs"], second.data["logprobs_offset"]) == (["half", "other half"], 1)
+    late = feed.read(0)
+    [whole] = await take(late, 1)
+    assert whole.data["logprobs"] == ["A", "half", "other half"]
+    await reading.aclose()
+    await late.aclose()

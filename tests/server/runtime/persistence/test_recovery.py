@@ -1,0 +1,383 @@
+"""Tests of recovery after a restart of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from conure.engine.core.engine import EngineCore
+from conure.engine.testing.scripted_runner import FakeRunner
+from conure.server.program.errors import ProgramError
+from conure.server.program.graph.objectives import PerformanceObjective
+from conure.server.program.ir import GenerateNode
+from conure.server.program.status import Problem
+from conure.server.prompts.served_model import ServedModel
+from conure.server.runtime.calls.kv_context import PromptPlan
+from conure.server.runtime.calls.llm_call import LLMCall
+from conure.server.runtime.calls.prefix_registry import PrefixRegistry
+from conure.server.runtime.clock import SteadyClock
+from conure.server.runtime.node_state import NodeState
+from conure.server.runtime.program_run import ProgramRun
+from conure.server.scheduling.policy import Rank
+from conure.server.store.journal import ValueRecord
+
+from ...inprocess import (
+    DelayedJournalWriter,
+    Program,
+    answer,
+    call,
+    client,
+    expr,
+    generate,
+    insert,
+    server_harness,
+    var,
+)
+
+GROWING = [
+    {
+        "id": "p",
+        "op": "generate",
+        "prompt": [
+            {"text": "Think: "},
+            {"output": "one", "max_tokens": 64},
+            {"text": "\nFound: "},
+            {"input": "found"},
+            {"text": "\nSo: "},
+            {"output": "two", "max_tokens": 64},
+        ],
+    },
+    client("find", "found", args={"q": var("one")}),
+    generate("end", "E", insert("two")),
+]
+
+
+async def check_events(program: Program) -> list[Any]:
+    """Check that every event is read once and in order, from any starting point."""
+    whole = await program.events()
+    seqs = [event.seq or 0 for event in whole]
+    assert seqs == sorted(set(seqs))
+    for at, seq in enumerate(seqs):
+        assert await program.events(seq) == whole[at + 1 :]
+    return whole
+
+
+async def test_growing_prompt_continues_after_committed_outputs(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(GROWING, outputs=["end"], trace=True)
+        asked = await program.event("client.requested")
+        one = await program.value("one")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        # The step is not requested again, and the open request can be answered.
+        status = await program.put("found", "gold", asked.data["request_id"])
+        assert status.value == "gold"
+        text = f"Think: {one}\nFound: gold\nSo: "
+        assert one == answer("Think: ")
+        assert await program.value("two") == answer(text)
+        ended = await program.end()
+        assert await program.value("end") == answer("E" + answer(text))
+        traces = ended.nodes["p"].trace
+        assert traces
+        assert [bytes(trace.prompt_ids).decode() for trace in traces] == [text]
+        events = await check_events(program)
+        requests = [e.data["request_id"] for e in events if e.type == "client.requested"]
+        assert requests == [asked.data["request_id"]]
+        assert ended.nodes["p"].attempt == 2
+        assert ended.nodes["find"].attempt == 1
+        assert ended.nodes["end"].attempt == 1
+        assert await harness.num_held() == [(0, 0)]
+
+
+async def test_recovery_reruns_only_uncommitted_calls(tmp_path: Path) -> None:
+    nodes = [
+        generate("first", "x"),
+        generate("second", insert("first"), ignore_eos=True, max_tokens=400),
+        generate("last", insert("second")),
+    ]
+    async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
+        program = await harness.submit(nodes, outputs=["last"])
+        first = await program.value("first")
+        await program.event("node.started", node="second")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        assert (await program.get("first", wait_s=0)).value == first
+        ended = await program.end()
+        attempts = {name: node.attempt for name, node in ended.nodes.items()}
+        assert attempts == {"first": 1, "second": 2, "last": 1}
+        events = await check_events(program)
+        counts = Counter((e.type, e.data.get("node")) for e in events)
+        assert counts["node.started", "first"] == counts["node.started", "last"] == 1
+        assert counts["node.started", "second"] == 2
+        assert counts["node.restarted", "second"] == 1
+        assert set(Counter(e.data["variable"] for e in events if "value" in e.data).values()) == {1}
+
+
+async def test_lost_batches_are_repeated(tmp_path: Path) -> None:
+    """Simulates a crash with values that were committed in memory only."""
+    ran: list[str] = []
+
+    def note(text: str) -> str:
+        ran.append(text)
+        return text
+
+    nodes = [client("go", "v"), expr("a", var("v")), call("f", "note", args={"text": var("a")})]
+    async with server_harness(tmp_path, {"note": note}) as harness:
+        program = await harness.submit(nodes, outputs=["f"])
+        asked = await program.event("client.requested")
+        disk = DelayedJournalWriter(harness)
+        putting = asyncio.create_task(program.put("v", "one"))
+        await disk.came.wait()
+        assert harness.executor.programs._live[program.id].state.values == {"v": "one", "a": "one"}
+        await harness.executor.stop()
+        assert (await asyncio.gather(putting, return_exceptions=True))[0] is not None
+    assert ran == [], "a function waits for the disk"
+    async with server_harness(tmp_path, {"note": note}) as harness:
+        program = Program(harness, program.id)
+        assert (await program.get("v", wait_s=0)).status == "running"
+        await program.put("v", "two", asked.data["request_id"])
+        assert await program.value("f") == "two"
+        await program.end()
+    assert ran == ["two"]
+
+
+async def test_ends_and_failed_inputs_are_recovered(tmp_path: Path) -> None:
+    nodes = [
+        expr("off", {"lit": 1}, when={"lit": False}),
+        expr("bad", {"parse_json": ["{"]}, on_error="isolate"),
+        generate("reader", insert("lost"), on_error="isolate"),
+        expr("all", {"first": [var("off"), var("bad"), var("reader"), var("given"), var("x")]}),
+        client("ask", "x"),
+    ]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, outputs=["all"], variables={"lost": {}, "given": {}})
+        await program.put_error("lost", "no.input")
+        await program.event("client.requested")
+        assert (await program.get("reader")).status == "failed"
+    for _ in range(2):
+        async with server_harness(tmp_path) as harness:
+            program = Program(harness, program.id)
+            statuses = [await program.get(name, 0) for name in ("off", "bad", "lost", "reader")]
+            assert [s.status for s in statuses] == ["skipped", "failed", "failed", "failed"]
+            assert statuses[3].error == Problem(code="no.input", message="no")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("given", None)
+        await program.put("x", "last")
+        assert await program.value("all") == "last"
+        ended = await program.end()
+        assert ended.status == "done"
+        types = Counter(e.type for e in await check_events(program))
+        assert types["node.failed"] == 2
+        assert types["variable.failed"] == types["client.requested"] == 1
+
+
+async def test_retries_survive_restarts(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([client("a", "x", retries=1)], outputs=["x"])
+        await program.event("client.requested")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put_error("x", "once")
+        again = await program.event("client.requested", count=2)
+        assert again.data["attempt"] == 2
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put_error("x", "twice", again.data["request_id"])
+        ended = await program.end()
+        assert ended.error == Problem(code="twice", message="no")
+
+
+async def test_session_is_restored_unchanged(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([], variables={"a": {}, "b": {}}, open=True)
+        await program.append(
+            nodes=[generate("x", insert("a"), insert("b"))], inputs={"a": "A"}, outputs=["x"]
+        )
+        await program.put("b", "B")
+        value = await program.value("x")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        status = await program.status()
+        assert (status.status, status.outputs) == ("running", ["x"])
+        assert {n: v.value for n, v in status.variables.items()} == {"a": "A", "b": "B", "x": value}
+        for taken in ("a", "b", "x"):
+            with pytest.raises(ProgramError):
+                await program.append(nodes=[expr("y", {"lit": 1}, taken)])
+        await program.append(nodes=[expr("y", {"parse_json": ["{"]}), expr("z", var("x"))])
+        assert await program.value("z") == value
+        await program.append(close=True)
+        assert (await program.end()).status == "done"
+        await check_events(program)
+
+
+async def test_on_demand_client_step_is_answered_after_restart(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(
+            [client("a", "x"), expr("b", var("x"))], outputs=["b"], start="demand"
+        )
+        await program.get("b", wait_s=0)
+        asked = await program.event("client.requested")
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        await program.put("x", 1, asked.data["request_id"])
+        assert await program.value("b") == 1
+        await program.end()
+
+
+async def test_missing_function_fails_only_its_node(tmp_path: Path) -> None:
+    nodes = [client("a", "x"), call("f", "gone", args={"x": var("x")}), call("g", "gone")]
+    gate = asyncio.Event()
+
+    async def gone(x: object = None) -> None:
+        await gate.wait()
+
+    async with server_harness(tmp_path, {"gone": gone}) as harness:
+        program = await harness.submit(nodes, outputs=["f"])
+        await program.event("client.requested")
+        other = await harness.submit([client("a", "x")], outputs=["x"])
+    async with server_harness(tmp_path) as harness:
+        ended = await Program(harness, program.id).end()
+        assert ended.error
+        assert ended.error.code == "call.unknown_function"
+        await Program(harness, other.id).put("x", 1)
+
+
+async def test_deadline_is_an_absolute_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([client("a", "x")], outputs=["x"], deadline_s=3_600)
+        await program.event("client.requested")
+    now = SteadyClock.now
+    monkeypatch.setattr(SteadyClock, "now", lambda clock: now(clock) + 3_600)
+    async with server_harness(tmp_path) as harness:
+        assert (await Program(harness, program.id).end()).status == "deadline_exceeded"
+
+
+async def test_deadline_does_not_move_with_the_wall_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([client("a", "x")], outputs=["x"], deadline_s=3_600)
+        await program.event("client.requested")
+        two_hours_later = time.time() + 7_200
+        started = time.monotonic()
+        monkeypatch.setattr(time, "time", lambda: two_hours_later + time.monotonic() - started)
+    async with server_harness(tmp_path) as harness:
+        await Program(harness, program.id).put("x", 1)
+        ended = await Program(harness, program.id).end()
+        assert ended.status == "done"
+        assert ended.receipt
+        assert 0 <= ended.receipt.wall_s < 3_600
+
+
+async def test_ended_program_is_read_from_the_journal(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(
+            [generate("a", "x"), expr("off", {"lit": 1}, when={"lit": False}), client("c", "v")],
+            inputs={"i": {"k": 1}},
+            outputs=["a"],
+        )
+        await program.put("v", None)
+        before = await program.end()
+        events = await program.events()
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        assert msgspec.to_builtins(await program.status()) == msgspec.to_builtins(before)
+        for name, variable in before.variables.items():
+            assert await program.get(name) == variable
+        assert await program.events() == events
+        assert await program.cancel() == await program.status()
+
+
+# --- a call that continues --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", ["a call", "an expression"])
+async def test_map_entered_after_restart_has_items_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    node = generate("s", "S ", insert("x"))
+    if body == "an expression":
+        node = expr("s", {"concat": ["S ", var("x")]})
+    wide = {"id": "m", "op": "map", "items": var("docs"), "as": "x", "body": [node]}
+    docs = [f"d{i}" for i in range(300)]
+    start = ProgramRun.start
+    async with server_harness(tmp_path, max_queued_calls=8) as harness:
+        monkeypatch.setattr(
+            ProgramRun, "start", lambda _: None
+        )  # killed when the program is on disk
+        submitted = await harness.submit(
+            [{**wide, "collect": {"all": "s"}}], inputs={"docs": docs}, outputs=["all"]
+        )
+    monkeypatch.setattr(ProgramRun, "start", start)
+    async with server_harness(tmp_path, max_queued_calls=8) as harness:
+        program = Program(harness, submitted.id)
+        assert (await program.end()).status == "done"
+        told = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
+        assert [node for nodes in told for node in nodes] == [f"s.{i}" for i in range(300)]
+
+
+def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> LLMCall:
+    """Return a call whose first output was journaled."""
+    model = ServedModel.of(EngineCore(FakeRunner(), 1).hello())
+    model = replace(model, tokenizer_hash="ours")
+    node = msgspec.convert(
+        {
+            "op": "generate",
+            "id": "n",
+            "prompt": [{"text": "A:"}, {"output": "a"}, {"text": " B:"}, {"output": "b"}],
+        },
+        GenerateNode,
+    )
+    context: Any = SimpleNamespace(
+        state=SimpleNamespace(id="p"), services=SimpleNamespace(model=model)
+    )
+    call = LLMCall(
+        NodeState(node),
+        context,
+        PrefixRegistry(),
+        PromptPlan(hashes=(), reads=(), constants=(), salt="", keeps_all=False),
+        ready_at_s=0.0,
+        rank=Rank(0.0, ""),
+        performance=PerformanceObjective("latency", None, 0),
+        on_started=lambda: None,
+    )
+    record = ValueRecord(
+        program="p",
+        variable="a",
+        value=b'""',
+        text=text,
+        token_ids=ids,
+        tokenizer_hash=tokenizer_hash or "ours",
+        epoch=1,
+        attempt=1,
+    )
+    call.restore({"a": record}, {}, 1)
+    return call
+
+
+def following(call: LLMCall) -> bytes:
+    """Return the ids up to the second output, as bytes."""
+    return bytes(call.ids + call.encode(1, call.render(1, {})).ids)
+
+
+def test_ids_of_another_tokenizer_are_encoded_again() -> None:
+    assert following(resumed("xy", list(b"xy"))) == b"A:xy B:"
+    assert following(resumed("xy", [1, 2, 3])) == b"A:\1\2\3 B:", "ids, not text, are what stands"
+    assert following(resumed("xy", [1, 2, 3], "theirs")) == b"A:xy B:"
+
+
+def test_text_after_a_stop_string_is_refilled() -> None:
+    call = resumed("xyz", list(b"xy"))
+    assert bytes(call.ids) == b"A:xy"
+    assert following(call) == b"A:xyz B:"

@@ -1,0 +1,155 @@
+"""Tests of receipts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conure.server.runtime.node_state import NodeUsage
+from conure.server.runtime.program_state import ProgramState
+from conure.server.runtime.reporting.receipt import critical_path, explain, make_receipt
+
+from ...inprocess import client, expr, generate, insert, var
+from ..test_program_state import execute
+
+
+def run(execution: ProgramState, times: dict[str, tuple[float, float]]) -> ProgramState:
+    """Mark nodes as run at these times, and the others as skipped."""
+    for node_id, state in execution.nodes.items():
+        if node_id in times:
+            state.phase = "done"
+            state.started_at, state.finished_at = times[node_id]
+        else:
+            state.phase, state.finished_at = "skipped", 0.5
+    execution.finished_at = max(end for _, end in times.values())
+    return execution
+
+
+def names(execution: ProgramState) -> list[str]:
+    return [state.node.id for state in critical_path(execution)]
+
+
+def test_critical_path_follows_the_last_predecessor() -> None:
+    nodes = [
+        expr("fast", {"lit": 1}),
+        generate("slow", "s"),
+        generate("join", insert("fast"), insert("slow")),
+        generate("aside", "a"),
+        expr("end", var("join"), after=["aside"]),
+    ]
+    execution = run(
+        execute(nodes),
+        {"fast": (0, 1), "slow": (0, 5), "join": (5, 6), "aside": (0, 5.5), "end": (6, 6.5)},
+    )
+    assert names(execution) == ["slow", "join", "end"]
+    told = make_receipt(execution, blocks_held=0)
+    assert told.critical_path == ["slow", "join", "end"]
+    assert told.critical_path_s == pytest.approx(6.5)
+    # Had something else been waited for longer, that would be the path.
+    execution.nodes["aside"].finished_at = 6.2
+    assert names(execution) == ["aside", "end"]
+
+
+def test_overlapping_time_counts_once() -> None:
+    prompt = [{"output": "a"}, {"input": "x"}, {"output": "b"}]
+    nodes = [
+        {"id": "p", "op": "generate", "prompt": prompt},
+        client("ask", "x", args={"a": var("a")}),
+    ]
+    execution = run(execute(nodes), {"p": (1, 10), "ask": (3, 7)})
+    told = make_receipt(execution, blocks_held=0)
+    assert told.critical_path == ["ask", "p"], "each waits for the other, and stands there once"
+    assert told.critical_path_s == pytest.approx(9)
+    execution = run(execute(nodes), {"p": (1, 4), "ask": (6, 7)})  # nothing ran in between
+    assert make_receipt(execution, blocks_held=0).critical_path_s == pytest.approx(4)
+
+
+def test_unstarted_nodes_are_not_in_the_receipt() -> None:
+    nodes = [generate("off", "x", when={"lit": False}), generate("end", "y", after=["off"])]
+    execution = run(execute(nodes), {"end": (1, 2)})
+    told = make_receipt(execution, blocks_held=0)
+    assert (told.calls, told.critical_path, told.round_trips_saved) == (1, ["end"], 0)
+    empty = execute([])
+    empty.finished_at = 1.0
+    told = make_receipt(empty, blocks_held=0)
+    assert (told.calls, told.critical_path, told.critical_path_s) == (0, [], 0)
+
+
+def test_receipt_sums_tokens_and_single_requests() -> None:
+    execution = run(
+        execute([generate("a", "x"), generate("b", insert("a")), expr("e", var("b"))]),
+        {"a": (0, 1), "b": (1, 2), "e": (2, 2)},
+    )
+    one = NodeUsage(logical=100, computed=100, decoded=5, discarded=2, prefill_s=1, decode_s=2)
+    other = NodeUsage(
+        logical=100,
+        computed=20,
+        cached=10,
+        constant=40,
+        written=25,
+        recomputed=7,
+        decoded=5,
+        retokenized=3,
+        prefill_s=0.2,
+        decode_s=2,
+        block_seconds=4,
+    )
+    execution.nodes["a"].usage, execution.nodes["b"].usage = one, other
+    told = make_receipt(execution, blocks_held=2)
+    tokens = told.prompt_tokens
+    assert (tokens.logical, tokens.computed, tokens.recomputed) == (200, 120, 7)
+    shared = tokens.shared
+    assert (shared.cache, shared.static, shared.dynamic, shared.generated) == (10, 30, 15, 25)
+    assert (told.output_tokens.decoded, told.output_tokens.discarded) == (10, 2)
+    assert (told.retokenized, told.kv_block_seconds, told.blocks_held) == (3, 4, 2)
+    assert (told.calls, told.round_trips_saved, told.wall_s) == (2, 1, 2)
+    assert told.as_single_requests.prompt_tokens == 200
+    # Prefill of what was shared would have taken its share of time: 1 + 5 x 0.2, and 4 of decoding.
+    assert told.as_single_requests.estimated_s == pytest.approx(6)
+
+
+def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
+    nodes: list[Any] = [expr("n0", {"lit": 0})]
+    nodes += [expr(f"n{i}", var(f"n{i - 1}")) for i in range(1, 5_000)]
+    execution = run(execute(nodes), {f"n{i}": (i, i + 1) for i in range(5_000)})
+    began = time.process_time()
+    assert len(make_receipt(execution, blocks_held=0).critical_path) == 5_000
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (NodeUsage(), (0, 0, 0, 0, 0, 0)),
+        (NodeUsage(logical=50, computed=50, constant=40), (50, 0, 0, 0, 0, 0)),
+        (NodeUsage(logical=50, computed=10, cached=5, constant=30), (10, 25, 10, 0, 5, 0)),
+        (NodeUsage(logical=50, cached=90, constant=30), (0, 0, 0, 0, 50, 0)),
+        (NodeUsage(logical=50, computed=20, constant=4, written=20), (20, 4, 6, 20, 0, 0)),
+        # A prefix was filled for others, and then the prompt as a whole.
+        (NodeUsage(logical=50, computed=80, recomputed=1), (50, 0, 0, 0, 0, 31)),
+        (NodeUsage(computed=30), (0, 0, 0, 0, 0, 30)),
+        # The second output of a prompt finds 30 tokens, 8 of them written, 12 of the program.
+        (
+            NodeUsage(
+                logical=70, computed=40, constant=12, again=30, again_constant=12, again_written=8
+            ),
+            (40, 12, 10, 8, 0, 0),
+        ),
+    ],
+)
+def test_shared_tokens_have_one_cause(usage: NodeUsage, expected: tuple[int, ...]) -> None:
+    told = explain(usage)
+    assert told[1:] == expected
+    assert told.logical == sum(told[1:6])
+
+
+@given(st.builds(NodeUsage, *([st.integers(0, 100)] * 9)))
+def test_the_causes_always_add_up(usage: NodeUsage) -> None:
+    told = explain(usage)
+    assert told.logical == sum(told[1:6])
+    assert min(told) >= 0
+    assert told.computed + told.recomputed == usage.computed + usage.recomputed

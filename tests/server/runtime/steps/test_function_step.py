@@ -1,0 +1,96 @@
+"""Functions that `call` nodes run: timeouts, errors with codes, and argument checks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conure.server.functions.registry import function
+from conure.server.program.errors import ProgramError, RunError
+
+from ...inprocess import server_harness, var
+
+GO_ON = threading.Event()
+
+
+@function(timeout_s=0.05)
+def hang() -> int:
+    GO_ON.wait()
+    return 1
+
+
+@function(timeout_s=0.05)
+async def hang_async() -> int:
+    await asyncio.Event().wait()
+    return 1
+
+
+def refuse() -> None:
+    raise RunError("shop.closed", "come back tomorrow")
+
+
+def typed(count: int = 3) -> int:
+    return count
+
+
+FUNCTIONS = {"hang": hang, "hang_async": hang_async, "refuse": refuse, "typed": typed}
+
+
+def call(name: str, **args: Any) -> dict[str, Any]:
+    return {"id": "c", "op": "call", "function": name, "args": args, "output": "x"}
+
+
+@pytest.mark.parametrize(
+    ("node", "code"),
+    [
+        (call("hang"), "call.timeout"),
+        (call("hang_async"), "call.timeout"),
+        (call("refuse"), "shop.closed"),
+        (call("typed", count={"concat": ["3"]}), "call.argument"),
+        (call("calc", expression="9**9**9"), "calc.invalid"),
+        (call("json.parse", text="{"), "expr.json"),
+    ],
+)
+async def test_a_function_that_fails_gives_its_node_a_code(
+    tmp_path: Path, node: dict[str, Any], code: str
+) -> None:
+    async with server_harness(tmp_path, functions=FUNCTIONS) as harness:
+        program = await harness.submit([node], outputs=["x"])
+        status = await program.end()
+    GO_ON.set()
+    assert status.error
+    assert status.error.code == code
+
+
+async def test_defaults_of_parameters_are_passed(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, functions=FUNCTIONS) as harness:
+        program = await harness.submit([call("typed")], outputs=["x"])
+        assert await program.value("x") == 3
+
+
+async def test_built_in_functions_read_variables(tmp_path: Path) -> None:
+    nodes = [{**call("list.sort", items=var("xs")), "output": "sorted"}]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, inputs={"xs": [3, 1]}, outputs=["sorted"])
+        assert await program.value("sorted") == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("node", "code", "path"),
+    [
+        (call("tpyed"), "call.unknown_function", "program.nodes[0].function"),
+        (call("typed", cuont=1), "call.argument", "program.nodes[0].args.cuont"),
+        (call("calc"), "call.argument", "program.nodes[0].args"),
+    ],
+)
+async def test_a_call_that_cannot_work_is_refused_at_submission(
+    tmp_path: Path, node: dict[str, Any], code: str, path: str
+) -> None:
+    async with server_harness(tmp_path, functions=FUNCTIONS) as harness:
+        with pytest.raises(ProgramError) as caught:
+            await harness.submit([node], outputs=["x"])
+    assert (caught.value.code, caught.value.path) == (code, path)

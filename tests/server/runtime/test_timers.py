@@ -1,0 +1,112 @@
+"""The timers of a program, on a simulated clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conure.server.program.status import Problem
+from conure.server.runtime.clock import SteadyClock
+from conure.server.runtime.timers import Timers
+
+from .test_program_state import execute
+
+
+class SimulatedLoop:
+    """Runs timers when `advance` passes their time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._calls: list[tuple[float, Callable[..., None], tuple[Any, ...]]] = []
+
+    def call_later(self, delay: float, callback: Callable[..., None], *args: Any) -> Any:
+        self._calls.append((self.now + delay, callback, args))
+        return None  # these tests cancel no timer
+
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while due := [call for call in self._calls if call[0] <= end]:
+            call = min(due, key=lambda each: each[0])
+            self._calls.remove(call)
+            self.now = call[0]
+            call[1](*call[2])
+        self.now = end
+
+
+class IdleProgram:
+    """The timers of a program with an idle timeout of 10 s, and what they see and do."""
+
+    def __init__(self, *, idle_s: float | None = None, **options: Any) -> None:
+        self.has_reader = False
+        self.num_changes = 0
+        self.ends: list[tuple[str, str]] = []
+        self.state = execute([], is_open=True, **options)
+        self.timers = Timers(
+            self.state,
+            SteadyClock(),
+            idle_s=idle_s,
+            fail=lambda node, error: None,
+            stop=self._stop,
+            close=lambda: False,
+            has_reader=lambda: self.has_reader,
+            num_changes=lambda: self.num_changes,
+        )
+        self.timers.start()
+
+    def _stop(self, phase: str, problem: Problem) -> None:
+        self.ends.append((phase, problem.code))
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> SimulatedLoop:
+    found = SimulatedLoop()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: found)
+    return found
+
+
+def test_an_unused_program_ends_after_its_idle_timeout(loop: SimulatedLoop) -> None:
+    program = IdleProgram(idle_timeout_s=10)
+    loop.advance(9)
+    assert program.ends == []
+    loop.advance(2)
+    assert program.ends == [("cancelled", "program.idle")]
+
+
+@pytest.mark.parametrize("use", ["request", "reader", "text"])
+def test_use_renews_the_idle_timeout(use: str, loop: SimulatedLoop) -> None:
+    program = IdleProgram(idle_timeout_s=10)
+    for _ in range(5):
+        loop.advance(7)
+        if use == "request":
+            program.timers.renew_lease()
+        elif use == "reader":
+            program.has_reader = True
+            loop.advance(3)
+            program.has_reader = False
+        else:
+            program.num_changes += 1
+    assert program.ends == []
+    loop.advance(13)
+    assert program.ends == [("cancelled", "program.idle")]
+
+
+def test_a_program_without_idle_timeout_stays(loop: SimulatedLoop) -> None:
+    program = IdleProgram()
+    loop.advance(1e6)
+    assert program.ends == []
+
+
+def test_the_program_decides_before_the_server(loop: SimulatedLoop) -> None:
+    program, patient = IdleProgram(idle_s=10), IdleProgram(idle_s=10, idle_timeout_s=3600)
+    loop.advance(13)
+    assert program.ends == [("cancelled", "program.idle")]
+    assert patient.ends == []
+
+
+def test_an_attached_program_needs_a_reader(loop: SimulatedLoop) -> None:
+    program = IdleProgram(detach=False, idle_timeout_s=3600)
+    loop.advance(11)
+    assert program.ends == [("cancelled", "program.lease_lost")]

@@ -1,0 +1,243 @@
+"""Damaged journals: a start reports what is lost, or is refused; nothing is lost silently."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from conure.server.program.errors import UnavailableError
+from conure.server.store import journal as journal_module
+from conure.server.store.damage.integrity import inspect
+from conure.server.store.database import RESERVE_NAME
+from conure.server.store.journal import DeleteRecord, Journal, JournalError
+
+from .damaged_journals import KINDS, Sample, check_damaged, make_sample
+from .journal_records import FILE, crash_image, end, event, program, value
+
+NUM_PER_KIND = 2
+"""`python -m tests.server.store.damaged_journals` checks hundreds."""
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    return asyncio.run(make_sample(tmp_path_factory.mktemp("sample"), seed=3, num_programs=60))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_report_of_damaged_journal_is_true(sample: Sample, tmp_path: Path, kind: str) -> None:
+    for seed in range(NUM_PER_KIND):
+        await check_damaged(sample, tmp_path / str(seed), kind, seed)
+
+
+async def test_lost_commits_are_named(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p_before"), event(journal, "p_before")])
+    journal._writer.checkpoint()
+    await journal.append([program("p_after"), event(journal, "p_after")])
+    await journal.append([value("p_before", "x", b"1"), event(journal, "p_before")])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    with pytest.raises(JournalError, match="1 lost: p_after, 1 damaged: p_before") as caught:
+        Journal.open(image)
+    assert "--recover" in str(caught.value)
+    assert (image / FILE).exists()
+    seq = journal.last_seq
+    recovered = Journal.open(image, recover=True)
+    assert recovered.last_seq > seq
+    (left,) = await recovered.unfinished()
+    assert left.id == "p_before"
+    assert left.watch is not None
+    assert left.watch.problem == "program.damaged"
+    await recovered.close()
+    (aside,) = image.glob("damaged-*")
+    assert {path.name for path in aside.iterdir()} >= {FILE, "commits.log", "report.json"}
+
+
+async def test_damaged_record_is_an_error_and_not_a_value(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    await journal.append([program("p"), value("p", "x", b"true"), end("p")])
+    with sqlite3.connect(tmp_path / FILE) as other:
+        other.execute("UPDATE value SET value = CAST('trux' AS BLOB)")
+    with pytest.raises(JournalError, match="value of x in program p does not match") as caught:
+        await journal.load_program("a", "p")
+    assert caught.value.code == "store.damaged"
+    assert not journal.healthy
+    assert "damaged" in (journal.problem or "")
+    with pytest.raises(UnavailableError, match="damaged"):
+        await journal.append([program("q")], fail_fast=True)
+    await journal.close()
+    with pytest.raises(JournalError, match="records do not match their checksums"):
+        Journal.open(tmp_path)
+
+
+async def test_journal_without_checksums_is_opened(tmp_path: Path) -> None:
+    """A journal of schema version 2, as the version before checksums wrote it."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    with sqlite3.connect(folder / FILE) as connection:
+        for name in ("0001_programs.sql", "0002_usage.sql"):
+            script = Path(journal_module.__file__).with_name(name).read_text("utf-8")
+            connection.executescript(script)
+        connection.execute("INSERT INTO program VALUES (1, 'old', 'a', NULL, x'00', 1.5, x'7b7d')")
+        connection.execute("INSERT INTO value VALUES (1, 'x', 0, 1, NULL, NULL, NULL, x'31')")
+        connection.execute("INSERT INTO event VALUES (1, 1, 't', 2.5, x'7b7d')")
+        connection.execute("UPDATE head SET next_seq = 1000001, generation = 4")
+        connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    journal = Journal.open(folder)
+    assert journal.generation == 5
+    assert journal.report.num_unchecked == 3
+    (stored,) = await journal.unfinished()
+    assert (stored.id, stored.values[0].value) == ("old", b"1")
+    await journal.append([value("old", "y", b"2"), end("old")])
+    await journal.close()
+    report = inspect(folder)
+    assert report.is_intact
+    assert (report.num_records, report.num_unchecked) == (5, 3)
+
+
+async def test_checkpoint_empties_both_logs(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    await journal.append([program("p")])
+    assert (tmp_path / "commits.log").stat().st_size > 0
+    journal._writer.checkpoint()
+    assert (tmp_path / "commits.log").stat().st_size == 0
+    assert (tmp_path / f"{FILE}-wal").stat().st_size == 0
+    await journal.close()
+
+
+async def test_large_log_is_checkpointed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conure.server.store.writer.MAX_LOG_BYTES", 100_000)
+    journal = Journal.open(tmp_path)
+    await journal.append([program("p")])
+    for number in range(50):
+        await journal.append([value("p", f"v{number}", random.Random(number).randbytes(10_000))])
+    await journal.barrier()
+    assert (tmp_path / f"{FILE}-wal").stat().st_size < 200_000
+    await journal.close()
+
+
+async def test_removed_folder_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    journal = Journal.open(folder)
+    await journal.append([program("p")])
+    shutil.rmtree(folder)
+    with pytest.raises(UnavailableError, match="removed or replaced"):
+        await journal.append([program("q")], fail_fast=True)
+    assert not journal.healthy
+    second = Journal.open(folder)
+    await second.append([program("other")])
+    with pytest.raises(UnavailableError, match="removed or replaced"):
+        await journal.append([program("q")], fail_fast=True)
+    await second.close()
+    await journal.close()
+
+
+async def test_waiting_write_makes_the_journal_unhealthy(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    writer = journal._writer
+    assert journal.healthy
+    writer.busy_since = -60.0  # as while an fsync hangs for a minute
+    assert not journal.healthy
+    assert "has been waiting for" in (journal.problem or "")
+    with pytest.raises(UnavailableError, match="has been waiting for"):
+        await journal.append([program("p")], fail_fast=True)
+    writer.busy_since = None
+    await journal.append([program("p")], fail_fast=True)
+    await journal.close()
+
+
+async def test_late_batch_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conure.server.store.writer.MAX_WAIT_S", -1.0)
+    journal = Journal.open(tmp_path)
+    with pytest.raises(UnavailableError):
+        await journal.append([program("p")], fail_fast=True)
+    await journal.append([program("q")])
+    assert [stored.id for stored in await journal.unfinished()] == ["q"]
+    await journal.close()
+
+
+async def test_start_on_full_disk_uses_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(tmp_path)
+    await journal.append([program("p")])
+    await journal.close()
+    reserve = tmp_path / RESERVE_NAME
+    assert reserve.stat().st_size == 1024 * 1024
+    freed = []
+    statvfs = os.statvfs(tmp_path)
+    full = os.statvfs_result([*statvfs[:3], 0, 0, *statvfs[5:]])
+
+    def report_full(path: Path) -> os.statvfs_result:
+        freed.append(path)
+        return full
+
+    monkeypatch.setattr("conure.server.store.database.os.statvfs", report_full)
+    monkeypatch.setattr("conure.server.store.journal.fill_reserve", lambda _: None)
+    monkeypatch.setattr("conure.server.store.writer.fill_reserve", lambda _: None)
+    again = Journal.open(tmp_path)
+    assert freed == [tmp_path]
+    assert not reserve.exists()
+    assert [stored.id for stored in await again.unfinished()] == ["p"]
+    await again.close()
+
+
+async def test_file_of_another_program_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    connection.close()
+    with pytest.raises(JournalError, match="database of another program"):
+        Journal.open(tmp_path)
+
+
+def test_link_to_a_missing_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).symlink_to(tmp_path / "missing")
+    with pytest.raises(JournalError, match="is a link to a file that is missing"):
+        Journal.open(tmp_path)
+
+
+async def test_program_of_an_unfinished_turn_is_known_after_a_crash(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "data")
+    journal.turn_mark.set("p_1")
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    shutil.copy(tmp_path / "data" / "turn", image / "turn")
+    await journal.close()
+    after_crash = Journal.open(image)
+    assert after_crash.program_at_death == "p_1"
+    await after_crash.close()
+    after_stop = Journal.open(image)
+    assert after_stop.program_at_death is None
+    await after_stop.close()
+
+
+@pytest.mark.parametrize("is_secure", [False, True])
+async def test_deleted_program_is_gone(tmp_path: Path, is_secure: bool) -> None:
+    journal = Journal.open(tmp_path / "data")
+    secret = b"hunter2 " * 2_000
+    await journal.append([program("p", key="k"), value("p", "x", secret), end("p")])
+    await journal.append([program("q"), value("q", "x", b"1"), end("q")])
+    await journal.append([DeleteRecord(programs=("p", "unknown"), is_secure=is_secure)])
+    assert await journal.load_program("a", "p") is None
+    assert await journal.find_idempotent("a", "k") is None
+    assert await journal.load_program("a", "q") is not None
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    content = b"".join(path.read_bytes() for path in image.iterdir())
+    assert (b"hunter2" in content) == (not is_secure)
+    (image / f"{FILE}-wal").unlink(missing_ok=True)
+    await journal.close()
+    assert (await _sums(tmp_path / "data")) == 2
+
+
+async def _sums(folder: Path) -> float:
+    journal = Journal.open(folder)
+    sums = await journal.usage("a")
+    await journal.close()
+    return sum(each.amount for each in sums if each.name == "programs")
