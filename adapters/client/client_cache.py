@@ -1,12 +1,13 @@
 """Clients that LangChain and LlamaIndex models create at first use.
 
 Invariants: all models of a process with equal settings share one client, and so its connections.
-A client lives as long as the process; the ones that were used least recently are forgotten.
+A client lives until it is closed or the process ends; the least recently used ones are forgotten.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, Final, Self
 
 from .async_client import AsyncClient
@@ -64,7 +65,7 @@ class ClientCache(UnsharedState):
         """
         if api_key is not None:
             headers = (*headers, ("authorization", f"Bearer {api_key}"))
-        return _shared_client(address_of(base_url), max_retries, timeout_s, headers)
+        return _slot(address_of(base_url), max_retries, timeout_s, headers).client()
 
     def asynchronous(self, client: Client) -> AsyncClient:
         """Return the `AsyncClient` of a client, which may be one that the user passed."""
@@ -77,23 +78,39 @@ class ClientCache(UnsharedState):
             await client.close()
 
 
-@functools.lru_cache(MAX_CLIENTS)
-def _shared_client(
-    base_url: str,
-    max_retries: int,
-    timeout_s: float | None,
-    headers: tuple[tuple[str, str], ...],
-) -> Client:
-    retry = Retry(max_retries=max_retries)
-    if timeout_s is not None:
-        retry = Retry(
-            max_retries=max_retries,
-            first_patience_s=min(retry.first_patience_s, timeout_s),
-            unreachable_timeout_s=min(retry.unreachable_timeout_s, timeout_s),
+class ClientSlot:
+    """The shared client of one combination of settings."""
+
+    def __init__(
+        self,
+        base_url: str,
+        max_retries: int,
+        timeout_s: float | None,
+        headers: tuple[tuple[str, str], ...],
+    ) -> None:
+        retry = Retry(max_retries=max_retries)
+        if timeout_s is not None:
+            retry = Retry(
+                max_retries=max_retries,
+                first_patience_s=min(retry.first_patience_s, timeout_s),
+                unreachable_timeout_s=min(retry.unreachable_timeout_s, timeout_s),
+            )
+        self._create = functools.partial(
+            Client,
+            base_url,
+            timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else min(DEFAULT_TIMEOUT_S, timeout_s),
+            retry=retry,
+            headers=dict(headers),
         )
-    return Client(
-        base_url,
-        timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else min(DEFAULT_TIMEOUT_S, timeout_s),
-        retry=retry,
-        headers=dict(headers),
-    )
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+
+    def client(self) -> Client:
+        """Return the client; create it at first use and after it was closed."""
+        with self._lock:
+            if self._client is None or self._client.is_closed:
+                self._client = self._create()
+            return self._client
+
+
+_slot = functools.lru_cache(MAX_CLIENTS)(ClientSlot)

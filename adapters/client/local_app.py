@@ -50,7 +50,7 @@ class LocalApp:
         """Accepts calls. Changed under `_submission_lock`: a call is posted before the loop is
         stopped, which cancels the call, or is refused."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id = 0
+        self._thread: threading.Thread | None = None
         self._cleanup = contextlib.ExitStack()
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class LocalApp:
                 portal = stack.enter_context(start_blocking_portal("asyncio"))
                 stack.callback(self._stop, portal)
                 self._loop = portal.call(asyncio.get_running_loop)
-                self._thread_id = portal.call(threading.get_ident)
+                self._thread = portal.call(threading.current_thread)
                 lifespan = portal.wrap_async_context_manager(_lifespan(self._app))
                 stack.enter_context(lifespan)
                 self._cleanup = stack.pop_all()
@@ -96,7 +96,7 @@ class LocalApp:
     @property
     def is_own_thread(self) -> bool:
         """Whether the current thread is the application's."""
-        return threading.get_ident() == self._thread_id
+        return threading.current_thread() is self._thread
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Await a coroutine function on the application's loop, from any other thread.

@@ -87,6 +87,11 @@ class BaseClient:
         if self._settings.local_app is not None:
             self._settings.local_app.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client was closed; it then refuses requests."""
+        return self._connections.is_closed
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Copies of a model that holds a client share the client.
         return self

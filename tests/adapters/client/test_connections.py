@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conure.adapters.client import AsyncClient, Client
+from conure.adapters.client.client_cache import ClientCache
 from conure.adapters.client.io_thread import IOThread
 
 
@@ -37,6 +38,16 @@ def test_loops_closed_without_their_generators_are_forgotten(double: Any, kit: A
             loop.run_until_complete(client.submit(kit.program))
             loop.close()
         assert len(client._per_loop) == 1
+
+
+def test_closed_client_is_replaced_for_the_models_that_share_it() -> None:
+    settings = ("http://127.0.0.1:9", 0)
+    first = ClientCache().client(*settings)
+    assert ClientCache().client(*settings) is first
+    first.close()
+    second = ClientCache().client(*settings)
+    assert (first.is_closed, second.is_closed) == (True, False)
+    second.close()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

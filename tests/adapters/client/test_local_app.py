@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -169,6 +170,26 @@ def test_a_closed_application_rejects_requests(local: Any) -> None:
         SyncTransport(local).handle_request(request)
     with pytest.raises(ClosedError):
         local.start()
+
+
+def test_a_new_thread_with_the_identifier_of_the_ended_one_is_another_thread(app: Stream) -> None:
+    local = LocalApp(app)
+    local.start()
+    idents: list[int] = []
+    local.call(partial(_append, idents))
+    local.close()
+    for _ in range(100):  # the system gives the identifier to a later thread, usually the next
+        with ThreadPoolExecutor(1) as pool:
+            is_own, ident = pool.submit(
+                lambda: (local.is_own_thread, threading.get_ident())
+            ).result()
+        assert not is_own
+        if ident in idents:
+            break
+
+
+async def _append(idents: list[int]) -> None:
+    idents.append(threading.get_ident())
 
 
 def test_a_blocking_call_from_the_application_raises(local: LocalApp) -> None:
