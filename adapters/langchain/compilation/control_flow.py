@@ -29,6 +29,7 @@ from langchain_core.runnables.retry import RunnableRetry
 
 from conure.server.program.ir import Json
 
+from ..chat.json_values import EncodedValue
 from .bodies import DeferredJson, GraphBody
 from .chain_graph import ChainGraph, ChainPosition, unsupported
 from .values import (
@@ -351,7 +352,8 @@ def _map_items(
         source = Source(f"{position.hint}_item", body)
         # An item carries only what the body needs of it.
         rows = value.then(
-            lambda items: [source.encode(item) for item in items], f"{position.hint}_items"
+            lambda items: EncodedValue([source.encode(item) for item in items]),
+            f"{position.hint}_items",
         )
         item_variable = graph.fresh_name(f"{position.hint}_item")
         with graph.in_body(body):
