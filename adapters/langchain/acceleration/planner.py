@@ -1,8 +1,9 @@
 """Plans of chains: the calls that are known before a chain runs.
 
-`planner` reads a chain as `to_program` does, but leniently. A part that has no equivalent in a
-program (user code, parsers, retrievers, other models, branches) becomes an *awaited* value: the
-chain computes it when it gets there, and the plan continues after it. No user code runs for a plan.
+`planner` compiles a chain as `to_program` does, but accepts every part. A part that has no
+equivalent in a program (user code, parsers, retrievers, other models, branches) becomes an
+*awaited* value: the chain computes the value when it reaches the part, and the plan continues after
+the part. No user code runs for a plan.
 
 Some awaited parts contain chains: the arms of a branch, the body of `.map()`, the targets of
 fallbacks and retries. Which of them run, and on which input, is known when the chain enters them;
@@ -13,7 +14,7 @@ Invariant: the chain makes every call of its plan, unless an earlier step raises
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.globals import get_llm_cache
@@ -52,7 +53,7 @@ def plan_of(
     position = ChainPosition(
         "chain", "answer", {"configurable": (config or {}).get("configurable", {})}
     )
-    compiler.read(chain, ClientValue(graph.root, lambda given: given), position)
+    compiler.compile(chain, ClientValue(graph.root, lambda given: given), position)
     for answer in compiler.calls.values():
         answer.call.is_message = True
     nodes = graph.build([])["nodes"]
@@ -79,7 +80,7 @@ class _PlanningCompiler(ChainCompiler):
         """Parts of the chain are planned later."""
         self._server = server
 
-    def read(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
+    def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
         """Return the symbolic output of a Runnable; awaited where the server cannot compute it."""
         if is_opaque(runnable) and not isinstance(runnable, BasePromptTemplate):
             self.may_grow = True
@@ -90,37 +91,35 @@ class _PlanningCompiler(ChainCompiler):
         if isinstance(runnable, BasePromptTemplate) and not _is_inert(runnable):
             return self._await(runnable, position, "runs code of the app when it is formatted")
         try:
-            return super().read(runnable, value, position)
+            return super().compile(runnable, value, position)
         except ProgramError as problem:
             why = problem.message
             if isinstance(problem, UnsupportedPartError) and problem.path == position.path:
                 why = problem.reason
             return self._await(runnable, position, why)
 
-    def _consecutive_functions(
-        self, steps: list[Runnable[Any, Any]], start: int
-    ) -> list[Runnable[Any, Any]]:
+    def _joined_functions(self, steps: Sequence[Runnable[Any, Any]]) -> list[Runnable[Any, Any]]:
         return []  # functions are awaited one by one
 
-    def _read_operator(
+    def _compile_operator(
         self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
     ) -> Value | None:
         return None  # the chain computes it; a plan contains calls only
 
-    def _read_functions(
+    def _compile_functions(
         self, runnables: list[Runnable[Any, Any]], value: Value, position: ChainPosition
     ) -> ClientValue:
         why = "code of the app, a parser, or another provider's model"
         return self._await(runnables[0], position, why)
 
-    def _read_binding(
+    def _compile_binding(
         self, binding: RunnableBinding[Any, Any], value: Value, position: ChainPosition
     ) -> Value:
         if binding.config_factories:  # listeners: the chain still calls them itself
             binding = binding.model_copy(update={"config_factories": []})
-        return super()._read_binding(binding, value, position)
+        return super()._compile_binding(binding, value, position)
 
-    def _read_model(
+    def _compile_model(
         self, model: ChatConure, kwargs: Mapping[str, Any], value: Value, position: ChainPosition
     ) -> AnswerValue:
         if server_of(model) != self._server:
@@ -129,7 +128,7 @@ class _PlanningCompiler(ChainCompiler):
             raise unsupported(position, "LangChain's cache may know the answer")
         if model.rate_limiter is not None:
             raise unsupported(position, "its rate limiter decides when it runs")
-        answer = super()._read_model(model, kwargs, value, position)
+        answer = super()._compile_model(model, kwargs, value, position)
         self.calls[position.path] = answer
         return answer
 

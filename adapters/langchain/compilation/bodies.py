@@ -1,6 +1,6 @@
 """Bodies of nodes: collected nodes, and the exports of their values.
 
-Nodes are built only after the whole chain is read, because only then all required forms of each
+Nodes are built only after compilation, because only then all required forms of each
 value are known. A value leaves a body under a name that the node's `merge` or `collect` lists.
 """
 
@@ -13,9 +13,9 @@ from typing import TypeAlias
 from conure.server.program.ir import Json
 
 DeferredJson: TypeAlias = Callable[[], Json]
-"""Builds JSON after the whole chain is read."""
+"""Builds JSON after compilation."""
 DeferredNodes: TypeAlias = Callable[[], list[Json]]
-"""Builds nodes after the whole chain is read."""
+"""Builds nodes after compilation."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class GraphBody:
         self._nodes_at_end.append(nodes)
 
     def build(self) -> list[Json]:
-        """Return the nodes. Call this after the whole chain is read."""
+        """Return the nodes. Call this after compilation."""
         return [
             *(build_node() for build_node in self._nodes),
             *(node for end in self._nodes_at_end for node in end()),

@@ -1,4 +1,4 @@
-"""The program of a chain while the chain is read.
+"""The program of a chain while the chain is compiled.
 
 Responsibility: calls, client steps and views become nodes and variables, with names that show their
 position in the chain.
@@ -335,7 +335,7 @@ class ChainGraph:
         )
 
     def build(self, outputs: list[str]) -> dict[str, Json]:
-        """Return the program. Call this after the whole chain is read."""
+        """Return the program. Call this after compilation."""
         return {
             "name": self.name,
             "variables": {view.variable: {} for view in self.root.views},

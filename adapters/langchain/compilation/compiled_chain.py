@@ -57,7 +57,7 @@ class CompiledChain:
         value: Value,
         position: ChainPosition,
         *,
-        recipe: tuple[Callable[..., CompiledChain], tuple[Any, ...]],
+        reduced: tuple[Callable[..., CompiledChain], tuple[Any, ...]],
     ) -> None:
         """Complete the program.
 
@@ -65,9 +65,9 @@ class CompiledChain:
             graph: the chain's calls and steps.
             value: the chain's result.
             position: of the chain.
-            recipe: function and arguments that compile the chain again, in another process.
+            reduced: function and arguments that compile the chain again, as pickle needs them.
         """
-        self._recipe = recipe
+        self._reduced = reduced
         self._value = value
         self._root = graph.root
         self._steps = graph.steps
@@ -89,7 +89,7 @@ class CompiledChain:
             raise unsupported(position, "the chain calls no model and no function: nothing to run")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._recipe
+        return self._reduced
 
     def __repr__(self) -> str:
         return f"Compiled({self.program['name']!r}, {len(self.program['nodes'])} nodes)"

@@ -1,15 +1,19 @@
-"""Reads a LangChain chain into a program, from the structure of the chain.
+"""Compiles a LangChain chain to a program, from the structure of the chain.
 
-Responsibility: each supported kind of Runnable, applied to a symbolic value. Functions become
-client steps. Unsupported Runnables are rejected with their class and position.
+The compiler follows the chain's data: each Runnable gets the symbolic value of the Runnable before
+it, adds nodes to the graph, and returns a symbolic value.
 
-Invariants: reading a chain runs no user code; the program returns what the chain would return, or
+Responsibility: each supported kind of Runnable. Functions become client steps. Unsupported
+Runnables are rejected with their class and position.
+
+Invariants: compiling a chain runs no user code; the program returns what the chain would return, or
 fails where the chain would fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any, Final, cast
 
@@ -37,11 +41,11 @@ from ..chat.call_options import num_answers_of
 from ..chat.model import ChatConure
 from .chain_graph import ChainGraph, ChainPosition, unsupported
 from .compiled_chain import CompiledChain
-from .control_flow import CONTROL, read_control_flow
+from .control_flow import CONTROL, compile_control_flow
 from .prompts import render
 from .traversal import is_opaque, models_of
+from .value_steps import compile_pick, compile_text_parser, described, item_of
 from .values import (
-    VALUE_KINDS,
     AnswerTextValue,
     AnswerValue,
     BranchedValue,
@@ -53,8 +57,8 @@ from .values import (
     Value,
 )
 
-_TEXT_METHODS: Final[dict[Any, str]] = {str.strip: "strip", str.lower: "lower"}
-"""Functions that have an operator on the server."""
+_TEXT_OPERATORS: Final = ((str.strip, "strip"), (str.lower, "lower"))
+"""Functions of text, and the operators that compute the same on the server."""
 
 
 def to_program(
@@ -77,125 +81,114 @@ def to_program(
         root = value
         value = Record({key: item_of(root, key, ChainPosition("chain", "")) for key in inputs})
     position = ChainPosition("chain", "answer")
-    result = ChainCompiler(graph).read(chain, value, position)
+    result = ChainCompiler(graph).compile(chain, value, position)
     keys = list(value.fields) if isinstance(value, Record) else None
-    recipe = (_compile_again, (runnable, keys, name))
-    return CompiledChain(graph, result, position, recipe=recipe)
+    reduced = (_recompile, (runnable, keys, name))
+    return CompiledChain(graph, result, position, reduced=reduced)
 
 
-def _compile_again(runnable: Any, inputs: list[str] | None, name: str | None) -> CompiledChain:
+def _recompile(runnable: Any, inputs: list[str] | None, name: str | None) -> CompiledChain:
     return to_program(runnable, inputs=inputs, name=name)
 
 
 class ChainCompiler:
-    """Reads one chain."""
+    """Compiles one chain."""
 
     def __init__(self, graph: ChainGraph) -> None:
         self.graph = graph
 
-    def read(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
-        """Return the symbolic output of a Runnable."""
+    def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
+        """Add a Runnable to the graph, and return its symbolic output."""
         if is_opaque(runnable) and not isinstance(runnable, BasePromptTemplate):
-            return self._read_functions([runnable], value, position)
+            return self._compile_functions([runnable], value, position)
         if isinstance(runnable, RunnableSequence):
-            return self._read_sequence(runnable, value, position)
+            return self._compile_sequence(runnable, value, position)
         if isinstance(runnable, RunnableParallel):
             branches = runnable.steps__.items()
-            return Record({key: self.read(r, value, position.branch(key)) for key, r in branches})
+            return Record(
+                {key: self.compile(r, value, position.branch(key)) for key, r in branches}
+            )
         if isinstance(runnable, RunnableAssign):
-            return self._read_assign(runnable, value, position)
+            return self._compile_assign(runnable, value, position)
         if isinstance(runnable, RunnablePick):
-            return _read_pick(runnable, value, position)
+            return compile_pick(runnable, value, position)
         if isinstance(runnable, BasePromptTemplate):
             return render(self.graph, runnable, value, position)
         if isinstance(runnable, ChatConure):
-            return self._read_model(runnable, {}, value, position)
-        return self._read_step(runnable, value, position)
+            return self._compile_model(runnable, {}, value, position)
+        return self._compile_step(runnable, value, position)
 
-    def _read_step(
+    def _compile_step(
         self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
     ) -> Value:
-        """Read a Runnable that is not a prompt, a model or a composition."""
+        """Compile a Runnable that is not a prompt, a model or a composition."""
         if type(runnable) is StrOutputParser:
-            return _read_text_parser(runnable, value, position)
-        if isinstance(runnable, RunnableLambda) and _itemgetter_key(runnable) is not None:
-            return self.item(value, cast(tuple[Any], _itemgetter_key(runnable))[0], position)
+            return compile_text_parser(runnable, value, position)
+        if isinstance(runnable, RunnableLambda) and (key := _itemgetter_key(runnable)) is not None:
+            return item_of(value, key[0], position)
         if _is_passthrough(runnable):
             return value
-        computed = self._read_operator(runnable, value, position)
+        computed = self._compile_operator(runnable, value, position)
         if computed is not None:
             return computed
         if _is_function(runnable):
-            return self._read_functions([runnable], value, position)
+            return self._compile_functions([runnable], value, position)
         if isinstance(runnable, CONTROL):
-            return read_control_flow(self, runnable, value, position)
-        return self._read_wrapper(runnable, value, position)
+            return compile_control_flow(self, runnable, value, position)
+        return self._compile_wrapper(runnable, value, position)
 
-    def item(self, value: Value, key: Any, position: ChainPosition) -> Value:
-        """Return the item of a value under a key."""
-        return item_of(value, key, position)
-
-    def _read_wrapper(
+    def _compile_wrapper(
         self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
     ) -> Value:
-        """Resolve a configurable Runnable or a binding, and read the result."""
+        """Resolve a configurable Runnable or a binding, and compile the result."""
         if isinstance(runnable, DynamicRunnable):
             concrete, _ = runnable.prepare(cast(RunnableConfig, dict(position.config)))
-            return self.read(concrete, value, position)
+            return self.compile(concrete, value, position)
         if isinstance(runnable, RunnableBinding):
-            return self._read_binding(runnable, value, position)
+            return self._compile_binding(runnable, value, position)
         raise unsupported(
             position,
             f"{type(runnable).__name__} cannot be part of a program; if it calls no model, wrap it "
             "in a function: RunnableLambda(x.invoke)",
         )
 
-    def _read_sequence(
+    def _compile_sequence(
         self, sequence: RunnableSequence[Any, Any], value: Value, position: ChainPosition
     ) -> Value:
         steps = sequence.steps
-        last_call = max((i for i, step in enumerate(steps) if _is_model(step)), default=-1)
-        hint = position.hint if sequence.name is None else sequence.name
-        num_calls = index = 0
+        hints = _step_hints(steps, position.hint if sequence.name is None else sequence.name)
+        index = 0
         while index < len(steps):
-            # The sequence's last call is named after the position; earlier calls are numbered.
-            step_hint = hint
-            if _is_model(steps[index]) and index != last_call:
-                num_calls += 1
-                step_hint = f"{hint}_{num_calls}"
-            step_position = position.step(index, step_hint)
-            functions: list[Runnable[Any, Any]] = []
-            computed = self._read_operator(steps[index], value, step_position)
-            if computed is None:
-                functions = self._consecutive_functions(steps, index)
+            step_position = position.step(index, hints[index])
+            computed = self._compile_operator(steps[index], value, step_position)
+            functions = [] if computed is not None else self._joined_functions(steps[index:])
             if computed is not None:
                 value = computed
             elif functions:
-                value = self._read_functions(functions, value, step_position)
+                value = self._compile_functions(functions, value, step_position)
             else:
-                value = self.read(steps[index], value, step_position)
+                value = self.compile(steps[index], value, step_position)
             index += max(1, len(functions))
         return value
 
-    def _consecutive_functions(
-        self, steps: list[Runnable[Any, Any]], start: int
-    ) -> list[Runnable[Any, Any]]:
-        """Return consecutive functions; in one step, values between them need not be JSON."""
-        end = start
-        while end < len(steps) and _is_function(steps[end]):
-            end += 1
-        return steps[start:end]
+    def _joined_functions(self, steps: Sequence[Runnable[Any, Any]]) -> list[Runnable[Any, Any]]:
+        """Return the leading functions of some steps.
 
-    def _read_operator(
+        They become one client step, so that the values between them need not be JSON.
+        """
+        return list(takewhile(_is_function, steps))
+
+    def _compile_operator(
         self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
     ) -> Value | None:
         """Return the output of a built-in function, if the server has an operator for it."""
         is_lambda = isinstance(runnable, RunnableLambda) and not is_opaque(runnable)
         function = getattr(runnable, "func", None) if is_lambda else None
-        if isinstance(value, AnswerTextValue) and (name := _TEXT_METHODS.get(function)) is not None:
+        operator = next((name for known, name in _TEXT_OPERATORS if known is function), None)
+        if isinstance(value, AnswerTextValue) and operator is not None:
             text = value.call.text
             return AnswerTextValue(
-                self.graph.add_expression(position.hint, lambda: {name: [text()]})
+                self.graph.add_expression(position.hint, lambda: {operator: [text()]})
             )
         separator = _separator(function)
         if (
@@ -203,14 +196,15 @@ class ChainCompiler:
             and isinstance(value, MappedValue)
             and isinstance(value.value, AnswerTextValue)
         ):
-            names = self.graph.exported_variable(value, position)
-            joined = {"join": [{"var": names}, separator]}
+            texts = self.graph.exported_variable(value, position)
+            joined = {"join": [{"var": texts}, separator]}
             return AnswerTextValue(self.graph.add_expression(position.hint, lambda: joined))
         return None
 
-    def _read_functions(
+    def _compile_functions(
         self, runnables: list[Runnable[Any, Any]], value: Value, position: ChainPosition
     ) -> ClientValue:
+        """Compile consecutive functions to one client step."""
         if _holds_prompt(value) and not isinstance(_unbound(runnables[0]), BaseLanguageModel):
             raise unsupported(
                 position,
@@ -220,20 +214,20 @@ class ChainCompiler:
         name = _plain_name(runnables[-1])
         return self.graph.add_client_step(name, tuple(runnables), value, position)
 
-    def _read_assign(
+    def _compile_assign(
         self, runnable: RunnableAssign, value: Value, position: ChainPosition
     ) -> Value:
-        assigned = self.read(runnable.mapper, value, position)
+        assigned = self.compile(runnable.mapper, value, position)
         assert isinstance(assigned, Record)
         if isinstance(value, Record):
             return Record({**value.fields, **assigned.fields}, value.rest)
         if isinstance(value, ClientValue):
             return Record(assigned.fields, value.then(_require_dict, step="dict"))
         raise unsupported(
-            position, f"RunnablePassthrough.assign requires a dict, got {_described(value)}"
+            position, f"RunnablePassthrough.assign requires a dict, got {described(value)}"
         )
 
-    def _read_binding(
+    def _compile_binding(
         self, binding: RunnableBinding[Any, Any], value: Value, position: ChainPosition
     ) -> Value:
         if binding.config_factories:
@@ -241,27 +235,27 @@ class ChainCompiler:
                 position, "listeners are not called for a chain that runs on a server; remove them"
             )
         config = cast(Mapping[str, Any], binding.config or {})
+        bound = binding.bound
         hint = config.get("run_name") or position.hint
         step_position = position._replace(hint=str(hint), config={**position.config, **config})
-        if is_opaque(binding.bound) and not isinstance(binding.bound, BasePromptTemplate):
-            return self._read_functions([binding], value, step_position)
-        if isinstance(binding.bound, ChatConure):
-            return self._read_model(binding.bound, binding.kwargs, value, step_position)
-        if isinstance(binding.bound, RunnableBinding) and binding.kwargs:
-            inner = binding.bound
-            merged = inner.model_copy(update={"kwargs": {**inner.kwargs, **binding.kwargs}})
-            return self.read(merged, value, step_position)
-        if binding.kwargs and not _is_function(binding.bound):
-            names = ", ".join(binding.kwargs)
-            kind = type(binding.bound).__name__
-            raise unsupported(
-                position, f"{kind} does not use the arguments that are bound to it: {names}"
-            )
-        if binding.kwargs:
-            return self._read_functions([binding], value, step_position)
-        return self.read(binding.bound, value, step_position)
+        if is_opaque(bound) and not isinstance(bound, BasePromptTemplate):
+            return self._compile_functions([binding], value, step_position)
+        if isinstance(bound, ChatConure):
+            return self._compile_model(bound, binding.kwargs, value, step_position)
+        if not binding.kwargs:
+            return self.compile(bound, value, step_position)
+        if isinstance(bound, RunnableBinding):  # the outer arguments win, as in LangChain
+            merged = bound.model_copy(update={"kwargs": {**bound.kwargs, **binding.kwargs}})
+            return self.compile(merged, value, step_position)
+        if _is_function(bound):
+            return self._compile_functions([binding], value, step_position)
+        names = ", ".join(binding.kwargs)
+        raise unsupported(
+            position,
+            f"{type(bound).__name__} does not use the arguments that are bound to it: {names}",
+        )
 
-    def _read_model(
+    def _compile_model(
         self, model: ChatConure, kwargs: Mapping[str, Any], value: Value, position: ChainPosition
     ) -> AnswerValue:
         prompt = self._prompt(value, position)
@@ -299,8 +293,20 @@ class ChainCompiler:
             )
             return PromptTurnsValue(({"splice": value.outputs.export(lists)},))
         raise unsupported(
-            position, f"a chat model requires a prompt, text or messages, got {_described(value)}"
+            position, f"a chat model requires a prompt, text or messages, got {described(value)}"
         )
+
+
+def _step_hints(steps: Sequence[Runnable[Any, Any]], hint: str) -> list[str]:
+    """Return the hints of a sequence's steps: the hint itself; numbered for all calls but the last.
+
+    The last call often computes the result of the sequence, so its name has no number.
+    """
+    hints = [hint] * len(steps)
+    calls = [index for index, step in enumerate(steps) if _is_model(step)]
+    for number, index in enumerate(calls[:-1], 1):
+        hints[index] = f"{hint}_{number}"
+    return hints
 
 
 def _is_model(runnable: Runnable[Any, Any]) -> bool:
@@ -331,7 +337,7 @@ def _is_function(runnable: Runnable[Any, Any]) -> bool:
         return not _is_passthrough(runnable)
     if isinstance(runnable, BaseOutputParser):
         return type(runnable) is not StrOutputParser
-    if isinstance(runnable, CONTROL):  # user code only
+    if isinstance(runnable, CONTROL):  # without a model it is user code only
         return next(models_of(runnable), None) is None
     if isinstance(runnable, BaseLanguageModel):  # of another provider
         return not isinstance(runnable, ChatConure)
@@ -352,7 +358,7 @@ def _holds_prompt(value: Value) -> bool:
 
 
 def _itemgetter_key(runnable: RunnableLambda[Any, Any]) -> tuple[Any] | None:
-    """Return the key of an `itemgetter` with one key."""
+    """Return the key of an `itemgetter` with one key, in a tuple because the key may be None."""
     function = getattr(runnable, "func", None)
     if not isinstance(function, itemgetter):
         return None
@@ -360,64 +366,11 @@ def _itemgetter_key(runnable: RunnableLambda[Any, Any]) -> tuple[Any] | None:
     return (keys[0],) if len(keys) == 1 else None
 
 
-def item_of(value: Value, key: Any, position: ChainPosition) -> Value:
-    """Return the item of a value under a key.
-
-    Raises:
-        ProgramError: if the value has no such item.
-    """
-    if isinstance(value, BranchedValue):
-        return value.each(lambda each: item_of(each, key, position))
-    if isinstance(value, ClientValue):
-        hint = str(key) if isinstance(key, str) else f"item_{key}"
-        return value.then(lambda input_value: input_value[key], hint, ("item", key))
-    if isinstance(value, Record):
-        if key in value.fields:
-            return value.fields[key]
-        if value.rest is not None:
-            return item_of(value.rest, key, position)
-        raise unsupported(
-            position, f"the input has no item {key!r}; its items are: {value.names()}"
-        )
-    raise unsupported(position, f"itemgetter({key!r}) requires a dict, got {_described(value)}")
-
-
-def _read_pick(runnable: RunnablePick, value: Value, position: ChainPosition) -> Value:
-    if isinstance(value, BranchedValue):
-        return value.each(lambda each: _read_pick(runnable, each, position))
-    if isinstance(value, ClientValue):
-        hint = runnable.keys if isinstance(runnable.keys, str) else ""
-        return value.then(runnable.invoke, hint, ("pick", str(runnable.keys)))
-    if not isinstance(value, Record):
-        raise unsupported(position, f"RunnablePick requires a dict, got {_described(value)}")
-    if isinstance(runnable.keys, str):
-        return item_of(value, runnable.keys, position)
-    return Record({key: item_of(value, key, position) for key in runnable.keys})
-
-
-def _read_text_parser(parser: StrOutputParser, value: Value, position: ChainPosition) -> Value:
-    if isinstance(value, BranchedValue):
-        return value.each(lambda each: _read_text_parser(parser, each, position))
-    if isinstance(value, AnswerValue):
-        return AnswerTextValue(value.call)
-    if isinstance(value, AnswerTextValue):
-        return value
-    if isinstance(value, ClientValue):
-        return value.then(parser.invoke, step="text")
-    raise unsupported(
-        position, f"StrOutputParser requires a message or text, got {_described(value)}"
-    )
-
-
 def _require_dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         # The same message as LangChain's.
         raise ValueError("The input to RunnablePassthrough.assign() must be a dict.")
     return value
-
-
-def _described(value: Value) -> str:
-    return VALUE_KINDS[type(value)]
 
 
 def _plain_name(runnable: Runnable[Any, Any]) -> str:

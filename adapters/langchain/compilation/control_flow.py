@@ -6,7 +6,7 @@
     RunnableRetry           try with retries
     RunnableEach            map
 
-The compiler reads the parts of these Runnables. A condition is read like any other part, so a
+The compiler compiles the parts of these Runnables. A condition is a part like any other, so a
 user's function becomes a client step.
 
 Invariants: decisions follow LangChain's rules and order, and parts that are not chosen never run. A
@@ -32,6 +32,7 @@ from conure.server.program.ir import Json
 from ..chat.json_values import EncodedValue
 from .bodies import DeferredJson, GraphBody
 from .chain_graph import ChainGraph, ChainPosition, unsupported
+from .value_steps import item_of
 from .values import (
     VALUE_KINDS,
     AnswerTextValue,
@@ -59,22 +60,18 @@ _ANY_FAILURE: Final = ((Exception,), (BaseException,))
 """Exception lists that mean any failure."""
 
 
-class ControlFlowReader(Protocol):
-    """Reads Runnables into the graph; implemented by the compiler."""
+class PartCompiler(Protocol):
+    """Compiles the parts of a control-flow Runnable; implemented by `ChainCompiler`."""
 
     graph: ChainGraph
 
-    def read(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
-        """Return the symbolic output of a Runnable."""
-        ...
-
-    def item(self, value: Value, key: Any, position: ChainPosition) -> Value:
-        """Return the item of a value under a key."""
+    def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
+        """Add a Runnable to the graph, and return its symbolic output."""
         ...
 
 
-def read_control_flow(
-    reader: ControlFlowReader, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
+def compile_control_flow(
+    compiler: PartCompiler, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
 ) -> Value:
     """Return the symbolic output of a Runnable listed in `CONTROL`.
 
@@ -83,23 +80,23 @@ def read_control_flow(
     """
     match runnable:
         case RunnableBranch():
-            return _read_branch(reader, runnable, value, position, 0)
+            return _compile_branch(compiler, runnable, value, position, 0)
         case RouterRunnable():
-            return _read_router(reader, runnable, value, position)
+            return _compile_router(compiler, runnable, value, position)
         case RunnableWithFallbacks():
-            return _read_fallbacks(reader, runnable, value, position)
+            return _compile_fallbacks(compiler, runnable, value, position)
         case RunnableRetry():
-            return _read_retry(reader, runnable, value, position)
+            return _compile_retry(compiler, runnable, value, position)
         case _:
             assert isinstance(runnable, RunnableEachBase)
-            return _read_map(reader, runnable, value, position)
+            return _compile_map(compiler, runnable, value, position)
 
 
 BodyReader: TypeAlias = Callable[[], Value]
 """Reads one body."""
 
 
-def _read_bodies(
+def _compile_bodies(
     graph: ChainGraph, parts: Sequence[BodyReader], position: ChainPosition
 ) -> BranchedValue:
     """Read each part into a body of its own."""
@@ -118,7 +115,7 @@ def _add_if(
     position: ChainPosition,
 ) -> BranchedValue:
     node_id = graph.fresh_name(f"{position.hint}_if")
-    either = _read_bodies(graph, parts, position)
+    either = _compile_bodies(graph, parts, position)
     out = either.outputs
 
     def node() -> Json:
@@ -137,35 +134,35 @@ def _add_if(
     return either
 
 
-def _read_branch(
-    reader: ControlFlowReader,
+def _compile_branch(
+    compiler: PartCompiler,
     branch: RunnableBranch[Any, Any],
     value: Value,
     position: ChainPosition,
     index: int,
 ) -> Value:
     if index == len(branch.branches):
-        return reader.read(branch.default, value, position.child(".default", "else"))
+        return compiler.compile(branch.default, value, position.child(".default", "else"))
     condition, arm = branch.branches[index]
     path = f".branches[{index}]"
-    is_true = _read_condition(
-        reader, condition, value, position.child(f"{path}[0]", f"is_{index + 1}")
+    is_true = _compile_condition(
+        compiler, condition, value, position.child(f"{path}[0]", f"is_{index + 1}")
     )
     return _add_if(
-        reader.graph,
+        compiler.graph,
         is_true,
         (
-            lambda: reader.read(arm, value, position.child(f"{path}[1]", str(index + 1))),
-            lambda: _read_branch(reader, branch, value, position, index + 1),
+            lambda: compiler.compile(arm, value, position.child(f"{path}[1]", str(index + 1))),
+            lambda: _compile_branch(compiler, branch, value, position, index + 1),
         ),
         position,
     )
 
 
-def _read_condition(
-    reader: ControlFlowReader, condition: Runnable[Any, Any], value: Value, position: ChainPosition
+def _compile_condition(
+    compiler: PartCompiler, condition: Runnable[Any, Any], value: Value, position: ChainPosition
 ) -> DeferredJson:
-    return _truth_expression(reader.graph, reader.read(condition, value, position), position)
+    return _truth_expression(compiler.graph, compiler.compile(condition, value, position), position)
 
 
 def _truth_expression(graph: ChainGraph, result: Value, position: ChainPosition) -> DeferredJson:
@@ -181,18 +178,18 @@ def _truth_expression(graph: ChainGraph, result: Value, position: ChainPosition)
     return graph.expression(result, position)
 
 
-def _read_router(
-    reader: ControlFlowReader, router: RouterRunnable[Any], value: Value, position: ChainPosition
+def _compile_router(
+    compiler: PartCompiler, router: RouterRunnable[Any], value: Value, position: ChainPosition
 ) -> Value:
     names = list(router.runnables)
-    key = reader.item(value, "key", position)
-    route_input = reader.item(value, "input", position)
+    key = item_of(value, "key", position)
+    route_input = item_of(value, "input", position)
     if isinstance(key, ClientValue):
         step = ("one of", *names)
         checked = key.then(lambda key: _require_route(names, key), position.hint, step)
-        key_expression = reader.graph.expression(checked, position)
+        key_expression = compiler.graph.expression(checked, position)
     elif isinstance(key, AnswerTextValue):
-        key_expression = _checked_key(reader.graph, key, names, position)
+        key_expression = _checked_key(compiler.graph, key, names, position)
     else:
         raise unsupported(
             position, f"RouterRunnable requires a text key, got {VALUE_KINDS[type(key)]}"
@@ -202,12 +199,12 @@ def _read_router(
         name = names[index]
         at = position.child(f".runnables[{name!r}]", name)
         if index == len(names) - 1:
-            return reader.read(router.runnables[name], route_input, at)
+            return compiler.compile(router.runnables[name], route_input, at)
         return _add_if(
-            reader.graph,
+            compiler.graph,
             lambda: {"eq": [key_expression(), name]},
             (
-                lambda: reader.read(router.runnables[name], route_input, at),
+                lambda: compiler.compile(router.runnables[name], route_input, at),
                 lambda: route(index + 1),
             ),
             position,
@@ -243,7 +240,7 @@ def _add_try(
     num_retries: int | None = None,
 ) -> BranchedValue:
     node_id = graph.fresh_name(f"{position.hint}_try")
-    either = _read_bodies(graph, parts, position)
+    either = _compile_bodies(graph, parts, position)
     out = either.outputs
 
     def node() -> Json:
@@ -256,8 +253,8 @@ def _add_try(
     return either
 
 
-def _read_fallbacks(
-    reader: ControlFlowReader,
+def _compile_fallbacks(
+    compiler: PartCompiler,
     runnable: RunnableWithFallbacks[Any, Any],
     value: Value,
     position: ChainPosition,
@@ -280,19 +277,21 @@ def _read_fallbacks(
     def fall(index: int) -> Value:
         def part() -> Value:
             if index == 0:
-                return reader.read(runnable.runnable, value, position.child(".runnable", "try"))
+                return compiler.compile(
+                    runnable.runnable, value, position.child(".runnable", "try")
+                )
             at = position.child(f".fallbacks[{index - 1}]", f"else_{index}")
-            return reader.read(fallbacks[index - 1], value, at)
+            return compiler.compile(fallbacks[index - 1], value, at)
 
         if index == len(fallbacks):
             return part()
-        return _add_try(reader.graph, (part, lambda: fall(index + 1)), position)
+        return _add_try(compiler.graph, (part, lambda: fall(index + 1)), position)
 
     return fall(0)
 
 
-def _read_retry(
-    reader: ControlFlowReader,
+def _compile_retry(
+    compiler: PartCompiler,
     runnable: RunnableRetry[Any, Any],
     value: Value,
     position: ChainPosition,
@@ -312,25 +311,25 @@ def _read_retry(
         )
 
     def part() -> Value:
-        return reader.read(runnable.bound, value, position.child(".bound", "try"))
+        return compiler.compile(runnable.bound, value, position.child(".bound", "try"))
 
-    return _add_try(reader.graph, (part,), position, num_retries=num_retries)
+    return _add_try(compiler.graph, (part,), position, num_retries=num_retries)
 
 
-def _read_map(
-    reader: ControlFlowReader,
+def _compile_map(
+    compiler: PartCompiler,
     runnable: RunnableEachBase[Any, Any],
     value: Value,
     position: ChainPosition,
 ) -> Value:
-    graph = reader.graph
+    graph = compiler.graph
     out = graph.new_bodies(position.hint, 1)
     node_id = graph.fresh_name(f"{position.hint}_map")
     at = position.child(".bound", "each")
     (body,) = out.bodies
     items, name, item = _map_items(graph, value, body, position)
     with graph.in_body(body):
-        result = reader.read(runnable.bound, item, at)
+        result = compiler.compile(runnable.bound, item, at)
 
     def node() -> Json:
         collect = out.collect()
@@ -346,7 +345,7 @@ def _map_items(
 ) -> tuple[str, Callable[[], str], Value]:
     """Return a map's list, the name of its item, and the item's symbolic value.
 
-    The name is a function, to be called after the whole chain is read.
+    The name is a function, to be called after compilation.
     """
     if isinstance(value, ClientValue):
         source = Source(f"{position.hint}_item", body)

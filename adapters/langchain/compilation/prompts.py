@@ -70,13 +70,15 @@ def render(
         ProgramError: if the value lacks a variable, or the text would differ from LangChain's.
     """
     if _is_plain(template):
-        reader = _PromptReader(graph, position)
+        compiler = _PromptCompiler(graph, position)
         lookup = _variables(template, value, position)
         if isinstance(template, PromptTemplate):
             return PromptTurnsValue(
-                (Turn("user", tuple(reader.text(template, lookup))),), is_text=True
+                (Turn("user", tuple(compiler.text(template, lookup))),), is_text=True
             )
-        return PromptTurnsValue(tuple(reader.messages(cast(ChatPromptTemplate, template), lookup)))
+        return PromptTurnsValue(
+            tuple(compiler.messages(cast(ChatPromptTemplate, template), lookup))
+        )
     if isinstance(value, BranchedValue):
         result = graph.map_bodies(value, lambda each: render(graph, template, each, position))
         return BranchedValue(value.outputs, tuple(result))
@@ -242,7 +244,7 @@ def _combined(
     )
 
 
-class _PromptReader:
+class _PromptCompiler:
     """Converts plain templates to turns."""
 
     def __init__(self, graph: ChainGraph, position: ChainPosition) -> None:

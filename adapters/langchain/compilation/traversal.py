@@ -23,7 +23,7 @@ from langchain_core.runnables.configurable import (
 
 from ..chat.model import ChatConure
 
-_READ_PACKAGES = frozenset({"conure", "langchain", "langchain_core", "langgraph", "pydantic"})
+_KNOWN_PACKAGES = frozenset({"conure", "langchain", "langchain_core", "langgraph", "pydantic"})
 """Packages whose methods are known. `conure` includes this adapter."""
 
 
@@ -45,7 +45,11 @@ def is_opaque(runnable: Any) -> bool:
 
 
 def _is_known(kind: type[Any]) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] in {*_READ_PACKAGES, "typing", "abc"}
+    return kind is object or kind.__module__.partition(".")[0] in {
+        *_KNOWN_PACKAGES,
+        "typing",
+        "abc",
+    }
 
 
 def _is_behaviour(name: str, member: Any) -> bool:

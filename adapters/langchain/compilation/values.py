@@ -1,4 +1,4 @@
-"""Symbolic values: what the Runnables of a chain pass on while the chain is read.
+"""Symbolic values: what the Runnables of a chain pass on while the chain is compiled.
 
     Value
     |-- ClientValue       computed by the client, from the chain's input or a client step's result
@@ -127,7 +127,7 @@ class WireView:
         return self.is_sure and (is_sure or self.local.is_strict)
 
     def read_expression(self) -> Json:
-        """Return the expression of the value in a body. Call this after the whole chain is read."""
+        """Return the expression of the value in a body. Call this after compilation."""
         variable: Json = {"var": self.variable}
         if self.is_sure:
             return variable
@@ -227,12 +227,12 @@ class CallValue:
     """The whole message is needed, not only its text."""
 
     def text(self) -> Json:
-        """Return the expression of the text. Call this after the whole chain is read."""
+        """Return the expression of the text. Call this after compilation."""
         value = {"var": self.variable}
         return {"get": [value, "content"]} if self.is_message else value
 
     def segment(self) -> dict[str, Json]:
-        """Return the prompt segment of the text. Call this after the whole chain is read."""
+        """Return the prompt segment of the text. Call this after compilation."""
         return {"input": self.text() if self.is_message else self.variable}
 
 
@@ -263,7 +263,7 @@ class Record:
 
 
 Segment: TypeAlias = str | Callable[[], dict[str, Json]]
-"""Static text, or a segment that is built after the whole chain is read."""
+"""Static text, or a segment that is built after compilation."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -299,11 +299,11 @@ class PromptTurnsValue:
     """The template makes a text, not a chat."""
 
     def wire(self) -> list[dict[str, Json]]:
-        """Return the messages for a node. Call this after the whole chain is read."""
+        """Return the messages for a node. Call this after compilation."""
         return [turn.wire() if isinstance(turn, Turn) else turn for turn in self.messages]
 
     def expression(self) -> Json:
-        """Return the expression of the message list. Call this after the whole chain is read."""
+        """Return the expression of the message list. Call this after compilation."""
         lists: list[Json] = []
         for message in self.wire():
             if "splice" in message:
@@ -318,7 +318,7 @@ class PromptTurnsValue:
 
 
 def segment_expression(segment: Segment) -> Callable[[], Json]:
-    """Return a function that builds the expression of a segment after the whole chain is read."""
+    """Return a function that builds the expression of a segment after compilation."""
     if isinstance(segment, str):
         return lambda: segment
     return lambda: _part_expression(segment())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -372,3 +373,15 @@ def test_schema_becomes_output_constraint() -> None:
     schema = {"title": "T", "type": "object", "properties": {"a": {"type": "integer"}}}
     compiled = to_program(prompt("{x}") | LLM.with_structured_output(schema))
     assert compiled.program["nodes"][0]["output"]["constraint"] == {"json_schema": schema}
+
+
+def test_callable_without_a_hash_is_a_client_step() -> None:
+    @dataclass
+    class Prefix:
+        length: int
+
+        def __call__(self, text: str) -> str:
+            return text[: self.length]
+
+    nodes = nodes_of(prompt("{a}") | LLM | TEXT | RunnableLambda(Prefix(3)))
+    assert [node["op"] for node in nodes.values()] == ["generate", "client"]
