@@ -17,7 +17,7 @@ from .planning.plan import Plan
 
 
 def check_layout(name: str, cache: Tensor) -> None:
-    """Check that slots are evenly spaced in memory and vectors are contiguous."""
+    """Check that the vectors are contiguous, and evenly spaced over the tokens of all blocks."""
     if cache.dim() != 4:
         raise ValueError(f"{name}_cache must be [N, B, K, D], got {list(cache.shape)}")
     strides = cache.stride()
@@ -68,11 +68,11 @@ def check_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan:
 
 def check_one_device(**tensors: Tensor | None) -> None:
     """Check that all tensors are on the device of the first one."""
-    (first, leader), *others = tensors.items()
-    assert leader is not None
+    (first, reference), *others = tensors.items()
+    assert reference is not None
     for name, tensor in others:
-        if tensor is not None and tensor.device != leader.device:
-            raise ValueError(f"{name} is on {tensor.device}, but {first} is on {leader.device}")
+        if tensor is not None and tensor.device != reference.device:
+            raise ValueError(f"{name} is on {tensor.device}, but {first} is on {reference.device}")
 
 
 def check_floats(name: str, tensor: Tensor) -> None:
@@ -106,14 +106,14 @@ def check_sinks(sinks: Tensor | None, heads: int) -> None:
     check_floats("sinks", sinks)
 
 
-def check_variants(
+def check_score_parameters(
     query: Tensor,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Check the parameters of the scores."""
+    """Check the parameters that change the attention scores: scale, window, softcap, sinks."""
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     check_window(window)

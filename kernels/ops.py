@@ -168,7 +168,7 @@ class AttentionOperations:
             ValueError: if an argument does not fit the others; the message names it.
         """
         checks.check_attention(query, key_cache, value_cache, plan)
-        checks.check_variants(query, scale, window, softcap, sinks)
+        checks.check_score_parameters(query, scale, window, softcap, sinks)
         shape = (query.shape[0], query.shape[1], value_cache.shape[3])
         if out is None:
             out = query.new_empty(shape)

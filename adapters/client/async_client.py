@@ -88,7 +88,7 @@ class AsyncClient(AsyncBaseClient):
             open: keep the program open for `append`.
             idempotency_key: makes retries safe. Default: a random key.
             follow: ask for the program's events in the reply, which saves a round trip. The next
-                call of `events` reads them; it has to be made.
+                call of `events` or `result` reads the events. The caller must make that call.
             types: the types of those events, as in `events`.
 
         Raises:
@@ -221,7 +221,7 @@ class AsyncClient(AsyncBaseClient):
         return list(reply["tokens"])
 
     async def _do(self, flow: Flow[T]) -> T:
-        """Perform the requests and sleeps of a flow; return its result."""
+        """Perform the requests and sleeps of a flow of `exchange`; return its result."""
         http = await self._http()
         reply: Reply | None = None
         failure: ServerUnreachableError | None = None
@@ -410,6 +410,7 @@ class AsyncRun:
         async with contextlib.aclosing(reading) as batches:
             async for events in batches:
                 values |= committed_values(events)
+                # After the last event the reply ends, and its connection can be used again.
                 if values.keys() >= set(self.outputs) and not has_last_event(events):
                     break
         return values

@@ -1,7 +1,8 @@
 """Clients that LangChain and LlamaIndex models create at first use.
 
 Invariants: all models of a process with equal settings share one client, and so its connections.
-A client lives until it is closed or the process ends; the least recently used ones are forgotten.
+The cache holds the clients of the `MAX_CLIENTS` settings that were used last. It closes none of
+them: a client that leaves the cache lives as long as an object refers to it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class UnsharedState:
         return type(self), ()
 
 
-class ClientCache(UnsharedState):
-    """The clients of one model."""
+class ModelClients(UnsharedState):
+    """The clients that one model uses; other models with equal settings use the same ones."""
 
     def __init__(self) -> None:
         self._used: set[AsyncClient] = set()
@@ -65,21 +66,25 @@ class ClientCache(UnsharedState):
         """
         if api_key is not None:
             headers = (*headers, ("authorization", f"Bearer {api_key}"))
-        return _slot(address_of(base_url), max_retries, timeout_s, headers).client()
+        return _shared_client(address_of(base_url), max_retries, timeout_s, headers).client()
 
     def asynchronous(self, client: Client) -> AsyncClient:
-        """Return the `AsyncClient` of a client, which may be one that the user passed."""
+        """Return the `AsyncClient` with the settings of a client, which `aclose` closes.
+
+        Args:
+            client: from `client`, or a client that the user passed to the model.
+        """
         self._used.add(client.twin)
         return client.twin
 
     async def aclose(self) -> None:
         """Close the asynchronous connections of the running loop before the loop ends."""
-        for client in self._used:
+        for client in tuple(self._used):  # another task may add a client meanwhile
             await client.close()
 
 
-class ClientSlot:
-    """The shared client of one combination of settings."""
+class SharedClient:
+    """Creates the client of one combination of settings at first use, and after it was closed."""
 
     def __init__(
         self,
@@ -113,4 +118,4 @@ class ClientSlot:
             return self._client
 
 
-_slot = functools.lru_cache(MAX_CLIENTS)(ClientSlot)
+_shared_client = functools.lru_cache(MAX_CLIENTS)(SharedClient)

@@ -1,8 +1,11 @@
 """Selection of the failure to report among those of a program.
 
 A program ends with one failure, but its events report others, too: failures that a `try` has
-handled, and failures inside the node that failed last. The root failure is the innermost one. If
-the body and the handler of a `try` both failed, it is the failure of the body, as in LangChain.
+handled, and failures inside the node that failed last. The root failure is the innermost failure
+inside the node that failed last. If the body and the handler of a `try` both failed, the root
+failure is that of the body, as in LangChain.
+
+The id of a node in an instance is the id in the program and the indices of the instance: `n.2.0`.
 
 Out of scope: conversion to exceptions.
 """
@@ -47,7 +50,7 @@ class Failures:
         seen: set[str] = set()
         while node is not None and node not in seen:
             seen.add(node)
-            node = self._cause(node) or node
+            node = self._cause(node) or node  # a node without a cause ends the search
         return node
 
     def _cause(self, node: str) -> str | None:
@@ -55,10 +58,11 @@ class Failures:
         name, _, indices = node.partition(".")
         body = self._try_bodies.get(name)
         if body is not None:
+            instance = f".{indices}." if indices else "."
             for other in reversed(self._problems):
                 other_name, _, other_indices = other.partition(".")
                 # The indices of an instance are a prefix of those of the nodes inside it.
-                if other_name in body and f"{other_indices}.".startswith(indices and f"{indices}."):
+                if other_name in body and f".{other_indices}.".startswith(instance):
                     return other
         cause = self._problems[node].cause
         return cause if cause in self._problems else None

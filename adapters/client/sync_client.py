@@ -89,7 +89,7 @@ class Client(BaseClient):
             open: keep the program open for `append`.
             idempotency_key: makes retries safe. Default: a random key.
             follow: ask for the program's events in the reply, which saves a round trip. The next
-                call of `events` reads them; it has to be made.
+                call of `events` or `result` reads the events. The caller must make that call.
             types: the types of those events, as in `events`.
 
         Raises:
@@ -222,7 +222,7 @@ class Client(BaseClient):
         return list(reply["tokens"])
 
     def _do(self, flow: Flow[T]) -> T:
-        """Perform the requests and sleeps of a flow; return its result."""
+        """Perform the requests and sleeps of a flow of `exchange`; return its result."""
         http = self._http()
         reply: Reply | None = None
         failure: ServerUnreachableError | None = None
@@ -408,6 +408,7 @@ class Run:
         with contextlib.closing(reading) as batches:
             for events in batches:
                 values |= committed_values(events)
+                # After the last event the reply ends, and its connection can be used again.
                 if values.keys() >= set(self.outputs) and not has_last_event(events):
                     break
         return values

@@ -4,6 +4,9 @@ Every model of the `tokenizers` library produces at most one token per byte of t
 Only normalizers and prefix spaces may lengthen a text before that. This module covers those that
 can be bounded and returns no bound for others. The bound is a proof and not an estimate: a text
 within it needs no exact count.
+
+An *added token* is an entry of `added_tokens` in `tokenizer.json`, such as `<|im_end|>`. The
+tokenizer finds the added tokens in a text first, and tokenizes each part between them on its own.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class TokenExpansionBound(NamedTuple):
     factor: int
     """Bytes after normalization per byte of text that is not ASCII."""
     prefix: int
-    """Tokens added before each run of text between added tokens."""
+    """Tokens that the tokenizer puts before each part of the text between added tokens."""
 
     def max_tokens(self, text: str) -> int:
         """Return the maximum number of tokens of a text."""
@@ -35,7 +38,11 @@ class TokenExpansionBound(NamedTuple):
 
 
 def find_expansion_bound(layout: Mapping[str, Any]) -> TokenExpansionBound | None:
-    """Return how much a tokenizer can add to a text, or None if no bound can be proven."""
+    """Return how much a tokenizer can add to a text, or None if no bound can be proven.
+
+    Args:
+        layout: the content of `tokenizer.json`.
+    """
     model = layout["model"]
     if model.get("type") not in _MODELS:
         return None
@@ -52,11 +59,12 @@ def find_expansion_bound(layout: Mapping[str, Any]) -> TokenExpansionBound | Non
         prefix += added
     for index, pre_tokenizer in enumerate(pre_tokenizers):
         added = _pre_tokenizer_prefix(pre_tokenizer, vocab)
-        # Any but the first adds its prefix to every piece of the text.
+        # The pre-tokenizers after the first one add their prefix to every piece of the text.
         if added is None or (added and index):
             return None
         prefix += added
-    # A run follows an added token, whose spare bytes must cover the prefix of the run.
+    # `max_tokens` counts one prefix, but the text after each added token gets one, too. An added
+    # token is one token, so its other bytes must cover that prefix.
     shortest = min((len(each["content"].encode()) for each in layout["added_tokens"]), default=None)
     if prefix and shortest is not None and shortest < 1 + prefix:
         return None
@@ -71,12 +79,14 @@ class _Vocabulary:
         self._by_bytes = by_bytes
 
     def max_tokens(self, text: str) -> int:
+        """Return the maximum number of tokens of a text: one per byte, or one per character."""
         num_bytes = len(text.encode())
         if self._by_bytes or self._model["type"] == "Unigram":
             return num_bytes
         vocab = self._model.get("vocab")
-        known = isinstance(vocab, dict) and all(char in vocab for char in text)
-        return len(text) if known or not self._model.get("byte_fallback") else num_bytes
+        is_known = isinstance(vocab, dict) and all(char in vocab for char in text)
+        # Without byte fallback, an unknown character is one unknown token.
+        return len(text) if is_known or not self._model.get("byte_fallback") else num_bytes
 
 
 def _flatten(step: Mapping[str, Any] | None, inner: str) -> Iterator[Mapping[str, Any]]:

@@ -80,7 +80,7 @@ class MissingValueError(RunError):
     """A requested variable ended without a value."""
 
     def __init__(self, variable: VariableStatus) -> None:
-        error = variable.error or None
+        error = variable.error or None  # UNSET is false
         code = error.code if error else f"run.{variable.status}"
         message = (error.message if error else "") or f"the variable is {variable.status}"
         status = _MISSING_VALUE_STATUS.get(code.partition(".")[0], RunError.status)
@@ -148,6 +148,7 @@ def problem_response(request: Request[Any, Any, Any], exc: Exception) -> Respons
     """Convert an exception to a response (the exception handler of Conure's own routes)."""
     error = public_error_of(request, exc)
     variable = exc.variable if isinstance(exc, MissingValueError) else None
+    # Litestar's own 404 and 405: no route has this path and method.
     is_unknown_route = isinstance(exc, HTTPException) and exc.status_code in (404, 405)
     details = ProblemDetails(
         error=OpenAIErrorDetails(message=error.message, code=error.code)

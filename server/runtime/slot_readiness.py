@@ -6,7 +6,8 @@ A slot is ready when all variables it reads are resolved, the slot before it is 
 Out of scope: what resolves a variable or ends a node; `ProgramState` calls the matching method.
 
 Invariants: a slot is reported at most once (unless it was blocked in between), and only after
-`start`. A slot in a body that was not entered waits, and no node waits for it.
+`start`. The nodes of a body wait until the body is entered, and the exit slot of the node around
+the body waits for their end only from then on.
 """
 
 from __future__ import annotations
@@ -44,8 +45,13 @@ class SlotReadiness:
         self._num_waiting_for: dict[SlotKey, int] = {}
         self._entered: set[BodyRef] = set()
         self._quorums: dict[SlotKey, int | None] = {}
-        """Slots of `wait` nodes that need only this many values; None: decided."""
+        """How many values the second slot of a `wait` node needs, for modes other than `all`.
+
+        None: it has enough values, or too many are missing. Until then the slot waits for one
+        thing, the decision.
+        """
         self._num_live_in: Counter[str] = Counter()
+        """Nodes in entered bodies that have not ended, by the node around them."""
         self._reported: set[SlotKey] = set()
         self._is_started = False
 
@@ -71,12 +77,13 @@ class SlotReadiness:
                 self._num_waiting_for[node_id, slot.index] = count
         for node_id in nodes:
             if self._graph.body_of(node_id) in self._entered:
-                self._await_end(node_id)
+                self._wait_for_end(node_id)
 
     def _count_reads(self, node: GraphNode, slot: Slot) -> int:
+        """Count the variables that a slot still waits for; for a quorum, 1 until it is decided."""
         if isinstance(node, WaitNode) and slot.index == 1 and node.mode != "all":
             self._quorums[node.id, 1] = 1 if node.mode == "any" else node.mode
-            return int(not self._has_quorum(node.id, 1))
+            return int(not self._decide_quorum(node.id, 1))
         return sum(not self.is_resolved(name) for name in slot.reads)
 
     def enter_body(self, body: BodyRef) -> list[Ready]:
@@ -84,14 +91,18 @@ class SlotReadiness:
         self._entered.add(body)
         nodes = self._graph.body_nodes(body.control).get(body.part, ())
         for node_id in nodes:
-            self._await_end(node_id)
+            self._wait_for_end(node_id)
         return self._count_down((node_id, 0) for node_id in nodes)
 
     def mark_entered(self, body: BodyRef) -> None:
-        """Mark the body of instances that are about to be added as entered."""
+        """Mark a body as entered whose nodes are added next, such as a map's instances.
+
+        `add_nodes` then does what `enter_body` does for nodes that exist.
+        """
         self._entered.add(body)
 
-    def _await_end(self, node_id: str) -> None:
+    def _wait_for_end(self, node_id: str) -> None:
+        """Make the exit slot of the node around a body wait for a node of the body."""
         body = self._graph.body_of(node_id)
         assert body is not None
         if not self._nodes[node_id].has_ended:
@@ -115,7 +126,7 @@ class SlotReadiness:
         """Count a variable as resolved for its consumers."""
         keys = [(slot.node, slot.index) for slot in self._graph.get_consumers(variable)]
         if self._quorums:
-            keys = [key for key in keys if key not in self._quorums or self._reaches_quorum(key)]
+            keys = [key for key in keys if key not in self._quorums or self._is_decided_now(key)]
         return self._count_down(keys)
 
     def node_ended(self, node_id: str) -> list[Ready]:
@@ -127,8 +138,12 @@ class SlotReadiness:
             keys.append((body.control, _exit_slot(self._graph.nodes[body.control])))
         return self._count_down(keys)
 
-    def _has_quorum(self, node_id: str, slot: int) -> bool:
-        """Whether enough variables have a value, or enough are missing to rule that out."""
+    def _decide_quorum(self, node_id: str, slot: int) -> bool:
+        """Decide a quorum if enough variables have a value, or enough are missing to rule that out.
+
+        Returns:
+            Whether the quorum is decided.
+        """
         quorum = self._quorums[node_id, slot]
         assert quorum is not None
         reads = self._graph.slots[node_id][slot].reads
@@ -139,9 +154,9 @@ class SlotReadiness:
         self._quorums[node_id, slot] = None
         return True
 
-    def _reaches_quorum(self, key: SlotKey) -> bool:
-        """Whether the last resolved variable decided a quorum."""
-        return self._quorums[key] is not None and self._has_quorum(*key)
+    def _is_decided_now(self, key: SlotKey) -> bool:
+        """Whether the quorum was open and the last resolved variable has decided it."""
+        return self._quorums[key] is not None and self._decide_quorum(*key)
 
     def _count_down(self, keys: Iterable[SlotKey]) -> list[Ready]:
         ready = []
@@ -169,6 +184,7 @@ class SlotReadiness:
         return [Ready(*key) for key in keys if not self._num_waiting_for[key] and self._report(key)]
 
     def _report(self, key: SlotKey) -> bool:
+        """Record a ready slot as reported; return False if it must not be reported (now)."""
         node_id, slot = key
         node_state = self._nodes[node_id]
         if not self._is_started or key in self._reported or node_state.has_ended:

@@ -2,8 +2,8 @@
 
 An executor calls `evaluate` while it runs a slot. If the computation is short, the executor gets
 the value. If not, `SuspendedError` ends the run of the slot. The value is computed in a thread or
-over several turns, and the slot is dispatched again. This time, the same calls return the values at
-once.
+over several turns, and the slot is dispatched again. In the new run, the executor makes the same
+calls in the same order, and those that have an outcome return the outcome at once.
 
 Invariants: an executor computes everything before it changes its program, or can repeat the
 changes before. A program has at most one computation in a thread, so that programs take turns.
@@ -31,11 +31,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Computation: TypeAlias = Callable[[WorkBudget], Any]
-"""A computation that pays a budget, on the event loop or in a thread."""
+"""A computation that takes its steps from a budget, on the event loop or in a thread."""
 
 INLINE_STEPS: Final = 2_000
 """Steps of one computation on the event loop, after which it starts again in a thread."""
 _TOO_LONG: Final = frozenset({"expr.fuel", "quota.steps"})
+"""Errors of a trial without steps left: of one expression, and of the program's budget."""
 
 
 def is_too_long(error: Exception) -> bool:
@@ -81,8 +82,9 @@ class SlotWork:
         self._resume = resume
         self._slot = Ready("", 0)
         self._outcomes: list[Outcome] = []
-        """The computations of the current run of a slot so far."""
-        self._num_read = 0
+        """The outcomes of the calls of a slot, from its suspended runs and from its current run."""
+        self._num_calls = 0
+        """Calls in the current run of the slot."""
         self._suspended: dict[Ready, list[Outcome]] = {}
         self._queue: deque[tuple[Computation, Callable[[Outcome], None]]] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -91,7 +93,7 @@ class SlotWork:
         """Begin the run of a slot, from the beginning or again after a suspension."""
         self._slot = slot
         self._outcomes = self._suspended.pop(slot, [])
-        self._num_read = 0
+        self._num_calls = 0
 
     # --- computations of a slot -----------------------------------------------------------
 
@@ -102,7 +104,7 @@ class SlotWork:
             ExpressionError: as `expressions.evaluate`; `quota.steps`.
             SuspendedError: if the computation is long.
         """
-        if (known := self._next_outcome()) is not None:
+        if (known := self._known_outcome()) is not None:
             return known.get()
         values = self._values
         outcome = self.try_now(lambda budget: evaluate(expression, values, budget=budget))
@@ -115,29 +117,18 @@ class SlotWork:
         return outcome.get()
 
     def try_now(self, compute: Computation) -> Outcome | None:
-        """Return the outcome of a computation that pays a budget; None if it is long."""
+        """Return the outcome of a computation of at most `INLINE_STEPS`; None if it is longer."""
         steps = max(0, min(INLINE_STEPS, self.budget.left))
         budget = WorkBudget(steps, is_trial=True)
         try:
             outcome = Outcome(compute(budget))
         except ConureError as error:
-            if is_too_long(error):
+            if is_too_long(error):  # the thread starts again, so only the turn loses the steps
                 self._turns.spend(INLINE_STEPS)
                 return None
             outcome = Outcome(error=error)
         self._charge(steps - budget.left)
         return outcome
-
-    def run_in_thread(self, compute: Callable[[], T]) -> T:
-        """Return the result of a computation that is always long.
-
-        Raises:
-            SuspendedError: at the first call.
-        """
-        known = self._next_outcome()
-        if known is None:
-            self._suspend(lambda _: compute())
-        return cast(T, known.get())
 
     def run_in_turns(self, compute: Callable[[], Generator[int, None, T]]) -> T:
         """Return the result of a generator that yields the steps it has taken.
@@ -147,7 +138,7 @@ class SlotWork:
         Raises:
             SuspendedError: if it does not end in this turn.
         """
-        if (known := self._next_outcome()) is not None:
+        if (known := self._known_outcome()) is not None:
             return cast(T, known.get())
         slot, outcomes = self._slot, self._outcomes
         generator = compute()
@@ -170,6 +161,7 @@ class SlotWork:
         return cast(T, outcome.get())
 
     def _advance(self, generator: Generator[int, None, Any]) -> Outcome | None:
+        """Run a generator until the turn ends; return its outcome if it has ended."""
         try:
             while not self._turns.has_ended:
                 self._charge(next(generator))
@@ -179,12 +171,13 @@ class SlotWork:
             return Outcome(error=error)
         return None
 
-    def _next_outcome(self) -> Outcome | None:
-        if self._num_read == len(self._outcomes):
-            self._num_read += 1
-            return None
-        self._num_read += 1
-        return self._outcomes[self._num_read - 1]
+    def _known_outcome(self) -> Outcome | None:
+        """Count a call of the current run; return its outcome if an earlier run computed it.
+
+        Otherwise the caller must append an outcome to `_outcomes`, or suspend the slot.
+        """
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        return self._outcomes[index] if index < len(self._outcomes) else None
 
     def _charge(self, steps: int) -> None:
         self._turns.spend(steps)
@@ -193,11 +186,12 @@ class SlotWork:
     # --- threads --------------------------------------------------------------------------
 
     def _suspend(self, compute: Computation) -> NoReturn:
+        """Compute in a thread, and dispatch the slot again with the outcome."""
         slot, outcomes = self._slot, self._outcomes
         self._suspended[slot] = outcomes
 
         def done(outcome: Outcome) -> None:
-            if self._suspended.get(slot) is outcomes:
+            if self._suspended.get(slot) is outcomes:  # else the slot was begun again
                 outcomes.append(outcome)
                 self._resume(slot)
 
@@ -208,7 +202,7 @@ class SlotWork:
         """Compute something in a thread, after all earlier computations of the program.
 
         Args:
-            compute: the computation, which pays the budget that it gets.
+            compute: the computation.
             done: receives the outcome on the event loop, unless the program ends first.
         """
         self._queue.append((compute, done))
@@ -237,5 +231,6 @@ class SlotWork:
         """Forget everything: the program is over."""
         self._queue.clear()
         self._suspended.clear()
+        # `done` may end the program from within the task, which then ends without a computation.
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()

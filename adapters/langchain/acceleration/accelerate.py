@@ -96,7 +96,7 @@ class Accelerated(PassthroughRunnable):
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the chain, such as a graph's `get_state` or `checkpointer`."""
         if name.startswith("_"):
-            # Private attributes of this object, which pydantic finds or not.
+            # A private attribute belongs to this object. pydantic raises if there is none.
             return super().__getattr__(name)  # type: ignore[misc]  # pydantic defines it
         return getattr(self.bound, name)
 
@@ -230,7 +230,8 @@ class Accelerated(PassthroughRunnable):
         is_failed = True
         try:
             plan = self._instrumenter.plan(run.prefix(), config)
-            # Arguments of one call change the request of its first step; the plan ignores them.
+            # LangChain passes the arguments of `invoke` to the first step, and the plan does not
+            # know them. Such a run plans nothing.
             run.begin([] if kwargs else [(plan, plan.inputs(given))])
             yield ActiveRun(run, plan)
             is_failed = False
@@ -258,7 +259,11 @@ class Accelerated(PassthroughRunnable):
 
 
 class _BatchOfOne(PassthroughRunnable):
-    """Runs each input of an accelerated chain as a batch of one."""
+    """Runs each input of an accelerated chain as a batch of one.
+
+    `Runnable.batch` calls `invoke` for each input, but events and errors of `chain.batch` differ
+    from those of `chain.invoke`. A batch of one has those of a batch, and a plan of its own.
+    """
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         assert isinstance(self.bound, Accelerated)

@@ -46,15 +46,15 @@ class ChainRun:
         self._lock = threading.Lock()
         self._bound_run: SpeculativeRun | None = None
         if client is not None:
-            self.is_of(client)
+            self.bind_to(client)
         self._awaited: dict[str, AwaitedValue] = {}
         """By variable."""
         self._unencodable: dict[str, str] = {}
-        """Why a value cannot be sent, by place."""
+        """Why a value cannot be sent, by place: the Python expression of a part of the chain."""
         self._num_names = 0
 
-    def is_of(self, client: Client) -> bool:
-        """Return whether the run uses the server of this client. The first client decides."""
+    def bind_to(self, client: Client) -> bool:
+        """Bind the run to the server of the first client; return whether it is this client's."""
         with self._lock:
             if self._bound_run is None:
                 self._bound_run = SpeculativeRun(client, self._name, is_streamed=self._is_streamed)
@@ -70,7 +70,7 @@ class ChainRun:
         return self._run.calls
 
     def prefix(self) -> str:
-        """Return a prefix for the names of one more plan."""
+        """Return a prefix for the names of one more plan; the first plan needs none."""
         if self._bound_run is None:
             return ""
         with self._registry.lock:
@@ -194,6 +194,7 @@ class ChainRun:
             return False
         is_cancelled = is_failed or not self._registry.is_settled()
         records = self._registry.records.values()
+        # Calls that ended unused. Cancelling the run ends the others, which `_finished` adds.
         self.stats.wasted = [r.call.place for r in records if not r.is_claimed and r.has_ended]
         self._run.end(is_cancelled=is_cancelled)
         return is_cancelled
@@ -244,17 +245,20 @@ class ChainRun:
         return self._run.add_unplanned(PlannedCall("", variable, named, frozenset()))
 
     def _miss(self) -> PlanMiss:
-        """Explain a miss by the first planned call that the chain has not made."""
-        keyed = []
+        """Explain a miss by a planned call that the chain has not made.
+
+        A call that waits for a value of the chain is preferred to one that was sent.
+        """
+        sent = []
         for record in self._registry.unclaimed():
             call, missing = record.call, record.call.reads - self._registry.values.keys()
             if not missing:
-                keyed.append(call)
+                sent.append(call)
             for name in sorted(missing & self._awaited.keys()):
                 awaited = self._awaited[name]
                 why = self._unencodable.get(awaited.place, "it is not computed yet")
                 return PlanMiss(call.place, f"{awaited.place} ({awaited.what}): {why}")
-        if keyed:
-            place = keyed[0].place
+        if sent:
+            place = sent[0].place
             return PlanMiss(place, f"{place}: another prompt, or other settings")
         return PlanMiss("", "not in the plan")

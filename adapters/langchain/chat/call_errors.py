@@ -18,7 +18,9 @@ _TIMEOUTS: Final = frozenset({"program.deadline_exceeded", "run.deadline_exceede
 
 
 def application_error(problem: BaseException, timeout_s: float | None) -> BaseException:
-    """Return the error of a call to raise; the same one if nothing has to change.
+    """Return the error to raise for a call: `problem`, whose message loses the names of nodes.
+
+    A timeout becomes a `NotReadyError`.
 
     Args:
         problem: raised by a client or a run.

@@ -312,8 +312,8 @@ class ChatConure(ChatSettings):
     def _accelerated_run(self) -> ChainRun | None:
         """Return the run of an accelerated chain that this call belongs to."""
         active = ACTIVE_RUN.get()
-        is_in_run = active is not None and active.run.is_of(self.connection())
-        return active.run if active is not None and is_in_run else None
+        is_same_server = active is not None and active.run.bind_to(self.connection())
+        return active.run if active is not None and is_same_server else None
 
     def _model_call(
         self,

@@ -26,7 +26,7 @@ from pydantic import (
 from conure.server.program.ir import Json, Sampling
 
 from ...client import AsyncClient, Client
-from ...client.client_cache import ClientCache
+from ...client.client_cache import ModelClients
 from .call_options import constraint_of, sampling_of, tools_of, unknown_argument
 from .model_info import ServerProfile
 
@@ -105,7 +105,7 @@ class ChatSettings(BaseChatModel):
     """Capabilities of the model, a `ModelProfile`; read by LangChain since core 1.1. None: those of
     every Conure model, and the context length that the server reports when it is read."""
 
-    _clients: ClientCache = PrivateAttr(default_factory=ClientCache)
+    _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
 
     @model_validator(mode="before")
     @classmethod

@@ -3,8 +3,9 @@
 Responsibility: conversion of schemas, and the parsers of answers. The engine enforces the schema
 through the model's `response_format` or the schema of a tool.
 
-Invariants: a parser fails only on an answer that was cut. A cut answer is an error, never a value:
-its text is not repaired.
+Invariant: an answer that was cut by its maximum length is an error, never a value; its text is
+not repaired. A complete answer matches the JSON schema, so a parser fails on it only where the
+schema is not enforced: validators of a pydantic class, and fields with `json_mode`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def structured(
         model: accepts `response_format` and `tools`.
         schema: a pydantic class, a TypedDict, or a JSON schema.
         method: `json_mode` enforces only that the answer is a JSON object.
-        strict: of the tool; for tracers only otherwise, as the engine is always strict.
+        strict: passed to `bind_tools` and to tracers. The engine always enforces the schema.
         include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
     """
     if method == "function_calling":
@@ -147,7 +148,7 @@ def check_complete(result: list[Generation]) -> None:
     """Check that an answer was not cut by its maximum length.
 
     Raises:
-        OutputParserException: with the number of tokens and the cure.
+        OutputParserException: with the number of tokens, and what to change.
     """
     if not isinstance(result[0], ChatGeneration):
         return

@@ -33,7 +33,8 @@ class PlannedRun:
         Args:
             client: of the server.
             report: updated during the run.
-            path: returns the active parts of the app in the caller's context.
+            path: returns the names of the app's components that are running in the caller's
+                context, outermost first.
         """
         self._run = SpeculativeRun(
             client,

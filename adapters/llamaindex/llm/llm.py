@@ -34,7 +34,7 @@ from conure.server.program.errors import NotFoundError
 from conure.server.program.ir import Json, Sampling
 
 from ...client import Client
-from ...client.client_cache import ClientCache
+from ...client.client_cache import ModelClients
 from ..acceleration.scope import ACTIVE_SCOPE
 from .call_backend import CallBackend, DirectBackend, FinalAnswer
 from .messages import (
@@ -96,7 +96,7 @@ class Conure(FunctionCallingLLM):
     pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.LLM
     """Structured outputs are texts that the server constrains to their JSON schema."""
 
-    _clients: ClientCache = PrivateAttr(default_factory=ClientCache)
+    _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
     _model_infos: dict[str, dict[str, Json]] = PrivateAttr(default_factory=dict)
 
     def __getstate__(self) -> dict[Any, Any]:

@@ -114,7 +114,7 @@ def tool_selections(message: ChatMessage) -> list[ToolSelection]:
         function = call["function"]
         try:
             arguments = msgspec.json.decode(function.get("arguments") or "{}")
-        except msgspec.DecodeError:
+        except msgspec.DecodeError:  # as LlamaIndex's OpenAI model does
             arguments = {}
         selections.append(
             ToolSelection(

@@ -1,7 +1,7 @@
 """Names of llama-index-core 0.12 that later cores lack.
 
-Importable only where `QueryPipeline` exists. Types are checked against a later core, where these
-classes have attributes of any type.
+Importable only where `QueryPipeline` exists. A type checker sees a later core, which lacks these
+classes, so stand-ins with attributes of any type are declared for the type checker.
 """
 
 from __future__ import annotations

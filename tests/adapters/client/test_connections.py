@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conure.adapters.client import AsyncClient, Client
-from conure.adapters.client.client_cache import ClientCache
+from conure.adapters.client.client_cache import ModelClients
 from conure.adapters.client.io_thread import IOThread
 
 
@@ -42,10 +42,10 @@ def test_loops_closed_without_their_generators_are_forgotten(double: Any, kit: A
 
 def test_closed_client_is_replaced_for_the_models_that_share_it() -> None:
     settings = ("http://127.0.0.1:9", 0)
-    first = ClientCache().client(*settings)
-    assert ClientCache().client(*settings) is first
+    first = ModelClients().client(*settings)
+    assert ModelClients().client(*settings) is first
     first.close()
-    second = ClientCache().client(*settings)
+    second = ModelClients().client(*settings)
     assert (first.is_closed, second.is_closed) == (True, False)
     second.close()
 
