@@ -65,7 +65,8 @@ class OpenProgram:
     given: set[str] = field(default_factory=set)
     """Inputs whose values were sent."""
     announced: set[str] = field(default_factory=set)
-    """Variables of appends under way."""
+    """Variables of appends that the server has not accepted yet. No other request may read them,
+    because it may arrive first."""
     has_finished: bool = False
     is_cancelled: bool = False
 
@@ -167,7 +168,7 @@ class SpeculativeOutbox:
             for record in request.records:
                 record.is_sent, record.program = False, ""
             if program.is_rejected and request.action == "append":
-                # It overtook the submission of a program that does not exist.
+                # The append arrived, but the submission of its program was rejected.
                 self._send_again(request.records)
                 return
             message = getattr(failure, "message", str(failure))
@@ -179,7 +180,7 @@ class SpeculativeOutbox:
             self._reject(list(request.records), failure, message)
 
     def _send_again(self, records: Sequence[CallRecord]) -> None:
-        """Send calls to another program, as the submission of theirs was rejected."""
+        """Send calls to another program, as the submission of their program was rejected."""
         open_records = [record for record in records if record.is_open]
         self._registry.unsent.extendleft(reversed(open_records))
 
@@ -246,21 +247,22 @@ class SpeculativeOutbox:
         return None
 
     def _next_values(self) -> OutboxRequest | None:
-        """Values of inputs by which a call on the server can start.
+        """Return a request with values of inputs by which a call on the server can start.
 
-        A value that is known before the other values that its calls wait for is sent with them.
+        A value waits here until the other values that its call reads are known, too, and is sent
+        with them.
         """
         registry = self._registry
         for program in self.programs:
             known = (program.inputs - program.given) & registry.values.keys()
             if not (program.is_open and known):
                 continue
+            missing = program.inputs - program.given - known
             names: set[str] = set()
             for record in registry.records.values():
-                if record.program == program.id and record.is_open and record.call.reads & known:
-                    missing = program.inputs - program.given - known
-                    if not record.call.reads & missing:
-                        names |= record.call.reads & known
+                is_here = record.program == program.id and record.is_open
+                if is_here and not record.call.reads & missing:
+                    names |= record.call.reads & known
             if names:
                 program.given |= names
                 inputs = {name: registry.values[name] for name in sorted(names)}
@@ -274,6 +276,7 @@ class SpeculativeOutbox:
             if records:
                 return self._request(records)
         program = self.programs[-1] if self.programs else None
+        # Variables that a request cannot read yet: announced ones, and those of calls not taken.
         held = set() if program is None else set(program.announced)
         taken: list[CallRecord] = []
         for record in registry.unsent:
@@ -372,6 +375,6 @@ def _conure_error(failure: Exception) -> ConureError:
 
 
 def _is_fault_of_one_call(failure: Exception) -> bool:
-    """Whether a smaller request may succeed: it would not help against a wrong key, say."""
+    """Whether a smaller request may succeed. Against a wrong API key, for example, it cannot."""
     is_invalid = isinstance(failure, ProgramError | PromptError | ExpressionError | ValueError)
     return is_invalid or getattr(failure, "status", None) == TOO_LARGE

@@ -22,6 +22,7 @@ has exited reads the end of its input and exits.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -81,7 +82,12 @@ class SandboxedGrammarCheck:
     """Sends requests to a helper process, which is started on demand. For one thread."""
 
     def __init__(self, special_tokens: Sequence[str], *, cpu_s: float = CPU_S) -> None:
-        """`special_tokens` are the special token names that a grammar may contain."""
+        """Start no helper yet.
+
+        Args:
+            special_tokens: names of the special tokens that a grammar may contain.
+            cpu_s: CPU time of one request.
+        """
         self._setup = SandboxSetup(list(special_tokens), cpu_s)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -223,10 +229,11 @@ def _read(pipe: BinaryIO, deadline: float | None) -> bytes | None:
 
 def _read_bytes(pipe: BinaryIO, size: int, deadline: float | None) -> bytes | None:
     data = b""
+    poll = select.poll()  # unlike `select`, it accepts file descriptors above 1,023
+    poll.register(pipe, select.POLLIN)
     while len(data) < size:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        readable, _, _ = select.select([pipe], [], [], left)
-        if not readable:
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not poll.poll(None if left_s is None else math.ceil(left_s * 1_000)):
             return None
         more = os.read(pipe.fileno(), size - len(data))
         if not more:

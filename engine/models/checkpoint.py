@@ -4,8 +4,8 @@
 only, for random weights. Only data is read: nothing in a folder is executed, and a folder that
 requires it is rejected.
 
-Invariants: a `Checkpoint` has everything that a Hello needs. Otherwise reading it raises one
-sentence with the missing part.
+Invariants: a `Checkpoint` has everything that an engine reports when it starts (`Hello`).
+Otherwise reading it raises one sentence with the missing part.
 
 Errors, all `EngineError`: `model.not_found` (no such folder or hub name), `model.invalid` (files
 missing or damaged), `model.unsupported` (needs its own code, or another file format).
@@ -142,7 +142,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _with_tokenizer(found: Path, folder: Path, config: dict[str, Any]) -> Checkpoint:
     """Return the checkpoint at `found` with the tokenizer files in `folder`."""
     tokenizer_path = folder / "tokenizer.json"
-    tokenizer_json = tokenizer_path.read_text(encoding="utf-8")
+    tokenizer_json = _text(tokenizer_path)
     tokenizer_config = _json_object(folder / "tokenizer_config.json") or {}
     return Checkpoint(
         folder=found,
@@ -159,22 +159,35 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, None if the file does not exist."""
     if not path.is_file():
         return None
+    text = _text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError, RecursionError) as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise EngineError("model.invalid", f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise EngineError("model.invalid", f"{path} must contain a JSON object")
     return content
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError("model.invalid", f"{path} cannot be read: {error}") from error
+
+
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _text(path)
     template = tokenizer_config.get("chat_template") or ""
     if isinstance(template, list):
-        named = {each["name"]: each["template"] for each in template}
+        try:
+            named = {each["name"]: each["template"] for each in template}
+        except (KeyError, TypeError) as error:
+            path = folder / "tokenizer_config.json"
+            message = f"{path} has a list of chat templates without names or texts"
+            raise EngineError("model.invalid", message) from error
         template = named.get("default", "")
     return str(template)
 

@@ -190,7 +190,10 @@ def _parallel_function() -> int:
 
 
 def _plan_address(plan: Plan) -> int:
-    """Return the address of the plan's arrays, which are laid out once per step."""
+    """Return the address of a `Plan` of attention.cpp, which all layers of a step share.
+
+    `plan.derived` keeps the arrays alive whose addresses it contains.
+    """
     found = plan.derived.get("native")
     if found is None:
         tree = plan.tree

@@ -35,8 +35,8 @@ BACKGROUND_DELAY_S = 30.0
 MAX_PLACE_IN_LINE_S = 600.0
 """How long a program that a reader waits for keeps its place in the queue after its start."""
 HEAD_START_S = 10.0
-"""The same for a program that no reader waits for. Also how much earlier at most a call ranks that
-is late for its deadline."""
+"""How long a program that no reader waits for keeps its place in the queue after its start. Also
+the maximum advance of a call that is late for its deadline."""
 LENGTH_PENALTY = 0.25
 """Delay of a program per second of its own length, up to `MAX_LENGTH_S`. Short programs go
 first."""
@@ -48,8 +48,8 @@ MAX_TENANT_OVERUSE_DELAY_S = 30.0
 MAX_ATTAINED_S = 600.0
 """Maximum service of a program that delays its next call."""
 DEPTH_S = 0.01
-MAX_DEPTH = 100
 """Advance of a call for each call that follows it, for at most `MAX_DEPTH` of them."""
+MAX_DEPTH = 100
 
 LONG_CALL_TOKENS = 2_048
 """Calls of this size and larger are worth sending to their prefix (Autellix, section 4.3)."""

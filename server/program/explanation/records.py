@@ -45,7 +45,7 @@ class ExplainedNode(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Edge(Struct, frozen=True, kw_only=True, rename={"source": "from", "target": "to"}):
-    """A node that waits for another one."""
+    """`target` waits for `source`."""
 
     source: str
     target: str

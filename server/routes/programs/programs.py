@@ -103,9 +103,8 @@ async def submit_program(
     The program is durable when the server responds. With `Accept: text/event-stream` the response
     is the stream of the program's events from the first one; `types` selects the event types.
     """
-    wants_events = accepts_event_stream(
-        request
-    )  # An invalid Accept header is reported before the body is read.
+    # An invalid Accept header is reported before the body is read.
+    wants_events = accepts_event_stream(request)
     received = await read_submission(request)
     with received.source_positions():
         accepted, is_replay = await service_of(request).submit(

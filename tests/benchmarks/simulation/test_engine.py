@@ -33,7 +33,7 @@ def simulate(calls: list[Call]) -> None:
     clock = SimulationClock()
     engine = SimulatedEngine("e", clock, COST, reads_shared_once=True)
 
-    def come(call: Call) -> None:
+    def arrive(call: Call) -> None:
         def filled() -> None:
             call.filled_s = clock.now
 
@@ -48,7 +48,7 @@ def simulate(calls: list[Call]) -> None:
         engine.start(work)
 
     for call in calls:
-        clock.at(call.at_s, lambda call=call: come(call))  # type: ignore[misc]
+        clock.at(call.at_s, lambda call=call: arrive(call))  # type: ignore[misc]
     clock.run()
 
 

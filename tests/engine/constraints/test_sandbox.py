@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-from conure.engine.constraints.sandbox import CPU_S, SandboxedGrammarCheck, SandboxRequest
+from conure.engine.constraints.sandbox import (
+    CPU_S,
+    SandboxedGrammarCheck,
+    SandboxRequest,
+    _read,
+)
 from conure.engine.protocol import EngineError
 
 from ..constraint_harness import lark, schema
@@ -265,3 +270,19 @@ def test_helper_exits_when_its_input_closes() -> None:
     process.stdin.close()
     assert process.wait(60) == 0
     lonely.close()
+
+
+def test_pipe_with_a_high_file_descriptor_is_read() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2_000:
+        pytest.skip("the system allows too few file descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2_000), hard))
+    low, sink = os.pipe()
+    try:
+        with os.fdopen(os.dup2(low, 1_500), "rb") as source:
+            os.write(sink, (2).to_bytes(4, "big") + b"ok")
+            assert _read(source, None) == b"ok"
+    finally:
+        os.close(low)
+        os.close(sink)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

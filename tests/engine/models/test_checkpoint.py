@@ -16,16 +16,16 @@ from .. import shrunk
 
 
 def folder_of(path: Path, files: dict[str, Any]) -> Path:
-    """Write a folder of JSON and text files over the least that can be read; None omits one."""
-    least: dict[str, Any] = {
+    """Write the files of a minimal folder, replaced and extended by `files`; None omits one."""
+    minimal: dict[str, Any] = {
         "config.json": {"model_type": "llama"},
         "tokenizer.json": byte_tokenizer.tokenizer_json(),
         "model.safetensors": "",
     }
-    for name, content in {**least, **files}.items():
+    for name, content in {**minimal, **files}.items():
         if content is not None:
-            text = content if isinstance(content, str) else json.dumps(content)
-            (path / name).write_text(text)
+            text = content if isinstance(content, str | bytes) else json.dumps(content)
+            (path / name).write_bytes(text.encode() if isinstance(text, str) else text)
     return path
 
 
@@ -111,6 +111,10 @@ def test_special_tokens_may_be_strings_or_objects(tmp_path: Path) -> None:
         ({"config.json": [1]}, "model.invalid", "JSON object"),
         ({"tokenizer.json": None}, "model.invalid", "tokenizer.json"),
         ({"tokenizer.json": "{}"}, "model.invalid", "tokenizer.json"),
+        ({"tokenizer.json": b"\xff"}, "model.invalid", "tokenizer.json cannot be read"),
+        ({"chat_template.jinja": b"\xff"}, "model.invalid", "chat_template.jinja"),
+        ({"config.json": b"\xff"}, "model.invalid", "config.json cannot be read"),
+        ({"tokenizer_config.json": {"chat_template": ["a"]}}, "model.invalid", "without names"),
         ({"model.safetensors": None, "model.bin": ""}, "model.unsupported", "safetensors"),
         ({"config.json": {"auto_map": {}}}, "model.unsupported", "auto_map"),
     ],
