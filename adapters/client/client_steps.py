@@ -24,6 +24,7 @@ from conure.server.program.status import ENDED, Event, Problem, ProgramStatus, P
 from ..nodes import iter_nodes
 from .exchange import failure_of
 from .failures import Failures
+from .json_encoding import encode_json
 
 Function: TypeAlias = Callable[..., Any]
 """Called with the step's `args` as keyword arguments; returns JSON, or an awaitable of JSON."""
@@ -201,10 +202,11 @@ def answer_of(step: StepRequest, value: Any) -> PutValue:
 
     Raises:
         TypeError: if the value is not JSON.
+        ExpressionError: `expr.number` if it contains NaN or an infinity.
         ProgramError: `client.value_too_large` if the value exceeds the server's request limit.
     """
     # Encoded here, so that a value that cannot be sent fails the step and not the connection.
-    encoded = msgspec.json.encode(value)
+    encoded = encode_json(value)
     if len(encoded) > MAX_VALUE_BYTES:
         raise ProgramError(
             "client.value_too_large",

@@ -51,6 +51,8 @@ from conure.server.program.status import (
     VariableStatus,
 )
 
+from .json_encoding import encode_json
+
 T = TypeVar("T")
 
 POLL_S = 20.0
@@ -291,13 +293,13 @@ def submission_body(
 def submit(body: Mapping[str, Any], retry: Retry, *, key: str | None) -> Flow[Accepted]:
     """Submit a program. Without a key a random one is used, which makes retries safe."""
     headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-    request = Request("POST", "/v1/programs", msgspec.json.encode(body), headers=headers)
+    request = Request("POST", "/v1/programs", encode_json(body), headers=headers)
     return (yield from fetch(request, retry, Accepted))
 
 
 def explain(body: Mapping[str, Any], retry: Retry) -> Flow[ProgramExplanation]:
     """Explain a program without running it."""
-    request = Request("POST", "/v1/programs/explain", msgspec.json.encode(body))
+    request = Request("POST", "/v1/programs/explain", encode_json(body))
     return (yield from fetch(request, retry, ProgramExplanation))
 
 
@@ -319,7 +321,7 @@ def submit_attached(
     request = Request(
         "POST",
         "/v1/programs",
-        msgspec.json.encode(body),
+        encode_json(body),
         query=dict(query),
         headers=headers,
         accepts_stream=True,
@@ -383,7 +385,7 @@ def cancel(program: str, retry: Retry) -> Flow[ProgramStatus]:
 
 def put(program: str, variable: str, value: PutValue, retry: Retry) -> Flow[VariableStatus]:
     """Write a variable's value, or the reason why it gets none."""
-    request = Request("PUT", _variable_path(program, variable), msgspec.json.encode(value))
+    request = Request("PUT", _variable_path(program, variable), encode_json(value))
     return (yield from fetch(request, retry, VariableStatus))
 
 
@@ -411,7 +413,7 @@ def append(
     """Add nodes to an open program, or close it."""
     path = f"{program_path(program)}/nodes"
     query = {"wait_s": f"{wait_s:g}"} if wait_s else {}
-    body = msgspec.json.encode(more)
+    body = encode_json(more)
     request = Request("POST", path, body, query=query, wait_s=wait_s, repeatable=False)
     return (yield from fetch(request, retry, ProgramStatus))
 
@@ -426,7 +428,7 @@ def get_json(path: str, retry: Retry) -> Flow[Json]:
 
 def post_json(path: str, body: Json, retry: Retry) -> Flow[Json]:
     """Send JSON to a path of the server that changes nothing; return its JSON."""
-    reply = yield from send(Request("POST", path, msgspec.json.encode(body)), retry)
+    reply = yield from send(Request("POST", path, encode_json(body)), retry)
     if reply.status >= 400:
         raise error_of(reply)
     return msgspec.json.decode(reply.body)
