@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import shutil
@@ -78,38 +79,43 @@ async def test_interrupted_recovery_loses_nothing(
     await journal.close()
     content = (image / FILE).read_bytes()
     (image / FILE).write_bytes(content.replace(b"intact", b"broken"))
-    original = getattr(Path, step)
     for num_done in range(100):
-        left = num_done
-
-        def interrupted(*args: object, **kwargs: object) -> object:
-            nonlocal left
-            if left == 0:
-                raise Crash
-            left -= 1
-            return original(*args, **kwargs)
-
         folder = shutil.copytree(image, tmp_path / f"{num_done}")
-        has_crashed = False
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, step, interrupted)
-            try:
-                recovered = Journal.open(folder, recover=True)
-            except Crash:
-                has_crashed = True
-        if has_crashed:
+        recovered = recover_until_crash(folder, monkeypatch, step, num_done)
+        has_crashed = recovered is None
+        if recovered is None:
             report = inspect(folder)
             assert not report.is_intact or report.num_programs == 3, num_done
             recovered = Journal.open(folder, recover=True)
-        left_programs = {each.id: each for each in await recovered.unfinished()}
+        left = {each.id: each for each in await recovered.unfinished()}
         await recovered.close()
-        assert set(left_programs) == {"p_damaged", "p_main", "p_log"}, num_done
-        assert [each.value for each in left_programs["p_log"].values] == [b"1"]
-        marked = [id_ for id_, each in left_programs.items() if each.watch is not None]
+        assert set(left) == {"p_damaged", "p_main", "p_log"}, num_done
+        assert [each.value for each in left["p_log"].values] == [b"1"]
+        marked = [id_ for id_, each in left.items() if each.watch is not None]
         assert marked == ["p_damaged"], num_done
         if not has_crashed:
             return
     pytest.fail("the recovery does not end")
+
+
+def recover_until_crash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str, num_done: int
+) -> Journal | None:
+    """Recover a journal; return None if the recovery has crashed after `num_done` steps."""
+    original = getattr(Path, step)
+    calls = itertools.count()
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        if next(calls) == num_done:
+            raise Crash
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, step, interrupted)
+        try:
+            return Journal.open(folder, recover=True)
+        except Crash:
+            return None
 
 
 async def test_program_stays_marked_in_a_second_recovery(tmp_path: Path) -> None:
