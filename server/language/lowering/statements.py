@@ -361,8 +361,8 @@ _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
     "any": lambda value: isinstance(value, bool),
     "name": lambda value: isinstance(value, str) and bool(value),
     "on_error": lambda value: value in ("fail", "isolate"),
-    "priority": lambda value: isinstance(value, int) and -100 <= value <= 100,
-    "timeout": lambda value: isinstance(value, int | float) and 0 < value <= 7 * 86_400,
+    "priority": lambda value: type(value) is int and -100 <= value <= 100,
+    "timeout": lambda value: type(value) in (int, float) and 0 < value <= 7 * 86_400,
 }
 
 

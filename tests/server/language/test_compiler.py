@@ -99,6 +99,12 @@ def test_a_name_without_a_value_is_refused(source: str, message: str) -> None:
     assert message in error.message
 
 
+@pytest.mark.parametrize("option", ["timeout=True", "timeout=0", "priority=True", "priority=0.5"])
+def test_an_option_of_a_job_has_its_type(option: str) -> None:
+    error = error_of(f"with job({option}):\n    a = gen('x')\nyield a")
+    assert "cannot be" in error.message
+
+
 def test_inputs_are_declared_by_annotations_or_by_the_submission() -> None:
     program = compiled("question: str\ntop: int = 3\nyield gen(question + other)", inputs=["other"])
     assert msgspec.to_builtins(program.variables) == {
