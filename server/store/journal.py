@@ -42,7 +42,7 @@ from ..program.errors import UnavailableError
 from . import reader
 from .damage.commit_log import CommitLog
 from .damage.integrity import JournalReport, inspect
-from .damage.salvage import salvage
+from .damage.salvage import complete_salvage, salvage
 from .database import (
     JournalHead,
     begin_generation,
@@ -159,6 +159,8 @@ class Journal:
             try:
                 free_reserve(path)
                 check_file(path)
+                if (aside := complete_salvage(path)) is not None:
+                    logger.warning("completed the interrupted recovery to %s", aside)
                 report = inspect(path)
                 if not report.is_intact:
                     _handle_damage(path, report, recover=recover)

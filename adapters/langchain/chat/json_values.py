@@ -1,8 +1,14 @@
 """Conversion of an application's values to JSON and back.
 
-Messages, Documents and other pydantic objects, dataclasses, enums, tuples and dicts with other keys
-than text are marked, so that they are restored as what they were. Classes are named by module and
-name; they are looked up among the classes that the process has loaded, and never imported.
+Text, numbers, lists and dicts with text keys become the JSON of the same form. Every other value
+becomes a dict with a reserved key that states its kind, so that `decode` restores the kind:
+
+    (1, 2)       {"__langchain_tuple__": [1, 2]}
+    {1: "one"}   {"__langchain_items__": [[1, "one"]]}
+    Colour.RED   {"__langchain_object__": "module:Colour", "value": "red"}
+
+Messages, Documents and other pydantic objects, dataclasses and enums are objects. `decode` looks
+their classes up among the classes that the process has loaded, and never imports a module.
 
 Invariant: a value that would not be equal after a round trip is rejected, never approximated.
 """
@@ -29,14 +35,16 @@ _OBJECT: Final = "__langchain_object__"
 _TUPLE: Final = "__langchain_tuple__"
 _ITEMS: Final = "__langchain_items__"
 _LOCAL: Final = "__langchain_local__"
-_ROOTS: Final[tuple[type[Any], ...]] = (BaseModel, Enum)
+_RESERVED_KEYS: Final = frozenset({_MESSAGE, _OBJECT, _TUPLE, _ITEMS, _LOCAL})
+_BASE_CLASSES: Final[tuple[type[Any], ...]] = (BaseModel, Enum)
+"""Classes whose subclasses are restored, beside dataclasses."""
 
 
 class LocalValues:
     """Values of one run that JSON cannot carry. They stay in this process; the server gets a key.
 
-    A program that is run with `execute` has all of its client steps in one process. In others, such
-    a value is rejected.
+    `encode` uses local values only within `active`: where all client steps of a program run in one
+    process. Elsewhere `encode` rejects such a value.
     """
 
     def __init__(self) -> None:
@@ -74,10 +82,12 @@ _LOCAL_VALUES: Final[ContextVar[LocalValues | None]] = ContextVar("conure_values
 def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
     """Convert a value to JSON that `decode` converts back to an equal value.
 
+    A value that JSON cannot carry is added to the active `LocalValues`, if there are any.
+
     Args:
         value: anything.
         what: describes the value in the error.
-        is_plain: the JSON must be the value itself, without marks.
+        is_plain: the JSON is printed in a prompt: only a value that is JSON itself is accepted.
 
     Raises:
         ProgramError: `langchain.not_json` if the value would not be equal after a round trip.
@@ -87,11 +97,11 @@ def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
     if isinstance(value, str) and not isinstance(value, Enum):
         return str.__str__(value)
     if isinstance(value, float) and math.isfinite(value):
-        return value
+        return float(value)  # an encoder of JSON rejects subclasses, such as numpy.float64
     if type(value) is list:
         items = enumerate(value)
         return [encode(item, what=f"{what}[{i}]", is_plain=is_plain) for i, item in items]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if isinstance(value, dict) and _has_text_keys(value, may_be_reserved=is_plain):
         pairs = value.items()
         return {k: encode(item, what=f"{what}[{k!r}]", is_plain=is_plain) for k, item in pairs}
     marked = None if is_plain else _marked(value, what)
@@ -109,6 +119,12 @@ def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
     )
 
 
+def _has_text_keys(value: dict[Any, Any], *, may_be_reserved: bool) -> bool:
+    if _RESERVED_KEYS & value.keys() and not may_be_reserved:
+        return False
+    return all(isinstance(key, str) for key in value)
+
+
 def decode(value: Json) -> Any:
     """Convert the JSON from `encode` back to the value."""
     if isinstance(value, list):
@@ -116,7 +132,7 @@ def decode(value: Json) -> Any:
     if not isinstance(value, dict):
         return value
     if value.keys() == {_MESSAGE}:
-        return messages_from_dict([value[_MESSAGE]])[0]
+        return messages_from_dict([decode(value[_MESSAGE])])[0]
     if value.keys() == {_TUPLE}:
         return tuple(decode(item) for item in value[_TUPLE])
     if value.keys() == {_ITEMS}:
@@ -127,14 +143,16 @@ def decode(value: Json) -> Any:
             raise ProgramError("langchain.local", "a value is known to the process that made it")
         return local.get(value[_LOCAL])
     if value.keys() == {_OBJECT, "value"}:
-        return _restored(value[_OBJECT], decode(value["value"]))
+        return _object_of(value[_OBJECT], decode(value["value"]))
     return {key: decode(item) for key, item in value.items()}
 
 
 def _marked(value: Any, what: str) -> Json:
-    """Return the JSON of a value that is not JSON itself; None if it cannot be restored."""
+    """Return JSON with a reserved key for a value; None if `decode` could not restore the value."""
     if isinstance(value, BaseMessage):
-        return {_MESSAGE: message_to_dict(value)}
+        message = {_MESSAGE: encode(message_to_dict(value), what=what)}
+        if _is_restored(message, value):
+            return message
     if type(value) is tuple:
         return {_TUPLE: [encode(item, what=f"{what}[{i}]") for i, item in enumerate(value)]}
     if type(value) is dict:
@@ -152,14 +170,19 @@ def _marked(value: Any, what: str) -> Json:
     else:
         return None
     marked = {_OBJECT: _name_of(type(value)), "value": encode(content, what=what)}
+    return marked if _is_restored(marked, value) else None
+
+
+def _is_restored(marked: Json, value: Any) -> bool:
+    """Return whether `decode` makes an equal value of the JSON."""
     try:
-        is_restored = bool(decode(marked) == value)
-    except Exception:  # its class does not compare, or is not found
-        is_restored = False
-    return marked if is_restored else None
+        return bool(decode(marked) == value)
+    except Exception:  # the class of the value does not compare, or is not found
+        return False
 
 
-def _restored(name: str, content: Any) -> Any:
+def _object_of(name: str, content: Any) -> Any:
+    """Return an object of the named class. Its constructor and validators do not run again."""
     kind = _class_named(name)
     if issubclass(kind, BaseModel):
         return kind.model_construct(**content)
@@ -176,14 +199,15 @@ def _name_of(kind: type[Any]) -> str:
 
 
 def _class_named(name: str) -> type[Any]:
-    """Return a loaded class of values.
+    """Return the loaded pydantic class, enum or dataclass with this name.
 
     Raises:
         ProgramError: if there is none.
     """
-    for root in (*_ROOTS, object):
-        for kind in _subclasses(root, set()):
-            is_value = issubclass(kind, _ROOTS) or dataclasses.is_dataclass(kind)
+    # The search of all classes is slow, and only dataclasses need it.
+    for base in (*_BASE_CLASSES, object):
+        for kind in _subclasses(base, set()):
+            is_value = issubclass(kind, _BASE_CLASSES) or dataclasses.is_dataclass(kind)
             if is_value and _name_of(kind) == name:
                 return kind
     raise ProgramError(

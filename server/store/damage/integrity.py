@@ -38,6 +38,8 @@ MAX_SHOWN = 5
 """Program ids in the one-line summary."""
 MAX_PROBES = 100_000
 """Row ids that are tried between two readable parts of a table."""
+READABLE_NAME = "readable.sqlite3"
+"""The new journal of a salvage, in the folder of the damaged files, before it replaces them."""
 _PROGRAM_ID = re.compile(rb"p_[0-9a-f]{24}")
 _TREE = re.compile(r"[Tt]ree (\d+)")
 
@@ -161,6 +163,8 @@ def inspect(folder: Path, *, is_thorough: bool | None = None) -> JournalReport:
     Raises:
         JournalError: `store.unusable` if the file is another program's or a newer version's.
     """
+    if interrupted_salvage(folder) is not None:
+        return JournalReport(findings=["a recovery was interrupted; the next start completes it"])
     path, log = folder / FILE_NAME, folder / COMMIT_LOG_NAME
     size = path.stat().st_size if path.exists() else 0
     if is_thorough is None:
@@ -178,6 +182,11 @@ def inspect(folder: Path, *, is_thorough: bool | None = None) -> JournalReport:
             raise JournalError("store.unusable", f"{path} is not a journal: {error}") from error
         finding = f"{FILE_NAME} cannot be read: {error}"
         return JournalReport(findings=[finding], traces=find_traces(folder, set()))
+
+
+def interrupted_salvage(folder: Path) -> Path | None:
+    """Return the new journal of a salvage that has not replaced the damaged files; else None."""
+    return next(folder.glob(f"damaged-*/{READABLE_NAME}"), None)
 
 
 def _inspect_open(

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.prompt_values import StringPromptValue
 from pydantic import BaseModel
 
@@ -36,6 +37,10 @@ class Point:
 
 class Colour(Enum):
     RED = "red"
+
+
+class Note(HumanMessage):
+    """A message class of an application."""
 
 
 class Secret(BaseModel):
@@ -82,10 +87,14 @@ def test_values_come_back_equal(value: Any) -> None:
         {"colour": Colour.RED},
         StringPromptValue(text="prompt"),
         {1: "one", (2, 3): "pair"},
+        AIMessage("x", additional_kwargs={"range": (1, 2)}),
+        ToolMessage("x", tool_call_id="1", artifact=Point(1, ("a", 2))),
+        Note(content="x"),
     ],
 )
 def test_objects_come_back_as_what_they_were(value: Any) -> None:
-    restored = decode(encode(value, what="it"))
+    sent = msgspec.json.encode(encode(value, what="it"))
+    restored = decode(msgspec.json.decode(sent))
     assert restored == value
     assert type(restored) is type(value)
     with pytest.raises(ProgramError, match="for a prompt"):
@@ -113,6 +122,34 @@ def test_other_values_are_rejected_or_stay_in_the_process(value: Any, kind: str)
         decode(sent)
     with LocalValues().active(), pytest.raises(ProgramError, match="another run"):
         decode(sent)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"__langchain_tuple__": [1, 2]},
+        {"__langchain_object__": "builtins:object", "value": {}},
+        [{"__langchain_local__": "a", "other": {"__langchain_items__": 3}}],
+    ],
+)
+def test_dict_with_a_reserved_key_comes_back_as_a_dict(value: Any) -> None:
+    assert decode(encode(value, what="it")) == value
+    assert encode(value, what="it", is_plain=True) == value
+
+
+def test_number_of_a_subclass_is_sent_as_a_number() -> None:
+    class Score(float):
+        pass
+
+    assert msgspec.json.encode(encode([Score(1.5)], what="it")) == b"[1.5]"
+
+
+def test_content_of_a_message_that_json_cannot_carry_is_named() -> None:
+    message = ToolMessage("x", tool_call_id="1", artifact={1, 2})
+    with pytest.raises(ProgramError, match=r"it\['data'\]\['artifact'\] is a set"):
+        encode(message, what="it")
+    with LocalValues().active():
+        assert decode(encode(message, what="it")) == message
 
 
 def test_class_that_is_not_loaded_is_named() -> None:

@@ -60,6 +60,75 @@ async def test_lost_commits_are_named(tmp_path: Path) -> None:
     assert {path.name for path in aside.iterdir()} >= {FILE, "commits.log", "report.json"}
 
 
+class Crash(BaseException):
+    """Ends a recovery between two of its steps."""
+
+
+@pytest.mark.parametrize("step", ["mkdir", "rename", "touch", "write_bytes", "unlink"])
+async def test_interrupted_recovery_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    journal = Journal.open(tmp_path / "data")
+    large = b"x" * 20_000 + b"intact"  # pages of its own, which later commits do not write again
+    await journal.append([program("p_damaged"), value("p_damaged", "x", large)])
+    await journal.append([program("p_main")])
+    journal._writer.checkpoint()
+    await journal.append([program("p_log"), value("p_log", "x", b"1")])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    content = (image / FILE).read_bytes()
+    (image / FILE).write_bytes(content.replace(b"intact", b"broken"))
+    original = getattr(Path, step)
+    for num_done in range(100):
+        left = num_done
+
+        def interrupted(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            if left == 0:
+                raise Crash
+            left -= 1
+            return original(*args, **kwargs)
+
+        folder = shutil.copytree(image, tmp_path / f"{num_done}")
+        has_crashed = False
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, step, interrupted)
+            try:
+                recovered = Journal.open(folder, recover=True)
+            except Crash:
+                has_crashed = True
+        if has_crashed:
+            report = inspect(folder)
+            assert not report.is_intact or report.num_programs == 3, num_done
+            recovered = Journal.open(folder, recover=True)
+        left_programs = {each.id: each for each in await recovered.unfinished()}
+        await recovered.close()
+        assert set(left_programs) == {"p_damaged", "p_main", "p_log"}, num_done
+        assert [each.value for each in left_programs["p_log"].values] == [b"1"]
+        marked = [id_ for id_, each in left_programs.items() if each.watch is not None]
+        assert marked == ["p_damaged"], num_done
+        if not has_crashed:
+            return
+    pytest.fail("the recovery does not end")
+
+
+async def test_program_stays_marked_in_a_second_recovery(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p_before")])
+    journal._writer.checkpoint()
+    await journal.append([value("p_before", "x", b"1")])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    (image / f"{FILE}-wal").unlink()
+    await Journal.open(image, recover=True).close()
+    (image / "commits.log").unlink()
+    recovered = Journal.open(image, recover=True)
+    (left,) = await recovered.unfinished()
+    await recovered.close()
+    assert left.watch is not None
+    assert left.watch.problem == "program.damaged"
+
+
 async def test_damaged_record_is_an_error_and_not_a_value(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     await journal.append([program("p"), value("p", "x", b"true"), end("p")])
