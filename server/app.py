@@ -21,7 +21,8 @@ from litestar.types import ControllerRouterHandler
 from conure import __version__
 
 from .config import Config
-from .routes import grammar, health, openai, parrot, tokenize, usage
+from .dashboard.files import load_files
+from .routes import dashboard, grammar, health, openai, parrot, tokenize, usage
 from .routes.methods import MethodsApp
 from .routes.middleware import BodyMemoryMiddleware, LoopbackOnlyMiddleware, add_request_id
 from .routes.openapi import openapi_config
@@ -50,6 +51,7 @@ def create_app(
     state.service = service
     state.draining = asyncio.Event()
     state.version = __version__
+    state.dashboard = load_files()
     state.session_idle_s = config.session_idle_s
     state.decoding_threads = ThreadPoolExecutor(1, thread_name_prefix="decode")
     state.requests = requests = usage.RequestMetricsMiddleware(state.version)
@@ -103,6 +105,7 @@ def _routes() -> list[ControllerRouterHandler]:
         *tokenize.ROUTES,
         *usage.ROUTES,
         *health.ROUTES,
+        *dashboard.ROUTES,
     )
     compatible = Router(
         "/",

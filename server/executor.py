@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from .activity import ServerActivity, server_activity
 from .config import Config
 from .engines.command_line import EngineCommandLine
 from .engines.connection import EngineStartError
@@ -329,6 +330,14 @@ class Executor(ProgramReader):
         model = self.services.model
         model.check_id(max(ids, default=0), "prompt")
         return model.tokenizer.decode(ids)
+
+    def activity(self, *, tenant: str) -> ServerActivity:
+        """Return what the engines hold and which calls wait; see `Service.activity`."""
+        return server_activity(
+            self.services,
+            lambda program: self.programs.peek_live(program, tenant),
+            num_programs=len(self.programs),
+        )
 
     async def engines(self) -> list[EngineInfo]:
         """Return each engine's own counters."""

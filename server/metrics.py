@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .program.ir import GenerateNode
+from .program.ir import Deadline, GenerateNode
 from .program.status import Receipt
 from .runtime.program_state import ProgramState
 from .service import EngineInfo
@@ -90,6 +90,13 @@ class ServerMetrics:
             "KV blocks multiplied by the time they were held.",
             registry=registry,
         )
+        self._deadlines = Counter(
+            "conure_deadlines",
+            "Deadlines of outputs of ended programs: met, missed, or open if the program ended "
+            "earlier without the value.",
+            ["result"],
+            registry=registry,
+        )
         self._engines_lost = Counter("conure_engines_lost", "Engines that died.", registry=registry)
 
     def program_ended(self, program_state: ProgramState, receipt: Receipt) -> None:
@@ -118,6 +125,9 @@ class ServerMetrics:
             self._output_tokens.labels(kind).inc(number)
         self._round_trips.inc(receipt.round_trips_saved)
         self._block_seconds.inc(receipt.kv_block_seconds)
+        for name, objective in program_state.graph.objectives.items():
+            if isinstance(objective, Deadline):
+                self._deadlines.labels(_deadline_result(program_state, name)).inc()
         for state in program_state.nodes.values():
             if isinstance(state.node, GenerateNode) and state.started_at is not None:
                 self._call_s.labels("queued").observe(state.usage.queued_s)
@@ -131,6 +141,12 @@ class ServerMetrics:
     def render(self, snapshot: MetricsSnapshot) -> bytes:
         """Return all metrics in Prometheus text format."""
         return generate_latest(self._registry) + generate_latest(_SnapshotCollector(snapshot))
+
+
+def _deadline_result(program_state: ProgramState, output: str) -> str:
+    if output in program_state.missed_deadlines:
+        return "missed"
+    return "met" if output in program_state.values else "open"
 
 
 class _SnapshotCollector(Collector):

@@ -35,10 +35,12 @@ class ProgramReader:
         return await self.programs.status(program, tenant)
 
     async def list_programs(
-        self, *, tenant: str, status: str | None, cursor: int | None, limit: int
+        self, *, tenant: str, status: str | None, cursor: int | None, limit: int, search: str = ""
     ) -> ProgramPage:
         """List programs; see `Service.list_programs`."""
-        return await self.programs.list(tenant, status=status, cursor=cursor, limit=limit)
+        return await self.programs.list(
+            tenant, status=status, cursor=cursor, limit=limit, search=search
+        )
 
     async def get(
         self,

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from conure.engine.protocol import StatusReport
 
+from .activity import ServerActivity
 from .program.explanation.records import ProgramExplanation
 from .program.functions import FunctionSignature
 from .program.ir import Append, Constraint, Json, Message, Objective, SourceSubmission, Submission
@@ -284,7 +285,7 @@ class Service(ServiceLifecycle, Protocol):
         ...
 
     async def list_programs(
-        self, *, tenant: str, status: str | None, cursor: int | None, limit: int
+        self, *, tenant: str, status: str | None, cursor: int | None, limit: int, search: str = ""
     ) -> ProgramPage:
         """Return a page of a tenant's programs, newest first.
 
@@ -293,6 +294,7 @@ class Service(ServiceLifecycle, Protocol):
             status: a final status, or `running` for the programs that have not ended.
             cursor: the `next` of the page before.
             limit: programs per page.
+            search: text that the name or the id contains, in any case.
         """
         ...
 
@@ -393,6 +395,12 @@ class Service(ServiceLifecycle, Protocol):
         """Return the metrics in Prometheus text format.
 
         No label names a tenant, program or model, so the number of series is bounded.
+        """
+        ...
+
+    def activity(self, *, tenant: str) -> ServerActivity:
+        """Return what the engines hold and which calls wait. Only programs of the tenant are
+        named.
         """
         ...
 

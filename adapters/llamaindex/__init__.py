@@ -1,4 +1,4 @@
-"""The LlamaIndex adapter, for llama-index-core 0.12 and 0.14.
+"""The LlamaIndex adapter, for llama-index-core 0.12 to 0.14.
 
 `Conure` is an LLM on a Conure server. `accelerate` returns an app with the same results: the calls
 of its response synthesizers and extractors are submitted ahead as one program. `explain` reports
@@ -10,13 +10,13 @@ which calls were served from the plan.
     print(engine.query("What happened?"))
     print(explain(engine))
 
-On core 0.12, `accelerate` takes a QueryPipeline, and `to_program` compiles one to a program that
-runs as a whole on the server.
+`conure_run` does the same for the code of a `with` block. On core 0.12, `accelerate` also takes a
+QueryPipeline, and `to_program` compiles one to a program that runs as a whole on the server.
 """
 
-from .acceleration.accelerate import accelerate, explain
+from .acceleration.accelerate import accelerate, conure_run, explain
 from .acceleration.report import CallReport, Report
 from .llm.llm import Conure
 from .pipeline import to_program
 
-__all__ = ["CallReport", "Conure", "Report", "accelerate", "explain", "to_program"]
+__all__ = ["CallReport", "Conure", "Report", "accelerate", "conure_run", "explain", "to_program"]

@@ -20,7 +20,7 @@ from functools import partial
 from conure.server.program.ir import GenerateNode, Options
 from conure.server.runtime.node_state import Ready
 from conure.server.runtime.program_state import ProgramState
-from conure.server.scheduling.policy import policy_named
+from conure.server.scheduling.policy import Policy, policy_named
 from conure.server.scheduling.request import (
     MAX_PREFIXES,
     MIN_PREFIX_TOKENS,
@@ -38,7 +38,7 @@ from simulation.workload_profile import CallShape, WorkloadProfile
 class SimulationConfig:
     """Engines, and how programs are sent to them."""
 
-    policy: str
+    policy: str | Policy
     cost: CostModel
     num_engines: int = 1
     capacity: int = 45_000
@@ -84,7 +84,7 @@ class Simulation:
         self.clock = SimulationClock()
         self.outcomes: list[ProgramOutcome] = []
         self.scheduler = Scheduler(
-            policy_named(setting.policy),
+            policy_named(setting.policy) if isinstance(setting.policy, str) else setting.policy,
             latency_tokens=setting.latency_tokens,
             defer=self.clock.defer,
         )
@@ -215,6 +215,9 @@ class _ProgramRun:
             depth=performance.depth,
             total_s=self._profile.total_s,
             priority=shape.priority,
+            latest_start_s=None
+            if shape.latest_start_s is None
+            else self._outcome.arrived_s + shape.latest_start_s,
             attained_s=self._attained_s,
         )
         request = ResourceRequest(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from conure.server.program.graph.critical_path import get_remaining
+from conure.server.program.graph.critical_path import get_latest_starts, get_remaining
 from conure.server.program.graph.graph import Graph, Slot
 from conure.server.program.graph.objectives import PerformanceObjective, get_perf_objective
 from conure.server.program.ir import GenerateNode, Objective, Program
@@ -40,6 +40,9 @@ class CallShape(NamedTuple):
     """Ends of the segments of the prompt, and of the output."""
     performance: PerformanceObjective
     priority: int
+    latest_start_s: float | None
+    """Latest start that meets every deadline that depends on the call, in seconds after the
+    program starts; None without a deadline."""
 
 
 class WorkloadProfile(NamedTuple):
@@ -84,6 +87,11 @@ class WorkloadProfile(NamedTuple):
             call = calls.get(slot.node)
             return 0.0 if call is None else pace.estimate_s(call.num_prompt, call.num_output)
 
+        latest_starts = get_latest_starts(graph, seconds)
+        calls = {
+            name: call._replace(latest_start_s=latest_starts.get(name))
+            for name, call in calls.items()
+        }
         total_s = max(get_remaining(graph, seconds).values(), default=0.0)
         return cls(graph, calls, total_s)
 
@@ -102,4 +110,4 @@ def _shape(
     known = prefixes(node)
     boundaries = tuple(map(Boundary, known.hashes, ends, known.constants))
     num_output = lengths[target.variable]
-    return CallShape(total - num_output, num_output, boundaries, performance, node.priority)
+    return CallShape(total - num_output, num_output, boundaries, performance, node.priority, None)

@@ -107,8 +107,9 @@ def decode_warmup_batches(
     Attention differs by the most queries that share a range, by whether any query has several
     partials, and by whether a row is longer than a window. So some rows share all blocks but the
     last and the others share none, once for each number of sharers that the kernels distinguish,
-    for rows as long as fit into memory together and for rows inside each window. Rows of one token
-    have neither partials nor a window. Each row writes to `scratch_block` only, and may read
+    for rows as long as fit into memory together, for rows inside each window and for rows just
+    beyond it, which may have no partials in layers without a window. Rows of one token have neither
+    partials nor a window. Each row writes to `scratch_block` only, and may read
     arbitrary content.
 
     Args:
@@ -123,7 +124,8 @@ def decode_warmup_batches(
     # Two sharers fill a small tile, more a tile of 64 rows, and all of them the largest.
     sharers = {2, num_rows, *(64 * group.kv_heads // group.num_heads for group in groups)}
     batches = [[ScheduledSequence(0, [0], 0, 1, [scratch_block]) for _ in range(num_rows)]]
-    for length in sorted({longest, *(min(window, longest) for window in windows)}, reverse=True):
+    lengths = {min(length, longest) for window in windows for length in (window, window + size)}
+    for length in sorted({longest, *lengths}, reverse=True):
         width = -(-length // size) - 1
         if width < 1:
             continue

@@ -18,7 +18,7 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -200,6 +200,10 @@ class EngineConnection(asyncio.Protocol):
     def num_contexts(self, owner: str) -> int:
         """Return the number of an owner's contexts; see `Engine`."""
         return self._num_owned.get(owner, 0)
+
+    def count_contexts(self) -> Mapping[str, int]:
+        """Return the number of contexts by owner; see `Engine`."""
+        return dict(self._num_owned)
 
     def send(self, *commands: protocol.Command) -> None:
         """Queue commands for the frame that leaves after this iteration of the event loop.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 from conure.engine import protocol
@@ -63,6 +63,10 @@ class Engine(Protocol):
 
     def num_contexts(self, owner: str) -> int:
         """Return the number of contexts that an owner has allocated and not freed."""
+        ...
+
+    def count_contexts(self) -> Mapping[str, int]:
+        """Return the number of contexts by owner."""
         ...
 
     def send(self, *commands: protocol.Command) -> None:

@@ -59,6 +59,8 @@ class VariableStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     value: Json | UnsetType = UNSET
     truncated: bool = False
     """The model's text was cut off by `max_tokens`, or by the end of its context."""
+    deadline_missed: bool = False
+    """The value was not durable at the deadline of the variable's objective."""
     error: Problem | UnsetType = UNSET
 
 
@@ -161,6 +163,8 @@ class Receipt(Receipts, frozen=True, kw_only=True):
     critical_path: list[str] = []
     truncated: list[str] = []
     """Variables whose text was cut off by `max_tokens`, or by the end of the model's context."""
+    deadlines_missed: list[str] = []
+    """Outputs whose value was not durable at the deadline of their objective."""
     blocks_held: Count = 0
 
 
@@ -242,6 +246,7 @@ EventType: TypeAlias = Literal[
     "node.skipped",
     "variable.committed",
     "variable.failed",
+    "objective.missed",
     "client.requested",
     "nodes.appended",
     "yield",

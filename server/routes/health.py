@@ -1,4 +1,4 @@
-"""Health and readiness probes, the root page and the list of engines.
+"""Health and readiness probes, the list of engines and their activity.
 
 `/healthz` responds as long as the process can respond at all; `/readyz` asks the store and the
 engines through the service.
@@ -12,26 +12,17 @@ import msgspec
 from litestar import Request, get
 from msgspec import Struct
 
+from ..activity import ServerActivity
 from ..program.errors import UnavailableError
 from ..service import EngineInfo
 from .openapi import error_responses
-from .request_context import draining_error, draining_of, service_of
+from .request_context import draining_error, draining_of, service_of, tenant_of
 
 
 class Health(Struct, frozen=True, kw_only=True):
     """The result of a probe."""
 
     status: str
-
-
-class Welcome(Struct, frozen=True, kw_only=True):
-    """Name, version and main pages of this server."""
-
-    name: str
-    version: str
-    documentation: str
-    health: str
-    ready: str
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
@@ -71,22 +62,19 @@ async def read_readiness(request: Request[Any, Any, Any]) -> Health:
     return Health(status="ready")
 
 
-@get("/", tags=["server"])
-async def read_root(request: Request[Any, Any, Any]) -> Welcome:
-    """Return the name, version and main pages of this server."""
-    return Welcome(
-        name="conure",
-        version=request.app.state.version,
-        documentation="/schema/openapi.json",
-        health="/healthz",
-        ready="/readyz",
-    )
-
-
 @get("/v1/engines", responses=error_responses(), tags=["server"])
 async def list_engines(request: Request[Any, Any, Any]) -> EngineList:
     """List the live engines with their memory and token counters."""
     return EngineList(engines=[_state(info) for info in await service_of(request).engines()])
+
+
+@get("/v1/activity", responses=error_responses(), tags=["server"])
+async def read_activity(request: Request[Any, Any, Any]) -> ServerActivity:
+    """Return what the engines hold, for which programs, and which calls wait.
+
+    Lists are bounded; the number of everything that they list is beside them.
+    """
+    return service_of(request).activity(tenant=tenant_of(request))
 
 
 def _state(info: EngineInfo) -> EngineState:
@@ -96,4 +84,4 @@ def _state(info: EngineInfo) -> EngineState:
     return EngineState(id=info.id, epoch=info.epoch, model=info.model, counters=counters)
 
 
-ROUTES = (read_health, read_readiness, read_root, list_engines)
+ROUTES = (read_health, read_readiness, list_engines, read_activity)

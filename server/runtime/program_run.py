@@ -141,6 +141,7 @@ class ProgramRun:
         self.outbox.add(AppendRecord(program=self.state.id, body=body))
         self.outbox.mark_durable_on_commit(name for name in self.state.values if name not in known)
         self.context.nodes_added(added)
+        self._timers.start_objectives()
         if added:
             self.context.emit("nodes.appended", nodes=list(added))
         self.context.advance(ready)
@@ -160,6 +161,7 @@ class ProgramRun:
         self._timers.renew_lease()
         if objective is not None and self.state.graph.tighten_objective(variable, objective):
             self._calls.recompute_priorities()
+            self._timers.start_objectives()
         self.context.advance(self.state.want(variable))
 
     def renew_lease(self) -> None:

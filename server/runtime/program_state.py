@@ -60,6 +60,8 @@ class ProgramState:
         self.missing_values: dict[str, MissingValue] = {}
         self.truncated: set[str] = set()
         """Variables whose text was cut off by `max_tokens`."""
+        self.missed_deadlines: set[str] = set()
+        """Outputs whose value was not durable at the deadline of their objective."""
         self.nodes: dict[str, NodeState] = {}
         self.templates: dict[str, BodyTemplate] = {}
         """The bodies of control nodes, prepared for instances (`control_flow.bodies`)."""

@@ -1,4 +1,4 @@
-"""The timers of one program: timeouts of nodes and jobs, the deadline, and the leases.
+"""The timers of one program: timeouts of nodes and jobs, deadlines, and the leases.
 
 Starts timers and reports the ones that expire; the program decides what follows.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..program.errors import ConureError, RunError
-from ..program.ir import ClientNode, GraphNode, WaitNode
+from ..program.ir import ClientNode, Deadline, GraphNode, WaitNode
 from ..program.nodes.base import NodeWithBodies
 from ..program.status import Phase, Problem
 from .clock import SteadyClock
@@ -52,6 +52,7 @@ class Timers:
         fail: Callable[[str, ConureError], None],
         stop: Callable[[Phase, Problem], None],
         close: Callable[[], bool],
+        miss: Callable[[str, float], None],
         has_reader: Callable[[], bool],
         num_changes: Callable[[], int],
     ) -> None:
@@ -61,21 +62,24 @@ class Timers:
         self._fail = fail
         self._stop = stop
         self._close = close
+        self._miss = miss
         self._has_reader = has_reader
         self._num_changes = num_changes
         self._num_seen_changes = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._deadlines: dict[str, float] = {}
+        """The deadlines of outputs that have a timer, in seconds after the program's creation."""
         self._leases = self._make_leases()
 
     def start(self) -> None:
         """Start the timers of the program and its jobs."""
         loop = asyncio.get_running_loop()
-        options = self._state.options
-        if options.deadline_s is not None:
-            remaining_s = max(self._state.created_at + options.deadline_s - self._clock.now(), 0)
+        deadline_s = self._state.options.deadline_s
+        if deadline_s is not None:
             self._timers[DEADLINE] = loop.call_later(
-                remaining_s, self._deadline_exceeded, options.deadline_s
+                self._remaining_s(deadline_s), self._deadline_exceeded, deadline_s
             )
+        self.start_objectives()
         for name, job in self._state.graph.jobs.items():
             if job.timeout_s is not None:
                 self._timers[f"job {name}"] = loop.call_later(
@@ -83,6 +87,23 @@ class Timers:
                 )
         for lease in self._leases:
             self._check_lease(lease)
+
+    def start_objectives(self) -> None:
+        """Start a timer for the deadline of each output; safe to repeat after changes."""
+        loop = asyncio.get_running_loop()
+        for output, objective in self._state.graph.objectives.items():
+            if not isinstance(objective, Deadline) or output in self._state.missed_deadlines:
+                continue
+            deadline_s = objective.deadline_s
+            if self._deadlines.get(output) != deadline_s:
+                self._deadlines[output] = deadline_s
+                self.cancel(key := f"deadline {output}")
+                self._timers[key] = loop.call_later(
+                    self._remaining_s(deadline_s), self._miss, output, deadline_s
+                )
+
+    def _remaining_s(self, deadline_s: float) -> float:
+        return max(self._state.created_at + deadline_s - self._clock.now(), 0)
 
     def _make_leases(self) -> list[_Lease]:
         options, leases = self._state.options, []

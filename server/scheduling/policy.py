@@ -35,8 +35,11 @@ BACKGROUND_DELAY_S = 30.0
 MAX_PLACE_IN_LINE_S = 600.0
 """How long a program that a reader waits for keeps its place in the queue after its start."""
 HEAD_START_S = 10.0
-"""How long a program that no reader waits for keeps its place in the queue after its start. Also
-the maximum advance of a call that is late for its deadline."""
+"""How long a program that no reader waits for keeps its place in the queue after its start."""
+DUE_S = 30.0
+"""A call without a deadline counts as due this long after its program's start. A call with a
+deadline therefore ranks this much before its latest start, and overtakes no call that has waited
+longer."""
 LENGTH_PENALTY = 0.25
 """Delay of a program per second of its own length, up to `MAX_LENGTH_S`. Short programs go
 first."""
@@ -230,6 +233,7 @@ class ConurePolicy:
         + BACKGROUND_DELAY_S
         + MAX_TENANT_OVERUSE_DELAY_S
         + MAX_DEPTH * DEPTH_S
+        + DUE_S
     )
 
     def visible_state(self, request: ResourceRequest) -> ResourceRequest:
@@ -239,17 +243,12 @@ class ConurePolicy:
     def rank(self, inputs: PriorityInputs) -> Rank:
         """Rank programs in order of arrival, then by urgency.
 
-        Short programs rank slightly earlier, so that started programs end before others start. The
-        constants above define the weights.
+        Short programs rank slightly earlier, so that started programs end before others start. A
+        deadline advances a call and never delays it. The constants above define the weights.
         """
         arrived_s = inputs.arrived_at_s
         length_penalty_s = LENGTH_PENALTY * min(inputs.total_s, MAX_LENGTH_S)
-        if inputs.latest_start_s is not None:
-            # The deadline says how long the call can wait, which the kind could only approximate.
-            earliest_s, latest_s = arrived_s - HEAD_START_S, arrived_s + BACKGROUND_DELAY_S
-            at_s = min(max(inputs.latest_start_s, earliest_s), latest_s)
-            why = f"{inputs.latest_start_s - arrived_s:.2f} s of slack"
-        elif inputs.kind == "latency":
+        if inputs.kind == "latency":
             at_s = (
                 max(inputs.program_started_at_s, arrived_s - MAX_PLACE_IN_LINE_S) + length_penalty_s
             )
@@ -261,6 +260,10 @@ class ConurePolicy:
                 + length_penalty_s
             )
             why = "no reader waits for it"
+        if inputs.latest_start_s is not None:
+            # A late call keeps the advance of a call without slack: its duration is an estimate.
+            at_s = min(at_s, max(inputs.latest_start_s, arrived_s) - DUE_S)
+            why = f"{inputs.latest_start_s - arrived_s:.2f} s of slack"
         overuse_s = min(max(inputs.tenant_overuse_s, 0.0), MAX_TENANT_OVERUSE_DELAY_S)
         if overuse_s:
             why += f", its tenant is {overuse_s:.1f} s ahead of its share"

@@ -39,6 +39,8 @@ class ResourceRequest:
     """The tokens that a call needs, and which of them it may share."""
 
     program: str
+    node: str = ""
+    """Id of the call's node, for reports."""
     num_prompt: int
     num_output: int
     """Maximum number of output tokens."""

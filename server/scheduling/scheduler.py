@@ -165,6 +165,21 @@ class Scheduler:
         """Return the number of calls on engines."""
         return sum(engine.num_calls for engine in self._index.engines.values())
 
+    def first_waiting(self, limit: int) -> list[ResourceRequest]:
+        """Return up to `limit` waiting calls, in the order in which they would start."""
+        entries = [entry for queue in self._queues for entry in queue.heap]
+        entries += [
+            (head.rank, head.order, head)
+            for queue in self._queues
+            if (head := queue.head_of_line) is not None
+        ]
+        waiting = (entry for entry in entries if not entry[2].is_released)
+        return [call.request for _, _, call in heapq.nsmallest(limit, waiting)]
+
+    def reservations(self, engine: str) -> EngineReservations | None:
+        """Return the reservations of an engine; None if the scheduler does not know it."""
+        return self._index.engines.get(engine)
+
     def add_engine(
         self,
         engine: str,

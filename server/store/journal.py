@@ -314,11 +314,18 @@ class Journal:
         return await self._reader.read(partial(reader.list_procedures, tenant=tenant, name=name))
 
     async def list_programs(
-        self, tenant: str, *, status: str | None, before: int, limit: int
+        self, tenant: str, *, status: str | None, before: int, limit: int, search: str = ""
     ) -> list[ProgramListing]:
         """Return the newest programs of a tenant; see `reader.list_programs`."""
         return await self._reader.read(
-            partial(reader.list_programs, tenant=tenant, status=status, before=before, limit=limit)
+            partial(
+                reader.list_programs,
+                tenant=tenant,
+                status=status,
+                search=search,
+                before=before,
+                limit=limit,
+            )
         )
 
     async def events(

@@ -179,7 +179,12 @@ def list_procedures(
 
 
 def list_programs(
-    connection: sqlite3.Connection, tenant: str, status: str | None, before: int, limit: int
+    connection: sqlite3.Connection,
+    tenant: str,
+    status: str | None,
+    search: str,
+    before: int,
+    limit: int,
 ) -> list[ProgramListing]:
     """Return the newest `limit` programs of a tenant with a number below `before`.
 
@@ -187,6 +192,7 @@ def list_programs(
         connection: a read-only connection.
         tenant: owner of the programs.
         status: a final status; `running` selects the programs that have not ended, None all.
+        search: text that the name or the id contains, in any case; empty selects all.
         before: a number that is higher than those of all returned programs.
         limit: maximum length of the list.
     """
@@ -202,8 +208,15 @@ def list_programs(
     order = "e.program" if status not in (None, "running") else "p.number"
     rows = connection.execute(
         f"SELECT {columns} FROM {source} AND p.tenant = :tenant AND {order} < :before "
+        "AND (:search = '' OR instr(lower(p.name), :search) OR instr(p.id, :search)) "
         f"ORDER BY {order} DESC LIMIT :limit",
-        {"status": status, "tenant": tenant, "before": before, "limit": limit},
+        {
+            "status": status,
+            "tenant": tenant,
+            "search": search.lower(),
+            "before": before,
+            "limit": limit,
+        },
     )
     return [
         ProgramListing(

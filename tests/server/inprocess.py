@@ -39,6 +39,7 @@ class ServerHarness:
         variables: Mapping[str, Json] | None = None,
         inputs: Mapping[str, Json] | None = None,
         jobs: Mapping[str, Json] | None = None,
+        objectives: Mapping[str, Json] | None = None,
         key: str | None = None,
         id: str | None = None,  # noqa: A002 - the wire's words
         open: bool = False,  # noqa: A002
@@ -55,6 +56,7 @@ class ServerHarness:
                 "jobs": dict(jobs or {}),
             },
             "inputs": dict(inputs or {}),
+            "objectives": dict(objectives or {}),
             "options": options,
             "open": open,
         }

@@ -14,6 +14,7 @@ import uvicorn
 from litestar import Litestar
 
 from conure.engine.protocol import StatusReport
+from conure.server.activity import ServerActivity
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.language.submission import SourceCompiler
@@ -226,14 +227,14 @@ class ScriptedService:
         return self._find(program).snapshot()
 
     async def list_programs(
-        self, *, tenant: str, status: str | None, cursor: int | None, limit: int
+        self, *, tenant: str, status: str | None, cursor: int | None, limit: int, search: str = ""
     ) -> ProgramPage:
         listed = [
             ProgramSummary(
                 id=found.id, status=found.snapshot().status, created_at="2026-01-01T00:00:00Z"
             )
             for found in reversed(self.programs.values())
-            if status in (None, found.status)
+            if status in (None, found.status) and search in found.id
         ]
         start = cursor or 0
         rest = listed[start + limit :]
@@ -331,6 +332,11 @@ class ScriptedService:
         self, model: str, prompt: str | list[Any], *, tools: list[dict[str, Any]], bos: bool
     ) -> TokenizedPrompt:
         return TokenizedPrompt(count=2, max_model_len=4096, tokens=[1, 2])
+
+    def activity(self, *, tenant: str) -> ServerActivity:
+        return ServerActivity(
+            engines=[], waiting=[], num_waiting=0, num_programs=len(self.programs)
+        )
 
     async def engines(self) -> list[EngineInfo]:
         report = StatusReport(0, 10, 4, 5, 1, 2, *range(6))

@@ -306,6 +306,7 @@ async def test_openapi_has_every_route_with_schemas() -> None:
         "/healthz",
         "/readyz",
         "/metrics",
+        "/v1/activity",
         "/v1/engines",
         "/v1/usage",
         "/v1/programs",

@@ -1,10 +1,11 @@
 """`accelerate`: a LlamaIndex app whose model calls run before the app makes them.
 
 An accelerated app is the app itself: same class, same parts, same events. When one of LlamaIndex's
-own response synthesizers or extractors starts, the calls that it is about to make are planned and
-submitted, and its calls are answered from there. A span handler detects the start.
+own response synthesizers, extractors or rerankers starts, the calls that it is about to make are
+planned and submitted, and its calls are answered from there. `conure_run` does the same for all
+apps and calls of a `with` block.
 
-Out of scope: how a part is planned (`synthesizers`, `extractors`).
+Out of scope: which parts are planned (`span_planner`).
 
 Invariant: no user code runs that would not run without acceleration. An app that cannot be planned
 runs as usual, with its calls in one program.
@@ -17,10 +18,9 @@ import contextlib
 import copy
 import functools
 import inspect
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from importlib.util import find_spec
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.chat_engine.types import BaseChatEngine
@@ -28,17 +28,13 @@ from llama_index.core.extractors import BaseExtractor
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.workflow import Workflow
-from llama_index_instrumentation import get_dispatcher
-from llama_index_instrumentation.span.base import BaseSpan
-from llama_index_instrumentation.span_handlers import BaseSpanHandler
 from workflows.handler import WorkflowHandler
 
-from ..llm.llm import Conure
-from . import extractors, synthesizers
-from .plan_builder import NotPlanned, PlanBuilder
+from . import path_extractors
 from .report import Report
 from .scope import ACTIVE_SCOPE, APP_CLASS, Scope, app_class
 from .scoped_generators import scoped_result
+from .span_planner import begin, plan_part
 
 T = TypeVar("T")
 
@@ -52,6 +48,7 @@ ENTRY_METHODS: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
     (BaseExtractor, ("extract", "aextract", "process_nodes", "aprocess_nodes")),
     (IngestionPipeline, ("run", "arun")),
     (Workflow, ("run",)),
+    *((kind, ("__call__", "acall")) for kind in path_extractors.PLANNERS),
 )
 """Methods that start a run, by class of app."""
 
@@ -61,26 +58,16 @@ PIPELINE_ENTRY_METHODS = (
     *("run_multi_with_intermediates", "arun_multi_with_intermediates"),
 )
 
-PartPlanner: TypeAlias = Callable[[Any, type[Any], PlanBuilder, dict[str, Any]], list[str]]
-
-PARTS: tuple[tuple[type[Any], tuple[str, ...], str, PartPlanner], ...] = (
-    (BaseSynthesizer, ("get_response", "aget_response"), "_llm", synthesizers.plan),
-    (BaseExtractor, ("aextract",), "llm", extractors.plan),
-)
-"""Parts that can be planned: class, methods that make calls, attribute with the LLM, planner."""
-
 _LAST_REPORT = "_conure_last_report"
-_SPAN_ID = re.compile(r"(?P<name>.+)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.DOTALL)
-"""LlamaIndex's id of a span: `Class.method`, then a UUID."""
 
 
 def accelerate(app: T) -> T:
     """Return a copy of the app that does the same in less time.
 
     Args:
-        app: a query engine, chat engine, response synthesizer, extractor, ingestion pipeline
-            or Workflow whose LLM is `Conure`; on core 0.12 a QueryPipeline. It is not modified;
-            the copy shares its parts.
+        app: a query engine, chat engine, response synthesizer, extractor (also of graph paths),
+            ingestion pipeline or Workflow whose LLM is `Conure`; on core 0.12 also a
+            QueryPipeline. It is not modified; the copy shares its parts.
 
     Raises:
         TypeError: if it is none of these.
@@ -88,15 +75,48 @@ def accelerate(app: T) -> T:
     kind = _accelerated_class(app_class(app))
     accelerated = copy.copy(app)
     object.__setattr__(accelerated, "__class__", kind)
-    if _has_query_pipelines():
+    if _is_query_pipeline(kind):
         from ..pipeline.run import accelerate_nested
 
         accelerate_nested(accelerated, accelerate)
+    elif isinstance(accelerated, IngestionPipeline):
+        # A path extractor has no span in which it could be planned.
+        accelerated.transformations = [
+            accelerate(each) if app_class(each) in path_extractors.PLANNERS else each
+            for each in accelerated.transformations
+        ]
     return accelerated
 
 
+@contextlib.contextmanager
+def conure_run() -> Generator[Report, None, None]:
+    """Run the calls of a `with` block as one run, for scripts, index building and evaluators.
+
+    Parts of LlamaIndex that start in the block are planned as in an accelerated app, and all calls
+    of the block, its tasks and its threads go into one program. The run ends with the block and the
+    streams that it has started. A block inside a run belongs to that run.
+
+    Yields:
+        The report of the run, which grows until the run ends.
+    """
+    outer = ACTIVE_SCOPE.get()
+    if outer is not None and not outer.is_over:
+        yield outer.report
+        return
+    scope = begin()
+    try:
+        with ACTIVE_SCOPE.activate(scope):
+            yield scope.report
+    except BaseException:
+        scope.release(has_failed=True)
+        raise
+    scope.release()
+
+
 def explain(app: Any) -> Report:
-    """Return the report of the last run of an accelerated app.
+    """Return the report of the last run that an accelerated app began.
+
+    For runs at the same time, start each in a `conure_run` block, which yields its report.
 
     Raises:
         ValueError: if the app has not run, or is not accelerated.
@@ -107,9 +127,13 @@ def explain(app: Any) -> Report:
     return cast(Report, report)
 
 
-def _has_query_pipelines() -> bool:
-    """Return whether this is core 0.12."""
-    return find_spec("llama_index.core.query_pipeline") is not None
+def _is_query_pipeline(kind: type[Any]) -> bool:
+    """Return whether an app is a QueryPipeline, which only core 0.12 has."""
+    if find_spec("llama_index.core.query_pipeline") is None:
+        return False
+    from ..pipeline.core012 import QueryPipeline
+
+    return issubclass(kind, QueryPipeline)
 
 
 def _accelerated_class(kind: type[Any]) -> type[Any]:
@@ -118,13 +142,14 @@ def _accelerated_class(kind: type[Any]) -> type[Any]:
     Raises:
         TypeError: if no entry methods are known for it.
     """
-    if _has_query_pipelines():
+    if _is_query_pipeline(kind):
         return _accelerated_pipeline_class(kind)
     names = next((names for known, names in ENTRY_METHODS if issubclass(kind, known)), None)
     if names is None:
         raise TypeError(
             "accelerate takes a query engine, chat engine, response synthesizer, extractor, "
-            f"ingestion pipeline or Workflow; this is of class {kind.__name__}"
+            f"ingestion pipeline or Workflow; this is of class {kind.__name__}; run other code in "
+            "a `with conure_run():` block"
         )
     made = _subclass(kind, names)
     if issubclass(kind, Workflow):
@@ -134,15 +159,9 @@ def _accelerated_class(kind: type[Any]) -> type[Any]:
 
 
 def _accelerated_pipeline_class(kind: type[Any]) -> type[Any]:
-    """Return the same for core 0.12, which has QueryPipeline but not the parts planned here."""
-    from ..pipeline.core012 import QueryPipeline
+    """Return the class of an accelerated QueryPipeline."""
     from ..pipeline.run import next_module_keys
 
-    if not issubclass(kind, QueryPipeline):
-        raise TypeError(
-            f"accelerate takes a QueryPipeline on core 0.12, and this is of class {kind.__name__}; "
-            "query engines, synthesizers and Workflows need core 0.13 or 0.14"
-        )
     made: Any = _subclass(kind, PIPELINE_ENTRY_METHODS)
     untyped: Any = kind
     upstream = untyped.get_next_module_keys
@@ -195,14 +214,17 @@ def _entry_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(method)
         async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if ACTIVE_SCOPE.get() is not None:
+            scope = ACTIVE_SCOPE.get()
+            if scope is not None:
+                _plan_without_span(scope, self, method, args, kwargs)
                 return await method(self, *args, **kwargs)
             scope = _begin(self)
             try:
                 with ACTIVE_SCOPE.activate(scope):
+                    _plan_without_span(scope, self, method, args, kwargs)
                     result = await method(self, *args, **kwargs)
             except BaseException:
-                scope.finish(is_failed=True)
+                scope.release(has_failed=True)
                 raise
             return _end(result, scope)
 
@@ -217,19 +239,27 @@ def _entry_method(method: Callable[..., Any]) -> Callable[..., Any]:
             with ACTIVE_SCOPE.activate(scope):
                 result = method(self, *args, **kwargs)
         except BaseException:
-            scope.finish(is_failed=True)
+            scope.release(has_failed=True)
             raise
         return _end(result, scope)
 
     return called
 
 
+def _plan_without_span(
+    scope: Scope, app: Any, method: Callable[..., Any], args: Any, kwargs: Any
+) -> None:
+    """Plan an app whose method has no span, which is that of a path extractor."""
+    if app_class(app) in path_extractors.PLANNERS:
+        with contextlib.suppress(TypeError):  # wrong arguments: the method raises
+            given = inspect.signature(method).bind(app, *args, **kwargs).arguments
+            name = f"{type(app).__name__}.{method.__name__}"
+            plan_part(scope, app, method.__name__, given, name)
+
+
 def _begin(app: Any) -> Scope:
-    scope = Scope(app)
+    scope = begin(app)
     object.__setattr__(app, _LAST_REPORT, scope.report)
-    root = get_dispatcher()
-    if not any(isinstance(handler, PlanningSpanHandler) for handler in root.span_handlers):
-        root.add_span_handler(PlanningSpanHandler())
     return scope
 
 
@@ -238,91 +268,31 @@ def _end(result: Any, scope: Scope) -> Any:
     if isinstance(result, WorkflowHandler):
         scope.ending = asyncio.ensure_future(_end_with_workflow(result, scope))
         return result
-    result, has_stream = scoped_result(result, scope)
-    if not has_stream:
-        scope.finish()
-    return result
+    try:
+        return scoped_result(result, scope)
+    finally:
+        scope.release()
 
 
 async def _end_with_workflow(handler: WorkflowHandler, scope: Scope) -> None:
     """End the run when its Workflow ends. The caller gets its result from the handler."""
-    is_failed = True
+    has_failed = True
     try:
         with contextlib.suppress(Exception):
-            await handler.stop_event_result()
-            is_failed = False
+            await _workflow_end(handler)
+            has_failed = False
     finally:
-        scope.finish(is_failed=is_failed)
+        scope.release(has_failed=has_failed)
 
 
-class PlanningSpanHandler(BaseSpanHandler[BaseSpan]):
-    """Plans a part of an app when its span starts; keeps no spans.
+async def _workflow_end(handler: Any) -> None:
+    """Wait for the end of a Workflow without taking its result.
 
-    The first accelerated run adds it to LlamaIndex's span handlers, where it stays. Without an
-    active run it does nothing.
+    Raises:
+        Exception: why it failed.
     """
-
-    @classmethod
-    def class_name(cls) -> str:
-        return "ConureWatch"
-
-    def new_span(
-        self,
-        id_: str,
-        bound_args: inspect.BoundArguments,
-        instance: Any | None = None,
-        parent_span_id: str | None = None,
-        tags: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> BaseSpan | None:
-        scope = ACTIVE_SCOPE.get()
-        if scope is not None:
-            name = _span_name(id_)
-            scope.enter(id_, name, parent_span_id)
-            for kind, methods, llm, plan in PARTS:
-                if isinstance(instance, kind) and name.rpartition(".")[2] in methods:
-                    _plan(scope, instance, getattr(instance, llm), plan, bound_args, name)
-        return None
-
-    def prepare_to_exit_span(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no span is kept."""
-
-    def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no span is kept."""
-
-
-def _span_name(span_id: str) -> str:
-    """Return the class and method of a span; handlers receive them in the id only."""
-    match = _SPAN_ID.fullmatch(span_id)
-    return span_id if match is None else match["name"]
-
-
-def _plan(
-    scope: Scope,
-    part: Any,
-    llm: Any,
-    plan: PartPlanner,
-    bound_args: inspect.BoundArguments,
-    name: str,
-) -> None:
-    """Plan the calls that a part of an app is about to make."""
-    if not isinstance(llm, Conure):
-        scope.note(f"{name}: its LLM is a {type(llm).__name__}")
-        return
-    arguments = dict(bound_args.arguments)
-    arguments |= arguments.pop("response_kwargs", {}) | arguments.pop("kwargs", {})
-    texts = list(arguments.get("text_chunks", ()))
-    if texts and scope.is_expected(part, texts):
-        return
-    try:
-        run = scope.run_on(llm.connection())
-        builder = PlanBuilder(llm, name, run.fresh)
-        texts_of_base_class = plan(part, app_class(part), builder, arguments)
-        if texts_of_base_class:
-            scope.expect(part, texts_of_base_class)
-        if builder.calls and not run.is_planned(builder.calls[0]):
-            run.plan(builder.calls)
-    except Exception as problem:
-        # LlamaIndex would ignore it silently. A real error occurs again in the app itself.
-        kind = "" if isinstance(problem, NotPlanned) else f"{type(problem).__name__}: "
-        scope.note(f"{name}: {kind}{problem}")
+    if isinstance(handler, asyncio.Future):  # llama-index-workflows 1
+        await asyncio.wait([handler])
+        handler.result()
+    else:
+        await handler.stop_event_result()

@@ -1,4 +1,4 @@
-"""Plans of LlamaIndex's metadata extractors, for core 0.13 and 0.14.
+"""Plans of LlamaIndex's metadata extractors.
 
 Only the exact classes in `PLANNERS` are planned. Their calls are independent of each other, except
 for titles: the title of a document is made from candidates, one for each node. LlamaIndex makes

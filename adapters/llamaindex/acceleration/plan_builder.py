@@ -22,6 +22,7 @@ from llama_index.core.prompts import (
     PromptTemplate,
     RichPromptTemplate,
     SelectorPromptTemplate,
+    chat_prompts,
 )
 
 from conure.server.program.ir import Expression
@@ -33,6 +34,13 @@ from .prompt_slots import SLOT, PromptSlot, planned_call, with_slots
 
 _PRINTING = re.compile(r"""\{\{\s*\w+\s*\}\}|\{%\s*(?:chat\s+role=(['"])\w+\1|endchat)\s*%\}""")
 """What a planned RichPromptTemplate may contain: printed variables, starts and ends of messages."""
+
+_LIBRARY_TEMPLATES = frozenset(
+    template.template_str
+    for template in vars(chat_prompts).values()
+    if isinstance(template, RichPromptTemplate)
+)
+"""Templates of LlamaIndex, whose code is known."""
 
 
 class NotPlanned(Exception):  # noqa: N818 - not an error; the app runs as usual
@@ -115,7 +123,7 @@ def predicted(
     Raises:
         NotPlanned: if the prompt depends on user code.
     """
-    template = plain(llm, template)
+    template = plain(llm, template, has_own_parser=output_cls is not None)
     kwargs: dict[str, Any] = {}
     if output_cls is not None:
         kwargs = llm.structured_output_options(output_cls, None)
@@ -132,8 +140,15 @@ def predicted(
     return llm.completion_request(llm._get_prompt(template, **prompt_args), kwargs, formatted=True)
 
 
-def plain(llm: Conure, template: BasePromptTemplate) -> BasePromptTemplate:
+def plain(
+    llm: Conure, template: BasePromptTemplate, *, has_own_parser: bool = False
+) -> BasePromptTemplate:
     """Return the template that is used for this LLM.
+
+    Args:
+        llm: of the call.
+        template: of the prompt.
+        has_own_parser: the call replaces the output parser of the template.
 
     Raises:
         NotPlanned: if user code takes part in rendering it.
@@ -141,13 +156,15 @@ def plain(llm: Conure, template: BasePromptTemplate) -> BasePromptTemplate:
     if isinstance(template, SelectorPromptTemplate):
         template = template.select(llm)
     if type(template) is RichPromptTemplate:
-        if re.search(r"\{[{%#]", _PRINTING.sub("", template.template_str)):
+        text = template.template_str
+        if text not in _LIBRARY_TEMPLATES and re.search(r"\{[{%#]", _PRINTING.sub("", text)):
             raise NotPlanned("its RichPromptTemplate does more than to print variables")
     elif type(template) not in (PromptTemplate, ChatPromptTemplate):
         raise NotPlanned(f"a {type(template).__name__} is rendered by code of its own")
     if template.function_mappings:
         raise NotPlanned("its prompt has function_mappings")
-    if template.output_parser is not None or llm.output_parser is not None:
+    has_parser = template.output_parser is not None and not has_own_parser
+    if has_parser or llm.output_parser is not None:
         raise NotPlanned("its prompt has an output parser")
     if not llm.is_chat_model:
         _check_formatters(llm)

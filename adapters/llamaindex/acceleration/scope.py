@@ -2,7 +2,8 @@
 
 LlamaIndex copies context variables to its tasks and threads, so that calls find their run.
 
-Invariant: an app inside an accelerated app belongs to the run of the outer app.
+Invariants: an app inside an accelerated app belongs to the run of the outer app. A run ends when
+the app's method has returned and every stream that the app left behind has ended.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ def app_class(app: Any) -> type[Any]:
 class Scope:
     """One run of an accelerated app."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any = None) -> None:
+        """Start a run with one hold.
+
+        Args:
+            app: the outermost accelerated app; None for the code of a `with` block.
+        """
         self.app = app
-        """The outermost accelerated app."""
         self.report = Report()
         self.is_over = False
         """The app has ended. Code that it left running makes calls outside of the run."""
@@ -43,11 +48,13 @@ class Scope:
         self._runs: dict[int, PlannedRun] = {}
         self._spans: dict[str, tuple[str, str | None]] = {}
         self._expected: list[tuple[int, list[str]]] = []
-        self._lock = threading.RLock()  # a stream that is garbage collected ends its run
+        self._num_holds = 1
+        self._has_failed = False
+        self.lock = threading.RLock()  # a stream that is garbage collected ends its run
 
     def run_on(self, client: Client) -> PlannedRun:
         """Return the part of this run that uses a client's server."""
-        with self._lock:
+        with self.lock:
             run = self._runs.get(id(client))
             if run is None:
                 run = self._runs[id(client)] = PlannedRun(client, self.report, self.path)
@@ -68,13 +75,13 @@ class Scope:
 
     def expect(self, part: Any, texts: Sequence[str]) -> None:
         """Record that a planned part will call its own method once more, on these texts."""
-        with self._lock:
+        with self.lock:
             self._expected.append((id(part), list(texts)))
 
     def is_expected(self, part: Any, texts: Sequence[str]) -> bool:
         """Return whether this call was expected. It is not expected again."""
         call = (id(part), list(texts))
-        with self._lock:
+        with self.lock:
             if call not in self._expected:
                 return False
             self._expected.remove(call)
@@ -85,13 +92,26 @@ class Scope:
         if text not in self.report.notes:
             self.report.notes.append(text)
 
-    def finish(self, *, is_failed: bool = False) -> None:
-        """End the run; safe to call again."""
-        with self._lock:
+    def hold(self) -> None:
+        """Keep the run open until one more `release`."""
+        with self.lock:
+            self._num_holds += 1
+
+    def release(self, *, has_failed: bool = False) -> None:
+        """End one hold. The last one ends the run.
+
+        Args:
+            has_failed: the app or one of its streams raised; planned calls are cancelled.
+        """
+        with self.lock:
+            self._num_holds -= 1
+            self._has_failed |= has_failed
+            if self._num_holds:
+                return
             self.is_over = True
             runs = list(self._runs.values())
         for run in runs:
-            run.finish(is_failed=is_failed)
+            run.finish(is_failed=self._has_failed)
 
 
 ACTIVE_SCOPE = ActiveRunVar[Scope]("conure_scope")

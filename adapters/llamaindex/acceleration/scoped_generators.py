@@ -2,7 +2,7 @@
 
 LlamaIndex makes some calls of a stream when it is read, after the app's method has returned.
 
-Invariant: the run ends when the stream ends, is closed, or is garbage collected.
+Invariant: a generator holds its run until it ends, is closed, or is garbage collected.
 """
 
 from __future__ import annotations
@@ -12,8 +12,24 @@ from types import TracebackType
 from typing import Any
 
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.chat_engine.types import StreamingAgentChatResponse
 
 from .scope import ACTIVE_SCOPE, Scope
+
+
+class ScopeHold:
+    """One hold on a run, which is released once."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self._is_released = False
+        scope.hold()
+
+    def release(self, *, has_failed: bool = False) -> None:
+        """Release the hold; safe to call again."""
+        if not self._is_released:
+            self._is_released = True
+            self.scope.release(has_failed=has_failed)
 
 
 class ScopedGenerator(Generator[Any, Any, None]):
@@ -21,7 +37,7 @@ class ScopedGenerator(Generator[Any, Any, None]):
 
     def __init__(self, stream: Generator[Any, Any, Any], scope: Scope) -> None:
         self._stream = stream
-        self._scope = scope
+        self._hold = ScopeHold(scope)
 
     def send(self, value: Any) -> Any:
         """Return the next item."""
@@ -37,19 +53,19 @@ class ScopedGenerator(Generator[Any, Any, None]):
         return self._step(self._stream.throw, kind if value is None else value)
 
     def close(self) -> None:
-        """Close the generator and end the run."""
+        """Close the generator and release its run."""
         self._stream.close()
-        self._scope.finish()
+        self._hold.release()
 
     def __del__(self) -> None:
-        self._scope.finish()
+        self._hold.release()
 
     def _step(self, resume: Any, *args: Any) -> Any:
         try:
-            with ACTIVE_SCOPE.activate(self._scope):
+            with ACTIVE_SCOPE.activate(self._hold.scope):
                 return resume(*args)
         except BaseException as end:
-            self._scope.finish(is_failed=not isinstance(end, StopIteration))
+            self._hold.release(has_failed=not isinstance(end, StopIteration))
             raise
 
 
@@ -58,7 +74,7 @@ class AsyncScopedGenerator(AsyncGenerator[Any, Any]):
 
     def __init__(self, stream: AsyncGenerator[Any, Any], scope: Scope) -> None:
         self._stream = stream
-        self._scope = scope
+        self._hold = ScopeHold(scope)
 
     async def asend(self, value: Any) -> Any:
         """Return the next item."""
@@ -74,32 +90,48 @@ class AsyncScopedGenerator(AsyncGenerator[Any, Any]):
         return await self._step(self._stream.athrow, kind if value is None else value)
 
     async def aclose(self) -> None:
-        """Close the generator and end the run."""
+        """Close the generator and release its run."""
         await self._stream.aclose()
-        self._scope.finish()
+        self._hold.release()
 
     def __del__(self) -> None:
-        self._scope.finish()
+        self._hold.release()
 
     async def _step(self, resume: Any, *args: Any) -> Any:
         try:
-            with ACTIVE_SCOPE.activate(self._scope):
+            with ACTIVE_SCOPE.activate(self._hold.scope):
                 return await resume(*args)
         except BaseException as end:
-            self._scope.finish(is_failed=not isinstance(end, StopAsyncIteration))
+            self._hold.release(has_failed=not isinstance(end, StopAsyncIteration))
             raise
 
 
-def scoped_result(result: Any, scope: Scope) -> tuple[Any, bool]:
-    """Return the result of an app with its stream scoped, and whether it has a stream."""
+def scoped_result(result: Any, scope: Scope) -> Any:
+    """Return the result of an app; a stream in it holds the run."""
     if isinstance(result, Generator):
-        return ScopedGenerator(result, scope), True
+        return ScopedGenerator(result, scope)
     if isinstance(result, AsyncGenerator):
-        return AsyncScopedGenerator(result, scope), True
+        return AsyncScopedGenerator(result, scope)
     if isinstance(result, StreamingResponse) and result.response_gen is not None:
         result.response_gen = ScopedGenerator(result.response_gen, scope)
-        return result, True
-    if isinstance(result, AsyncStreamingResponse):
+    elif isinstance(result, AsyncStreamingResponse):
         result.response_gen = AsyncScopedGenerator(result.response_gen, scope)
-        return result, True
-    return result, False
+    elif isinstance(result, StreamingAgentChatResponse):
+        scope_chat_stream(result, scope)
+    return result
+
+
+def scope_chat_stream(response: StreamingAgentChatResponse, scope: Scope) -> None:
+    """Let the stream of a chat response hold a run, once.
+
+    A thread or task of LlamaIndex may read the stream before the method of the chat engine returns.
+    So this runs at the start of that reader as well as at the end of the method.
+    """
+    with scope.lock:
+        if isinstance(response.chat_stream, Generator):
+            if not isinstance(response.chat_stream, ScopedGenerator):
+                response.chat_stream = ScopedGenerator(response.chat_stream, scope)
+        elif isinstance(response.achat_stream, AsyncGenerator) and not isinstance(
+            response.achat_stream, AsyncScopedGenerator
+        ):
+            response.achat_stream = AsyncScopedGenerator(response.achat_stream, scope)

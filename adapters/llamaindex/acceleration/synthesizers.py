@@ -1,4 +1,4 @@
-"""Plans of LlamaIndex's response synthesizers, for core 0.13 and 0.14.
+"""Plans of LlamaIndex's response synthesizers.
 
 A planner repeats the work of the synthesizer, with its prompts and its `PromptHelper`, until an
 answer decides: how the answers of a tree level are packed, or whether a chunk fits next to the
@@ -28,6 +28,8 @@ from llama_index.core.response_synthesizers import (
     TreeSummarize,
 )
 from llama_index.core.response_synthesizers.compact_and_accumulate import CompactAndAccumulate
+from llama_index.core.response_synthesizers.context_only import ContextOnly
+from llama_index.core.response_synthesizers.no_text import NoText
 
 from ...speculation.planned_call import PlannedCall
 from .plan_builder import NotPlanned, PlanBuilder, plain
@@ -68,13 +70,7 @@ def plan_refine(
     first, refine = synthesizer._text_qa_template, synthesizer._refine_template
     plain(builder.llm, first)
     plain(builder.llm, refine)
-    padding = synthesizer._response_padding_size
-    biggest = get_biggest_prompt([first, refine])
-    chunks = [
-        chunk
-        for text in texts
-        for chunk in helper.repack(biggest, [text], llm=builder.llm, padding=padding)
-    ]
+    chunks = _refine_chunks(synthesizer, builder, query, texts)
     template = first.partial_format(query_str=query)
     before = next(_each(builder, template, "context_str", chunks[:1]), None)
     empty = refine.partial_format(query_str=query, existing_answer="")
@@ -89,6 +85,25 @@ def plan_refine(
         template = refine.partial_format(query_str=query, existing_answer=slot.placeholder)
         when = {"and": [{"ne": [answer, ""]}, fits(answer, left)]}
         before = builder.add(template, {"context_msg": whole}, [slot], [before], when)
+
+
+def _refine_chunks(
+    synthesizer: Refine, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> list[str]:
+    """Return the chunks that `Refine` starts with, as far as they are known before an answer."""
+    helper = synthesizer._prompt_helper
+    first = synthesizer._text_qa_template
+    padding = vars(synthesizer).get("_response_padding_size")
+    if padding is not None:  # since core 0.14.22
+        biggest = get_biggest_prompt([first, synthesizer._refine_template])
+        return [
+            chunk
+            for text in texts
+            for chunk in helper.repack(biggest, [text], llm=builder.llm, padding=padding)
+        ]
+    # Before, the first text alone was split ahead, and without room for an answer.
+    template = first.partial_format(query_str=query)
+    return [*helper.repack(template, texts[:1], llm=builder.llm), *texts[1:]]
 
 
 def plan_compact(
@@ -144,6 +159,12 @@ def plan_generation(
     builder.add(synthesizer._input_prompt, {"query_str": query})
 
 
+def plan_nothing(
+    synthesizer: BaseSynthesizer, builder: PlanBuilder, query: str, texts: Sequence[str]
+) -> None:
+    """Plan nothing: the synthesizer makes no calls."""
+
+
 SynthesizerPlanner: TypeAlias = Callable[
     [Any, PlanBuilder, str, Sequence[str]], Sequence[str] | None
 ]
@@ -158,6 +179,8 @@ PLANNERS: dict[type[BaseSynthesizer], SynthesizerPlanner] = {
     CompactAndAccumulate: plan_compact_accumulate,
     SimpleSummarize: plan_simple,
     Generation: plan_generation,
+    NoText: plan_nothing,
+    ContextOnly: plan_nothing,
 }
 """By exact class."""
 
@@ -182,6 +205,8 @@ def plan(
     planner = PLANNERS.get(kind)
     if planner is None:
         raise NotPlanned(f"the calls of a {kind.__name__} are not known")
+    if planner is plan_nothing:
+        return []
     if type(synthesizer._prompt_helper) is not PromptHelper:
         raise NotPlanned("its prompt helper is not LlamaIndex's own")
     if getattr(synthesizer, "_structured_answer_filtering", False):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..content import Json
 from ..errors import ConflictError, ProgramError
 from ..expressions.symbolic import STEPS_PER_NODE, VariableDefinitions
-from ..ir import Append, Objective, Program, Submission
+from ..ir import Append, Deadline, Objective, Program, Submission
 from ..nodes import GraphNode
 from ..nodes.bodies import BodyRef
 from ..slot import Slot
@@ -278,10 +278,17 @@ class Graph:
         for output in outputs:
             self.objectives[output] = "latency"
         for output, objective in objectives.items():
-            before = self.objectives[output]
-            if output not in self._outputs_with_objective or before == "throughput":
+            is_first = output not in self._outputs_with_objective
+            if is_first or _strictness(objective) > _strictness(self.objectives[output]):
                 self.objectives[output] = objective
             self._outputs_with_objective.add(output)
+
+
+def _strictness(objective: Objective) -> tuple[int, float]:
+    """Return a key that is larger for a stricter objective."""
+    if isinstance(objective, Deadline):
+        return (2, -objective.deadline_s)
+    return (0 if objective == "throughput" else 1, 0.0)
 
 
 def graph_of(submission: Submission) -> Graph:

@@ -1,4 +1,4 @@
-"""Handlers of `/v1/responses`: create, read, follow, cancel.
+"""Handlers of `/v1/responses`: create, read, follow, cancel, delete.
 
 A response is a program with one call, so it survives a restart of the server, and a conversation is
 the chain of programs that `previous_response_id` names.
@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Annotated, Any
 
 import msgspec
-from litestar import Request, get, post
+from litestar import Request, delete, get, post
 from litestar.params import FromPath, QueryParameter
 from litestar.response.base import ASGIResponse
 from msgspec import UNSET, Struct
@@ -76,6 +76,14 @@ class ItemList(Struct, frozen=True, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool = False
+
+
+class DeletedResponse(Struct, frozen=True, kw_only=True):
+    """The answer to the deletion of a response."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
 
 
 class _StoredResponse:
@@ -179,6 +187,25 @@ async def cancel_response(request: Request[Any, Any, Any], response: FromPath[st
         )
     await service_of(request).cancel(stored.status.id, tenant=tenant_of(request))
     return _json(await _response_of(request, await _load(request, response)))
+
+
+@delete(
+    "/v1/responses/{response:str}",
+    status_code=200,
+    responses={200: success_response(DeletedResponse, "The response is deleted"), **_ERRORS},
+    tags=["openai"],
+)
+async def delete_response(
+    request: Request[Any, Any, Any], response: FromPath[str]
+) -> DeletedResponse:
+    """Delete a response with its input for good; cancel it if it is being generated.
+
+    Later responses of the conversation stay readable. A new response cannot continue from them: a
+    part of their input is gone.
+    """
+    stored = await _load(request, response)
+    await service_of(request).erase(stored.status.id, tenant=tenant_of(request))
+    return DeletedResponse(id=response)
 
 
 @get("/v1/responses/{response:str}/input_items", responses=_ERRORS, tags=["openai"])
@@ -321,5 +348,11 @@ async def _stream(
             await execution.cancel()
 
 
-ROUTES = (create_response, read_response, cancel_response, list_input_items)
+ROUTES = (
+    create_response,
+    read_response,
+    cancel_response,
+    delete_response,
+    list_input_items,
+)
 BODIES = (ResponseRequest,)

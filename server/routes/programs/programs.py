@@ -71,6 +71,14 @@ Cursor = Annotated[
         schema_extra={"minimum": 0},  # Litestar omits a minimum of 0 if null is allowed.
     ),
 ]
+Search = Annotated[
+    str,
+    QueryParameter(
+        name="search",
+        max_length=256,
+        description="Only programs whose name or id contains this text, in any case.",
+    ),
+]
 Limit = Annotated[int, QueryParameter(name="limit", ge=1, le=200, description="Programs per page.")]
 ArrivalSeconds = Annotated[
     float,
@@ -129,10 +137,11 @@ async def list_programs(
     status: StatusFilter = None,
     cursor: Cursor = None,
     limit: Limit = 50,
+    search: Search = "",
 ) -> ProgramPage:
     """List programs, newest first."""
     return await service_of(request).list_programs(
-        tenant=tenant_of(request), status=status, cursor=cursor, limit=limit
+        tenant=tenant_of(request), status=status, cursor=cursor, limit=limit, search=search
     )
 
 

@@ -187,6 +187,7 @@ class LLMCall:
         is_waited = performance.kind == "latency"
         request = ResourceRequest(
             program=self._program,
+            node=self.node.id,
             num_prompt=len(tokens),
             num_output=_num_expected_tokens(self.outputs[self.slot], self._sampling),
             prefixes=hash_prefixes(tokens, self._kv.boundary_positions(), self._plan.salt),

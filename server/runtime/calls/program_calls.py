@@ -34,7 +34,7 @@ from ..persistence.journaled_events import RecoveredState
 from .call_priorities import CallPriorities
 from .kv_context import PromptPlan, release
 from .llm_call import LLMCall
-from .prefix_registry import PrefixRegistry
+from .prefix_registry import PrefixRegistry, RetainedContext
 from .prompt_encoder import EncodedPrompt, EncodeJob
 
 CHARS_PER_JSON_VALUE = 256
@@ -79,6 +79,20 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         """The salt of the program's cached KV: of its tenant, and its own if it has one."""
         tenant, salt = self.state.tenant, self.state.options.cache_salt
         return tenant if salt is None else f"{tenant}\n{salt}"
+
+    def running_on(self, engine: str) -> list[str]:
+        """Return the nodes whose calls an engine runs."""
+        return [node_id for node_id, call in self._calls.items() if call.is_on(engine)]
+
+    def retained_on(self, engine: str) -> list[tuple[RetainedContext, list[str]]]:
+        """Return the prefixes that an engine retains for the program, each with the calls that
+        will read it.
+        """
+        return [
+            (retained, list(readers))
+            for retained, readers in self._registry.uses()
+            if retained.engine == engine
+        ]
 
     def restore(self, recovered: RecoveredState) -> None:
         """Restore the committed outputs of half-done calls."""

@@ -120,6 +120,11 @@ class ProgramDirectory:
         run.renew_lease()
         return run
 
+    def peek_live(self, program: str, tenant: str) -> ProgramRun | None:
+        """Return a live program, without renewing its lease."""
+        run = self._live.get(program)
+        return run if run is not None and run.state.tenant == tenant else None
+
     def is_live(self, program: str) -> bool:
         """Return whether a program of any tenant with this id is live."""
         return program in self._live
@@ -193,13 +198,13 @@ class ProgramDirectory:
         return status if receipt else msgspec.structs.replace(status, quotas=run.quotas)
 
     async def list(
-        self, tenant: str, *, status: str | None, cursor: int | None, limit: int
+        self, tenant: str, *, status: str | None, cursor: int | None, limit: int, search: str = ""
     ) -> ProgramPage:
         """Return a page of the programs of a tenant, newest first."""
         before = MAX_NUMBER if cursor is None else cursor
         # One more than asked for shows whether there is a next page.
         found = await self.journal.list_programs(
-            tenant, status=status, before=before, limit=limit + 1
+            tenant, status=status, search=search, before=before, limit=limit + 1
         )
         listed = found[:limit]
         has_more = len(found) > limit

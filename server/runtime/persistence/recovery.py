@@ -83,6 +83,8 @@ def _replay_events(
             recovered.requested.add(event.request_id)
         elif record.type == "variable.committed" and event.truncated:
             state.truncated.add(event.variable)
+        elif record.type == "objective.missed":
+            state.missed_deadlines.add(event.variable)
         elif record.type == "variable.failed":
             problem = Problem(code=event.code, message=event.message, cause=event.cause)
             state.graph.mark_provided(event.variable)

@@ -65,6 +65,7 @@ def make_receipt(program: ProgramState, *, blocks_held: int) -> Receipt:
         wall_s=program.finished_at - program.created_at,
         critical_path=[state.node.id for state in path],
         truncated=[name for name in program.variable_names() if name in program.truncated],
+        deadlines_missed=sorted(program.missed_deadlines),
         critical_path_s=_covered_s(path),
         as_single_requests=SingleRequests(
             prompt_tokens=logical, estimated_s=_single_requests_s(program)

@@ -74,6 +74,7 @@ def variable_status(
         variable: name of the variable.
         is_ended: whether the end of the program is durable.
     """
+    is_late = variable in program.missed_deadlines
     if variable in durable:
         if variable in program.values:
             return VariableStatus(
@@ -81,13 +82,17 @@ def variable_status(
                 status="done",
                 value=program.values[variable],
                 truncated=variable in program.truncated,
+                deadline_missed=is_late,
             )
         missing = program.missing_values[variable]
-        return VariableStatus(name=variable, status=missing.phase, error=missing.problem)
+        return VariableStatus(
+            name=variable, status=missing.phase, deadline_missed=is_late, error=missing.problem
+        )
     if is_ended:
-        return _never_set(variable, program.problem)
+        return _never_set(variable, program.problem, is_late=is_late)
     phase = program.phase_of(variable)
-    return VariableStatus(name=variable, status="running" if phase in ENDED else phase)
+    shown: Phase = "running" if phase in ENDED else phase
+    return VariableStatus(name=variable, status=shown, deadline_missed=is_late)
 
 
 def program_status(
@@ -220,7 +225,11 @@ def stored_status(stored: StoredProgram) -> ProgramStatus:
     receipt = msgspec.json.decode(end.receipt, type=Receipt)
     values = {
         name: VariableStatus(
-            name=name, status="done", value=value, truncated=name in receipt.truncated
+            name=name,
+            status="done",
+            value=value,
+            truncated=name in receipt.truncated,
+            deadline_missed=name in receipt.deadlines_missed,
         )
         for name, value in given.items()
     }
@@ -238,11 +247,12 @@ def stored_status(stored: StoredProgram) -> ProgramStatus:
     )
 
 
-def _never_set(variable: str, problem: Problem | None) -> VariableStatus:
+def _never_set(variable: str, problem: Problem | None, *, is_late: bool) -> VariableStatus:
     message = f"the program ended before {variable} had a value"
     return VariableStatus(
         name=variable,
         status="cancelled",
+        deadline_missed=is_late,
         error=problem or Problem(code="variable.never_set", message=message),
     )
 

@@ -12,10 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-
-if version("llama-index-core").startswith("0.12."):
-    pytest.skip("core 0.12: `accelerate` is for 0.13 and 0.14", allow_module_level=True)
-
 from llama_index.core import Settings
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent, ReActAgent
 from llama_index.core.chat_engine import (
@@ -56,7 +52,7 @@ from llama_index.core.workflow import (
 )
 
 from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, accelerate, explain
+from conure.adapters.llamaindex import Conure, Report, accelerate, explain
 from conure.server.app import create_app
 from conure.server.config import Config
 
@@ -64,6 +60,10 @@ from ..left import all_ended
 from .test_accelerate import Given, Pair, engine, nodes, pair
 
 __all__ = ["pair"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:ServiceManager is deprecated:DeprecationWarning")
+
+CORE = tuple(int(part) for part in version("llama-index-core").split(".")[:3])
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 40, "b": 2}}\n</tool_call>'
 SUB_QUESTIONS = {
@@ -137,21 +137,24 @@ def sub_questions(llm: Conure) -> SubQuestionQueryEngine:
 
 
 class Engine(NamedTuple):
-    """A query engine, and the number of its calls that are answered from the plan."""
+    """A query engine, and how many of its calls are not answered from the plan.
+
+    Awaited, some cores make calls at the same time, which need no plan.
+    """
 
     make: Callable[[Conure], Any]
-    num_planned: int
-    num_calls: int
+    num_unplanned: int
+    max_unplanned_awaited: int
 
 
 ENGINES: dict[str, Engine] = {
     "a router to one": Engine(
-        lambda llm: routed(llm, LLMSingleSelector.from_defaults(llm=llm)), 3, 4
+        lambda llm: routed(llm, LLMSingleSelector.from_defaults(llm=llm)), 1, 1
     ),
     "a router to several": Engine(
-        lambda llm: routed(llm, LLMMultiSelector.from_defaults(llm=llm)), 8, 9
+        lambda llm: routed(llm, LLMMultiSelector.from_defaults(llm=llm)), 1, 1
     ),
-    "sub-questions": Engine(sub_questions, 8, 9),
+    "sub-questions": Engine(sub_questions, 1, 1),
     "several steps": Engine(
         lambda llm: MultiStepQueryEngine(
             engine(small(llm)),
@@ -159,8 +162,8 @@ ENGINES: dict[str, Engine] = {
             response_synthesizer=get_response_synthesizer(llm=llm),
             num_steps=2,
         ),
-        7,
-        9,
+        2,
+        2,
     ),
     "citations": Engine(
         lambda llm: CitationQueryEngine(
@@ -172,8 +175,8 @@ ENGINES: dict[str, Engine] = {
             citation_chunk_size=128,
             citation_chunk_overlap=10,
         ),
-        12,
-        12,
+        0,
+        0,
     ),
     "a reranking model": Engine(
         lambda llm: RetrieverQueryEngine(
@@ -181,16 +184,16 @@ ENGINES: dict[str, Engine] = {
             get_response_synthesizer(llm=llm),
             node_postprocessors=[LLMRerank(llm=llm, choice_batch_size=2, top_n=2)],
         ),
-        1,
-        3,
+        0,
+        2,
     ),
     "queries of the model's": Engine(
         lambda llm: RetrieverQueryEngine(
             QueryFusionRetriever([Given(nodes(3))], llm=llm, num_queries=3, use_async=False),
             get_response_synthesizer(llm=small(llm), response_mode=ResponseMode.REFINE),
         ),
-        2,
-        3,
+        1,
+        1,
     ),
 }
 
@@ -199,14 +202,17 @@ ENGINES: dict[str, Engine] = {
 async def test_query_engine_does_the_same(
     llm: Conure, pair: Callable[[Any], Pair], name: str
 ) -> None:
+    if name == "citations" and CORE < (0, 14, 22):
+        pytest.skip("the sentence splitter of this core needs data of NLTK")
     made = ENGINES[name]
     both = pair(made.make(llm))
     report = both.same(lambda app: app.query("Why?"))
-    assert (report.num_planned, len(report.calls)) == (made.num_planned, made.num_calls)
+    assert len(report.calls) - report.num_planned == made.num_unplanned
+    assert report.num_planned > 0
     assert report.num_wasted == 0
     assert len(report.programs) == 1
     report = await both.asame(lambda app: app.aquery("Why?"), in_order=False)
-    assert (report.num_planned, len(report.calls)) == (made.num_planned, made.num_calls)
+    assert len(report.calls) - report.num_planned <= made.max_unplanned_awaited
     assert report.num_wasted == 0
 
 
@@ -228,15 +234,27 @@ CHATS: dict[str, Callable[[Conure], Any]] = {
 }
 
 
+NUM_CHAT_CALLS = {
+    "simple": (1, 1),
+    "context": (1, 1),
+    "condensed question": (4, 5),
+    "condensed and context": (1, 2),
+}
+"""Calls of the first message, and of the second one, which has a history to condense."""
+
+
 @pytest.mark.parametrize("name", CHATS)
-async def test_chat_engine_streams_and_remembers(
+async def test_chat_engine_streams_one_answer_and_remembers(
     llm: Conure, submitted: list[str], name: str
 ) -> None:
     plain, fast = CHATS[name](llm), accelerate(CHATS[name](llm))
     said: list[list[str]] = []
+    reports: list[Report] = []
     for app in (plain, fast):
         first = await app.astream_chat("Why?")
         texts = ["".join([piece async for piece in first.async_response_gen()])]
+        if app is fast:
+            reports.append(explain(fast))
         second = await asyncio.to_thread(app.stream_chat, "And how?")
         texts.append(await asyncio.to_thread("".join, second.response_gen))
         async with asyncio.timeout(60):
@@ -244,7 +262,14 @@ async def test_chat_engine_streams_and_remembers(
                 await asyncio.sleep(0.01)
         said.append([*texts, *(str(each.content) for each in app.chat_history)])
     assert said[0] == said[1]
+    reports.append(explain(fast))
+    assert tuple(len(report.calls) for report in reports) == NUM_CHAT_CALLS[name]
+    for report in reports:
+        assert report.num_wasted == 0
+        assert len(report.programs) == 1
     await all_ended(llm.connection(), submitted)
+    for report in reports:
+        assert llm.connection().attach(report.programs[0]).status().status == "done"
 
 
 def add(a: int, b: int) -> int:

@@ -11,15 +11,10 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-if version("llama-index-core").startswith("0.12."):
-    pytest.skip("core 0.12: `accelerate` is for 0.13 and 0.14", allow_module_level=True)
-
 from llama_index.core.extractors import KeywordExtractor, SummaryExtractor, TitleExtractor
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate, RichPromptTemplate

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from conure.server.program.ir import Deadline
 from conure.server.program.status import Problem
 from conure.server.runtime.clock import SteadyClock
 from conure.server.runtime.timers import Timers
@@ -43,14 +44,18 @@ class IdleProgram:
         self.has_reader = False
         self.num_changes = 0
         self.ends: list[tuple[str, str]] = []
+        self.missed: list[tuple[str, float]] = []
         self.state = execute([], is_open=True, **options)
+        clock = SteadyClock()
+        self.state.created_at = clock.now()
         self.timers = Timers(
             self.state,
-            SteadyClock(),
+            clock,
             idle_s=idle_s,
             fail=lambda node, error: None,
             stop=self._stop,
             close=lambda: False,
+            miss=lambda output, deadline_s: self.missed.append((output, deadline_s)),
             has_reader=lambda: self.has_reader,
             num_changes=lambda: self.num_changes,
         )
@@ -110,3 +115,15 @@ def test_an_attached_program_needs_a_reader(loop: SimulatedLoop) -> None:
     program = IdleProgram(detach=False, idle_timeout_s=3600)
     loop.advance(11)
     assert program.ends == [("cancelled", "program.lease_lost")]
+
+
+def test_each_deadline_of_an_output_expires_once(loop: SimulatedLoop) -> None:
+    program = IdleProgram()
+    objectives = program.state.graph.objectives
+    objectives |= {"soon": Deadline(5), "later": Deadline(50), "none": "latency"}
+    for _ in range(3):
+        program.timers.start_objectives()
+    loop.advance(6)
+    assert program.missed == [("soon", 5)]
+    loop.advance(50)
+    assert program.missed == [("soon", 5), ("later", 50)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from conure.server.scheduling.policy import (
     BACKGROUND_DELAY_S,
+    DUE_S,
     HEAD_START_S,
     LENGTH_PENALTY,
     MAX_ATTAINED_S,
@@ -101,10 +103,22 @@ def test_shorter_program_ranks_earlier() -> None:
     assert at("conure", total_s=1e9) == pytest.approx(LENGTH_PENALTY * MAX_LENGTH_S)
 
 
-def test_deadline_slack_bounds_rank() -> None:
-    assert at("conure", latest_start_s=1004.0) == pytest.approx(4.0)
-    assert at("conure", latest_start_s=5000.0) == pytest.approx(BACKGROUND_DELAY_S)
-    assert at("conure", latest_start_s=-5000.0) == pytest.approx(-HEAD_START_S)
+def test_deadline_ranks_by_slack() -> None:
+    assert at("conure", latest_start_s=1004.0) == pytest.approx(4.0 - DUE_S)
+    assert at("conure", latest_start_s=5000.0) == at("conure")
+    assert at("conure", latest_start_s=-5000.0) == pytest.approx(-DUE_S), "a late call"
+
+
+@given(inputs=priority_inputs, policy=st.sampled_from(list(POLICIES.values())))
+def test_deadline_never_lowers_urgency(inputs: PriorityInputs, policy: Policy) -> None:
+    assert policy.rank(inputs).at_s <= policy.rank(replace(inputs, latest_start_s=None)).at_s
+
+
+@given(inputs=priority_inputs, slack_s=st.floats(0, 1e3))
+def test_less_slack_never_lowers_urgency(inputs: PriorityInputs, slack_s: float) -> None:
+    if inputs.latest_start_s is not None:
+        tighter = replace(inputs, latest_start_s=inputs.latest_start_s - slack_s)
+        assert POLICIES["conure"].rank(tighter).at_s <= POLICIES["conure"].rank(inputs).at_s
 
 
 def test_deeper_call_ranks_first() -> None:

@@ -139,6 +139,29 @@ async def test_programs_are_listed_newest_first(journal: Journal) -> None:
     assert await journal.list_programs("b", status=None, before=2**63 - 1, limit=3) == []
 
 
+@pytest.mark.parametrize("status", [None, "running", "done"])
+async def test_programs_are_found_by_name_or_id(journal: Journal, status: str | None) -> None:
+    named = {"p_1": "Travel Reports", "p_2": "tea_100%", "p_23": ""}
+    await journal.append(
+        [msgspec.structs.replace(program(id_), name=name) for id_, name in named.items()]
+    )
+    if status == "done":
+        await journal.append([end(id_) for id_ in named])
+
+    async def found(search: str) -> list[str]:
+        listed = await journal.list_programs(
+            "a", status=status, before=2**63 - 1, limit=9, search=search
+        )
+        return [each.id for each in listed]
+
+    assert await found("") == ["p_23", "p_2", "p_1"]
+    assert await found("travel") == ["p_1"]
+    assert await found("REPORTS") == ["p_1"]
+    assert await found("p_2") == ["p_23", "p_2"]
+    assert await found("%") == ["p_2"]
+    assert await found("nothing") == []
+
+
 async def test_listing_has_name_times_and_calls(journal: Journal) -> None:
     await journal.append([msgspec.structs.replace(program("p"), name="summary")])
     await journal.append([msgspec.structs.replace(end("p"), receipt=b'{"calls":3}')])

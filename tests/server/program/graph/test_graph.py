@@ -17,8 +17,10 @@ from conure.server.program.graph.graph import Graph, Slot
 from conure.server.program.ir import (
     Append,
     ClientNode,
+    Deadline,
     GenerateNode,
     Job,
+    Objective,
     Program,
     Segment,
     Submission,
@@ -301,6 +303,18 @@ def test_a_growing_prompt_reads_by_slot() -> None:
     assert graph.nodes_after("t") == ("end",)
     assert graph.inputs == {"q"}
     assert graph.objectives == {"answer": "latency"}
+
+
+def test_only_a_stricter_objective_replaces_an_earlier_one() -> None:
+    graph = build(expr("a"), outputs=["v_a"], objectives={"v_a": "throughput"})
+    strict: list[Objective] = ["latency", Deadline(9), Deadline(5)]
+    for objective in strict:
+        assert graph.tighten_objective("v_a", objective)
+        assert graph.objectives == {"v_a": objective}
+    lax: list[Objective] = [Deadline(5), Deadline(6), "ttft", "throughput"]
+    for objective in lax:
+        assert not graph.tighten_objective("v_a", objective)
+    assert graph.objectives == {"v_a": Deadline(5)}
 
 
 def test_only_the_first_slot_reads_when() -> None:

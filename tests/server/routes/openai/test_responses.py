@@ -188,6 +188,21 @@ async def test_a_background_response_is_polled_or_cancelled(tmp_path: Path) -> N
             await client.responses.create(input="x", previous_response_id=slow.id, **GREEDY)
 
 
+async def test_a_deleted_response_does_not_exist(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        first = await client.responses.create(input="Hi", **GREEDY)
+        second = await client.responses.create(
+            input="And?", previous_response_id=first.id, **GREEDY
+        )
+        await client.responses.delete(first.id)
+        for request in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match=first.id):
+                await request(first.id)
+        assert (await client.responses.retrieve(second.id)).output_text == second.output_text
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            await client.responses.create(input="x", previous_response_id=second.id, **GREEDY)
+
+
 class Point(BaseModel):
     x: bool
 

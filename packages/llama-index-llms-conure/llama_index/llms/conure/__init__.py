@@ -8,8 +8,9 @@ from conure.adapters.llamaindex import (
     Conure,
     Report,
     accelerate,
+    conure_run,
     explain,
     to_program,
 )
 
-__all__ = ["CallReport", "Conure", "Report", "accelerate", "explain", "to_program"]
+__all__ = ["CallReport", "Conure", "Report", "accelerate", "conure_run", "explain", "to_program"]

@@ -1,0 +1,189 @@
+"""What the engines hold now, and which calls wait: the body of `GET /v1/activity`.
+
+The lists are bounded; each has the number of what it lists beside it. Only programs of one tenant
+are named; the contexts and calls of others are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from .engines.protocol import Engine
+from .runtime.calls.prefix_registry import RetainedContext
+from .runtime.calls.program_calls import ProgramCalls
+from .runtime.program_run import ProgramRun
+from .runtime.services import RuntimeServices
+
+MAX_PROGRAMS = 50
+"""Programs that are listed for an engine, those with the most contexts."""
+MAX_NODES = 50
+"""Nodes that are listed for a program or a prefix."""
+MAX_WAITING = 50
+"""Waiting calls that are listed, those that start first."""
+MAX_CACHED = 50
+"""Cached prefixes that are listed, those that are evicted first."""
+
+
+class RetainedPrefix(Struct, frozen=True, kw_only=True):
+    """The beginning of a prompt whose KV is held for calls that have not started."""
+
+    tokens: int
+    generated_tokens: int
+    """Tokens of it that the model generated."""
+    readers: list[str]
+    """Nodes that will start from it."""
+    num_readers: int
+
+
+class ProgramHolding(Struct, frozen=True, kw_only=True):
+    """What one program holds on an engine."""
+
+    program: str
+    name: str
+    contexts: int
+    running: list[str]
+    """Nodes whose calls run on the engine."""
+    num_running: int
+    retained: list[RetainedPrefix]
+
+
+class EngineActivity(Struct, frozen=True, kw_only=True):
+    """One engine as the scheduler sees it. Tokens are tokens of KV."""
+
+    id: str
+    model: str
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int
+    context_len: int
+    max_sequences: int
+    """Calls that it decodes at once."""
+    calls: int
+    """Calls on the engine."""
+    reserved_tokens: int
+    """What these calls hold if all reach their maximum length at once."""
+    peak_tokens: int
+    """What they will hold together at most, as forecast."""
+    shared_tokens: int
+    """Prompt tokens that several of these calls read and that are held once."""
+    saved_tokens: int
+    """What the same calls would hold in addition if nothing was shared."""
+    evicted_next: list[int]
+    """Tokens of cached prefixes, in the order in which they are evicted."""
+    num_cached_prefixes: int
+    programs: list[ProgramHolding]
+    num_programs: int
+    """Programs with a context on the engine."""
+
+
+class CallInQueue(Struct, frozen=True, kw_only=True):
+    """A call that waits for an engine."""
+
+    program: str
+    node: str
+    prompt_tokens: int
+    output_tokens: int
+    """At most."""
+    why: str
+
+
+class ServerActivity(Struct, frozen=True, kw_only=True):
+    """The engines and the queue at one moment."""
+
+    engines: list[EngineActivity]
+    waiting: list[CallInQueue]
+    """Calls in the order in which they start."""
+    num_waiting: int
+    num_programs: int
+    """Programs that have not ended."""
+
+
+def server_activity(
+    services: RuntimeServices, find_run: Callable[[str], ProgramRun | None], *, num_programs: int
+) -> ServerActivity:
+    """Return the activity of a server.
+
+    Args:
+        services: the server's components.
+        find_run: returns a live program by id; None if there is none that may be named.
+        num_programs: programs that have not ended.
+    """
+    scheduler = services.scheduler
+    waiting = []
+    for request in scheduler.first_waiting(MAX_WAITING):
+        run = find_run(request.program)
+        state = None if run is None else run.state.nodes.get(request.node)
+        if state is not None:
+            waiting.append(
+                CallInQueue(
+                    program=request.program,
+                    node=request.node,
+                    prompt_tokens=request.num_prompt,
+                    output_tokens=request.num_output,
+                    why=state.why,
+                )
+            )
+    return ServerActivity(
+        engines=[
+            _engine_activity(engine, services, find_run) for engine in services.engines.values()
+        ],
+        waiting=waiting,
+        num_waiting=scheduler.num_waiting,
+        num_programs=num_programs,
+    )
+
+
+def _engine_activity(
+    engine: Engine, services: RuntimeServices, find_run: Callable[[str], ProgramRun | None]
+) -> EngineActivity:
+    limits = engine.hello.limits
+    reservations = services.scheduler.reservations(engine.name)
+    assert reservations is not None, "the scheduler knows every live engine"
+    shared = [each for each in reservations.active_prefixes.values() if len(each.readers) > 1]
+    owners = sorted(engine.count_contexts().items(), key=lambda owner: -owner[1])
+    programs: list[ProgramHolding] = []
+    for program, num_contexts in owners:
+        run = find_run(program) if len(programs) < MAX_PROGRAMS else None
+        if run is not None:
+            programs.append(_holding(run, engine.name, num_contexts))
+    return EngineActivity(
+        id=engine.name,
+        model=engine.hello.model,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        context_len=limits.context_len,
+        max_sequences=limits.max_sequences,
+        calls=reservations.num_calls,
+        reserved_tokens=reservations.reserved_tokens,
+        peak_tokens=reservations.peak,
+        shared_tokens=sum(each.num_tokens for each in shared),
+        saved_tokens=sum(each.num_tokens * (len(each.readers) - 1) for each in shared),
+        evicted_next=list(reservations.cached_prefixes.values())[:MAX_CACHED],
+        num_cached_prefixes=len(reservations.cached_prefixes),
+        programs=programs,
+        num_programs=len(owners),
+    )
+
+
+def _holding(run: ProgramRun, engine: str, num_contexts: int) -> ProgramHolding:
+    calls = run.context.executor(ProgramCalls)
+    running = calls.running_on(engine)
+    return ProgramHolding(
+        program=run.state.id,
+        name=run.state.name,
+        contexts=num_contexts,
+        running=running[:MAX_NODES],
+        num_running=len(running),
+        retained=[_retained(context, readers) for context, readers in calls.retained_on(engine)],
+    )
+
+
+def _retained(context: RetainedContext, readers: list[str]) -> RetainedPrefix:
+    return RetainedPrefix(
+        tokens=len(context.ids),
+        generated_tokens=max(0, len(context.ids) - context.num_prompt),
+        readers=readers[:MAX_NODES],
+        num_readers=len(readers),
+    )

@@ -1,0 +1,191 @@
+/* The engines: their memory, who holds it, what is shared, and the calls that wait. */
+
+import { readActivity, readEngines } from "./api.js";
+import { h, replace, setAttribute, setText, setVars, svg } from "./dom.js";
+import { count, number, percent } from "../model/format.js";
+
+const POLL_MS = 1000;
+const NUM_SAMPLES = 90;
+
+/** Open the page. */
+export function open() {
+  const cards = new Map();
+  const list = h("div", { class: "engines" });
+  const note = h("p", { class: "note", role: "status" });
+  const queue = queueView();
+  const element = h("div", { class: "page" }, h("div", { class: "heading" }, h("h1", {}, "Engines"), note), list, queue.element);
+  let isClosed = false;
+
+  async function poll() {
+    try {
+      const [{ engines }, activity] = await Promise.all([readEngines(), readActivity()]);
+      if (isClosed) return;
+      const held = new Map(activity.engines.map((engine) => [engine.id, engine]));
+      const shown = engines
+        .filter((engine) => held.has(engine.id))
+        .sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
+      for (const engine of shown) {
+        if (!cards.has(engine.id)) cards.set(engine.id, engineCard(engine.id));
+        cards.get(engine.id).update(engine, held.get(engine.id));
+      }
+      const wanted = shown.map((engine) => cards.get(engine.id).element);
+      if (wanted.length !== list.children.length || wanted.some((card, i) => card !== list.children[i])) replace(list, wanted);
+      queue.update(activity);
+      setText(note, `${count(activity.num_programs, "open program")}, ${count(activity.num_waiting, "waiting call")}`);
+    } catch (error) {
+      setText(note, error.message);
+    }
+  }
+
+  poll();
+  const timer = setInterval(() => document.hidden || poll(), POLL_MS);
+  return { element, title: "Engines", close: () => { isClosed = true; clearInterval(timer); } };
+}
+
+function engineCard(id) {
+  const memory = splitBar(["held", "cached", "free"]);
+  const prompts = splitBar(["computed", "shared", "cache", "recomputed"]);
+  const rate = sparkline();
+  const holders = h("div", {});
+  const facts = h("p", { class: "note" });
+  const forecast = h("p", {});
+  const eviction = h("p", {});
+  const calls = h("span", { class: "status" });
+  const element = h(
+    "section", { class: "card engine", "aria-labelledby": `engine-${id}` },
+    h("header", {}, h("h2", { id: `engine-${id}` }, id), facts, h("div", { class: "group" }, calls)),
+    h("div", { class: "halves" },
+      h("div", {}, h("h3", {}, "KV memory"), memory.element, forecast, eviction),
+      h("div", {}, h("h3", {}, "Prompt tokens since the start"), prompts.element,
+        h("h3", {}, "Output tokens per second"), rate.element)),
+    h("h3", {}, "Held by"), holders,
+  );
+  let before = null;
+  let shownHolders = "";
+
+  function update(engine, activity) {
+    const { counters } = engine;
+    setText(facts, `${engine.model} · ${number(counters.num_blocks)} blocks of ${activity.block_size} tokens · ${number(activity.context_len)} tokens of context`);
+    setText(calls, `${number(activity.calls)} of ${count(activity.max_sequences, "call")}`);
+    setAttribute(calls, "data-status", activity.calls ? "running" : "waiting");
+    memory.update([counters.num_held, counters.num_cached, counters.num_free], "blocks");
+    prompts.update([counters.num_computed_tokens, counters.num_shared_tokens, counters.num_cached_tokens, counters.num_recomputed_tokens], "tokens");
+    showMemory(activity);
+    const now = performance.now();
+    if (before && before.epoch === engine.epoch)
+      rate.add((1000 * (counters.num_decoded_tokens - before.decoded)) / (now - before.at));
+    before = { at: now, decoded: counters.num_decoded_tokens, epoch: engine.epoch };
+    const key = JSON.stringify(activity.programs);
+    if (key === shownHolders) return;
+    shownHolders = key;
+    replace(holders, holdersTable(activity));
+  }
+
+  function showMemory(activity) {
+    const shared = activity.saved_tokens
+      ? ` ${count(activity.shared_tokens, "prompt token")} are held once for several calls, which saves ${number(activity.saved_tokens)}.` : "";
+    setText(forecast, activity.calls
+      ? `Its calls will hold at most ${number(activity.peak_tokens)} tokens together.${shared}` : "No call runs.");
+    const next = activity.evicted_next.slice(0, 4).map(number).join(", ");
+    const more = activity.num_cached_prefixes - 4;
+    setText(eviction, activity.num_cached_prefixes
+      ? `If memory is short, cached prefixes of ${next} tokens are evicted next${more > 0 ? `, then ${number(more)} more` : ""}.` : "");
+  }
+
+  return { element, update };
+}
+
+function holdersTable(activity) {
+  if (!activity.programs.length) return h("p", { class: "note" }, activity.num_programs ? "Programs that this page may not name." : "No program.");
+  const left = activity.num_programs - activity.programs.length;
+  return [
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Programs on ${activity.id}` },
+      h("table", {},
+        h("thead", {}, h("tr", {},
+          h("th", { scope: "col" }, "Program"), h("th", { scope: "col" }, "Running"),
+          h("th", { scope: "col", class: "number" }, "Contexts"), h("th", { scope: "col" }, "Kept for calls that have not started"))),
+        h("tbody", {}, activity.programs.map((holding) => h("tr", {},
+          h("th", { scope: "row" }, programLink(holding.program, holding.name)),
+          h("td", {}, listed(holding.running, holding.num_running)),
+          h("td", { class: "number" }, number(holding.contexts)),
+          h("td", {}, holding.retained.map((prefix) => h("p", {}, retainedText(prefix))))))))),
+    left > 0 ? h("p", { class: "note" }, `${count(left, "more program")} not listed.`) : null,
+  ];
+}
+
+function retainedText(prefix) {
+  const written = prefix.generated_tokens ? `, ${number(prefix.generated_tokens)} of them generated` : "";
+  return `${count(prefix.tokens, "token")}${written}, for ${listed(prefix.readers, prefix.num_readers)}`;
+}
+
+function listed(names, total) {
+  const shown = names.slice(0, 6);
+  const left = total - shown.length;
+  return shown.join(", ") + (left > 0 ? ` and ${number(left)} more` : "");
+}
+
+function programLink(id, name) {
+  return [h("a", { href: `#/programs/${encodeURIComponent(id)}` }, name || "Unnamed"), h("span", { class: "id" }, id)];
+}
+
+function queueView() {
+  const body = h("tbody");
+  const note = h("p", { class: "note" });
+  const table = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Waiting calls", hidden: true }, h("table", {},
+    h("thead", {}, h("tr", {},
+      h("th", { scope: "col", class: "number" }, "Place"), h("th", { scope: "col" }, "Call"), h("th", { scope: "col" }, "Program"),
+      h("th", { scope: "col", class: "number" }, "Prompt"), h("th", { scope: "col", class: "number" }, "Output up to"), h("th", { scope: "col" }, "Why"))),
+    body));
+  const element = h("section", { class: "card", "aria-labelledby": "queue-heading" },
+    h("header", {}, h("h2", { id: "queue-heading" }, "Queue"), note), table);
+  let shown = "";
+
+  function update({ waiting, num_waiting: total }) {
+    setText(note, total ? `${count(total, "call")}, in the order in which they start` : "No call waits for an engine.");
+    table.hidden = !waiting.length;
+    const key = JSON.stringify(waiting);
+    if (key === shown) return;
+    shown = key;
+    replace(body, waiting.map((call, place) => h("tr", {},
+      h("td", { class: "number" }, number(place + 1)), h("th", { scope: "row" }, call.node),
+      h("td", {}, programLink(call.program, call.program)[0]),
+      h("td", { class: "number" }, number(call.prompt_tokens)), h("td", { class: "number" }, number(call.output_tokens)),
+      h("td", { class: "why" }, call.why))));
+  }
+  return { element, update };
+}
+
+/** A bar with parts and a legend. */
+function splitBar(names) {
+  const bars = names.map((name) => h("i", { class: name }));
+  const labels = names.map(() => h("span", {}));
+  const bar = h("div", { class: "split", role: "img" }, bars);
+  const element = h("div", {}, bar, h("ul", { class: "legend" }, names.map((name, i) => h("li", {}, h("i", { class: name, "aria-hidden": "true" }), labels[i]))));
+
+  function update(values, unit) {
+    const total = values.reduce((sum, value) => sum + value, 0);
+    values.forEach((value, i) => {
+      setVars(bars[i], { "--size": `${total ? (100 * value) / total : 0}%` });
+      setText(labels[i], `${names[i]} ${number(value)} (${percent(value, total)})`);
+    });
+    setAttribute(bar, "aria-label", `${labels.map((label) => label.textContent).join(", ")} ${unit}`);
+  }
+  return { element, update };
+}
+
+/** The last minutes of a rate. */
+function sparkline() {
+  const samples = [];
+  const line = svg("polyline", {});
+  const label = h("span", { class: "rate" }, "0");
+  const chart = svg("svg", { class: "spark", viewBox: `0 0 ${NUM_SAMPLES - 1} 30`, preserveAspectRatio: "none", "aria-hidden": "true" }, line);
+  function add(value) {
+    samples.push(value);
+    if (samples.length > NUM_SAMPLES) samples.shift();
+    const top = Math.max(...samples, 1);
+    const left = NUM_SAMPLES - samples.length;
+    setAttribute(line, "points", samples.map((sample, i) => `${left + i},${29 - (27 * sample) / top}`).join(" "));
+    setText(label, `${number(Math.round(value))} now, ${number(Math.round(Math.max(...samples)))} at most`);
+  }
+  return { element: h("div", { class: "sparkline" }, chart, label), add };
+}

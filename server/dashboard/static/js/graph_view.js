@@ -1,0 +1,247 @@
+/* The graph of a program: boxes that fill with text, and the edges between them. */
+
+import { announce, h, replace, setAttribute, setText, setVars, svg } from "./dom.js";
+import { count, duration, ENDED, number } from "../model/format.js";
+import { graphOf } from "../model/graph_model.js";
+import { textOf } from "../model/program_model.js";
+import { setStatus, statusLabel, statusShape } from "./status.js";
+
+const WIDTH = 236;
+const HEIGHTS = { call: 104, plain: 46, stack: 132 };
+const MAX_CELLS = 240;
+const TAIL = 150;
+const ZOOMS = [0.15, 0.25, 0.4, 0.6, 0.8, 1, 1.25, 1.5];
+const WORKER = "/dashboard/js/layout_worker.js";
+
+/**
+ * Create the graph of a program.
+ *
+ * @param {ProgramModel} model
+ * @param {function(object)} onSelect gets the box that the user chose.
+ */
+export function graphView(model, onSelect) {
+  const boxes = new Map();
+  const boxesOfNode = new Map();
+  const paths = [];
+  let selected = null;
+  let job = 0;
+  let zoom = 1;
+  let extent = { width: 0, height: 0 };
+  let isFitted = true;
+
+  const edgeLayer = svg("svg", { class: "edges", "aria-hidden": "true" });
+  const boxLayer = h("ol", { class: "boxes" });
+  const canvas = h("div", { class: "canvas" }, edgeLayer, boxLayer);
+  const space = h("div", { class: "space" }, h("div", { class: "shown" }, canvas));
+  const viewport = h("div", { class: "viewport", tabindex: "0", role: "region", "aria-label": "Graph" }, space);
+  const level = h("output", { class: "zoom", "aria-label": "Zoom" });
+  const note = h("p", { class: "note" });
+  const element = h(
+    "section", { class: "card graph", "aria-labelledby": "graph-heading" },
+    h("header", {},
+      h("h2", { id: "graph-heading" }, "Graph"), note,
+      h("div", { class: "group" },
+        h("button", { type: "button", class: "quiet", "aria-label": "Zoom out", onclick: () => step(-1) }, "−"),
+        level,
+        h("button", { type: "button", class: "quiet", "aria-label": "Zoom in", onclick: () => step(1) }, "+"),
+        h("button", { type: "button", class: "quiet", onclick: fit }, "Fit"))),
+    viewport,
+  );
+  const worker = new Worker(trusted(WORKER), { type: "module" });
+  worker.onmessage = ({ data }) => data.job === job && place(data);
+  worker.onerror = () => setText(note, "The graph could not be laid out.");
+  const observer = new ResizeObserver(() => isFitted && fit());
+  observer.observe(viewport);
+
+  /** Rebuild boxes and edges after nodes were added. */
+  function rebuild() {
+    const graph = graphOf(model);
+    const kept = new Set();
+    boxesOfNode.clear();
+    for (const spec of graph.boxes) {
+      const known = boxes.get(spec.key);
+      const isSame = known && known.spec.op === spec.op && known.spec.members.length === spec.members.length;
+      const box = isSame ? known : boxView(spec, model, select);
+      boxes.set(spec.key, box);
+      kept.add(spec.key);
+      for (const member of spec.members) boxesOfNode.set(member, box);
+    }
+    for (const key of boxes.keys()) if (!kept.has(key)) boxes.delete(key);
+    replace(boxLayer, graph.boxes.map(({ key }) => boxes.get(key).element));
+    setText(note, graph.boxes.length > 1 ? `${count(model.nodes.size, "node")}` : "");
+    const sizes = graph.boxes.map(({ key }) => ({ key, width: WIDTH, height: boxes.get(key).height }));
+    canvas.classList.toggle("pending", job === 0);
+    worker.postMessage({ job: ++job, boxes: sizes, edges: graph.edges });
+  }
+
+  function place({ width, height, boxes: positions, edges }) {
+    extent = { width, height };
+    setVars(canvas, { "--width": `${width}px`, "--height": `${height}px` });
+    canvas.classList.remove("pending");
+    for (const [key, x, y] of positions) {
+      const box = boxes.get(key);
+      setVars(box.element, { "--x": `${x - WIDTH / 2}px`, "--y": `${y - box.height / 2}px` });
+    }
+    setAttribute(edgeLayer, "viewBox", `0 0 ${width} ${height}`);
+    paths.length = 0;
+    const places = new Map(positions.map(([key, x, y]) => [key, { x, y }]));
+    replace(edgeLayer, edges.map(([from, to, bends]) => {
+      const { x: right, y: top } = places.get(from);
+      const { x: left, y: bottom } = places.get(to);
+      // An edge between neighbouring columns needs no bend around other boxes.
+      const inner = bends.length > 1 ? bends : [];
+      const points = [{ x: right + WIDTH / 2, y: top }, ...inner, { x: left - WIDTH / 2, y: bottom }];
+      const path = svg("path", { d: curve(points) });
+      paths.push([path, boxes.get(from), boxes.get(to)]);
+      return path;
+    }));
+    if (isFitted) fit();
+    colourEdges();
+  }
+
+  function colourEdges() {
+    for (const [path, from, to] of paths) {
+      const state = to.status === "running" ? "running" : from.status === "done" ? "done" : "waiting";
+      setAttribute(path, "data-status", state);
+    }
+  }
+
+  /** Show what changed. */
+  function update(changed) {
+    if (model.hasNewNodes) {
+      model.hasNewNodes = false;
+      rebuild();
+      for (const box of boxes.values()) box.update();
+    }
+    const touched = new Set([...changed].map((id) => boxesOfNode.get(id)));
+    touched.delete(undefined);
+    for (const box of touched) box.update();
+    if (touched.size) colourEdges();
+  }
+
+  function select(box) {
+    if (selected) setAttribute(selected.element.firstChild, "aria-pressed", "false");
+    selected = box;
+    setAttribute(box.element.firstChild, "aria-pressed", "true");
+    onSelect(box.spec);
+  }
+
+  function fit() {
+    isFitted = true;
+    if (!extent.width) return;
+    const scale = Math.min(viewport.clientWidth / extent.width, viewport.clientHeight / extent.height, 1);
+    setZoom(Math.max(scale, ZOOMS[0]));
+  }
+
+  function step(direction) {
+    isFitted = false;
+    const next = direction > 0
+      ? ZOOMS.find((each) => each > zoom + 0.01) ?? ZOOMS.at(-1)
+      : ZOOMS.findLast((each) => each < zoom - 0.01) ?? ZOOMS[0];
+    setZoom(next);
+    announce(level.textContent);
+  }
+
+  function setZoom(scale) {
+    zoom = scale;
+    setText(level, `${Math.round(100 * scale)} %`);
+    setVars(space, {
+      "--zoom": scale, "--shown-width": `${extent.width * scale}px`,
+      "--shown-height": `${extent.height * scale}px`,
+    });
+  }
+
+  function close() {
+    worker.terminate();
+    observer.disconnect();
+  }
+
+  return { element, update, close };
+}
+
+/** One box: a node, or a stack of nodes. */
+function boxView(spec, model, onSelect) {
+  const isStack = spec.members.length > 1;
+  const isCall = spec.op === "generate" || spec.op === "client";
+  const kind = isStack ? "stack" : isCall ? "call" : "plain";
+  const status = statusLabel("waiting");
+  const text = h("span", { class: "text" });
+  const foot = h("span", { class: "foot" });
+  const cells = isStack ? spec.members.slice(0, MAX_CELLS).map(() => h("i")) : [];
+  const button = h(
+    "button", { type: "button", class: `box ${kind}`, "aria-pressed": "false", onclick: () => onSelect(box) },
+    h("span", { class: "head" }, h("span", { class: "name" }, spec.label), h("span", { class: "op" }, isStack ? `${spec.op} × ${number(spec.members.length)}` : spec.op)),
+    kind === "plain" ? null : isStack ? h("span", { class: "cells", "aria-hidden": "true" }, cells) : null,
+    kind === "plain" ? null : text,
+    h("span", { class: "tail" }, status, foot),
+  );
+  const element = h("li", {}, button);
+  const box = { element, spec, height: HEIGHTS[kind], status: "waiting", update };
+
+  function update() {
+    const nodes = spec.members.map((id) => model.nodes.get(id)).filter(Boolean);
+    box.status = statusOf(nodes);
+    setAttribute(button, "data-status", box.status);
+    setStatus(status, box.status);
+    if (isStack) updateStack(nodes);
+    else if (nodes[0]) updateNode(nodes[0]);
+  }
+
+  function updateNode(node) {
+    const written = textOf(node);
+    const isOver = ENDED.has(node.status);
+    setText(text, node.error?.message || (isOver ? written.slice(0, 2 * TAIL) : written.slice(-TAIL)));
+    const tokens = node.output_tokens?.decoded;
+    const seconds = node.finishedAt && node.startedAt ? (node.finishedAt - node.startedAt) / 1000 : null;
+    setText(foot, [
+      isOver && tokens ? `${number(tokens)} tok` : "",
+      seconds !== null && isCall ? duration(seconds) : "",
+    ].filter(Boolean).join(" · "));
+  }
+
+  function updateStack(nodes) {
+    cells.forEach((cell, i) => {
+      const state = model.nodes.get(spec.members[i])?.status ?? "waiting";
+      setAttribute(cell, "data-status", state);
+      cell.title = `${spec.members[i]} ${statusShape(state)}`;
+    });
+    const writing = nodes.findLast((node) => node.status === "running") ?? nodes.at(-1);
+    setText(text, writing ? textOf(writing).slice(-TAIL / 2) : "");
+    const ended = nodes.filter((node) => ENDED.has(node.status)).length;
+    setText(foot, `${number(ended)} of ${number(spec.members.length)}`);
+  }
+
+  return box;
+}
+
+function statusOf(nodes) {
+  const all = new Set(nodes.map((node) => node.status));
+  for (const status of ["failed", "running", "queued"]) if (all.has(status)) return status;
+  if (all.size === 1) return [...all][0];
+  return all.has("waiting") ? (all.has("done") ? "running" : "waiting") : all.has("done") ? "done" : "skipped";
+}
+
+function curve(points) {
+  const [first, ...rest] = points;
+  let path = `M${first.x},${first.y}`;
+  for (let i = 0; i < rest.length; i++) {
+    const a = i ? rest[i - 1] : first;
+    const b = rest[i];
+    const middle = (a.x + b.x) / 2;
+    path += `C${middle},${a.y} ${middle},${b.y} ${b.x},${b.y}`;
+  }
+  return path;
+}
+
+/** Browsers with trusted types load a worker only from an address that a policy made. */
+function trusted(url) {
+  if (!window.trustedTypes) return url;
+  policy ??= window.trustedTypes.createPolicy("conure-worker", {
+    createScriptURL: (address) => {
+      if (address !== WORKER) throw new TypeError(`no worker at ${address}`);
+      return address;
+    },
+  });
+  return policy.createScriptURL(url);
+}
+let policy = null;

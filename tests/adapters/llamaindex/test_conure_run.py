@@ -1,0 +1,239 @@
+"""The code of a `with conure_run()` block is one run: planned where possible, in one program."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core import (
+    Document,
+    DocumentSummaryIndex,
+    KeywordTableIndex,
+    MockEmbedding,
+    Settings,
+)
+from llama_index.core.evaluation import FaithfulnessEvaluator, RelevancyEvaluator
+from llama_index.core.extractors import BaseExtractor
+from llama_index.core.indices.property_graph import (
+    DynamicLLMPathExtractor,
+    SchemaLLMPathExtractor,
+    SimpleLLMPathExtractor,
+)
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import TokenTextSplitter
+from llama_index.core.response_synthesizers import (
+    Refine,
+    ResponseMode,
+    TreeSummarize,
+    get_response_synthesizer,
+)
+from llama_index.core.schema import BaseNode, TextNode
+
+from conure.adapters.llamaindex import Conure, Report, accelerate, conure_run, explain
+from conure.adapters.llamaindex.acceleration.scope import ACTIVE_SCOPE
+
+from ..left import all_ended
+from .test_accelerate import nodes
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., Conure]) -> Conure:
+    return make_llm(context_window=1300)
+
+
+def documents(count: int = 3) -> list[Document]:
+    return [Document(text=f"Fact {n} is here. " * 40, doc_id=f"d{n}") for n in range(count)]
+
+
+def test_script_is_one_program(llm: Conure) -> None:
+    expected = [llm.complete("a").text, str(Refine(llm=llm).synthesize("Why?", nodes=nodes(4)))]
+    with conure_run() as report:
+        made = [llm.complete("a").text, str(Refine(llm=llm).synthesize("Why?", nodes=nodes(4)))]
+    assert made == expected
+    assert [call.is_planned for call in report.calls[:2]] == [False, True]
+    assert report.num_planned == len(report.calls) - 1
+    assert len(report.programs) == 1
+    assert ACTIVE_SCOPE.get() is None
+
+
+async def test_awaited_script_with_tasks_is_one_program(llm: Conure) -> None:
+    with conure_run() as report:
+        made = await asyncio.gather(*(llm.acomplete(f"{n}") for n in range(4)))
+    assert [each.text for each in made] == [llm.complete(f"{n}").text for n in range(4)]
+    assert len(report.calls) == 4
+    assert len(report.programs) == 1
+
+
+def test_summary_index_is_built_from_plans(llm: Conure) -> None:
+    synthesizer = get_response_synthesizer(
+        llm=llm, response_mode=ResponseMode("tree_summarize"), use_async=False
+    )
+
+    def build() -> list[str]:
+        index = DocumentSummaryIndex.from_documents(
+            documents(),
+            llm=llm,
+            response_synthesizer=synthesizer,
+            embed_model=MockEmbedding(embed_dim=2),
+            transformations=[TokenTextSplitter(chunk_size=64, chunk_overlap=0)],
+        )
+        return [index.get_document_summary(f"d{n}") for n in range(3)]
+
+    expected = build()
+    with conure_run() as report:
+        assert build() == expected
+    assert report.num_planned == len(report.calls) == 3
+    assert len(report.programs) == 1
+
+
+def test_keyword_index_is_built_in_one_program(llm: Conure) -> None:
+    def build() -> dict[str, Any]:
+        index = KeywordTableIndex.from_documents(documents(), llm=llm)
+        return {name: len(ids) for name, ids in index.index_struct.table.items()}
+
+    expected = build()
+    with conure_run() as report:
+        assert build() == expected
+    assert len(report.calls) == 3
+    assert len(report.programs) == 1
+
+
+@pytest.mark.parametrize("kind", [FaithfulnessEvaluator, RelevancyEvaluator])
+async def test_evaluator_is_planned(llm: Conure, kind: Any) -> None:
+    judge = kind(llm=llm)
+    asked: dict[str, Any] = {
+        "query": "Why?",
+        "response": "It is so.",
+        "contexts": [each.node.get_content() for each in nodes(3)],
+    }
+    expected = await judge.aevaluate(**asked)
+    with conure_run() as report:
+        made = await judge.aevaluate(**asked)
+    assert (made.feedback, made.score) == (expected.feedback, expected.score)
+    assert report.num_planned == len(report.calls) > 0
+
+
+async def test_runs_at_the_same_time_have_reports_of_their_own(llm: Conure) -> None:
+    fast = accelerate(TreeSummarize(llm=llm))
+
+    async def ask(count: int) -> Report:
+        with conure_run() as report:
+            await fast.asynthesize("Why?", nodes=nodes(count))
+        return report
+
+    reports = await asyncio.gather(*map(ask, (1, 4, 8)))
+    assert [report.num_planned == len(report.calls) for report in reports] == [True] * 3
+    assert len(reports[0].calls) < len(reports[1].calls) < len(reports[2].calls)
+    assert len({report.programs[0] for report in reports}) == 3
+
+
+def test_block_inside_a_run_belongs_to_it(llm: Conure) -> None:
+    with conure_run() as outer:
+        with conure_run() as inner:
+            llm.complete("a")
+        llm.complete("b")
+    assert inner is outer
+    assert len(outer.calls) == 2
+
+
+async def test_failed_block_leaves_nothing_running(llm: Conure, submitted: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), conure_run():
+        llm.complete("a")
+        raise ZeroDivisionError
+    assert ACTIVE_SCOPE.get() is None
+    await all_ended(llm.connection(), submitted)
+
+
+async def test_stream_that_outlives_its_block_is_whole(llm: Conure, submitted: list[str]) -> None:
+    expected = llm.complete("a").text
+    with conure_run() as report:
+        stream = llm.stream_complete("a")
+    assert "".join(piece.delta or "" for piece in stream) == expected
+    assert len(report.calls) == 1
+    await all_ended(llm.connection(), submitted)
+
+
+PATH_EXTRACTORS: dict[str, Callable[[Conure], Any]] = {
+    "simple": lambda llm: SimpleLLMPathExtractor(llm=llm, num_workers=2),
+    "dynamic": lambda llm: DynamicLLMPathExtractor(
+        llm=llm, num_workers=2, allowed_entity_types=["Person"]
+    ),
+    "dynamic with properties": lambda llm: DynamicLLMPathExtractor(
+        llm=llm, allowed_entity_props=["age"], allowed_relation_props=["since"]
+    ),
+    "schema": lambda llm: SchemaLLMPathExtractor(
+        llm=llm.model_copy(update={"max_tokens": 400}), num_workers=2, max_triplets_per_chunk=1
+    ),
+}
+
+
+def texts() -> list[BaseNode]:
+    return [TextNode(id_=f"n{n}", text=f"Fact {n}.", metadata={"page": n}) for n in range(5)]
+
+
+@pytest.mark.parametrize("name", PATH_EXTRACTORS)
+async def test_path_extractor_is_answered_from_its_plan(llm: Conure, name: str) -> None:
+    plain = PATH_EXTRACTORS[name](llm)
+    fast = accelerate(plain)
+    expected = await plain.acall(texts())
+    assert str([each.metadata for each in await fast.acall(texts())]) == str(
+        [each.metadata for each in expected]
+    )
+    report = explain(fast)
+    assert report.num_planned == len(report.calls) == 5
+    assert report.num_wasted == 0
+    assert report.notes == []
+    assert len(report.programs) == 1
+
+
+@pytest.mark.parametrize("is_accelerated", [False, True], ids=["in a block", "accelerated"])
+def test_called_path_extractor_is_planned_once(llm: Conure, is_accelerated: bool) -> None:
+    plain = PATH_EXTRACTORS["simple"](llm)
+    extractor = accelerate(plain) if is_accelerated else plain
+    with conure_run() as report:
+        extractor(texts())
+    assert report.num_planned == len(report.calls) == 5
+    assert report.num_wasted == 0
+
+
+async def test_path_extractor_in_a_pipeline_is_planned(llm: Conure) -> None:
+    pipeline = IngestionPipeline(transformations=[PATH_EXTRACTORS["simple"](llm)])
+    fast = accelerate(pipeline)
+    await fast.arun(nodes=texts())
+    report = explain(fast)
+    assert report.num_planned == len(report.calls) == 5
+    assert type(pipeline.transformations[0]) is SimpleLLMPathExtractor
+
+
+class OwnExtractor(BaseExtractor):
+    """Has an LLM, in an attribute of its own."""
+
+    model: Conure
+
+    async def aextract(self, nodes: Any) -> list[dict[str, str]]:
+        return [{"said": (await self.model.acomplete(node.text)).text} for node in nodes]
+
+
+async def test_part_without_a_known_llm_is_noted(llm: Conure) -> None:
+    fast = accelerate(OwnExtractor(model=llm))
+    await fast.aextract(texts())
+    assert explain(fast).notes == [
+        "OwnExtractor.aextract: it has no attribute 'llm' with an LLM",
+    ]
+
+
+def test_synthesizer_without_calls_is_not_noted(
+    llm: Conure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_llm", llm)
+    for mode in ("no_text", "context_only"):
+        fast = accelerate(get_response_synthesizer(response_mode=ResponseMode(mode)))
+        fast.synthesize("Why?", nodes=nodes(1))
+        assert explain(fast).notes == []
+
+
+def test_other_code_is_referred_to_the_block(llm: Conure) -> None:
+    with pytest.raises(TypeError, match=r"run other code in a `with conure_run\(\):` block"):
+        accelerate(llm)

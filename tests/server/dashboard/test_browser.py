@@ -1,0 +1,286 @@
+"""The dashboard in a headless Chromium, with programs that run on the fake engine.
+
+Needs `pip install playwright axe-playwright-python` and a Chromium, either one on the PATH or
+playwright's own. Skipped without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from conure.server.app import create_app
+from conure.server.config import Config
+
+from ..service_double import ScriptedService, app_of, over_socket
+
+playwright = pytest.importorskip("playwright.async_api")
+
+WAIT_MS = 120_000
+"""Longer than any step of a test takes, on a slow machine too."""
+playwright.expect.set_options(timeout=WAIT_MS)
+MARKUP = '<img src="x" onerror="document.title = 1"> & <b>bold</b> '
+LONG_TEXT = MARKUP + "word " * 4_000
+SHORT_TEXT = MARKUP + "the end"
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
+
+Page = Any
+
+
+@contextlib.asynccontextmanager
+async def browser_page(**options: Any) -> AsyncIterator[Page]:
+    """Open a page; at the end, check that nothing was reported on its console."""
+    async with playwright.async_playwright() as driver:
+        own = shutil.which(driver.chromium.executable_path)
+        path = next(filter(None, (own, *map(shutil.which, CHROMIUMS))), None)
+        if path is None:
+            pytest.skip("there is no Chromium")
+        browser = await driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            page = await browser.new_page(**options)
+            page.set_default_timeout(WAIT_MS)
+            faults: list[str] = []
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
+            yield page
+            assert faults == []
+        finally:
+            await browser.close()
+
+
+@contextlib.asynccontextmanager
+async def fake_server(data: Path, **settings: Any) -> AsyncIterator[str]:
+    """Yield the address of a server on the fake engine."""
+    script = data / "script.json"
+    answers = [{"match": "LONG", "text": LONG_TEXT}, {"match": "SHORT", "text": SHORT_TEXT}]
+    script.write_bytes(msgspec.json.encode(answers))
+    config = Config(data=data / "data", engine="fake", script=script, **settings)
+    async with over_socket(create_app(config)) as url:
+        yield url
+
+
+def generate(node: str, prompt: str, max_tokens: int = 4_000) -> dict[str, Any]:
+    output = {"variable": f"{node}_text", "max_tokens": max_tokens}
+    return {"id": node, "op": "generate", "prompt": prompt, "output": output}
+
+
+async def submit(url: str, *nodes: dict[str, Any], outputs: list[str], name: str) -> str:
+    program = {"name": name, "nodes": list(nodes), "outputs": outputs}
+    async with httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/programs", json={"program": program})
+    assert answer.status_code == 202, answer.text
+    accepted: str = answer.json()["id"]
+    return accepted
+
+
+async def status_of(url: str, program: str) -> str:
+    async with httpx.AsyncClient(base_url=url) as client:
+        status: str = (await client.get(f"/v1/programs/{program}")).json()["status"]
+    return status
+
+
+async def serious_faults(page: Page) -> list[str]:
+    """Return what axe-core calls serious or critical."""
+    pytest.importorskip("axe_playwright_python")
+    source = files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
+    await page.evaluate(source)
+    found = await page.evaluate("axe.run()")
+    return [
+        f"{rule['id']}: {node['html']}"
+        for rule in found["violations"]
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]
+
+
+async def test_a_running_program_is_watched_and_cancelled(tmp_path: Path) -> None:
+    async with fake_server(tmp_path, time_per_output_token=0.05) as url, browser_page() as page:
+        expect = playwright.expect
+        program = await submit(
+            url,
+            generate("first", "SHORT"),
+            generate("story", "{{first_text}} LONG"),
+            outputs=["story_text"],
+            name="two steps",
+        )
+        await page.goto(url)
+        row = page.get_by_role("row", name=re.compile("two steps"))
+        await expect(row).to_contain_text("running")
+        await row.get_by_role("link").click()
+
+        first, story = (page.locator(f'.box:has-text("{name}")') for name in ("first", "story"))
+        await expect(first.locator(".status")).to_contain_text("done")
+        await expect(first).to_contain_text("<b>bold</b>")
+        await expect(story.locator(".status")).to_contain_text("running")
+
+        await story.click()
+        text = page.get_by_role("region", name="Text", exact=True)
+        await expect(text).to_contain_text("word")
+        length = len(await text.inner_text())
+        await page.wait_for_function(
+            "length => document.querySelector('.details .value').textContent.length > length",
+            arg=length,
+        )
+        assert await page.locator("main b, main img").count() == 0
+        await expect(page.locator(".lanes tbody tr:not(.lane)")).to_have_count(2)
+
+        assert await status_of(url, program) == "running"
+        await page.get_by_role("button", name="Cancel").click()
+        await expect(page.locator(".heading .status")).to_contain_text("cancelled")
+        await expect(story.locator(".status")).to_contain_text("killed")
+        await expect(page.get_by_role("heading", name="Receipt")).to_be_visible()
+        await expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+        assert await status_of(url, program) == "cancelled"
+
+
+async def test_the_dashboard_works_by_keyboard(tmp_path: Path) -> None:
+    async with fake_server(tmp_path, time_per_output_token=0.05) as url, browser_page() as page:
+        expect = playwright.expect
+        program = await submit(
+            url, generate("story", "LONG"), outputs=["story_text"], name="a story"
+        )
+        await page.goto(url)
+        link = page.get_by_role("link", name="a story")
+        await expect(link).to_be_visible()
+        await tab_to(page, link)
+        await page.keyboard.press("Enter")
+        box = page.locator(".box")
+        await expect(box).to_have_count(1)
+        await tab_to(page, box)
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", name="story", exact=True)).to_be_visible()
+        await tab_to(page, page.get_by_role("button", name="Cancel"), key="Shift+Tab")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#announcer")).to_contain_text("ancelled")
+        assert await status_of(url, program) == "cancelled"
+
+
+async def tab_to(page: Page, target: Any, key: str = "Tab") -> None:
+    """Press a key until an element has the focus."""
+    for _ in range(60):
+        if await target.evaluate("element => element === document.activeElement"):
+            return
+        await page.keyboard.press(key)
+    raise AssertionError("the element cannot be reached by keyboard")
+
+
+async def test_a_graph_of_500_nodes_is_shown_in_a_few_boxes(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        expect = playwright.expect
+        program = await submit(
+            url,
+            *(generate(f"n{number}", "SHORT", 4) for number in range(499)),
+            {"id": "last", "op": "wait", "variables": [f"n{n}_text" for n in range(499)]},
+            outputs=["n0_text"],
+            name="wide",
+        )
+        await page.goto(f"{url}/#/programs/{program}")
+        await expect(page.locator(".heading .status")).to_contain_text("done")
+        await expect(page.locator(".graph header .note")).to_have_text("500 nodes")
+        assert await page.locator(".box").count() < 10
+        stack = page.locator(".box.stack")
+        await expect(stack).to_contain_text("499 of 499")
+        await stack.click()
+        await page.get_by_role("button", name="n250", exact=True).click()
+        await expect(page.get_by_role("region", name="Text", exact=True)).to_have_text(MARKUP[:4])
+        await expect(page.get_by_role("button", name="Show 299 more")).to_be_visible()
+
+
+async def test_programs_are_searched_filtered_and_paged() -> None:
+    service = ScriptedService()
+    async with over_socket(app_of(service)) as url, browser_page() as page:
+        expect = playwright.expect
+        for number in range(120):
+            node = {"id": "a", "op": "expr", "expr": number, "output": "x"}
+            program = await submit(url, node, outputs=["x"], name="n")
+            service.programs[program].finish("failed" if number == 7 else "done")
+        rows = page.locator("tbody tr")
+        await page.goto(url)
+        await expect(rows).to_have_count(50)
+        await page.get_by_role("button", name="Load older programs").click()
+        await expect(rows).to_have_count(100)
+        await page.get_by_label("Search programs").fill("p_12")
+        await expect(rows).to_have_count(2)
+        await page.get_by_label("Search programs").fill("")
+        await page.get_by_label("Failed").check(force=True)
+        await expect(rows).to_have_count(1)
+        await expect(rows).to_contain_text("p_8")
+
+
+async def test_the_playground_explains_runs_and_copies(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        expect = playwright.expect
+        await page.goto(f"{url}/#/playground")
+        code = page.get_by_role("region", name="Code")
+        for kind in ("Prompt", "Program (JSON)", "Program (text)"):
+            await page.get_by_label(kind).check(force=True)
+            await page.get_by_role("button", name="Explain").click()
+            await expect(page.get_by_role("heading", name="Explanation")).to_be_visible()
+            for language in ("Python", "LangChain"):
+                await page.get_by_label(language).check(force=True)
+                compile(await code.inner_text(), language, "exec")
+            await page.get_by_label("curl").check(force=True)
+            assert f"curl -sSf {url}/v1/programs" in await code.inner_text()
+        await page.get_by_label("Prompt").check(force=True)
+        await page.get_by_label("Message to the model").fill("SHORT")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.get_by_role("region", name="answer_it")).to_contain_text("<img src=")
+        await page.get_by_label("Message to the model").fill("")
+        await page.get_by_label("Program (JSON)").check(force=True)
+        await page.get_by_label("Program", exact=True).fill("{")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.get_by_role("alert")).to_contain_text("the program is not JSON")
+
+
+async def test_the_api_reference_lists_and_finds_all_operations() -> None:
+    async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
+        expect = playwright.expect
+        async with httpx.AsyncClient(base_url=url) as client:
+            paths = (await client.get("/schema/openapi.json")).json()["paths"]
+        await page.goto(f"{url}/docs")
+        await expect(page.locator("article")).to_have_count(sum(map(len, paths.values())))
+        await page.get_by_label("Search operations").fill("get activity")
+        await expect(page.locator("article:visible")).to_have_count(1)
+        await page.get_by_label("Search operations").fill("post /v1/programs")
+        body = page.get_by_text("Submission", exact=True)
+        await body.first.click()
+        await expect(page.locator("details[open]").first).to_contain_text("inputs")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing_serious(tmp_path: Path, scheme: str) -> None:
+    async with (
+        fake_server(tmp_path, time_per_output_token=0.05) as url,
+        browser_page(color_scheme=scheme, bypass_csp=True) as page,
+    ):
+        ended = await submit(url, generate("a", "SHORT"), outputs=["a_text"], name="ended")
+        live = await submit(
+            url,
+            generate("first", "LONG"),
+            *(generate(f"n{number}", "{{first_text}} SHORT") for number in range(9)),
+            outputs=["n0_text"],
+            name="live",
+        )
+        shown = {
+            "/": "tbody tr",
+            f"/#/programs/{ended}": ".split",
+            f"/#/programs/{live}": ".box.stack",
+            "/#/engines": ".engine tbody tr",
+            "/#/playground": ".result",
+            "/docs": "article",
+        }
+        found = {}
+        for path, selector in shown.items():
+            await page.goto(f"{url}{path}")
+            await page.locator(selector).first.wait_for()
+            found[path] = await serious_faults(page)
+        assert found == {path: [] for path in shown}
