@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def start(stage: Stage, options: argparse.Namespace) -> bool:
     """Run a stage in a process of its own; return whether it ended without a failure."""
-    limit_s = min(stage.limit_s, options.limit_s or stage.limit_s)
+    limit_s = options.limit_s or stage.limit_s
     command = [sys.executable, __file__, "--run", stage.name, "--out", str(options.out)]
     command += ["--limit-s", str(limit_s), "--rounds", str(options.rounds)]
     flags = ("rehearse", "compile", "cpu", "tiny")

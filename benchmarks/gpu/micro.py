@@ -19,7 +19,7 @@ from torch.nn import functional
 from conure.engine.protocol import SamplingParams
 from conure.engine.runner.base import ScheduledSequence
 from conure.engine.sampling import batch, sampler
-from conure.kernels import elementwise, ops
+from conure.kernels import elementwise, ops, sampling
 from conure.kernels.planning.planner import Planner
 
 from .record import Figures, StageRecord
@@ -222,7 +222,11 @@ class Micro:
             edits = sampler.LogitOpsBatch(
                 *(torch.from_numpy(array).to(self._device) for array in made.ops)
             )
-        return {"us": self._us(lambda: sampler.sample_tokens(logits, edits))}
+        ours, torch_only = (
+            self._us(lambda each=each: sampler.sample_tokens(logits, edits, 0, each))  # type: ignore[misc]
+            for each in map(sampling.implementation, ("triton", "reference"))
+        )
+        return {"us": ours, "reference_us": torch_only}
 
     def _host_us(self, run: Callable[[], object], repeats: int) -> float:
         """Return microseconds that the host needs to start a function."""

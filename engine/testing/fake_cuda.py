@@ -348,11 +348,12 @@ def _triton_type(dtype: torch.dtype) -> Any:
 
 def _replace_kernels(stack: contextlib.ExitStack, device: FakeCuda) -> None:
     """Replace every kernel in the modules that launch them."""
-    from conure.kernels.gpu import elementwise, launcher
+    from conure.kernels.gpu import elementwise, launcher, sampling
 
-    for module in (launcher, elementwise):
+    for module in (launcher, elementwise, sampling):
         for name, value in [*vars(module).items()]:
-            if hasattr(value, "fn") and hasattr(value, "arg_names"):
+            # Other functions are called by kernels, which must find them as they are.
+            if hasattr(value, "fn") and value.fn.__name__.endswith("_kernel"):
                 checked = _CheckedKernel(value, device)
                 stack.enter_context(mock.patch.object(module, name, checked))
     stack.enter_context(mock.patch.object(launcher, "INTERPRETED", False))
@@ -405,15 +406,10 @@ class _Driver:
 def _triton_driver() -> Iterator[None]:
     from triton.runtime import driver
 
-    try:
-        before: Any = driver.active
-    except RuntimeError:  # no driver is installed
-        before = None
+    # Asking for the active driver would look for a real one.
+    before = driver._active
     driver.set_active(_Driver())
     try:
         yield
     finally:
-        if before is None:
-            driver.reset_active()
-        else:
-            driver.set_active(before)
+        driver._active = before
