@@ -12,10 +12,12 @@ Shapes: S rows of scores - V tokens of the vocabulary - N random rows - C trunca
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+from .truncation import Truncation
 
 NAMES: Final = ("reference", "triton")
 
@@ -27,19 +29,6 @@ _ROUNDS: Final = (
     (31, 1),
 )
 """Rounds of splitmix64's finaliser: bits to shift, factor to multiply by."""
-
-
-class Truncation(NamedTuple):
-    """The tokens that some random rows may take: top-k first, then top-p, then min-p."""
-
-    rows: Tensor
-    """[C] int64, indices of random rows."""
-    top_k: Tensor
-    """[C] int64, at least 1."""
-    top_p: Tensor
-    """[C] float64."""
-    min_p: Tensor
-    """[C] float64."""
 
 
 class SamplingOperations(Protocol):

@@ -3,4 +3,5 @@
 `record` keeps the rows of a stage and its time limit, `page` shows them, `packed` unpacks what
 `pack.sh` collected. `smoke`, `micro`, `decode`, `grid`, `ours`, `vllm_side` and `sweep` are the
 stages; `ours` and `vllm_side` serve the same `serving_cases`. `shapes` has the models' shapes.
+`flashinfer_modules` compiles FlashInfer ahead of time.
 """

@@ -53,7 +53,7 @@ flashinfer() {
   echo 'int unused;' | gcc -shared -fPIC -x c - -o "$WORK/lib/libcuda.so"  # linked, never loaded
   LIBRARY_PATH="$WORK/lib" FLASHINFER_WORKSPACE_BASE="$WORK" PATH="$WORK/v/bin:$CUDA_HOME/bin:$PATH" \
     CPATH="$(echo "$WORK"/v/lib/python3.12/site-packages/nvidia/cu13/include)" \
-    PYTHONPATH="$PWD:$site" "$STACK" benchmarks/flashinfer_modules.py ${FA3:+--fa3} --jobs 1
+    PYTHONPATH="$PWD:$PWD/benchmarks:$site" "$STACK" benchmarks/gpu/flashinfer_modules.py ${FA3:+--fa3} --jobs 1
   # The headers of CUTLASS and others are needed to compile, and are half of the size.
   tar cJf .gpu/site-flashinfer.tar.xz -C "$site" --exclude=__pycache__ \
     --exclude=flashinfer/data/cutlass --exclude=flashinfer/data/cccl \

@@ -24,7 +24,8 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from conure.kernels.sampling import ReferenceSampling, SamplingOperations, Truncation
+from conure.kernels.sampling import ReferenceSampling, SamplingOperations
+from conure.kernels.truncation import Truncation
 
 Array = TypeVar("Array")
 """A numpy array before the step is staged, a tensor of the device afterwards."""

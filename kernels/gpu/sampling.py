@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sampling import Truncation
+from ..truncation import Truncation
 
 TRUNCATE_TILE: Final = 1024
 """Tokens that a program of `truncate_kernel` weighs at once, times 16 ranges; 512 spill."""

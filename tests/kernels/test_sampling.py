@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conure.kernels import sampling
+from conure.kernels.truncation import Truncation
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu")
@@ -50,7 +51,7 @@ def sample(
     keys = torch.randint(-(2**63), 2**63 - 1, (num,), generator=torch.Generator().manual_seed(seed))
     is_cut = top_k is not None or top_p < 1 or min_p > 0
     cut = num if is_cut else 0
-    truncation = sampling.Truncation(
+    truncation = Truncation(
         torch.arange(cut, device=DEVICE),
         torch.full((cut,), top_k or scores.shape[1], device=DEVICE),
         torch.full((cut,), top_p, dtype=torch.float64, device=DEVICE),
@@ -149,7 +150,7 @@ def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) 
 def test_rows_of_a_larger_step_are_chosen(operations: sampling.SamplingOperations) -> None:
     scores = random_scores(6, 1100, seed=6)
     rows = torch.tensor([4, 1], device=DEVICE)
-    truncation = sampling.Truncation(
+    truncation = Truncation(
         torch.tensor([1], device=DEVICE),
         torch.tensor([1], device=DEVICE),
         torch.ones(1, dtype=torch.float64, device=DEVICE),
