@@ -15,7 +15,7 @@ Shapes: R rows - T queries - H query heads - K KV heads - D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import flashinfer  # type: ignore[import-not-found,unused-ignore]  # optional
 import numpy as np
@@ -29,20 +29,6 @@ WORKSPACE_BYTES: Final = 128 * 2**20
 """Memory for FlashInfer's partial results, its recommended size."""
 DTYPES: Final = (torch.bfloat16, torch.float16)
 DIMS: Final = (64, 128, 256)
-
-
-class _Fallback(Protocol):
-    """The operations that another implementation performs; see `ops.KernelBackend`."""
-
-    def attention(self, *args: Any, **options: Any) -> Tensor: ...
-
-    def merge(self, *args: Any, **options: Any) -> Tensor: ...
-
-    def store_kv(self, *args: Any) -> None: ...
-
-    def copy_blocks(self, *args: Any) -> None: ...
-
-    def new_cache(self, *args: Any) -> Tensor: ...
 
 
 class _LayerKind(NamedTuple):
@@ -61,13 +47,17 @@ class _LayerKind(NamedTuple):
 class FlashInferKernels:
     """FlashInfer's attention, and another implementation for the rest."""
 
-    def __init__(self, fallback: _Fallback | None = None) -> None:
-        """Start without a workspace; `fallback` is the Triton implementation if None."""
+    def __init__(self, fallback: Any = None) -> None:
+        """Start without a workspace.
+
+        Args:
+            fallback: The `ops.KernelBackend` for everything else; None is the Triton one.
+        """
         if fallback is None:
             from .launcher import TritonKernels
 
             fallback = TritonKernels(AttentionTuning())
-        self._fallback = fallback
+        self._fallback: Final[Any] = fallback  # the protocol is in `ops`, which imports this
         self._workspaces: dict[torch.device, Tensor] = {}
         self._wrappers: dict[_LayerKind, tuple[Plan, Any]] = {}
 
@@ -86,7 +76,7 @@ class FlashInferKernels:
     ) -> Tensor:
         """Attend with FlashInfer if it supports the shapes; see `ops.AttentionOperations`."""
         if sinks is not None or not _is_supported(query, key_cache, value_cache):
-            return self._fallback.attention(
+            result: Tensor = self._fallback.attention(
                 query,
                 key_cache,
                 value_cache,
@@ -97,6 +87,7 @@ class FlashInferKernels:
                 sinks=sinks,
                 out=out,
             )
+            return result
         kind = _LayerKind(
             query.shape[1],
             key_cache.shape[2],
@@ -114,7 +105,8 @@ class FlashInferKernels:
 
     def merge(self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None) -> Tensor:
         """See `ops.AttentionOperations.merge`."""
-        return self._fallback.merge(outputs, lse, slots, sinks=sinks)
+        merged: Tensor = self._fallback.merge(outputs, lse, slots, sinks=sinks)
+        return merged
 
     def store_kv(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
@@ -130,7 +122,8 @@ class FlashInferKernels:
         self, num_blocks: int, block_size: int, heads: int, dim: int, dtype: torch.dtype
     ) -> Tensor:
         """See `ops.AttentionOperations.new_cache`."""
-        return self._fallback.new_cache(num_blocks, block_size, heads, dim, dtype)
+        cache: Tensor = self._fallback.new_cache(num_blocks, block_size, heads, dim, dtype)
+        return cache
 
     def _planned(self, kind: _LayerKind, plan: Plan) -> Any:
         """Return a wrapper that is planned for a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def allowed(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
     return kept
 
 
-CUTS = (
+CUTS: tuple[dict[str, Any], ...] = (
     {"top_k": 1},
     {"top_k": 3},
     {"top_p": 0.05},
@@ -92,13 +93,13 @@ CUTS = (
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_truncated_rows_take_allowed_tokens_only(
-    operations: sampling.SamplingOperations, cut: dict[str, float]
+    operations: sampling.SamplingOperations, cut: dict[str, Any]
 ) -> None:
     options = {"top_k": 40, "top_p": 1.0, "min_p": 0.0, **cut}
     scores = random_scores(1, 40, seed=3)
-    kept = allowed(scores[0], **options)  # type: ignore[arg-type]
+    kept = allowed(scores[0], **options)
     num = num_rows(operations, 600, 12)
-    tokens = sample(operations, scores.expand(num, -1).contiguous(), **options)  # type: ignore[arg-type]
+    tokens = sample(operations, scores.expand(num, -1).contiguous(), **options)
     assert set(tokens.tolist()) <= kept
     if num > 100:
         likely = {t for t in kept if float(torch.softmax(scores[0], -1)[t]) > 0.02}
@@ -107,13 +108,13 @@ def test_truncated_rows_take_allowed_tokens_only(
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.15}])
 def test_samples_follow_the_remaining_distribution(
-    operations: sampling.SamplingOperations, cut: dict[str, float]
+    operations: sampling.SamplingOperations, cut: dict[str, Any]
 ) -> None:
     options = {"top_k": 12, "top_p": 1.0, "min_p": 0.0, **cut}
     scores = random_scores(1, 12, seed=1)
-    kept = sorted(allowed(scores[0], **options))  # type: ignore[arg-type]
+    kept = sorted(allowed(scores[0], **options))
     num = num_rows(operations, 3000, 60 if cut else 250)
-    tokens = sample(operations, scores.expand(num, -1).contiguous(), **cut)  # type: ignore[arg-type]
+    tokens = sample(operations, scores.expand(num, -1).contiguous(), **cut)
     expected = torch.softmax(scores[0][kept].double(), -1) * len(tokens)
     counts = torch.bincount(tokens, minlength=12)[kept]
     assert int(counts.sum()) == len(tokens)
@@ -123,8 +124,9 @@ def test_samples_follow_the_remaining_distribution(
 
 def test_low_temperature_takes_the_largest_score(operations: sampling.SamplingOperations) -> None:
     scores = random_scores(num_rows(operations, 20, 4), 2100, seed=2)
-    for cut in ({}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.5}):
-        tokens = sample(operations, scores, temperature=GREEDY, **cut)  # type: ignore[arg-type]
+    cuts: tuple[dict[str, Any], ...] = ({}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.5})
+    for cut in cuts:
+        tokens = sample(operations, scores, temperature=GREEDY, **cut)
         assert torch.equal(tokens, scores.argmax(-1))
 
 
@@ -132,18 +134,22 @@ def test_low_temperature_takes_the_largest_score(operations: sampling.SamplingOp
     ("cut", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.35}, 4), ({"top_k": 5, "top_p": 0.5}, 3)]
 )
 def test_of_equal_scores_the_first_are_kept(
-    operations: sampling.SamplingOperations, cut: dict[str, float], kept: int
+    operations: sampling.SamplingOperations, cut: dict[str, Any], kept: int
 ) -> None:
     scores = torch.zeros(num_rows(operations, 400, 30), 10)
     scores[:, ::2] = -0.0
-    tokens = sample(operations, scores, **cut)  # type: ignore[arg-type]
+    tokens = sample(operations, scores, **cut)
     assert set(tokens.tolist()) == set(range(kept))
 
 
 def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) -> None:
     scores = random_scores(num_rows(operations, 300, 6), 600, seed=5)
     scores[:, 7:] = float("-inf")
-    for cut in ({}, {"top_k": 100}, {"top_p": 0.999}, {"top_k": 30, "min_p": 1e-6}):
+    cuts: tuple[dict[str, Any], ...] = (
+        *({}, {"top_k": 100}, {"top_p": 0.999}),
+        {"top_k": 30, "min_p": 1e-6},
+    )
+    for cut in cuts:
         assert int(sample(operations, scores, **cut).max()) < 7
 
 

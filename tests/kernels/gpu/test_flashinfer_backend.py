@@ -143,7 +143,7 @@ def test_flashinfer_is_asked_for_the_same_attention(changes: dict[str, Any]) -> 
     from conure.kernels.gpu.flashinfer_backend import FlashInferKernels
 
     options: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None, **changes}
-    operations = ops.AttentionOperations("flashinfer", FlashInferKernels(Refusing()))  # type: ignore[arg-type]
+    operations = ops.AttentionOperations("flashinfer", FlashInferKernels(Refusing()))
     query, keys, values = arguments(torch.float16, 64)
     plan = step()
     found = operations.attention(query, keys, values, plan, **options)
@@ -154,7 +154,7 @@ def test_flashinfer_is_asked_for_the_same_attention(changes: dict[str, Any]) -> 
 def test_wrapper_is_planned_once_for_a_step(library: type[PagedWrapperDouble]) -> None:
     from conure.kernels.gpu.flashinfer_backend import FlashInferKernels
 
-    operations = ops.AttentionOperations("flashinfer", FlashInferKernels(Refusing()))  # type: ignore[arg-type]
+    operations = ops.AttentionOperations("flashinfer", FlashInferKernels(Refusing()))
     query, keys, values = arguments(torch.bfloat16, 64)
     plan = step()
     for _ in range(3):
