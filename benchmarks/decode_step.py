@@ -42,6 +42,7 @@ from conure.engine.protocol import SamplingParams
 from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.engine.testing import dummy_checkpoint
+from gpu.shapes import LLAMA_3_8B, SMALL
 
 TARGETS: Final = {"decode": 0.80, "prefill": 0.55}
 """Target shares of the lower bound."""
@@ -52,42 +53,6 @@ COPY_BYTES: Final = 2**32
 MATRIX: Final = 8192
 LOGPROB_ERROR: Final = {"float32": 2e-3, "bfloat16": 0.25}
 """Maximum difference of a logprob, for additions in another order."""
-
-LLAMA_3_8B: Final[dict[str, Any]] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "initializer_range": 0.02,
-    "bos_token_id": None,
-    "eos_token_id": 128_001,
-    "dtype": "bfloat16",
-}
-SMALL: Final = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "eos_token_id": 258,
-    # Large enough that a token depends on its context.
-    "initializer_range": 0.1,
-}
 
 
 class MachineRates(NamedTuple):
@@ -173,15 +138,15 @@ class DecodingContexts:
 
 def main(arguments: list[str] | None = None) -> int:
     """Check, measure, print and write the results."""
-    options = _parse(arguments)
+    options = parse(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         checked = check(folder, options.device)
         print(
             f"small model: {checked} tokens and logprobs as on the CPU, captured and not captured"
         )
-        config = options.config or _write(folder / "large.json", SMALL if options.tiny else {})
-        runner = _runner(str(config), options)
+        config = options.config or write_config(folder / "large.json", is_tiny=options.tiny)
+        runner = make_runner(str(config), options)
         print(f"{runner.description} on {_device_name(runner)}")
         worst = check_recorded(runner, max(options.batch))
         print(f"large model: logprobs of captured steps within {worst:.3f} of the others")
@@ -222,7 +187,7 @@ def check(folder: Path, device: str) -> int:
     Raises:
         AssertionError: if they differ by more than rounding.
     """
-    config = _write(folder / "small.json", {**SMALL, "dtype": "float32"})
+    config = write_config(folder / "small.json", is_tiny=True, dtype="float32")
     model = dummy_checkpoint.write(str(config), folder / "small", dtype="float32")
     limits: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "max_sequences": 8}
     device_runner = TorchModelRunner(
@@ -457,7 +422,8 @@ def _prefill_flops(runner: TorchModelRunner, num: int) -> float:
     return float(2 * inner * num + 2 * output.weight.numel() + attention)
 
 
-def _runner(config: str, options: argparse.Namespace) -> TorchModelRunner:
+def make_runner(config: str, options: argparse.Namespace) -> TorchModelRunner:
+    """Return a runner of random weights with room for all steps."""
     max_batch = max(options.batch)
     length = max(options.context + 5 * WARM_STEPS + 2 * options.repeats, 256)
     num_blocks = max_batch * -(-length // BLOCK) + -(-options.prefill // BLOCK) + 16
@@ -473,8 +439,10 @@ def _runner(config: str, options: argparse.Namespace) -> TorchModelRunner:
     )
 
 
-def _write(path: Path, changes: dict[str, Any]) -> Path:
-    path.write_text(json.dumps({**LLAMA_3_8B, **changes}), encoding="utf-8")
+def write_config(path: Path, *, is_tiny: bool, **changes: Any) -> Path:
+    """Write the config of Llama 3 8B, or of a small model of its kind; return `path`."""
+    config = {**LLAMA_3_8B, **(SMALL if is_tiny else {}), **changes}
+    path.write_text(json.dumps(config), encoding="utf-8")
     return path
 
 
@@ -487,7 +455,8 @@ def _dtype_name(runner: TorchModelRunner) -> str:
     return str(runner._model.dtype).removeprefix("torch.")
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--config", type=Path, help="a config.json; default: Llama 3 8B")

@@ -21,13 +21,14 @@ import importlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from attention import case, checks, clock, contenders, flashinfer_contenders, planning, rows
-from attention.report import NOMINAL, KernelReport, RowResult, line
+from attention import checks, clock, contenders, flashinfer_contenders, planning, rows
+from attention.measurement import describe, measure
+from attention.report import KernelReport, line
 from conure.kernels import ops
 
 
@@ -38,18 +39,6 @@ def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def describe(device: torch.device) -> str:
-    """Return the manufacturer's name of the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return f"CPU {platform.machine()}"
-    models = [each.partition(":")[2].strip() for each in lines if each.startswith("model name")]
-    return f"CPU {models[0] if models else platform.machine()}"
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the libraries."""
     result = {"python": platform.python_version(), "torch": torch.__version__}
@@ -58,63 +47,6 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(flashinfer_contenders.UnusableError):
         result["flashinfer"] = flashinfer_contenders.version()
     return result
-
-
-def measure(
-    row: rows.BenchmarkRow,
-    implementation: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    rates: rows.DeviceRates,
-    is_selected: Callable[[str], bool],
-    rounds: int,
-    timer: Callable[[], float],
-    block_size: int,
-) -> RowResult:
-    """Check and time one row. A competitor that fails is skipped; our errors are raised."""
-    operations = ops.implementation(implementation)
-    created = case.make(row, operations, block_size=block_size, dtype=dtype, device=device)
-    outputs: dict[str, torch.Tensor] = {}
-    passes: dict[str, Callable[[], object]] = {}
-    checks_by_name: dict[str, checks.AccuracyCheck] = {}
-    skipped: dict[str, str] = {}
-    for contender in contenders.prepare(created, implementation, is_selected):
-        if not isinstance(contender, contenders.Contender):
-            skipped[contender[0]] = contender[1]
-            continue
-        name, attend = contender.name, contender.attend
-        try:
-            error = checks.error(created, 0, attend(0))
-        except Exception as exception:
-            if name in contenders.OUR_CONTENDERS:
-                raise
-            skipped[name] = checks.first_line(exception)
-            continue
-        checks_by_name[name] = checks.AccuracyCheck(
-            f"{row.name}: {name}", error, checks.BOUNDS[dtype]
-        )
-        passes[name] = _pass(attend, created.layers)
-        if contender.out is not None:
-            outputs[name] = contender.out
-    timings = clock.take_turns(passes, device, layers=created.layers, rounds=rounds, timer=timer)
-    for name, out in outputs.items():
-        # The last timed output must be as accurate as the first one.
-        replayed = checks.error(created, created.layers - 1, out)
-        if not replayed <= checks_by_name[name].error:
-            checks_by_name[name] = checks_by_name[name]._replace(error=replayed)
-    element = dtype.itemsize
-    nominal = next((NOMINAL[part] for part in NOMINAL if part in describe(device)), None)
-    return RowResult(
-        row,
-        str(dtype).removeprefix("torch."),
-        element,
-        rates.ideal_s(row, element),
-        None if nominal is None else nominal.ideal_s(row, element),
-        timings,
-        checks_by_name,
-        skipped,
-    )
 
 
 def run(options: argparse.Namespace, device: torch.device) -> KernelReport:
@@ -215,14 +147,6 @@ def _checks(implementation: str, device: torch.device) -> Iterator[checks.Accura
         from attention.configuration_checks import check_configurations  # needs triton
 
         yield from check_configurations(device)
-
-
-def _pass(attend: Callable[[int], object], layers: int) -> Callable[[], None]:
-    def run_layers() -> None:
-        for layer in range(layers):
-            attend(layer)
-
-    return run_layers
 
 
 def _work(

@@ -8,6 +8,7 @@ the same plan. The arguments are checked here.
     cpu          C++ kernels, compiled for an instruction set of the processor
     invariant    like cpu, but bitwise independent of the rest of the step
     triton       GPU kernels: all ranges of a step in one launch
+    flashinfer   FlashInfer's paged attention where it is installed, else triton; shares nothing
 
 A KV cache is [N, B, K, D] and its first two dimensions flatten, so that consecutive blocks are
 one contiguous range that is read in place. `new_cache` returns a cache in the layout that its
@@ -34,7 +35,7 @@ from .cpu import library
 from .cpu.attention import CpuKernels, NativeLibrary
 from .planning.plan import Plan
 
-NAMES: Final = ("reference", "cpu", "invariant", "triton")
+NAMES: Final = ("reference", "cpu", "invariant", "triton", "flashinfer")
 
 
 class KernelBackend(Protocol):
@@ -117,6 +118,12 @@ def implementation(name: str, instructions: str = library.AUTO) -> AttentionOper
         except ImportError as error:
             raise ValueError(f"implementation 'triton' cannot be loaded: {error}") from error
         return AttentionOperations(name, TritonKernels())
+    if name == "flashinfer":
+        try:
+            from .gpu.flashinfer_backend import FlashInferKernels
+        except ImportError as error:
+            raise ValueError(f"implementation 'flashinfer' cannot be loaded: {error}") from error
+        return AttentionOperations(name, FlashInferKernels())
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
 
 

@@ -9,7 +9,7 @@ Allowed imports across folders (docs/architecture.md shows them):
     adapters -> server.program
     server   -> server.program, engine.protocol, engine.config
     engine   -> kernels
-    kernels  -> torch, triton, numpy
+    kernels  -> torch, triton, numpy, flashinfer (optional)
 
 `server.program` uses only the standard library and msgspec. Imports are relative inside a
 folder and absolute across folders. Files form no import cycle.
@@ -55,7 +55,7 @@ PROGRAM = "conure.server.program"
 
 # Third-party libraries of the parts that have a list. The standard library is always allowed.
 LIBRARIES = {
-    "kernels": {"torch", "triton", "numpy"},
+    "kernels": {"torch", "triton", "numpy", "flashinfer"},
     "server.program": {"msgspec", "re2"},
 }
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}

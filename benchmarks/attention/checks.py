@@ -80,7 +80,7 @@ def variants(operations: ops.AttentionOperations, device: torch.device) -> Itera
     for variant in VARIANTS:
         bound = BOUNDS[variant.dtype]
         try:
-            yield AccuracyCheck(variant.name, _variant_error(variant, operations, device), bound)
+            yield AccuracyCheck(variant.name, variant_error(variant, operations, device), bound)
         except Exception as exception:  # check the other variants
             yield AccuracyCheck(variant.name, math.nan, bound, first_line(exception))
 
@@ -100,10 +100,10 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
-def _variant_error(
+def variant_error(
     variant: CheckedVariant, operations: ops.AttentionOperations, device: torch.device
 ) -> float:
-    """Return the error on a tree of three levels with odd lengths."""
+    """Return the relative error on a tree of three levels with odd lengths."""
     row = BenchmarkRow(variant.name, "tree", (1, 3, 18), (256, 64, 150))
     generator = torch.Generator().manual_seed(1)
     shorter = torch.randint(128, (row.num_requests,), generator=generator).tolist()

@@ -76,16 +76,17 @@ def check_configurations(device: torch.device) -> Iterator[checks.AccuracyCheck]
     for configuration, shape in attention_configurations():
         bound = checks.BOUNDS[shape.dtype]
         try:
-            error = _error(configuration, shape, device)
+            error = configuration_error(configuration, shape, device)
             yield checks.AccuracyCheck(configuration.name, error, bound)
         except Exception as exception:  # check the other configurations
             reason = checks.first_line(exception)
             yield checks.AccuracyCheck(configuration.name, math.nan, bound, reason)
 
 
-def _error(
+def configuration_error(
     configuration: KernelConfiguration, shape: AttentionShape, device: torch.device
 ) -> float:
+    """Return the relative error of one configuration; NaN if an output was not written."""
     rows, constants = rows_for(configuration, shape), configuration.constants
     variant = AttentionVariant(
         constants["HAS_WINDOW"], constants["HAS_CAP"], constants["HAS_SINKS"]

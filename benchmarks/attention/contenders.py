@@ -15,7 +15,8 @@ to gather them first.
 On a CPU `shared` is a step of an unchanged batch: keys and values gathered in its first pass are
 cached, as in an engine. `first step` is the first step of a new batch.
 
-FlashInfer's contenders are in `flashinfer_contenders`.
+FlashInfer's contenders are in `flashinfer_contenders`, FlashAttention 3 is in
+`flash_attention_contenders`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from conure.kernels import ops
 from conure.kernels.planning import plan as plans
 from conure.kernels.planning.prefix_tree import MIN_SAVED_TOKENS
 
-from . import checks, flashinfer_contenders
+from . import checks, flash_attention_contenders, flashinfer_contenders
 from .case import CACHE_BYTES, AttentionCase
 
 FIRST_STEP = "first step"
@@ -82,13 +83,19 @@ def prepare(
             yield name, checks.first_line(exception)
 
 
-def our_contender(name: str, case: AttentionCase, implementation: str) -> Contender:
+def our_contender(
+    name: str,
+    case: AttentionCase,
+    implementation: str,
+    operations: ops.AttentionOperations | None = None,
+) -> Contender:
     """Return one of our contenders. Its output starts as NaN.
 
     Each contender has its own operations, because they cache the tables of one plan.
     """
     row = case.row
-    operations = ops.implementation(implementation)
+    if operations is None:
+        operations = ops.implementation(implementation)
 
     def new_plan() -> plans.Plan:
         return plans.build_plan(
@@ -122,6 +129,7 @@ def _competitors(case: AttentionCase) -> Mapping[str, Factory]:
     competitors: dict[str, Factory] = {"sdpa packed": _sdpa_packed, "sdpa gqa": _sdpa_gqa}
     if case.device.type == "cuda":
         competitors.update(flashinfer_contenders.COMPETITORS)
+        competitors.update(flash_attention_contenders.COMPETITORS)
         if case.row.regime in FLEX_REGIMES:
             competitors["flex"] = _flex
     return competitors

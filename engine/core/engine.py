@@ -288,6 +288,8 @@ class EngineCore:
             if len(context.fill_counters) > 1:
                 self._answer_fills(context)
             if token_id is not None and generation is not None:
+                # A row of a lookahead step is not the context's own.
+                context.row.logprob = row.logprob
                 self._outputs.process_token(context, generation, token_id)
 
     def _answer_fills(self, context: Context) -> None:

@@ -106,5 +106,4 @@ def _allows_lookahead(generation: GenerationState) -> bool:
         generation.finish_reason is None
         and generation.constraint is None
         and not has_penalty(sampling)
-        and sampling.logprobs is None
     )

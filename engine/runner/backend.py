@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from conure.kernels import elementwise, ops
+from conure.kernels import elementwise, ops, sampling
 from conure.kernels.cpu import library
 from conure.kernels.cpu.attention import NativeLibrary
 from conure.kernels.cpu.linear import PackedLinear
@@ -28,6 +28,8 @@ from .cuda_graphs import CudaGraphs, Record
 
 NO_LIBRARY: Final = "none"
 """The `instructions` that select torch operations."""
+
+_REFERENCE_SAMPLING: Final = sampling.ReferenceSampling()
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class Backend:
     operations: ops.AttentionOperations
     fused: elementwise.ElementwiseOperations
     """Operations between matrix products."""
+    sampling: sampling.SamplingOperations = _REFERENCE_SAMPLING
+    """Samples the tokens of random rows."""
     pack: Pack | None = None
     """Packs weights for products that are faster than torch's; None where there are none."""
     record: Record | None = None
@@ -86,6 +90,7 @@ def create_backend(
         device,
         ops.implementation("triton"),
         fused=elementwise.implementation("triton"),
+        sampling=sampling.implementation("triton"),
         record=CudaGraphs(device),
         copy_to_host=_copy_to_host,
         synchronize=lambda: torch.cuda.synchronize(device),

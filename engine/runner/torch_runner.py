@@ -196,7 +196,9 @@ class TorchModelRunner(Runner):
         if sampling is None:
             sampled = sample_tokens(logits, None)
         else:
-            sampled = sample_tokens(logits, LogitOpsBatch(*ops), sampling.num_top)
+            sampled = sample_tokens(
+                logits, LogitOpsBatch(*ops), sampling.num_top, self._backend.sampling
+            )
         copy_to_host = self._backend.copy_to_host
         if copy_to_host is None:
             return CompletedStep(batch.unpack(sampled.tolist(), sampling_rows, sampling))

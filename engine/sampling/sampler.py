@@ -1,10 +1,8 @@
 """Samples the next token of each row, on the device that holds the logits.
 
-Greedy rows take the largest logit. Random rows use the Gumbel-max trick: after penalties,
-temperature and truncation, noise is added to each logit, and the token with the largest sum is
-a sample from the softmax. The noise is a function of (seed, position, token), computed from
-integers (splitmix64: Steele, Lea and Flood, OOPSLA'14). So a sample depends neither on the other
-rows of the step, nor on the device, nor on how often a context was recomputed.
+Greedy rows take the largest logit. Random rows are sampled by `conure.kernels.sampling`, with a
+noise that is a function of (seed, position, token). So a sample depends neither on the other rows
+of the step, nor on the device, nor on how often a context was recomputed.
 
 Operations run in the order of transformers: repetition penalty; presence and frequency
 penalties, bias and banned tokens, which are all additions; masks; temperature; top-k; top-p;
@@ -26,17 +24,13 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from conure.kernels.sampling import ReferenceSampling, SamplingOperations
+from conure.kernels.truncation import Truncation
+
 Array = TypeVar("Array")
 """A numpy array before the step is staged, a tensor of the device afterwards."""
 
-_GOLDEN: Final = 0x9E3779B97F4A7C15 - 2**64
-"""2**64 / phi. Constants are written as the signed numbers with the same bits."""
-_ROUNDS: Final = (
-    (30, 0xBF58476D1CE4E5B9 - 2**64),
-    (27, 0x94D049BB133111EB - 2**64),
-    (31, 1),
-)
-"""Rounds of splitmix64's finaliser: bits to shift, factor to multiply by."""
+_REFERENCE: Final = ReferenceSampling()
 
 
 class LogitOpsBatch(NamedTuple, Generic[Array]):
@@ -75,13 +69,19 @@ class LogitOpsBatch(NamedTuple, Generic[Array]):
     """[L] int64, rows that report logprobs."""
 
 
-def sample_tokens(logits: Tensor, ops: LogitOpsBatch[Tensor] | None, num_top: int = 0) -> Tensor:
+def sample_tokens(
+    logits: Tensor,
+    ops: LogitOpsBatch[Tensor] | None,
+    num_top: int = 0,
+    operations: SamplingOperations = _REFERENCE,
+) -> Tensor:
     """Return the token of each row and the requested logprobs, in one vector.
 
     Args:
         logits: [S, V], any float dtype. May be overwritten if there are operations.
         ops: None takes the largest logits.
         num_top: Number of likeliest tokens to report, at most V.
+        operations: Samples the tokens of random rows.
 
     Returns:
         Without operations [S] int64. Otherwise float64, so that one copy moves all results to
@@ -97,9 +97,11 @@ def sample_tokens(logits: Tensor, ops: LogitOpsBatch[Tensor] | None, num_top: in
     _modify_logits(scores, ops)
     tokens = scores.argmax(dim=-1)
     if len(ops.random_rows):
-        tokens.index_copy_(
-            0, ops.random_rows, _sample_random(scores.index_select(0, ops.random_rows), ops)
+        truncation = Truncation(ops.truncated, ops.top_k, ops.top_p, ops.min_p)
+        sampled = operations.sample(
+            scores, ops.random_rows, ops.temperatures, ops.noise_keys, truncation
         )
+        tokens.index_copy_(0, ops.random_rows, sampled)
     parts = [tokens]
     if logprobs is not None:
         reported = tokens.index_select(0, ops.logprob_rows)[:, None]
@@ -110,29 +112,6 @@ def sample_tokens(logits: Tensor, ops: LogitOpsBatch[Tensor] | None, num_top: in
             top_tokens.flatten(),
         ]
     return torch.cat([part.double() for part in parts])
-
-
-def noise(keys: Tensor, count: int) -> Tensor:
-    """Return `count` numbers in (0, 1) for each key, the same on every device.
-
-    Args:
-        keys: [N] int64.
-        count: Numbers per key. The i-th number does not depend on it.
-
-    Returns:
-        [N, count] float64.
-    """
-    words = torch.arange(1, count + 1, device=keys.device).mul_(_GOLDEN) + keys[:, None]
-    buffer = torch.empty_like(words)
-    for shift, factor in _ROUNDS:
-        # Unsigned shift: the mask removes the copies of the sign bit.
-        torch.bitwise_right_shift(words, shift, out=buffer).bitwise_and_(2 ** (64 - shift) - 1)
-        words.bitwise_xor_(buffer)
-        if factor != 1:
-            words.mul_(factor)
-    # 52 bits, so that adding a half is exact and the result is neither 0 nor 1.
-    words.bitwise_right_shift_(12).bitwise_and_(2**52 - 1)
-    return words.double().add_(0.5).mul_(2.0**-52)
 
 
 def _modify_logits(scores: Tensor, ops: LogitOpsBatch[Tensor]) -> None:
@@ -151,28 +130,3 @@ def _modify_logits(scores: Tensor, ops: LogitOpsBatch[Tensor]) -> None:
         banned = (bits == 0).flatten(1)[:, : scores.shape[1]]
         masked = scores.index_select(0, ops.mask_rows).masked_fill_(banned, float("-inf"))
         scores.index_copy_(0, ops.mask_rows, masked)
-
-
-def _sample_random(scores: Tensor, ops: LogitOpsBatch[Tensor]) -> Tensor:
-    """Return a sampled token [N] for each row of scores [N, V]."""
-    scores = scores.double() / ops.temperatures[:, None]
-    if len(ops.truncated):
-        scores.index_copy_(0, ops.truncated, _truncate(scores.index_select(0, ops.truncated), ops))
-    gumbel = noise(ops.noise_keys, scores.shape[1]).log_().neg_().log_().neg_()
-    return scores.add_(gumbel).argmax(dim=-1)
-
-
-def _truncate(scores: Tensor, ops: LogitOpsBatch[Tensor]) -> Tensor:
-    """Return scores [C, V] with -inf for the tokens that top-k, top-p and min-p exclude."""
-    ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    beyond_top_k = torch.arange(scores.shape[1], device=scores.device) >= ops.top_k[:, None]
-    ordered = ordered.masked_fill(beyond_top_k, float("-inf"))
-    # A token is excluded if the tokens before it reach top_p; the first never is.
-    weights = torch.softmax(ordered, dim=-1)
-    before = weights.cumsum(dim=-1) - weights
-    top_p = ops.top_p[:, None]
-    excluded = (before >= top_p) & (top_p < 1)
-    excluded[:, 0] = False
-    excluded |= weights < ops.min_p[:, None] * weights[:, :1]
-    remaining = ordered.masked_fill(excluded, float("-inf"))
-    return torch.empty_like(remaining).scatter_(1, tokens, remaining)

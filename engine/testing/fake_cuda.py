@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..models import fused_decoder, probe
@@ -82,6 +83,8 @@ def fake_cuda(
         compiles: Compile each launch for sm_90. Slow: seconds for each new configuration.
     """
     device = FakeCuda(compiles=compiles)
+    # `torch.device(...)` as a context remembers the constructors when it is first entered.
+    _device_constructors()
     with contextlib.ExitStack() as stack:
         for name, value in _cuda_functions(device).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
@@ -90,6 +93,7 @@ def fake_cuda(
             mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         )
         stack.enter_context(mock.patch.object(torch, "empty", _pinned_or(torch.empty)))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", lambda each: 16 * id(each)))
         stack.enter_context(mock.patch.object(backend, "_copy_to_host", _copy_to_host(device)))
         stack.enter_context(
@@ -138,6 +142,14 @@ class _ReadableMode(FakeTensorMode):
             return tensor
         with self:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+class _Generator(torch.Generator):
+    """A generator of the CPU, whatever device it is asked for."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        """Ignore the device."""
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch declares none
 
 
 class _Event:
@@ -291,6 +303,7 @@ class _CheckedKernel:
 
     def __init__(self, kernel: Any, device: FakeCuda) -> None:
         self._kernel, self._device = kernel, device
+        self.arg_names = kernel.arg_names
         self._name = kernel.fn.__name__
         self._signature = inspect.signature(kernel.fn)
 
@@ -336,11 +349,12 @@ def _triton_type(dtype: torch.dtype) -> Any:
 
 def _replace_kernels(stack: contextlib.ExitStack, device: FakeCuda) -> None:
     """Replace every kernel in the modules that launch them."""
-    from conure.kernels.gpu import elementwise, launcher
+    from conure.kernels.gpu import elementwise, launcher, sampling
 
-    for module in (launcher, elementwise):
+    for module in (launcher, elementwise, sampling):
         for name, value in [*vars(module).items()]:
-            if hasattr(value, "fn") and hasattr(value, "arg_names"):
+            # Other functions are called by kernels, which must find them as they are.
+            if hasattr(value, "fn") and value.fn.__name__.endswith("_kernel"):
                 checked = _CheckedKernel(value, device)
                 stack.enter_context(mock.patch.object(module, name, checked))
     stack.enter_context(mock.patch.object(launcher, "INTERPRETED", False))
@@ -393,15 +407,10 @@ class _Driver:
 def _triton_driver() -> Iterator[None]:
     from triton.runtime import driver
 
-    try:
-        before: Any = driver.active
-    except RuntimeError:  # no driver is installed
-        before = None
+    # Asking for the active driver would look for a real one.
+    before = driver._active
     driver.set_active(_Driver())
     try:
         yield
     finally:
-        if before is None:
-            driver.reset_active()
-        else:
-            driver.set_active(before)
+        driver._active = before

@@ -190,6 +190,7 @@ class FakeRunner(Runner):
         Raises:
             AssertionError: if a block does not contain the tokens that a row attends to.
         """
+        given = rows
         if any(row.previous_id_index is not None for row in rows):
             rows = [self._with_previous_id(row) for row in rows]
         if self._memory is not None:
@@ -197,7 +198,7 @@ class FakeRunner(Runner):
         sampled: list[int] = []
         num_prompt_tokens = 0
         has_first = False
-        for row in rows:
+        for row, given_row in zip(rows, given, strict=True):
             sampling = row.sampling
             if sampling is None:
                 num_prompt_tokens += row.num_new
@@ -211,7 +212,7 @@ class FakeRunner(Runner):
             next_id = self._next_id(row, sampling, num_output)
             sampled.append(next_id)
             if sampling.logprobs is not None:
-                row.logprob = _logprob(next_id, sampling.logprobs)
+                given_row.logprob = _logprob(next_id, sampling.logprobs)
         duration = (
             num_prompt_tokens * self._time_per_prompt_token
             + has_first * self._time_per_call

@@ -5,6 +5,8 @@ attention      the attention kernel
 merge          the kernel that merges partials
 kv_cache       the kernels that write KV caches and copy blocks
 elementwise    the elementwise operations of a decoder layer
+flashinfer_backend  FlashInfer's paged attention, where it is installed
+sampling       the kernels that sample tokens
 configuration  tile sizes, warps and pipeline depths by shape
 work_table/    the work of a step as one array for the attention kernel
 """

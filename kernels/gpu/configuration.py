@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from . import attention, kv_cache, merge
+from . import attention, kv_cache, merge, sampling
 
 MAX_DIM: Final = 256
 MAX_GROUP: Final = 128
@@ -272,6 +272,7 @@ def configurations() -> tuple[KernelConfiguration, ...]:
     ]
     result += [_merge(bf16, 32, dim) for dim in (64, 80, 128, 256)]
     result += [_store(bf16, 8, 128, 128), _store(bf16, 8, 192, 128), *_moves()]
+    result += [_truncate(), _sample()]
     return tuple(result)
 
 
@@ -355,6 +356,51 @@ def _moves() -> list[KernelConfiguration]:
         )
         for to_scratch in (True, False)
     ]
+
+
+def _truncate() -> KernelConfiguration:
+    pointers = {
+        "scores": "*fp32",
+        "rows": "*i64",
+        "temperatures": "*fp64",
+        "truncated": "*i64",
+        "top_k": "*i64",
+        "top_p": "*fp64",
+        "log_min_p": "*fp64",
+        "thresholds": "*i32",
+        "last_ties": "*i32",
+        "floors": "*fp64",
+    }
+    return _configuration(
+        "truncate",
+        sampling.truncate_kernel,
+        {**pointers, "vocabulary": "i32", "stride": "i32"},
+        {"TILE": sampling.TRUNCATE_TILE},
+        {"num_warps": 8, "num_stages": 3},
+        (*pointers, "stride"),
+    )
+
+
+def _sample() -> KernelConfiguration:
+    pointers = {
+        "scores": "*fp32",
+        "rows": "*i64",
+        "temperatures": "*fp64",
+        "noise_keys": "*i64",
+        "thresholds": "*i32",
+        "last_ties": "*i32",
+        "floors": "*fp64",
+        "best": "*fp64",
+        "tokens": "*i64",
+    }
+    return _configuration(
+        "sample",
+        sampling.sample_kernel,
+        {**pointers, "vocabulary": "i32", "stride": "i32"},
+        {"TILE": sampling.SAMPLE_TILE},
+        {"num_warps": 4, "num_stages": 3},
+        (*pointers, "stride"),
+    )
 
 
 def _configuration(

@@ -17,6 +17,7 @@ from conure.kernels.elementwise import ReferenceElementwise
 from tests.engine import graph_double
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "decode_step.py"
+sys.path.insert(0, str(PATH.parent))
 ARGUMENTS = ["--device", "cpu", "--tiny", "--repeats", "2", "--context", "40", "--prefill", "64"]
 
 

@@ -26,7 +26,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from conure.engine.runner.backend import Backend
 from conure.engine.runner.cuda_graphs import Record
-from conure.kernels import elementwise, ops, reference
+from conure.kernels import elementwise, ops, reference, sampling
 from conure.kernels.planning.plan import Plan
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "_unique2")
@@ -225,6 +225,7 @@ def interpreted(record: Record | None) -> Backend:
         torch.device("cpu"),
         ops.implementation("triton"),
         fused=elementwise.implementation("triton"),
+        sampling=sampling.implementation("triton"),
         record=record,
     )
 

@@ -44,6 +44,21 @@ def test_lookahead_does_not_change_the_text() -> None:
     assert texts[0] == texts[1]
 
 
+def test_lookahead_reports_the_logprob_of_each_token() -> None:
+    found = []
+    for late in (False, True):
+        server, _ = started(late=late, max_tokens=9, ignore_eos=True, logprobs=2)
+        logprobs = []
+        while (step := server.step()) is not None:
+            tokens = [each for each in step.reports if isinstance(each, protocol.Tokens)]
+            assert all(len(each.ids) == len(each.logprobs) for each in tokens)
+            logprobs += [each for report in tokens for each in report.logprobs]
+        assert server.runner.num_ahead == (8 if late else 0)
+        found.append(logprobs)
+    assert found[0] == found[1]
+    assert len(found[0]) == 9
+
+
 def test_length_end_causes_no_extra_step() -> None:
     for late in (False, True):
         server, _ = started(late=late, max_tokens=9, ignore_eos=True)
@@ -72,7 +87,6 @@ def test_late_end_discards_one_token(sampling: dict[str, Any]) -> None:
         {"repetition_penalty": 1.2},
         {"presence_penalty": 0.1},
         {"frequency_penalty": 0.1},
-        {"logprobs": 0},
     ],
 )
 def test_host_dependent_sampling_disables_lookahead(

@@ -21,6 +21,7 @@ from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.cuda_graphs import bucket_sizes
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.engine.sampling import batch, sampler
+from conure.kernels import sampling
 
 from .. import shrunk
 from .test_cuda_graphs import FAMILIES, SETTINGS, Crowd
@@ -129,13 +130,15 @@ def test_device_samples_same_tokens_as_cpu(width: int) -> None:
     there: sampler.LogitOpsBatch[Tensor] = sampler.LogitOpsBatch(
         *(torch.from_numpy(array).cuda() for array in wishes.ops)
     )
-    found = sampler.sample_tokens(logits.cuda(), there, wishes.num_top)
-    assert batch.unpack(found.tolist(), rows, wishes) == wanted
+    for name in sampling.NAMES:
+        operations = sampling.implementation(name)
+        found = sampler.sample_tokens(logits.cuda(), there, wishes.num_top, operations)
+        assert batch.unpack(found.tolist(), rows, wishes) == wanted
 
 
 def test_noise_equals_cpu_bit_for_bit() -> None:
     keys = torch.tensor([0, 1, -1, 2**62, -(2**63)])
-    assert torch.equal(sampler.noise(keys.cuda(), 1000).cpu(), sampler.noise(keys, 1000))
+    assert torch.equal(sampling.noise(keys.cuda(), 1000).cpu(), sampling.noise(keys, 1000))
 
 
 def test_decode_step_is_recorded_without_synchronising(folder: Path) -> None:

@@ -1,0 +1,210 @@
+"""Sampling: distributions, truncation against a sort, ties, and equal tokens everywhere."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conure.kernels import sampling
+from conure.kernels.truncation import Truncation
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu")
+GREEDY = 1e-6
+"""A temperature at which noise decides between equal scores only."""
+
+
+@pytest.fixture(params=sampling.NAMES)
+def operations(request: pytest.FixtureRequest) -> sampling.SamplingOperations:
+    return sampling.implementation(request.param)
+
+
+def num_rows(operations: sampling.SamplingOperations, wanted: int, interpreted: int) -> int:
+    """Return how many rows to sample: the interpreter takes 0.1 s for a truncated row."""
+    is_slow = DEVICE.type == "cpu" and not isinstance(operations, sampling.ReferenceSampling)
+    return interpreted if is_slow else wanted
+
+
+def random_scores(num_rows: int, vocabulary: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(num_rows, vocabulary, generator=generator)
+
+
+def sample(
+    operations: sampling.SamplingOperations,
+    scores: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
+    """Sample a token of every row, each with its own noise."""
+    num = len(scores)
+    keys = torch.randint(-(2**63), 2**63 - 1, (num,), generator=torch.Generator().manual_seed(seed))
+    is_cut = top_k is not None or top_p < 1 or min_p > 0
+    cut = num if is_cut else 0
+    truncation = Truncation(
+        torch.arange(cut, device=DEVICE),
+        torch.full((cut,), top_k or scores.shape[1], device=DEVICE),
+        torch.full((cut,), top_p, dtype=torch.float64, device=DEVICE),
+        torch.full((cut,), min_p, dtype=torch.float64, device=DEVICE),
+    )
+    return operations.sample(
+        scores.to(DEVICE),
+        torch.arange(num, device=DEVICE),
+        torch.full((num,), temperature, dtype=torch.float64, device=DEVICE),
+        keys.to(DEVICE),
+        truncation,
+    ).cpu()
+
+
+def allowed(scores: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Return the tokens that a truncated row may take, from the definition."""
+    order = sorted(range(len(scores)), key=lambda token: (-float(scores[token]), token))[:top_k]
+    top = float(scores[order[0]])
+    weights = [math.exp(float(scores[token]) - top) for token in order]
+    total, before, kept = sum(weights), 0.0, set()
+    for place, (token, weight) in enumerate(zip(order, weights, strict=True)):
+        if (place == 0 or top_p >= 1 or before < top_p * total) and weight >= min_p:
+            kept.add(token)
+        before += weight
+    return kept
+
+
+CUTS: tuple[dict[str, Any], ...] = (
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_p": 0.05},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"top_k": 9, "top_p": 0.8},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
+)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_truncated_rows_take_allowed_tokens_only(
+    operations: sampling.SamplingOperations, cut: dict[str, Any]
+) -> None:
+    options = {"top_k": 40, "top_p": 1.0, "min_p": 0.0, **cut}
+    scores = random_scores(1, 40, seed=3)
+    kept = allowed(scores[0], **options)
+    num = num_rows(operations, 600, 12)
+    tokens = sample(operations, scores.expand(num, -1).contiguous(), **options)
+    assert set(tokens.tolist()) <= kept
+    if num > 100:
+        likely = {t for t in kept if float(torch.softmax(scores[0], -1)[t]) > 0.02}
+        assert likely <= set(tokens.tolist())
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.15}])
+def test_samples_follow_the_remaining_distribution(
+    operations: sampling.SamplingOperations, cut: dict[str, Any]
+) -> None:
+    options = {"top_k": 12, "top_p": 1.0, "min_p": 0.0, **cut}
+    scores = random_scores(1, 12, seed=1)
+    kept = sorted(allowed(scores[0], **options))
+    num = num_rows(operations, 3000, 60 if cut else 250)
+    tokens = sample(operations, scores.expand(num, -1).contiguous(), **cut)
+    expected = torch.softmax(scores[0][kept].double(), -1) * len(tokens)
+    counts = torch.bincount(tokens, minlength=12)[kept]
+    assert int(counts.sum()) == len(tokens)
+    # At most 11 degrees of freedom: 31.3 is exceeded once in a thousand.
+    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3
+
+
+def test_low_temperature_takes_the_largest_score(operations: sampling.SamplingOperations) -> None:
+    scores = random_scores(num_rows(operations, 20, 4), 2100, seed=2)
+    cuts: tuple[dict[str, Any], ...] = ({}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.5})
+    for cut in cuts:
+        tokens = sample(operations, scores, temperature=GREEDY, **cut)
+        assert torch.equal(tokens, scores.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.35}, 4), ({"top_k": 5, "top_p": 0.5}, 3)]
+)
+def test_of_equal_scores_the_first_are_kept(
+    operations: sampling.SamplingOperations, cut: dict[str, Any], kept: int
+) -> None:
+    scores = torch.zeros(num_rows(operations, 400, 30), 10)
+    scores[:, ::2] = -0.0
+    tokens = sample(operations, scores, **cut)
+    assert set(tokens.tolist()) == set(range(kept))
+
+
+def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) -> None:
+    scores = random_scores(num_rows(operations, 300, 6), 600, seed=5)
+    scores[:, 7:] = float("-inf")
+    cuts: tuple[dict[str, Any], ...] = (
+        *({}, {"top_k": 100}, {"top_p": 0.999}),
+        {"top_k": 30, "min_p": 1e-6},
+    )
+    for cut in cuts:
+        assert int(sample(operations, scores, **cut).max()) < 7
+
+
+def test_rows_of_a_larger_step_are_chosen(operations: sampling.SamplingOperations) -> None:
+    scores = random_scores(6, 1100, seed=6)
+    rows = torch.tensor([4, 1], device=DEVICE)
+    truncation = Truncation(
+        torch.tensor([1], device=DEVICE),
+        torch.tensor([1], device=DEVICE),
+        torch.ones(1, dtype=torch.float64, device=DEVICE),
+        torch.zeros(1, dtype=torch.float64, device=DEVICE),
+    )
+    temperatures = torch.tensor([GREEDY, 5.0], dtype=torch.float64, device=DEVICE)
+    keys = torch.tensor([1, 2], device=DEVICE)
+    tokens = operations.sample(scores.to(DEVICE), rows, temperatures, keys, truncation)
+    assert tokens.tolist() == scores[[4, 1]].argmax(-1).tolist()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    vocabulary=st.integers(1, 1300),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.none() | st.integers(1, 1300),
+    top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    is_coarse=st.booleans(),
+)
+def test_implementations_sample_the_same_tokens(
+    seed: int,
+    vocabulary: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    min_p: float,
+    is_coarse: bool,
+) -> None:
+    scores = random_scores(3, vocabulary, seed)
+    if is_coarse:  # many equal scores
+        scores = (scores * 2).round() / 2
+    found = [
+        sample(
+            sampling.implementation(name),
+            scores,
+            temperature=temperature,
+            top_k=None if top_k is None else min(top_k, vocabulary),
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+        )
+        for name in sampling.NAMES
+    ]
+    assert torch.equal(*found)
+
+
+def test_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match="one of reference, triton, got 'fast'"):
+        sampling.implementation("fast")
