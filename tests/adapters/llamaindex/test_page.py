@@ -145,7 +145,7 @@ def test_table_of_core_012_is_current(make_llm: Callable[..., Conure], client: C
 
     from conure.adapters.llamaindex import to_program
 
-    from .test_pipeline import NAMES, inputs_of, join_responses, joins, shapes
+    from .pipeline.test_pipeline import NAMES, inputs_of, join_responses, joins, shapes
 
     llm = make_llm()
     pipelines = {name: (shapes(llm)[name], inputs_of(name)) for name in NAMES}

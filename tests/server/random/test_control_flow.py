@@ -18,7 +18,7 @@ from conure.server.program.status import ProgramStatus
 from conure.server.runtime import timers
 
 from .control_programs import FailureError, Reading, random_program, shuffled
-from .inprocess import Program, ServerHarness, server_harness
+from ..inprocess import Program, ServerHarness, server_harness
 
 Json = Any
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .inprocess import Program, ServerHarness, answer, expr, insert, server_harness, var
+from ..inprocess import Program, ServerHarness, answer, expr, insert, server_harness, var
 
 HEADS = (
     "The same beginning, long enough for several blocks of memory. " * 2,

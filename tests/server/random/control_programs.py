@@ -20,7 +20,7 @@ from typing import Any
 from conure.server.program.errors import ExpressionError
 from conure.server.program.expressions.evaluate import evaluate
 
-from .inprocess import answer, expr, var
+from ..inprocess import answer, expr, var
 
 Json = Any
 

@@ -33,7 +33,7 @@ from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, Report, accelerate, explain, to_program
 from conure.server.program.errors import ConureError, ProgramError, RunError
 
-from ..left import all_ended
+from ...left import all_ended
 from .test_pipeline import linked, shout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
