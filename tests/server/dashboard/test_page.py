@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .served import served
+from ...served import served
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "dashboard.md").read_text("utf-8")
 
 
