@@ -40,8 +40,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=15
 SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check demo test test-all test-llamaindex012 test-langchain10 test-triton36 \
-    chaos fuzz bench bench-kernels clean
+.PHONY: help setup check demo test test-all test-browser test-llamaindex012 test-langchain10 \
+    test-triton36 chaos fuzz bench bench-kernels clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -99,6 +99,10 @@ test: check test-llamaindex012 test-langchain10 ## the checks, then every test t
 test-all: check test-llamaindex012 test-langchain10 test-triton36 ## the checks, then every test
 	$(PYTEST) $(SHARED)
 	$(PYTEST) -q tests/examples/test_small_model.py
+
+test-browser: setup ## the dashboard in a headless Chromium, which must be installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	$(BIN)/pytest -q tests/server/dashboard
 
 # What core 0.12 says on import to a pydantic that is newer than it is not ours to mend.
 test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12

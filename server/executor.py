@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from .activity import ServerActivity, server_activity
 from .config import Config
 from .engines.command_line import EngineCommandLine
 from .engines.connection import EngineStartError
@@ -55,6 +54,7 @@ from .runtime.persistence.program_directory import ProgramDirectory, run_variabl
 from .runtime.persistence.resumption import Resumption
 from .runtime.program_run import ProgramRun
 from .runtime.program_state import ProgramState
+from .runtime.reporting.activity import ServerActivity, server_activity
 from .runtime.reporting.receipt import usage_report
 from .runtime.reporting.status import program_status
 from .runtime.services import RuntimeServices

@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from conure.engine.protocol import StatusReport
 
-from .activity import ServerActivity
 from .program.explanation.records import ProgramExplanation
 from .program.functions import FunctionSignature
 from .program.ir import Append, Constraint, Json, Message, Objective, SourceSubmission, Submission
@@ -33,6 +32,7 @@ from .program.status import (
     UsageReport,
     VariableStatus,
 )
+from .runtime.reporting.activity import ServerActivity
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -110,7 +110,7 @@ class EngineConnection(asyncio.Protocol):
         self._num_inflight_tokens = 0
         self._listeners: dict[int, Listener] = {}
         self._owners: dict[int, str] = {}
-        self._num_owned: Counter[str] = Counter()
+        self.num_contexts_by_owner: Counter[str] = Counter()
         self._context_ids = itertools.count(1)
         self._nonces = itertools.count(1)
         self._replies = _PendingReplies()
@@ -194,16 +194,12 @@ class EngineConnection(asyncio.Protocol):
         context = next(self._context_ids)
         self._listeners[context] = listener
         self._owners[context] = owner
-        self._num_owned[owner] += 1
+        self.num_contexts_by_owner[owner] += 1
         return context
 
     def num_contexts(self, owner: str) -> int:
         """Return the number of an owner's contexts; see `Engine`."""
-        return self._num_owned.get(owner, 0)
-
-    def count_contexts(self) -> Mapping[str, int]:
-        """Return the number of contexts by owner; see `Engine`."""
-        return dict(self._num_owned)
+        return self.num_contexts_by_owner.get(owner, 0)
 
     def send(self, *commands: protocol.Command) -> None:
         """Queue commands for the frame that leaves after this iteration of the event loop.
@@ -228,9 +224,9 @@ class EngineConnection(asyncio.Protocol):
         self._listeners.pop(context, None)
         self._num_inflight_tokens -= self._inflight_fill_tokens.pop(context, 0)
         if (owner := self._owners.pop(context, None)) is not None:
-            self._num_owned[owner] -= 1
-            if not self._num_owned[owner]:
-                del self._num_owned[owner]
+            self.num_contexts_by_owner[owner] -= 1
+            if not self.num_contexts_by_owner[owner]:
+                del self.num_contexts_by_owner[owner]
         self.send(protocol.Free(context, num_cached))
 
     async def status(self) -> protocol.StatusReport:
@@ -429,7 +425,7 @@ class EngineConnection(asyncio.Protocol):
             _kill(process)
         self._listeners.clear()
         self._owners.clear()
-        self._num_owned.clear()
+        self.num_contexts_by_owner.clear()
         self._replies.fail(ConnectionError(reason))
         logger.warning("engine lost: %s", reason)
         self._on_lost(self, reason)

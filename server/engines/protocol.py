@@ -65,8 +65,9 @@ class Engine(Protocol):
         """Return the number of contexts that an owner has allocated and not freed."""
         ...
 
-    def count_contexts(self) -> Mapping[str, int]:
-        """Return the number of contexts by owner."""
+    @property
+    def num_contexts_by_owner(self) -> Mapping[str, int]:
+        """Contexts that each owner has allocated and not freed."""
         ...
 
     def send(self, *commands: protocol.Command) -> None:

@@ -12,8 +12,8 @@ import msgspec
 from litestar import Request, get
 from msgspec import Struct
 
-from ..activity import ServerActivity
 from ..program.errors import UnavailableError
+from ..runtime.reporting.activity import ServerActivity
 from ..service import EngineInfo
 from .openapi import error_responses
 from .request_context import draining_error, draining_of, service_of, tenant_of

@@ -14,7 +14,6 @@ import uvicorn
 from litestar import Litestar
 
 from conure.engine.protocol import StatusReport
-from conure.server.activity import ServerActivity
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.language.submission import SourceCompiler
@@ -45,6 +44,7 @@ from conure.server.program.status import (
     UsageReport,
     VariableStatus,
 )
+from conure.server.runtime.reporting.activity import ServerActivity
 from conure.server.service import (
     EngineInfo,
     ExplanationService,

@@ -134,11 +134,11 @@ async def test_a_running_program_is_watched_and_cancelled(tmp_path: Path) -> Non
         await expect(page.locator(".lanes tbody tr:not(.lane)")).to_have_count(2)
 
         assert await status_of(url, program) == "running"
-        await page.get_by_role("button", name="Cancel").click()
+        await page.get_by_role("button", name="Cancel", exact=True).click()
         await expect(page.locator(".heading .status")).to_contain_text("cancelled")
         await expect(story.locator(".status")).to_contain_text("killed")
         await expect(page.get_by_role("heading", name="Receipt")).to_be_visible()
-        await expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+        await expect(page.get_by_role("button", name="Cancel", exact=True)).to_be_hidden()
         assert await status_of(url, program) == "cancelled"
 
 
@@ -158,7 +158,7 @@ async def test_the_dashboard_works_by_keyboard(tmp_path: Path) -> None:
         await tab_to(page, box)
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("heading", name="story", exact=True)).to_be_visible()
-        await tab_to(page, page.get_by_role("button", name="Cancel"), key="Shift+Tab")
+        await tab_to(page, page.get_by_role("button", name="Cancel", exact=True), key="Shift+Tab")
         await page.keyboard.press("Enter")
         await expect(page.locator("#announcer")).to_contain_text("ancelled")
         assert await status_of(url, program) == "cancelled"
@@ -186,9 +186,9 @@ async def test_a_graph_of_500_nodes_is_shown_in_a_few_boxes(tmp_path: Path) -> N
         await page.goto(f"{url}/#/programs/{program}")
         await expect(page.locator(".heading .status")).to_contain_text("done")
         await expect(page.locator(".graph header .note")).to_have_text("500 nodes")
-        assert await page.locator(".box").count() < 10
         stack = page.locator(".box.stack")
         await expect(stack).to_contain_text("499 of 499")
+        assert await page.locator(".box").count() == 2
         await stack.click()
         await page.get_by_role("button", name="n250", exact=True).click()
         await expect(page.get_by_role("region", name="Text", exact=True)).to_have_text(MARKUP[:4])

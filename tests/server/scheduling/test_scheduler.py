@@ -48,6 +48,28 @@ async def test_no_call_overtakes_one_waiting_for_room(harness: SchedulerHarness)
     assert harness.started_names == ["a", "big", "small"]
 
 
+async def test_waiting_calls_are_listed_in_the_order_in_which_they_start(
+    harness: SchedulerHarness,
+) -> None:
+    harness.add_engine()
+    running = harness.submit("a", need=60)
+    for name, rank in [("d", 3.0), ("b", 1.0), ("c", 2.0), ("gone", 2.0)]:
+        call = harness.submit(name, rank=rank, need=80)
+        if name == "gone":
+            harness.scheduler.release(call)
+    await run_loop()  # `b` is the head of the queue: the engine drains for it
+
+    def listed(limit: int) -> list[str]:
+        return [request.program for request in harness.scheduler.first_waiting(limit)]
+
+    assert listed(9) == ["b", "c", "d"]
+    assert listed(2) == ["b", "c"]
+    harness.scheduler.release(running)
+    await run_loop()
+    assert harness.started_names == ["a", "b"]
+    assert listed(9) == ["c", "d"]
+
+
 async def test_idle_engine_accepts_call_of_any_size(harness: SchedulerHarness) -> None:
     harness.add_engine()
     harness.submit("huge", need=1_000)

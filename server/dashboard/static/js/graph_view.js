@@ -10,7 +10,9 @@ const WIDTH = 236;
 const HEIGHTS = { call: 104, plain: 46, stack: 132 };
 const MAX_CELLS = 240;
 const TAIL = 150;
-const ZOOMS = [0.15, 0.25, 0.4, 0.6, 0.8, 1, 1.25, 1.5];
+const ZOOMS = [0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 0.8, 1, 1.25, 1.5];
+const FAR = 0.35;
+const NEAR = 0.8;
 const WORKER = "/dashboard/js/layout_worker.js";
 
 /**
@@ -71,7 +73,8 @@ export function graphView(model, onSelect) {
     setText(note, graph.boxes.length > 1 ? `${count(model.nodes.size, "node")}` : "");
     const sizes = graph.boxes.map(({ key }) => ({ key, width: WIDTH, height: boxes.get(key).height }));
     canvas.classList.toggle("pending", job === 0);
-    worker.postMessage({ job: ++job, boxes: sizes, edges: graph.edges });
+    job++;
+    if (sizes.length) worker.postMessage({ job, boxes: sizes, edges: graph.edges });
   }
 
   function place({ width, height, boxes: positions, edges }) {
@@ -124,6 +127,7 @@ export function graphView(model, onSelect) {
     selected = box;
     setAttribute(box.element.firstChild, "aria-pressed", "true");
     onSelect(box.spec);
+    if (zoom < FAR) approach(box);
   }
 
   function fit() {
@@ -131,6 +135,13 @@ export function graphView(model, onSelect) {
     if (!extent.width) return;
     const scale = Math.min(viewport.clientWidth / extent.width, viewport.clientHeight / extent.height, 1);
     setZoom(Math.max(scale, ZOOMS[0]));
+  }
+
+  /** Zoom to a box that was too small to read. */
+  function approach(box) {
+    isFitted = false;
+    setZoom(NEAR);
+    box.element.scrollIntoView({ block: "center", inline: "center" });
   }
 
   function step(direction) {
@@ -145,6 +156,7 @@ export function graphView(model, onSelect) {
   function setZoom(scale) {
     zoom = scale;
     setText(level, `${Math.round(100 * scale)} %`);
+    canvas.classList.toggle("far", scale < FAR);
     setVars(space, {
       "--zoom": scale, "--shown-width": `${extent.width * scale}px`,
       "--shown-height": `${extent.height * scale}px`,

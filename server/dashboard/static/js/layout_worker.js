@@ -16,28 +16,39 @@ self.onmessage = ({ data: { job, boxes, edges } }) => {
   for (const [from, to] of edges) graph.setEdge(from, to);
   layout(graph);
   const { width, height } = graph.graph();
-  const isFlipped = isUpsideDown(boxes.map(({ key }) => graph.node(key)));
-  const turn = ({ x, y }) => ({ x, y: isFlipped ? height - y : y });
+  const places = placesInOrder(graph, boxes);
   self.postMessage({
     job,
     width,
     height,
     boxes: boxes.map(({ key }) => {
-      const { x, y } = turn(graph.node(key));
+      const { x, y } = graph.node(places.get(key));
       return [key, x, y];
     }),
     // The first and last points are where an edge meets its boxes, which the view knows better.
-    edges: edges.map(([from, to]) => [from, to, graph.edge(from, to).points.slice(1, -1).map(turn)]),
+    edges: edges.map(([from, to]) => {
+      const { points } = graph.edge(places.get(from), places.get(to));
+      return [from, to, points.slice(1, -1)];
+    }),
   });
 };
 
-/** Whether most neighbours of a column are drawn in the reverse of the order of the program. */
-function isUpsideDown(places) {
-  const last = new Map();
-  let balance = 0;
-  for (const { x, y } of places) {
-    if (last.has(x)) balance += Math.sign(y - last.get(x));
-    last.set(x, y);
+/**
+ * Let boxes with the same neighbours, which can change places, have the order of the program.
+ *
+ * @returns {Map<string, string>} by box, the box whose place it takes.
+ */
+function placesInOrder(graph, boxes) {
+  const groups = new Map();
+  for (const { key } of boxes) {
+    const neighbours = JSON.stringify([graph.predecessors(key).sort(), graph.successors(key).sort()]);
+    groups.set(neighbours, [...(groups.get(neighbours) ?? []), key]);
   }
-  return balance < 0;
+  const places = new Map();
+  for (const keys of groups.values()) {
+    const byHeight = [...keys].sort((a, b) => graph.node(a).y - graph.node(b).y);
+    const isAlike = keys.every((key) => graph.node(key).height === graph.node(keys[0]).height);
+    keys.forEach((key, i) => places.set(key, isAlike ? byHeight[i] : key));
+  }
+  return places;
 }

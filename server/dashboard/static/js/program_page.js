@@ -88,7 +88,9 @@ export function open(id) {
       model.loadStatus(await readProgram(id));
       schedule();
     } catch (error) {
+      if (model.explanation === null) model.loadExplanation({ nodes: [], edges: [] });
       showProblem(error.message);
+      schedule();
     }
   }
 

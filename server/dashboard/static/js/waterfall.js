@@ -37,7 +37,7 @@ export function waterfallView(model) {
       if (phases) shown.push([node, phases]);
     }
     const last = Math.max(0, ...shown.map(([, phases]) => phases.decode[1]));
-    const grown = axisEnd(model.hasEnded ? last : Math.max(last, end));
+    const grown = last > end || model.hasEnded ? axisEnd(last) : end;
     const isRescaled = grown !== end;
     end = grown;
     const isNew = arrange(shown);

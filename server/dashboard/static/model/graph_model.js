@@ -19,8 +19,9 @@ export const MAX_SEPARATE = 6;
  *     edges: [string, string][]}}
  */
 export function graphOf(model) {
-  const explained = model.explanation?.nodes ?? [];
-  const links = linksOf(explained, model.explanation?.edges ?? []);
+  if (model.explanation === null) return { boxes: [], edges: [] };
+  const explained = model.explanation.nodes ?? [];
+  const links = linksOf(explained, model.explanation.edges ?? []);
   const instances = instancesOf(model, explained);
   const groups = groupsOf(explained, links);
   const boxesOf = new Map();
@@ -32,33 +33,55 @@ export function graphOf(model) {
     for (const member of members) boxesOf.set(member.id, made);
     boxes.push(...made);
   }
-  for (const node of model.nodes.values()) // appended later: the explanation does not have them
-    if (!boxesOf.has(node.id) && !boxesOf.has(baseOf(node.id)))
-      boxes.push({ key: node.id, label: node.id, op: node.op, members: [node.id] });
+  boxes.push(...appendedBoxes(model, boxesOf));
   return { boxes, edges: edgesOf(links, boxesOf) };
 }
 
-/** Edges between nodes of the program: into bodies, through them, and out of them. */
+/** Nodes that were appended later, which the explanation does not have. */
+function appendedBoxes(model, boxesOf) {
+  const appended = new Map();
+  for (const node of model.nodes.values())
+    if (!boxesOf.has(node.id) && !boxesOf.has(baseOf(node.id)))
+      appended.set(node.op, [...(appended.get(node.op) ?? []), node]);
+  return [...appended.values()].flatMap((nodes) =>
+    nodes.length > MAX_SEPARATE
+      ? [stack(nodes[0], `${nodes[0].id} … ${nodes.at(-1).id}`, nodes.map(({ id }) => id))]
+      : nodes.map(({ id, op }) => ({ key: id, label: id, op, members: [id] })));
+}
+
+/**
+ * Edges between nodes of the program. A body hangs between its control node and the readers of the
+ * control node: `map -> first node of the body -> ... -> last node -> reader of the map`.
+ */
 function linksOf(explained, edges) {
+  const places = new Map(explained.map((node) => [node.id, node.inside]));
+  const known = new Set(edges.map((edge) => `${edge.from} ${edge.to}`));
+  const siblings = edges.filter((edge) => places.get(edge.from) === places.get(edge.to));
+  const sources = new Set(siblings.map((edge) => edge.from));
+  const targets = new Set(siblings.map((edge) => edge.to));
   const children = new Map();
   for (const node of explained)
     if (node.inside) children.set(node.inside, [...(children.get(node.inside) ?? []), node.id]);
-  const sources = new Set(edges.map((edge) => edge.from));
-  const targets = new Map(explained.map((node) => [node.id, false]));
-  const places = new Map(explained.map((node) => [node.id, node.inside]));
-  for (const edge of edges)
-    if (places.get(edge.from) === places.get(edge.to)) targets.set(edge.to, true);
   const exits = (id) => {
-    const inner = children.get(id);
-    if (!inner) return [id];
-    const last = inner.filter((child) => !sources.has(child));
-    return (last.length ? last : inner).flatMap(exits);
+    const last = (children.get(id) ?? []).filter((child) => !sources.has(child));
+    return last.length ? last.flatMap(exits) : [id];
   };
   const links = [];
-  for (const edge of edges) for (const exit of exits(edge.from)) links.push([exit, edge.to]);
+  for (const { from, to } of edges) {
+    const ownPlace = places.get(to);
+    const isInherited = ownPlace !== places.get(from) && known.has(`${from} ${ownPlace}`);
+    const isOwnBody = ownPlace === from || isInside(from, to, places);
+    if (!isInherited && !isOwnBody) for (const exit of exits(from)) links.push([exit, to]);
+  }
   for (const [control, inner] of children)
-    for (const child of inner) if (!targets.get(child)) links.push([control, child]);
+    for (const child of inner) if (!targets.has(child)) links.push([control, child]);
   return links;
+}
+
+function isInside(id, control, places) {
+  let place = places.get(id);
+  while (place && place !== control) place = places.get(place);
+  return place === control;
 }
 
 function instancesOf(model, explained) {
@@ -81,7 +104,7 @@ function groupsOf(explained, links) {
   }
   const groups = new Map();
   for (const node of explained) {
-    const key = node.inside || (!before.has(node.id) && !after.has(node.id))
+    const key = node.inside
       ? node.id
       : JSON.stringify([node.op, (before.get(node.id) ?? []).sort(), (after.get(node.id) ?? []).sort()]);
     groups.set(key, [...(groups.get(key) ?? []), node]);

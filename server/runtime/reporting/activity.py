@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from .engines.protocol import Engine
-from .runtime.calls.prefix_registry import RetainedContext
-from .runtime.calls.program_calls import ProgramCalls
-from .runtime.program_run import ProgramRun
-from .runtime.services import RuntimeServices
+from ...engines.protocol import Engine
+from ..calls.prefix_registry import RetainedContext
+from ..calls.program_calls import ProgramCalls
+from ..program_run import ProgramRun
+from ..services import RuntimeServices
 
 MAX_PROGRAMS = 50
 """Programs that are listed for an engine, those with the most contexts."""
@@ -142,7 +142,7 @@ def _engine_activity(
     reservations = services.scheduler.reservations(engine.name)
     assert reservations is not None, "the scheduler knows every live engine"
     shared = [each for each in reservations.active_prefixes.values() if len(each.readers) > 1]
-    owners = sorted(engine.count_contexts().items(), key=lambda owner: -owner[1])
+    owners = sorted(engine.num_contexts_by_owner.items(), key=lambda owner: -owner[1])
     programs: list[ProgramHolding] = []
     for program, num_contexts in owners:
         run = find_run(program) if len(programs) < MAX_PROGRAMS else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conure.server.activity import MAX_WAITING, ServerActivity
+from conure.server.runtime.reporting.activity import MAX_WAITING, ServerActivity
 
-from .inprocess import TENANT, Program, ServerHarness, client, generate, insert, server_harness
+from ...inprocess import TENANT, Program, ServerHarness, client, generate, insert, server_harness
 
 SHARED = "A long beginning that two calls of the program have in common. " * 8
 
