@@ -63,6 +63,7 @@ from .scheduling.scheduler import Scheduler
 from .service import EngineInfo, GrammarInfo, ModelInfo, Readiness, TokenizedPrompt
 from .store.damage.background_check import check_journal
 from .store.journal import DeleteRecord, Journal, RetentionLimits
+from .trace_exporter import TraceExporter
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Executor(ProgramReader):
         )
         self.procedures = ProcedureCatalog(self._intake, self.programs)
         self.explainer = ProgramExplainer(self._intake, self.programs, self.services)
+        self.traces = TraceExporter(self.programs)
         self._config = config
         self._sources = SourceCompiler(self._functions.registry.signatures)
         self._metrics = ServerMetrics()

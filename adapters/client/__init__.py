@@ -3,15 +3,17 @@
 `async_client` holds `AsyncClient` and `AsyncRun`; `sync_client` is generated from it. What the two
 do differently is in `async_io` and `sync_io`. `exchange` describes requests, replies and retries
 without I/O, `connection` holds settings and the state of event streams, `sse` parses event streams,
-`local_app` runs a server in this process, and `io_thread` the requests that no caller waits
-for. `client_steps` runs the functions that a program asks its client for, and `failures` finds the
-failure to report. `cancellation` and `client_cache` serve the LangChain and LlamaIndex adapters.
+`local_app` runs a server in this process, and `io_thread` the requests that no caller waits for.
+`client_steps` runs the functions that a program asks its client for, and `failures` finds the
+failure to report. `training` makes examples for finetuning from traces. `cancellation` and
+`client_cache` serve the LangChain and LlamaIndex adapters.
 """
 
 from .async_client import AsyncClient, AsyncRun
 from .client_steps import StepResult
 from .exchange import NotReadyError, Retry, ServerUnreachableError
 from .sync_client import Client, Run
+from .training import training_examples
 
 __all__ = [
     "AsyncClient",
@@ -22,4 +24,5 @@ __all__ = [
     "Run",
     "ServerUnreachableError",
     "StepResult",
+    "training_examples",
 ]

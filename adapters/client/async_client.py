@@ -424,6 +424,22 @@ class AsyncRun:
             status = await self.status()
         return status.receipt or Receipt()
 
+    async def trace(self, *, token_ids: bool = False) -> list[dict[str, Json]]:
+        """Return what the program and its calls have read and written so far, one span each.
+
+        The first span is the program, the others are its children. Their attributes have the
+        names of OpenInference. `training_examples` turns them into examples for finetuning.
+
+        Args:
+            token_ids: include the token ids of prompts and outputs.
+
+        Raises:
+            ConflictError: `trace.not_recorded` if the program was submitted without the option
+                `trace`.
+            NotFoundError: if the program was deleted.
+        """
+        return await self._client._do(exchange.trace(self.id, self._retry, token_ids=token_ids))
+
     async def serve_client_steps(self, functions: Mapping[str, Function]) -> StepResult:
         """Run the program's client steps until it ends; see `AsyncClient.run`."""
         deduplicator = self._client._settings.deduplicator

@@ -307,6 +307,22 @@ def explain_run(program: str, retry: Retry) -> Flow[ProgramExplanation]:
     return (yield from fetch(request, retry, ProgramExplanation))
 
 
+def trace(program: str, retry: Retry, *, token_ids: bool) -> Flow[list[dict[str, Json]]]:
+    """Read the spans of a program's trace.
+
+    Raises:
+        ConureError: also if the trace ends with an error.
+    """
+    query = {"token_ids": "true"} if token_ids else {}
+    reply = yield from send(Request("GET", f"{program_path(program)}/trace", query=query), retry)
+    if reply.status >= 400:
+        raise error_of(reply)
+    spans = [msgspec.json.decode(line, type=dict[str, Any]) for line in reply.body.splitlines()]
+    if spans and "error" in spans[-1]:
+        raise failure_of(msgspec.convert(spans[-1]["error"], Problem))
+    return spans
+
+
 def submit_attached(
     body: Mapping[str, Any], retry: Retry, *, key: str | None, query: Mapping[str, Any]
 ) -> Flow[tuple[Accepted, Any]]:

@@ -33,6 +33,7 @@ COMMANDS = (
     Command("chat", "talk to the model of a server"),
     Command("ps", "list programs"),
     Command("logs", "print the events of a program"),
+    Command("trace", "export what the calls of programs read and wrote"),
     Command("cancel", "cancel a program"),
     Command("journal", "check, back up or clean up the journal of a server"),
     Command("doctor", "find out why a server cannot start or is slow"),

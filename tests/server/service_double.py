@@ -52,6 +52,7 @@ from conure.server.service import (
     ProcedureService,
     Readiness,
     TokenizedPrompt,
+    TraceService,
 )
 
 
@@ -310,6 +311,10 @@ class ScriptedService:
 
     @property
     def explainer(self) -> ExplanationService:
+        raise NotImplementedError
+
+    @property
+    def traces(self) -> TraceService:
         raise NotImplementedError
 
     def functions(self) -> list[FunctionSignature]:

@@ -109,6 +109,29 @@ async def test_put_append_and_cancel_send_requests(caller: Any, double: Any, kit
         await caller(run.put, "y", 2)
 
 
+async def test_trace_is_read_line_by_line(caller: Any, double: Any, kit: Any) -> None:
+    run = await attached(caller, double, kit)
+    lines = b'{"name":"program"}\n{"name":"ask"}\n'
+    double.on("GET", f"{PROGRAM}/trace", kit.Answer(200, lines))
+    spans = await caller(run.trace, token_ids=True)
+    assert [span["name"] for span in spans] == ["program", "ask"]
+    assert double.of("GET", f"{PROGRAM}/trace")[0].query == "token_ids=true"
+
+
+async def test_trace_that_ends_with_an_error_raises(caller: Any, double: Any, kit: Any) -> None:
+    run = await attached(caller, double, kit)
+    lines = b'{"name":"program"}\n{"error":{"code":"store.damaged","message":"no"}}\n'
+    double.on("GET", f"{PROGRAM}/trace", kit.Answer(200, lines))
+    with pytest.raises(ConureError) as raised:
+        await caller(run.trace)
+    assert raised.value.code == "store.damaged"
+
+
+async def attached(caller: Any, double: Any, kit: Any) -> Any:
+    double.on("GET", PROGRAM, kit.status("done"))
+    return await caller(caller.client.attach, "p_1")
+
+
 async def test_attach_returns_a_run_by_id(caller: Any, double: Any, kit: Any) -> None:
     double.on("GET", PROGRAM, kit.status("done", receipt={"calls": 4}))
     run = await caller(caller.client.attach, "p_1")

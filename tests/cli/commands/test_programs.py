@@ -62,6 +62,31 @@ def test_followed_logs_end_with_the_program(
     assert "program.finished" in lines[-1]
 
 
+def test_trace_prints_spans_or_examples(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, trace = tmp_path / "tea.py", tmp_path / "trace.jsonl"
+    file.write_text("yield gen('Tea is ')")
+    assert main(["run", str(file), "--trace", str(trace), "--url", url, "--json"]) == 0
+    program = json.loads(capsys.readouterr().out)["id"]
+    assert main(["trace", program, "--url", url]) == 0
+    printed = capsys.readouterr().out
+    assert printed == trace.read_text()
+    root, call = map(json.loads, printed.splitlines())
+    assert root["context"]["span_id"] == call["parent_id"]
+    assert main(["trace", program, "--examples", "--token-ids", "--url", url]) == 0
+    example = json.loads(capsys.readouterr().out)
+    assert example["prompt"] == "Tea is "
+    assert bytes(example["completion_token_ids"]).decode() == example["completion"]
+
+
+def test_trace_of_an_untraced_program_names_the_option(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", waiting, "--url", url]) == 1
+    assert "trace.not_recorded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["logs", "cancel"])
 def test_unknown_program_exits_1(
     command: str, url: str, capsys: pytest.CaptureFixture[str]
