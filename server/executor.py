@@ -56,6 +56,7 @@ from .runtime.program_run import ProgramRun
 from .runtime.program_state import ProgramState
 from .runtime.reporting.receipt import usage_report
 from .runtime.reporting.status import program_status
+from .runtime.reporting.trace_exporter import TraceExporter
 from .runtime.services import RuntimeServices
 from .runtime.steps.client_writes import is_same_value, put_value
 from .scheduling.policy import policy_named
@@ -63,7 +64,6 @@ from .scheduling.scheduler import Scheduler
 from .service import EngineInfo, GrammarInfo, ModelInfo, Readiness, TokenizedPrompt
 from .store.damage.background_check import check_journal
 from .store.journal import DeleteRecord, Journal, RetentionLimits
-from .trace_exporter import TraceExporter
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from conure.server.config import Config
 from conure.server.executor import Executor
 from conure.server.program.ir import Append, Options, SourceSubmission, Submission
 from conure.server.program.status import Event, ProgramStatus, PutValue, VariableStatus
-from conure.server.program.trace import TracedCall, TraceRecord
+from conure.server.runtime.reporting.trace_records import TracedCall, TraceRecord
 from conure.server.store.writer import WriteBatch
 
 TENANT = "t"

@@ -21,8 +21,8 @@ import transformers
 from conure.engine.protocol import StatusReport
 from conure.engine.testing import random_model
 from conure.server.program.status import ProgramStatus, Receipt
-from conure.server.program.trace import TracedCall
 from conure.server.runtime.calls.prefix_registry import common_prefix_len
+from conure.server.runtime.reporting.trace_records import TracedCall
 
 from .inprocess import Program, ServerHarness, client, insert, server_harness, var
 

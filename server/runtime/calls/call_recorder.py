@@ -11,9 +11,9 @@ from conure.engine import protocol
 from ...program.errors import ConureError
 from ...program.ir import GenerateNode, Json, Sampling
 from ...program.status import Problem
-from ...program.trace import TracedCall
 from ...prompts.prompt import RenderedPrompt
 from ..node_state import NodeState
+from ..reporting.trace_records import TracedCall
 from .outputs import OutputSpec
 
 if TYPE_CHECKING:

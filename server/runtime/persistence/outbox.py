@@ -24,7 +24,6 @@ import msgspec
 from ...program.errors import RunError, UnavailableError
 from ...program.ir import Json
 from ...program.status import Event, EventType, Problem
-from ...program.trace import TraceRecord, UntracedCall
 from ...store.journal import (
     TRACE,
     AliasRecord,
@@ -41,6 +40,7 @@ from ...store.journal import (
 )
 from ..clock import SteadyClock
 from ..quota import ProgramQuota
+from ..reporting.trace_records import TraceRecord, UntracedCall
 from .event_stream import EventStream
 
 logger = logging.getLogger(__name__)

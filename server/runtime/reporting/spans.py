@@ -20,8 +20,8 @@ from msgspec import UNSET
 
 from ...program.ir import Json
 from ...program.status import ENDED, NodeStatus, Problem, ProgramStatus
-from ...program.trace import TracedCall, TracedStep, TraceRecord
 from ..persistence.outbox import format_timestamp
+from .trace_records import TracedCall, TracedStep, TraceRecord
 
 Span: TypeAlias = dict[str, Json]
 

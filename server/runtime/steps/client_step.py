@@ -14,10 +14,10 @@ from collections.abc import Set as AbstractSet
 
 from ...program.errors import ConureError, RunError
 from ...program.ir import ClientNode, Json
-from ...program.trace import TracedStep
 from ..node_context import NodeContext, NodeExecutor
 from ..persistence.journaled_events import RecoveredState
 from ..persistence.outbox import format_timestamp
+from ..reporting.trace_records import TracedStep
 
 CLIENT_TIMEOUT_S = 600.0
 """Timeout of a client step without `timeout_s`."""

@@ -16,9 +16,9 @@ from ...functions.registry import ServerFunction
 from ...program.errors import ConureError, ExpressionError, RunError
 from ...program.expressions.values import check_size
 from ...program.ir import CallNode, Json
-from ...program.trace import TracedStep
 from ..node_context import NodeContext, NodeExecutor
 from ..node_state import Ready
+from ..reporting.trace_records import TracedStep
 
 logger = logging.getLogger(__name__)
 

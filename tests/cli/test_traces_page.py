@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from .served import environment, served
+from ..served import environment, served
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "traces.md").read_text("utf-8")
 BLOCK = re.compile(
     r"^<!-- tested: (\w+) -->\n```\w*\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL

@@ -7,19 +7,19 @@ from collections.abc import AsyncGenerator
 import msgspec
 from msgspec import Struct
 
-from .program.errors import ConflictError, ConureError, NotFoundError
-from .program.ir import Json
-from .program.status import Problem, ProgramStatus
-from .program.trace import TracedCall, TraceRecord
-from .runtime.persistence.program_directory import ProgramDirectory
-from .runtime.reporting.spans import (
+from ...program.errors import ConflictError, ConureError, NotFoundError
+from ...program.ir import Json
+from ...program.status import Problem, ProgramStatus
+from ...store.journal import EventRecord
+from ..persistence.program_directory import ProgramDirectory
+from .spans import (
     Span,
     error_line,
     program_span,
     record_span,
     unfinished_spans,
 )
-from .store.journal import EventRecord
+from .trace_records import TracedCall, TraceRecord
 
 PAGE = 16
 """Records read from the journal at a time. Each may have megabytes."""

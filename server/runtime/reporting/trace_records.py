@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from .content import Json
-from .status import Problem, TokenId
+from ...program.content import Json
+from ...program.status import Problem, TokenId
 
 
 class TracedCall(Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind"):

@@ -12,7 +12,7 @@ from conure.adapters.client import training_examples
 from conure.server.program.errors import ConflictError, NotFoundError
 from conure.server.runtime.quota import QuotaLimits
 
-from .inprocess import (
+from ...inprocess import (
     Program,
     ServerHarness,
     answer,
