@@ -102,11 +102,11 @@ class Executor(ProgramReader):
         self._intake = ProgramIntake(
             self.services, self.programs, self._constraints, self._create_run
         )
-        self.procedures = ProcedureCatalog(self._intake, self.programs)
+        self._sources = SourceCompiler(self._functions.registry.signatures)
+        self.procedures = ProcedureCatalog(self._intake, self.programs, self._sources)
         self.explainer = ProgramExplainer(self._intake, self.programs, self.services)
         self.traces = TraceExporter(self.programs)
         self._config = config
-        self._sources = SourceCompiler(self._functions.registry.signatures)
         self._metrics = ServerMetrics()
         self._resumption: Resumption | None = None
         self._background: list[asyncio.Task[None]] = []

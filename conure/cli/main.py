@@ -35,6 +35,7 @@ COMMANDS = (
     Command("logs", "print the events of a program"),
     Command("trace", "export what the calls of programs read and wrote"),
     Command("cancel", "cancel a program"),
+    Command("procedures", "store and list procedures"),
     Command("journal", "check, back up or clean up the journal of a server"),
     Command("doctor", "find out why a server cannot start or is slow"),
     Command("bench", "measure a running server"),

@@ -133,7 +133,10 @@ class StatementLowerer:
         assert isinstance(node, ast.Return)
         value = NULL
         if node.value is not None:
-            value = self.expressions.lower(node.value, scope, scope.result_hint)
+            hint = scope.result_hint
+            if not scope.is_function and isinstance(node.value, ast.Call):
+                hint = self.emitter.unique("result")
+            value = self.expressions.lower(node.value, scope, hint)
         scope.bindings[RETURN] = value
         if not scope.is_function:
             self.emitter.has_results = True
