@@ -338,6 +338,8 @@ class StatementLowerer:
         for keyword in keywords:
             if keyword.arg not in known:
                 message = f"unknown option `{keyword.arg}`: the options are {', '.join(known)}"
+                if keyword.arg == "budget":
+                    message = "a job has no budget: give its calls `max_tokens`, or it a `timeout`"
                 raise SourceArgumentError("language.argument", message, position_of(keyword.value))
             value = self.expressions.constant(keyword.value, scope, f"`{keyword.arg}`")
             if not _OPTION_CHECKS[keyword.arg](value):
