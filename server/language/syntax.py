@@ -10,6 +10,7 @@ tree is in `_ALLOWED`, and its columns count characters.
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import re
 import warnings
@@ -156,11 +157,19 @@ def _replace(match: re.Match[str]) -> str:
     return f"{match['indent']}wait({names}){match['names'][len(names) :]}"
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Ignore what Python says about spellings in a text, as an invalid escape sequence: the
+    author of the text does not read this process's output.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _parse_python(text: str) -> ast.Module:
     try:
-        with warnings.catch_warnings():
-            # An invalid escape sequence is a warning of Python that only its author needs.
-            warnings.simplefilter("ignore")
+        with without_warnings():
             return ast.parse(text)
     except SyntaxError as error:
         line = max(error.lineno or 1, 1)
