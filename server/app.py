@@ -27,7 +27,7 @@ from .routes.methods import MethodsApp
 from .routes.middleware import BodyMemoryMiddleware, LoopbackOnlyMiddleware, add_request_id
 from .routes.openapi import openapi_config
 from .routes.problem import problem_response
-from .routes.programs import events, explain, procedures, programs
+from .routes.programs import events, explain, procedures, programs, traces
 from .routes.programs import functions as function_routes
 from .service import Service
 
@@ -99,6 +99,7 @@ def _routes() -> list[ControllerRouterHandler]:
         *explain.ROUTES,
         *procedures.ROUTES,
         *events.ROUTES,
+        *traces.ROUTES,
         *parrot.PAPER_ROUTES,
         *grammar.ROUTES,
         *function_routes.ROUTES,

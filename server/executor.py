@@ -57,6 +57,7 @@ from .runtime.program_state import ProgramState
 from .runtime.reporting.activity import ServerActivity, server_activity
 from .runtime.reporting.receipt import usage_report
 from .runtime.reporting.status import program_status
+from .runtime.reporting.trace_exporter import TraceExporter
 from .runtime.services import RuntimeServices
 from .runtime.steps.client_writes import is_same_value, put_value
 from .scheduling.policy import policy_named
@@ -102,10 +103,11 @@ class Executor(ProgramReader):
         self._intake = ProgramIntake(
             self.services, self.programs, self._constraints, self._create_run
         )
-        self.procedures = ProcedureCatalog(self._intake, self.programs)
-        self.explainer = ProgramExplainer(self._intake, self.programs, self.services)
-        self._config = config
         self._sources = SourceCompiler(self._functions.registry.signatures)
+        self.procedures = ProcedureCatalog(self._intake, self.programs, self._sources)
+        self.explainer = ProgramExplainer(self._intake, self.programs, self.services)
+        self.traces = TraceExporter(self.programs)
+        self._config = config
         self._metrics = ServerMetrics()
         self._resumption: Resumption | None = None
         self._background: list[asyncio.Task[None]] = []

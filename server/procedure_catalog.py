@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
+import asyncio
 
-from .program.errors import ProgramError
-from .program.ir import Submission
+import msgspec
+from msgspec import UNSET
+
+from .language.compiler import locate
+from .language.submission import SourceCompiler
+from .program.errors import NotFoundError, ProgramError
+from .program.ir import Program, SourceSubmission, Submission
 from .program.procedures import (
     Procedure,
     PutProcedure,
@@ -23,14 +28,48 @@ from .runtime.persistence.program_directory import ProgramDirectory
 class ProcedureCatalog:
     """Implements `ProcedureService`."""
 
-    def __init__(self, intake: ProgramIntake, programs: ProgramDirectory) -> None:
+    def __init__(
+        self, intake: ProgramIntake, programs: ProgramDirectory, sources: SourceCompiler
+    ) -> None:
         self._intake = intake
         self._programs = programs
+        self._sources = sources
 
     async def put(self, name: str, put: PutProcedure, *, tenant: str) -> StoredProcedure:
         """Store a procedure."""
-        library = self._intake.library
-        program = await expand_program(put.program, tenant, library)
+        given = await self._program(put)
+        try:
+            procedure = await self._check(name, given, tenant)
+        except (ProgramError, NotFoundError) as error:
+            if put.source is UNSET:
+                raise
+            raise locate(error, given) from None
+        await self._intake.library.store(tenant, procedure, put.alias)
+        return await self.find(procedure.reference, tenant=tenant)
+
+    async def _program(self, put: PutProcedure) -> Program:
+        """Return the graph of a procedure, compiled if it is a text.
+
+        Raises:
+            ProgramError: `program.invalid` unless there is exactly one of the two; a
+                LanguageError for an invalid text.
+        """
+        if (put.program is UNSET) == (put.source is UNSET):
+            raise ProgramError(
+                "program.invalid",
+                "a procedure has either `program`, a graph, or `source`, a text",
+                path="source",
+            )
+        if put.program is not UNSET:
+            return put.program
+        assert put.source is not UNSET
+        source = SourceSubmission(source=put.source, language=put.language)
+        submission, _ = await asyncio.to_thread(self._sources.compile, source)
+        return submission.program
+
+    async def _check(self, name: str, given: Program, tenant: str) -> Procedure:
+        """Return the procedure of a program that has passed all checks of a submission."""
+        program = await expand_program(given, tenant, self._intake.library)
         submission = Submission(program=program)
         body = msgspec.json.encode(submission)
         await self._intake.check(submission, body, tenant, is_expanded=True)
@@ -38,11 +77,11 @@ class ProcedureCatalog:
         if not procedure.signature.results:
             raise ProgramError(
                 "procedure.result",
-                "a procedure needs a result: list variables in `outputs`",
+                "a procedure needs a result: list variables in `outputs`, or `return` a value in "
+                "a text",
                 path="program.outputs",
             )
-        await library.store(tenant, procedure, put.alias)
-        return await self.find(procedure.reference, tenant=tenant)
+        return procedure
 
     async def put_alias(
         self, name: str, alias: str, version: str, *, tenant: str

@@ -163,6 +163,30 @@ class ExplanationService(Protocol):
         ...
 
 
+class TraceService(Protocol):
+    """Exports what programs read and wrote."""
+
+    async def export(
+        self, program: str, *, tenant: str, token_ids: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Return the lines of a program's trace: one span as JSON per line, the program first.
+
+        A program that runs has the calls that have ended so far. If the journal turns out to be
+        damaged, the last line is `{"error": ...}`. The caller closes the generator.
+
+        Args:
+            program: id of the program.
+            tenant: owner of the program.
+            token_ids: include the token ids of prompts and outputs.
+
+        Raises:
+            NotFoundError: if the program does not exist, or no longer.
+            ConflictError: `trace.not_recorded` if it was submitted without `options.trace`.
+            JournalError: `store.damaged`.
+        """
+        ...
+
+
 class ServiceLifecycle(Protocol):
     """Starts and stops a service."""
 
@@ -196,6 +220,11 @@ class Service(ServiceLifecycle, Protocol):
     @property
     def explainer(self) -> ExplanationService:
         """Explanations of programs."""
+        ...
+
+    @property
+    def traces(self) -> TraceService:
+        """Traces of programs."""
         ...
 
     async def compile(self, source: SourceSubmission) -> tuple[Submission, bytes]:

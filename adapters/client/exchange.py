@@ -41,6 +41,7 @@ from conure.server.program.ir import (
     SourceSubmission,
     Submission,
 )
+from conure.server.program.procedures import RunProcedure, StoredProcedure
 from conure.server.program.status import (
     ENDED,
     Accepted,
@@ -309,6 +310,67 @@ def explain_run(program: str, retry: Retry) -> Flow[ProgramExplanation]:
     return (yield from fetch(request, retry, ProgramExplanation))
 
 
+def trace(program: str, retry: Retry, *, token_ids: bool) -> Flow[list[dict[str, Json]]]:
+    """Read the spans of a program's trace.
+
+    Raises:
+        ConureError: also if the trace ends with an error.
+    """
+    query = {"token_ids": "true"} if token_ids else {}
+    reply = yield from send(Request("GET", f"{program_path(program)}/trace", query=query), retry)
+    if reply.status >= 400:
+        raise error_of(reply)
+    spans = [msgspec.json.decode(line, type=dict[str, Any]) for line in reply.body.splitlines()]
+    if spans and "error" in spans[-1]:
+        raise failure_of(msgspec.convert(spans[-1]["error"], Problem))
+    return spans
+
+
+def put_procedure(
+    name: str, program: Submittable, retry: Retry, *, alias: str | None
+) -> Flow[StoredProcedure]:
+    """Store a version of a procedure."""
+    given = submission_body(program)
+    extra = [key for key in ("inputs", "objectives", "options", "open") if given.get(key)]
+    if extra:
+        message = f"a procedure is stored without `{extra[0]}`: pass it to `run_procedure`"
+        raise ProgramError("procedure.argument", message, path=extra[0])
+    body = {key: given[key] for key in ("program", "source", "language") if key in given}
+    request = Request("PUT", _procedure_path(name), msgspec.json.encode({**body, "alias": alias}))
+    return (yield from fetch(request, retry, StoredProcedure))
+
+
+def put_alias(name: str, alias: str, version: str, retry: Retry) -> Flow[StoredProcedure]:
+    """Let an alias name another version."""
+    path = f"{_procedure_path(name)}/aliases/{quote(alias, safe='')}"
+    request = Request("PUT", path, msgspec.json.encode({"version": version}))
+    return (yield from fetch(request, retry, StoredProcedure))
+
+
+def procedure(reference: str, retry: Retry) -> Flow[StoredProcedure]:
+    """Read one version of a procedure."""
+    return (yield from fetch(Request("GET", _procedure_path(reference)), retry, StoredProcedure))
+
+
+def list_procedures(retry: Retry) -> Flow[list[StoredProcedure]]:
+    """Read the list of all versions of all procedures."""
+    page = yield from get_json("/v1/procedures", retry)
+    return msgspec.convert(page["procedures"], list[StoredProcedure])
+
+
+def run_procedure(
+    reference: str, body: RunProcedure, retry: Retry, *, key: str | None
+) -> Flow[Accepted]:
+    """Submit a procedure as a program."""
+    request = Request(
+        "POST",
+        f"{_procedure_path(reference)}/run",
+        msgspec.json.encode(body),
+        headers={"Idempotency-Key": key or uuid.uuid4().hex},
+    )
+    return (yield from fetch(request, retry, Accepted))
+
+
 def submit_attached(
     body: Mapping[str, Any], retry: Retry, *, key: str | None, query: Mapping[str, Any]
 ) -> Flow[tuple[Accepted, Any]]:
@@ -432,6 +494,10 @@ def post_json(path: str, body: Json, retry: Retry) -> Flow[Json]:
     if reply.status >= 400:
         raise error_of(reply)
     return msgspec.json.decode(reply.body)
+
+
+def _procedure_path(reference: str) -> str:
+    return f"/v1/procedures/{quote(reference, safe='')}"
 
 
 def program_path(program: str) -> str:

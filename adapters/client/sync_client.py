@@ -22,10 +22,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError
 from conure.server.program.explanation.records import ProgramExplanation
 from conure.server.program.ir import Append, Json, Options
+from conure.server.program.procedures import DEFAULT_ALIAS, RunProcedure, StoredProcedure
 from conure.server.program.status import (
     ENDED,
     Accepted,
@@ -187,6 +189,71 @@ class Client(BaseClient):
             return self._do(exchange.explain_run(program, self._retry))
         body = exchange.submission_body(program, inputs=inputs, objectives=objectives)
         return self._do(exchange.explain(body, self._retry))
+
+    def store_procedure(
+        self, name: str, program: Submittable, *, alias: str | None = DEFAULT_ALIAS
+    ) -> StoredProcedure:
+        """Store a version of a procedure on the server.
+
+        Args:
+            name: of the procedure.
+            program: a program as a record or as JSON, or a text in the decoder language. Its
+                inputs are the parameters, its outputs are the results.
+            alias: the alias that names this version from now on; None: no alias.
+
+        Raises:
+            ProgramError: if the program is invalid.
+            ConflictError: `procedure.signature` if the alias names a version with other
+                parameters or results.
+        """
+        return self._do(exchange.put_procedure(name, program, self._retry, alias=alias))
+
+    def move_alias(self, name: str, alias: str, version: str) -> StoredProcedure:
+        """Let an alias of a procedure name another version with the same parameters and results.
+
+        Raises:
+            NotFoundError: if there is no such version.
+            ConflictError: `procedure.signature`.
+        """
+        return self._do(exchange.put_alias(name, alias, version, self._retry))
+
+    def procedure(self, reference: str) -> StoredProcedure:
+        """Return one version of a procedure: `name`, `name:alias` or `name@version`."""
+        return self._do(exchange.procedure(reference, self._retry))
+
+    def procedures(self) -> list[StoredProcedure]:
+        """Return all versions of all procedures with their aliases."""
+        return self._do(exchange.list_procedures(self._retry))
+
+    def run_procedure(
+        self,
+        reference: str,
+        inputs: Mapping[str, Json] | None = None,
+        *,
+        objectives: Mapping[str, Json] | None = None,
+        options: Options | Mapping[str, Json] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Run:
+        """Submit a procedure as a program. It is durable on the server when this method returns.
+
+        Args:
+            reference: `name`, `name:alias` or `name@version`.
+            inputs: the arguments.
+            objectives: as in `submit`.
+            options: as in `submit`.
+            idempotency_key: as in `submit`.
+
+        Raises:
+            NotFoundError: if there is no such procedure.
+            ProgramError: if the arguments do not fit its parameters.
+        """
+        body = RunProcedure(
+            inputs=dict(inputs or {}),
+            objectives=dict(objectives or {}),
+            options=msgspec.convert(options or {}, Options),
+        )
+        flow = exchange.run_procedure(reference, body, self._retry, key=idempotency_key)
+        return Run(self, self._do(flow))
 
     def programs(
         self, *, status: str | None = None, cursor: str | None = None, limit: int = 50
@@ -422,6 +489,22 @@ class Run:
                     pass
             status = self.status()
         return status.receipt or Receipt()
+
+    def trace(self, *, token_ids: bool = False) -> list[dict[str, Json]]:
+        """Return what the program and its calls have read and written so far, one span each.
+
+        The first span is the program, the others are its children. Their attributes have the
+        names of OpenInference. `training_examples` turns them into examples for finetuning.
+
+        Args:
+            token_ids: include the token ids of prompts and outputs.
+
+        Raises:
+            ConflictError: `trace.not_recorded` if the program was submitted without the option
+                `trace`.
+            NotFoundError: if the program was deleted.
+        """
+        return self._client._do(exchange.trace(self.id, self._retry, token_ids=token_ids))
 
     def serve_client_steps(self, functions: Mapping[str, Function]) -> StepResult:
         """Run the program's client steps until it ends; see `Client.run`."""

@@ -25,6 +25,11 @@ def pretty(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
+def json_line(value: Any) -> str:
+    """Return a value as one line of JSON."""
+    return msgspec.json.encode(value).decode() + "\n"
+
+
 def duration(seconds: float) -> str:
     """Return a duration with two significant digits: `85 ms`, `1.2 s`, `3 min`."""
     if seconds < 1:

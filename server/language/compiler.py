@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ..program.checks import is_name
 from ..program.content import Expression, Segment
-from ..program.errors import ProgramError
+from ..program.errors import NotFoundError, ProgramError
 from ..program.ir import GenerateNode, Node, Program, Variable, YieldNode
 from ..program.nodes.bodies import walk as walk_nodes
 from .errors import (
@@ -300,7 +300,7 @@ def _template_node(
 # --- errors of the graph ----------------------------------------------------------------------
 
 
-def locate(error: ProgramError, program: Program) -> ProgramError:
+def locate(error: ProgramError | NotFoundError, program: Program) -> ProgramError | NotFoundError:
     """Return an error of the program's graph with the line that the node comes from."""
     if isinstance(error, LanguageError) or error.path is None:
         return error
@@ -314,6 +314,9 @@ def locate(error: ProgramError, program: Program) -> ProgramError:
             found, line = path, line_of(node)
     if line is None:
         return error
+    if isinstance(error, NotFoundError):
+        message = f"line {line}, column 1: {error.message}"
+        return NotFoundError(error.code, message, path=f"source:{line}:1")
     moved = LanguageError(error.code, error.message, Position(line, 1))
     moved.status = error.status
     return moved

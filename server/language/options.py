@@ -126,6 +126,12 @@ def check_option(name: str, position: Position) -> None:
     """
     if name in OPTIONS:
         return
+    if name == "n":
+        message = (
+            "`n` is not supported: write `[gen(...) for _ in range(3)]`, whose calls run in "
+            "parallel, share the prompt, and have different seeds"
+        )
+        raise SourceArgumentError("language.argument", message, position)
     similar = difflib.get_close_matches(name, OPTIONS, n=1)
     hint = f"did you mean `{similar[0]}`?" if similar else f"the options are {_listed_options()}"
     message = f"unknown option `{name}`: {hint}"

@@ -10,6 +10,7 @@ tree is in `_ALLOWED`, and its columns count characters.
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import re
 import warnings
@@ -52,7 +53,14 @@ _MARKS: frozenset[type[ast.AST]] = frozenset(
     }
 )  # fmt: skip
 """Allowed nodes without fields. All other operators are checked."""
-_LEAVES: frozenset[type[ast.AST]] = frozenset({ast.Constant, *_MARKS})
+_LEAVES: frozenset[type[ast.AST]] = frozenset({ast.Constant, ast.Name, *_MARKS})
+_PLAIN_FIELDS = frozenset(
+    {"arg", "attr", "conversion", "ctx", "id", "is_async", "kind", "name", "type_comment"}
+)
+"""Fields of allowed nodes that never contain a node to check."""
+_CHILD_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
+    kind: tuple(name for name in kind._fields if name not in _PLAIN_FIELDS) for kind in _ALLOWED
+}
 
 _INSTEAD: dict[type[ast.AST], str] = {
     ast.While: "`while` loops have no bound: write `for _ in range(10):` and "
@@ -149,11 +157,19 @@ def _replace(match: re.Match[str]) -> str:
     return f"{match['indent']}wait({names}){match['names'][len(names) :]}"
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Ignore what Python says about spellings in a text, as an invalid escape sequence: the
+    author of the text does not read this process's output.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _parse_python(text: str) -> ast.Module:
     try:
-        with warnings.catch_warnings():
-            # An invalid escape sequence is a warning of Python that only its author needs.
-            warnings.simplefilter("ignore")
+        with without_warnings():
             return ast.parse(text)
     except SyntaxError as error:
         line = max(error.lineno or 1, 1)
@@ -206,13 +222,16 @@ def _too_large(node: ast.AST, *, is_deep: bool) -> SourceTooLargeError:
 
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes directly below a node, except operators and contexts of names."""
-    if type(node) in _LEAVES:
+    kind = type(node)
+    if kind in _LEAVES:
         return []
     found: list[ast.AST] = []
-    for child in vars(node).values():
+    fields = vars(node)
+    for name in _CHILD_FIELDS.get(kind, kind._fields):
+        child = fields.get(name)
         if type(child) is list:
             found += [item for item in child if isinstance(item, ast.AST)]
-        elif isinstance(child, ast.AST) and type(child) not in _MARKS:
+        elif type(child) not in _MARKS and isinstance(child, ast.AST):
             found.append(child)
     return found
 

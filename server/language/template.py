@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn, TypeAlias
 from ..program.content import Json
 from .errors import Position, SourceArgumentError, SourceSyntaxError
 from .options import check_option
+from .syntax import without_warnings
 
 TEXT_START = Position(1, 1)
 MAX_SLOTS = 1_000
@@ -177,7 +178,9 @@ class _Template:
         # A docstring may contain a line break where its author wrote '\\n' in quotes.
         for spelling in (text, text.replace("\n", "\\n")):
             with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
-                return _literal(ast.parse(spelling, mode="eval").body)
+                with without_warnings():
+                    tree = ast.parse(spelling, mode="eval")
+                return _literal(tree.body)
         message = (
             f"`{key}` has the value {text[:40]!r}, which is not a literal: write a text in quotes, "
             "a number, a list or a marker as <|end|>"

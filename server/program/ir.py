@@ -154,7 +154,7 @@ class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     detach: bool = True
     tokens: Literal["canonical", "kept"] = "canonical"
     trace: bool = False
-    """Store prompt and output token ids of every call in the status."""
+    """Record what every call reads and writes, texts and token ids, for the program's trace."""
     policy: str | None = None
     start: Literal["eager", "demand"] = "eager"
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None

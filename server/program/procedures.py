@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -91,9 +91,12 @@ class StoredProcedure(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class PutProcedure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The body of `PUT /v1/procedures/{name}`."""
+    """The body of `PUT /v1/procedures/{name}`: a graph, or a text that describes one."""
 
-    program: Program
+    program: Program | UnsetType = UNSET
+    source: Annotated[str, Meta(max_length=1_000_000)] | UnsetType = UNSET
+    language: Literal["decoder", "template"] = "decoder"
+    """Of `source`."""
     alias: AliasName | None = DEFAULT_ALIAS
     """The alias that names this version from now on; null: none."""
 

@@ -80,15 +80,6 @@ class OutputTokens(Struct, frozen=True, kw_only=True):
     discarded: Count = 0
 
 
-class Trace(Struct, frozen=True, kw_only=True):
-    """The token ids of one output and of all text before it, with `options.trace`."""
-
-    variable: str
-    prompt_ids: list[TokenId]
-    output_ids: list[TokenId]
-    reason: str
-
-
 class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One node of a program."""
 
@@ -108,7 +99,6 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     constraint_relaxed: bool = False
     """The grammar could not enforce the whole schema; the final text was validated instead."""
     error: Problem | UnsetType = UNSET
-    trace: list[Trace] | UnsetType = UNSET
     meta: Json | UnsetType = UNSET
 
 

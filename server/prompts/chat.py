@@ -27,6 +27,16 @@ class TemplateMessage(NamedTuple):
         """Return the joined content."""
         return "".join([piece.text for piece in self.content])
 
+    def as_json(self) -> dict[str, Json]:
+        """Return the message in the form of OpenAI's API."""
+        others = {
+            "name": self.name,
+            "tool_calls": None if self.tool_calls is None else list(self.tool_calls),
+            "tool_call_id": self.tool_call_id,
+        }
+        given = {name: value for name, value in others.items() if value is not None}
+        return {"role": self.role, "content": self.text, **given}
+
 
 class RenderedChat(NamedTuple):
     """A chat rendered as one prompt."""

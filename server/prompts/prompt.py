@@ -40,6 +40,8 @@ class RenderedPrompt(NamedTuple):
     """Number of characters of the joined pieces up to the end of each segment; never decreases."""
     prefix_break: bool
     """Whether the text up to an end may depend on later segments."""
+    messages: tuple[TemplateMessage, ...] | None = None
+    """The messages that the chat template received; None for a `prompt`."""
 
 
 def render_value(value: Json) -> str:
@@ -133,7 +135,7 @@ def render_chat(
         raise _at(error, f"nodes.{node.id}.messages") from error
     # A splice of no messages ends with the segment before it, or at 0.
     ends = tuple([chat.ends[last] if last >= 0 else 0 for last in last_segments])
-    return RenderedPrompt(chat.pieces, ends, chat.prefix_break)
+    return RenderedPrompt(chat.pieces, ends, chat.prefix_break, tuple(messages))
 
 
 def _render_segment(

@@ -160,8 +160,8 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStreamResponse(ASGIStreamingResponse):
-    """Server-sent events from a generator of encoded bytes.
+class GeneratorResponse(ASGIStreamingResponse):
+    """A stream of encoded bytes from a generator.
 
     When a client disconnects, Litestar leaves a suspended generator to the garbage collector. This
     class closes it at once, in the task that ran it and outside of any cancelled scope, so that the
@@ -174,13 +174,14 @@ class EventStreamResponse(ASGIStreamingResponse):
         self,
         generator: AsyncGenerator[bytes, None],
         *,
+        media_type: str,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             iterator=generator,
             status_code=status,
-            media_type=EVENT_STREAM,
+            media_type=media_type,
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})},
         )
         self._generator = generator
@@ -201,3 +202,18 @@ class EventStreamResponse(ASGIStreamingResponse):
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._generator):
             await self._stream(send)
+
+
+class EventStreamResponse(GeneratorResponse):
+    """Server-sent events from a generator of encoded bytes."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        generator: AsyncGenerator[bytes, None],
+        *,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(generator, media_type=EVENT_STREAM, status=status, headers=headers)

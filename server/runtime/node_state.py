@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..program.ir import GraphNode
-from ..program.status import ENDED, Phase, Problem, Trace
+from ..program.status import ENDED, Phase, Problem
 
 
 class Ready(NamedTuple):
@@ -72,7 +72,6 @@ class NodeState:
     started_at: float | None = None
     finished_at: float | None = None
     usage: NodeUsage = field(default_factory=NodeUsage)
-    trace: list[Trace] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:

@@ -54,6 +54,7 @@ from .database import (
 )
 from .reader import JournalReader
 from .records import (
+    TRACE,
     AliasRecord,
     AppendRecord,
     DeleteRecord,
@@ -77,6 +78,7 @@ from .turn_mark import TurnMark
 from .writer import HANG_S, RETRY_AFTER_S, JournalWriter, WriteBatch
 
 __all__ = [
+    "TRACE",
     "AliasRecord",
     "AppendRecord",
     "DeleteRecord",
@@ -334,6 +336,14 @@ class Journal:
         """Return up to `limit` events of the tenant's program after number `after`, in order."""
         return await self._reader.read(
             partial(reader.events, tenant=tenant, program=program, after=after, limit=limit)
+        )
+
+    async def traces(
+        self, tenant: str, program: str, after: int = 0, limit: int = 100
+    ) -> list[EventRecord]:
+        """Return up to `limit` records of the trace of the tenant's program, in order."""
+        return await self._reader.read(
+            partial(reader.traces, tenant=tenant, program=program, after=after, limit=limit)
         )
 
     async def usage(

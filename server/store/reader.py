@@ -26,6 +26,7 @@ from .checksums import (
 )
 from .database import open_reader
 from .records import (
+    TRACE,
     EndRecord,
     EventRecord,
     JournalError,
@@ -236,8 +237,21 @@ def events(
     connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int
 ) -> list[EventRecord]:
     """Return the first `limit` events of a program after sequence number `after`."""
+    return _events(connection, tenant, program, after, limit, f"<> '{TRACE}'")
+
+
+def traces(
+    connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int
+) -> list[EventRecord]:
+    """Return the first `limit` records of a program's trace after sequence number `after`."""
+    return _events(connection, tenant, program, after, limit, f"= '{TRACE}'")
+
+
+def _events(
+    connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int, types: str
+) -> list[EventRecord]:
     rows = connection.execute(
-        f"SELECT {_EVENT} FROM event e WHERE e.seq > ? AND e.program = "
+        f"SELECT {_EVENT} FROM event e WHERE e.type {types} AND e.seq > ? AND e.program = "
         "(SELECT number FROM program WHERE tenant = ? AND id = ?) ORDER BY e.seq LIMIT ?",
         (after, tenant, program, limit),
     )
@@ -280,7 +294,7 @@ def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:
     # CROSS JOIN fixes the loop order: by program, then by seq.
     for number, *row in connection.execute(
         f"SELECT e.program, {_EVENT} FROM unfinished u CROSS JOIN event e "
-        "ON e.program = u.program WHERE e.type <> 'variable.committed' "
+        f"ON e.program = u.program WHERE e.type NOT IN ('variable.committed', '{TRACE}') "
         "ORDER BY u.program, e.seq"
     ):
         program_events[number].append(_event(ids[number], row))

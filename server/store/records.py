@@ -105,6 +105,10 @@ class ValueRecord(Struct, frozen=True, kw_only=True):
     attempt: int
 
 
+TRACE = "call.traced"
+"""Type of the records of a trace. They are stored like events, and no event stream has them."""
+
+
 class EventRecord(Struct, frozen=True, kw_only=True):
     """An event of a program; `seq` is from `Journal.next_seq`."""
 

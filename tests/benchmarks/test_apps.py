@@ -50,7 +50,7 @@ async def send_whole(harness: ServerHarness, program: dict[str, Any]) -> Ids:
     running = await harness.submit(program["nodes"], outputs=program["outputs"], trace=True)
     status = await running.end()
     assert status.status == "done", status.error
-    traces = [trace for node in status.nodes.values() for trace in node.trace or ()]
+    traces = await running.traced_calls()
     return {trace.variable: (trace.prompt_ids, trace.output_ids) for trace in traces}
 
 
@@ -69,8 +69,8 @@ async def send_calls(harness: ServerHarness, program: dict[str, Any]) -> Ids:
         alone = {"id": node["id"], "op": "generate", "prompt": [{"text": "".join(parts)}, output]}
         running = await harness.submit([alone], outputs=[node["id"]], trace=True)
         text: str = await running.value(node["id"])
-        status = await running.end()
-        for trace in status.nodes[node["id"]].trace or ():
+        await running.end()
+        for trace in await running.traced_calls():
             found[trace.variable] = (trace.prompt_ids, trace.output_ids)
         return text
 

@@ -15,6 +15,7 @@ from conure.server.config import Config
 from conure.server.executor import Executor
 from conure.server.program.ir import Append, Options, SourceSubmission, Submission
 from conure.server.program.status import Event, ProgramStatus, PutValue, VariableStatus
+from conure.server.runtime.reporting.trace_records import TracedCall, TraceRecord
 from conure.server.store.writer import WriteBatch
 
 TENANT = "t"
@@ -155,6 +156,15 @@ class Program:
                     if count == 0:
                         return event
         raise AssertionError(f"the program ended without {types}")
+
+    async def traced_calls(self) -> list[TracedCall]:
+        """Return the outputs of calls in the trace of a program that has ended."""
+        journal = self._executor.services.journal
+        records = [
+            msgspec.json.decode(record.data, type=TraceRecord)
+            for record in await journal.traces(self._tenant, self.id, limit=10_000)
+        ]
+        return [record for record in records if isinstance(record, TracedCall)]
 
     async def end(self) -> ProgramStatus:
         """Wait for the end, and check that nothing of the program leaks."""

@@ -53,6 +53,7 @@ from conure.server.service import (
     ProcedureService,
     Readiness,
     TokenizedPrompt,
+    TraceService,
 )
 
 
@@ -311,6 +312,10 @@ class ScriptedService:
 
     @property
     def explainer(self) -> ExplanationService:
+        raise NotImplementedError
+
+    @property
+    def traces(self) -> TraceService:
         raise NotImplementedError
 
     def functions(self) -> list[FunctionSignature]:

@@ -311,6 +311,7 @@ async def test_openapi_has_every_route_with_schemas() -> None:
         "/v1/usage",
         "/v1/programs",
         "/v1/programs/{program}",
+        "/v1/programs/{program}/trace",
         "/v1/programs/{program}/content",
         "/v1/programs/{program}/nodes",
         "/v1/programs/{program}/events",

@@ -114,11 +114,13 @@ async def test_constrained_output_is_part_of_later_prompt(
         ]
         body["options"] = {"trace": True}
         status = await run(client, body)
-        first, second = status["nodes"]["ask"]["trace"]
+        query = {"token_ids": "true"}
+        trace = await client.get(f"/v1/programs/{status['id']}/trace", params=query)
+        _, first, second = (json.loads(line)["attributes"] for line in trace.text.splitlines())
         text = 'a person{"name":"Jo","age":42} decide: '
-        assert bytes(second["prompt_ids"]).decode() == text
+        assert bytes(second["conure.prompt_token_ids"]).decode() == text
         assert status["nodes"]["ask"]["prompt_tokens"]["logical"] == len("a person") + len(text)
-        assert bytes(first["output_ids"]).decode() == '{"name":"Jo","age":42}'
+        assert bytes(first["conure.output_token_ids"]).decode() == '{"name":"Jo","age":42}'
 
 
 async def test_truncated_output_fails_with_reason(tmp_path: Path) -> None:

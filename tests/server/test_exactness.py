@@ -20,8 +20,9 @@ import transformers
 
 from conure.engine.protocol import StatusReport
 from conure.engine.testing import random_model
-from conure.server.program.status import ProgramStatus, Receipt, Trace
+from conure.server.program.status import ProgramStatus, Receipt
 from conure.server.runtime.calls.prefix_registry import common_prefix_len
+from conure.server.runtime.reporting.trace_records import TracedCall
 
 from .inprocess import Program, ServerHarness, client, insert, server_harness, var
 
@@ -53,7 +54,7 @@ class Reference:
         self.num_checked = 0
         self.num_ties = 0
 
-    def check(self, trace: Trace) -> None:
+    def check(self, trace: TracedCall) -> None:
         """Check that the server's ids are those of `generate`, except after ties."""
         expected = self._generate(trace.prompt_ids)
         self.num_checked += 1
@@ -132,9 +133,11 @@ MAP_REDUCE = [
 INPUTS = {f"chunk{i}": chunk for i, chunk in enumerate(CHUNKS)}
 
 
-def traces(status: ProgramStatus) -> list[Trace]:
+async def end(program: Program) -> tuple[ProgramStatus, list[TracedCall]]:
+    """Wait for the end of a program; return its status and its calls."""
+    status = await program.end()
     assert status.status == "done", status.error
-    return [trace for node in status.nodes.values() for trace in node.trace or ()]
+    return status, await program.traced_calls()
 
 
 async def counters(harness: ServerHarness) -> StatusReport:
@@ -144,7 +147,9 @@ async def counters(harness: ServerHarness) -> StatusReport:
 
 
 def check_counters(
-    before: StatusReport, after: StatusReport, statuses: Sequence[ProgramStatus]
+    before: StatusReport,
+    after: StatusReport,
+    ended: Sequence[tuple[ProgramStatus, list[TracedCall]]],
 ) -> list[Receipt]:
     """Check that the receipts account for all work of the engine.
 
@@ -152,8 +157,8 @@ def check_counters(
     first time, and `num_decoded_tokens` the ids that it sampled (EOS included); the input token
     of a decode step counts in neither. So both are sums over receipts.
     """
-    receipts = [status.receipt for status in statuses if status.receipt]
-    assert len(receipts) == len(statuses)
+    receipts = [status.receipt for status, _ in ended if status.receipt]
+    assert len(receipts) == len(ended)
     prompt = [receipt.prompt_tokens for receipt in receipts]
     computed = after.num_computed_tokens - before.num_computed_tokens
     assert sum(tokens.computed for tokens in prompt) == computed
@@ -161,8 +166,8 @@ def check_counters(
     assert sum(tokens.recomputed for tokens in prompt) == recomputed
     decoded = after.num_decoded_tokens - before.num_decoded_tokens
     assert sum(receipt.output_tokens.decoded for receipt in receipts) == decoded
-    for status, tokens in zip(statuses, prompt, strict=True):
-        assert tokens.logical == sum(len(trace.prompt_ids) for trace in traces(status))
+    for (_, traces), tokens in zip(ended, prompt, strict=True):
+        assert tokens.logical == sum(len(trace.prompt_ids) for trace in traces)
     return receipts
 
 
@@ -176,14 +181,14 @@ async def test_map_reduce_matches_transformers_ids(
     programs = await asyncio.gather(
         *(own.submit(MAP_REDUCE, inputs=INPUTS, outputs=["reduce"], trace=True) for own in tenants)
     )
-    statuses = await asyncio.gather(*map(Program.end, programs))
-    for status in statuses:
-        assert len(traces(status)) == 9
-        for trace in traces(status):
+    ended = await asyncio.gather(*map(end, programs))
+    for _, traces in ended:
+        assert len(traces) == 9
+        for trace in traces:
             reference.check(trace)
     assert reference.num_ties < reference.num_checked / 10
-    receipts = check_counters(before, await counters(harness), statuses)
-    maps = [t.prompt_ids for t in traces(statuses[0]) if t.variable != "reduce"]
+    receipts = check_counters(before, await counters(harness), ended)
+    maps = [t.prompt_ids for t in ended[0][1] if t.variable != "reduce"]
     common = min(common_prefix_len(maps[0], other) for other in maps[1:])
     common -= common % BLOCK
     assert common >= 3 * BLOCK
@@ -227,11 +232,11 @@ async def test_generated_tokens_are_not_prefilled_again(
     program = await harness.submit(nodes, outputs=["more", "less", "what"], trace=True)
     await program.event("client.requested")
     await program.put("place", "the sea")
-    status = await program.end()
-    found = {trace.variable: trace for trace in traces(status)}
+    status, traces = await end(program)
+    found = {trace.variable: trace for trace in traces}
     for trace in found.values():
         reference.check(trace)
-    [receipt] = check_counters(before, await counters(harness), [status])
+    [receipt] = check_counters(before, await counters(harness), [(status, traces)])
     first, who = found["first"], found["who"]
     for name in ("more", "less"):
         kept = first.prompt_ids + first.output_ids

@@ -98,8 +98,7 @@ async def test_prompt_grows_through_outputs_and_a_client_step(tmp_path: Path) ->
         text += f"{search}\nFound: this\nAnswer: "
         assert await program.value("end") == answer(text)
         status = await program.end()
-        traces = status.nodes["t"].trace
-        assert traces
+        traces = await program.traced_calls()
         assert bytes(traces[-1].prompt_ids).decode() == text
         receipt = status.receipt
         assert receipt

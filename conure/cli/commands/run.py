@@ -21,7 +21,7 @@ from conure.server.program.status import ProgramStatus, VariableStatus
 
 from ..command import CommandError, ExitCode, UsageError, add_url, connect
 from ..submission_file import add_inputs, read_submission
-from ..terminal import pretty, progress, summary
+from ..terminal import json_line, pretty, progress, summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--receipt", action="store_true", help="print the receipt as JSON on stderr"
     )
     parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="record what every call reads and writes, and write it to FILE as lines of JSON",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the whole status as JSON instead of the outputs"
     )
 
@@ -69,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     with connect(arguments.url, wait_s=arguments.wait_s) as client:
         body = read_submission(arguments.file, arguments.inputs)
         _check_outputs(arguments.outputs, body)
+        if arguments.trace is not None:
+            body["options"] = {**body.get("options", {}), "trace": True}
         submitted = client.submit(body, follow=True)
         url = arguments.url.rstrip("/")
         try:
@@ -80,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
             found = f"{submitted.id} is stored; when the server is back, see it"
             message = f"lost the server: {exc}; {found}: {_commands(submitted.id, url)}"
             raise CommandError(message, ExitCode.UNREACHABLE) from exc
+        if arguments.trace is not None:
+            _write_trace(arguments.trace, submitted)
     _print(status, arguments)
     return ExitCode.DONE if status.status == "done" else ExitCode.FAILED
 
@@ -106,6 +116,14 @@ def _follow(submitted: Run, url: str) -> ProgramStatus:
         for event in submitted.events():
             view.show(event)
     return submitted.status()
+
+
+def _write_trace(file: Path, submitted: Run) -> None:
+    try:
+        with file.open("w", encoding="utf-8") as lines:
+            lines.writelines(map(json_line, submitted.trace()))
+    except OSError as exc:
+        raise CommandError(f"--trace {file}: {exc.strerror or exc}") from exc
 
 
 def _print(status: ProgramStatus, arguments: argparse.Namespace) -> None:

@@ -379,6 +379,12 @@ def _codes_of(handler: ast.ExceptHandler, tools: tuple[str, ...]) -> tuple[str, 
 def _codes_of_kind(node: ast.Name, tools: tuple[str, ...]) -> tuple[str, ...]:
     if node.id in ("Exception", "Error"):
         return ()
+    if node.id == "Killed":
+        message = (
+            "a kill is no error, and what reads a killed variable is skipped: write "
+            "`first(variable, other)` for a value that exists after a kill"
+        )
+        raise UnsupportedSourceError(message, position_of(node))
     if node.id not in ERROR_KINDS:
         message = f"unknown kind of error `{node.id}`: the kinds are {', '.join(ERROR_KINDS)}"
         raise SourceNameError("language.undefined_name", message, position_of(node))

@@ -110,11 +110,13 @@ def read_names(nodes: Iterable[ast.AST]) -> Counter[str]:
     """Return how often each name is read in nodes."""
     reads: Counter[str] = Counter()
     for node in walk(list(nodes)):
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)):
-                reads[name] += 1
-            case _:
-                pass
+        # Most nodes of a text come here several times: a `match` takes twice as long.
+        if isinstance(node, ast.AugAssign):
+            node, is_read = node.target, True
+        else:
+            is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        if is_read and isinstance(node, ast.Name):
+            reads[node.id] += 1
     return reads
 
 

@@ -133,7 +133,10 @@ class StatementLowerer:
         assert isinstance(node, ast.Return)
         value = NULL
         if node.value is not None:
-            value = self.expressions.lower(node.value, scope, scope.result_hint)
+            hint = scope.result_hint
+            if not scope.is_function and isinstance(node.value, ast.Call):
+                hint = self.emitter.unique("result")
+            value = self.expressions.lower(node.value, scope, hint)
         scope.bindings[RETURN] = value
         if not scope.is_function:
             self.emitter.has_results = True
@@ -335,6 +338,8 @@ class StatementLowerer:
         for keyword in keywords:
             if keyword.arg not in known:
                 message = f"unknown option `{keyword.arg}`: the options are {', '.join(known)}"
+                if keyword.arg == "budget":
+                    message = "a job has no budget: give its calls `max_tokens`, or it a `timeout`"
                 raise SourceArgumentError("language.argument", message, position_of(keyword.value))
             value = self.expressions.constant(keyword.value, scope, f"`{keyword.arg}`")
             if not _OPTION_CHECKS[keyword.arg](value):

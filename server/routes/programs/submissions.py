@@ -10,7 +10,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ...language.compiler import locate
 from ...program.decode import decode_json, decode_submission
-from ...program.errors import ProgramError
+from ...program.errors import NotFoundError, ProgramError
 from ...program.ir import SourceSubmission, Submission
 from ..request_context import AnyRequest, decode_body, read_json, service_of
 
@@ -28,7 +28,7 @@ class ReceivedSubmission(Struct, frozen=True):
         """Replace the path of an error in the graph by the line of the text."""
         try:
             yield
-        except ProgramError as error:
+        except (ProgramError, NotFoundError) as error:
             if not self.is_compiled:
                 raise
             raise locate(error, self.submission.program) from None

@@ -24,7 +24,6 @@ from ...program.errors import ConureError, PromptError, RunError
 from ...program.expressions.budget import WorkBudget
 from ...program.graph.objectives import PerformanceObjective
 from ...program.ir import GenerateNode, Json
-from ...program.status import Trace
 from ...prompts.prompt import RenderedPrompt, render_chat, render_slot, slot_segments
 from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS, ServedModel
 from ...prompts.tokenizer import EncodedText, PromptPiece
@@ -36,6 +35,7 @@ from ...store.journal import ValueRecord
 from ..node_context import NodeContext
 from ..node_state import NodeState
 from .call_priorities import num_static_chars
+from .call_recorder import CallRecorder
 from .kv_context import CallKVContext, PromptPlan
 from .outputs import (
     OutputResult,
@@ -69,6 +69,7 @@ class LLMCall:
         rank: Rank,
         performance: PerformanceObjective,
         on_started: Callable[[], None],
+        recorder: CallRecorder | None = None,
     ) -> None:
         assert isinstance(node_state.node, GenerateNode)
         self.node_state = node_state
@@ -104,6 +105,7 @@ class LLMCall:
         self._clock = 0.0
         self._started_s = 0.0
         """When the current slot was sent to an engine, on the monotonic clock."""
+        self._recorder = recorder
 
     @property
     def _output_name(self) -> str:
@@ -176,6 +178,8 @@ class LLMCall:
         if slot == 0:
             self._kv.set_boundaries(tuple(encoded.tokens_before(end) for end in rendered.ends))
         self._is_slot_counted = False
+        if self._recorder is not None:
+            self._recorder.begin(rendered)
         self.queue_slot()
 
     def queue_slot(self) -> None:
@@ -332,15 +336,6 @@ class LLMCall:
         kept = self._output[: report.num_kept]
         prompt_ids = self.ids + self._prompt
         output = self.outputs[self.slot]
-        if self._context.state.options.trace:
-            self.node_state.trace.append(
-                Trace(
-                    variable=output.variable,
-                    prompt_ids=prompt_ids,
-                    output_ids=kept,
-                    reason=report.reason,
-                )
-            )
         self.ids = prompt_ids + kept
         self._num_generated += len(kept)
         self._prompt = []
@@ -351,18 +346,35 @@ class LLMCall:
         if output.sampling.logprobs is not None:
             entries = logprobs_of(self.model.tokenizer, kept, self._logprobs[: report.num_kept])
             logprobs = {"content": entries}
+        num_cached = _num_cached(self.node_state, self.slot, len(prompt_ids))
+        value: Json = None
+        failure: ConureError | None = None
         try:
             value = value_of(
                 output,
                 report,
                 num_prompt=len(prompt_ids),
-                num_cached=_num_cached(self.node_state, self.slot, len(prompt_ids)),
+                num_cached=num_cached,
                 model=self.model.name,
                 name=self._output_name,
                 logprobs=logprobs,
             )
         except ConureError as error:
-            self._fail(error)
+            failure = error
+        if self._recorder is not None:
+            assert self._sampling is not None
+            self._recorder.finish(
+                output,
+                report,
+                self._sampling,
+                prompt_ids=prompt_ids,
+                output_ids=kept,
+                num_cached=num_cached,
+                value=value,
+                failure=failure,
+            )
+        if failure is not None:
+            self._fail(failure)
             return
         engine = self._kv.engine
         assert engine is not None
@@ -419,7 +431,8 @@ class LLMCall:
         """
         tokenizer = self.model.tokenizer
         for slot in range(num_done):
-            self.ids += self.encode(slot, self.render(slot, values)).ids
+            rendered = self.render(slot, values)
+            self.ids += self.encode(slot, rendered).ids
             record = outputs[self.outputs[slot].variable]
             assert record.text is not None
             assert record.token_ids is not None
@@ -432,6 +445,8 @@ class LLMCall:
                     self._leftover = record.text[len(decoded) :]
             else:
                 ids = tokenizer.encode_text(record.text, continues=bool(self.ids))
+            if self._recorder is not None:
+                self._recorder.restore(rendered, record.text, self._leftover)
             self.ids += ids
             self._num_generated += len(ids)
 

@@ -32,6 +32,7 @@ from ..node_context import NodeContext, NodeExecutor
 from ..node_state import NodeState
 from ..persistence.journaled_events import RecoveredState
 from .call_priorities import CallPriorities
+from .call_recorder import CallRecorder
 from .kv_context import PromptPlan, release
 from .llm_call import LLMCall
 from .prefix_registry import PrefixRegistry, RetainedContext
@@ -224,6 +225,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             rank=self._priorities.rank(node, ready_at_s),
             performance=self._priorities.performance(node.id),
             on_started=self._schedule_next_use_update,
+            recorder=CallRecorder(node_state, self.context) if self.state.options.trace else None,
         )
         if node_state.slots_done:
             call.restore(self._restored_outputs, self.state.values, node_state.slots_done)

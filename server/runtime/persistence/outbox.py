@@ -21,10 +21,11 @@ from typing import Final
 
 import msgspec
 
-from ...program.errors import UnavailableError
+from ...program.errors import RunError, UnavailableError
 from ...program.ir import Json
-from ...program.status import Event, EventType
+from ...program.status import Event, EventType, Problem
 from ...store.journal import (
+    TRACE,
     AliasRecord,
     AppendRecord,
     DeleteRecord,
@@ -39,6 +40,7 @@ from ...store.journal import (
 )
 from ..clock import SteadyClock
 from ..quota import ProgramQuota
+from ..reporting.trace_records import TraceRecord, UntracedCall
 from .event_stream import EventStream
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,24 @@ class Outbox:
         self._quota.num_events += 1
         self.add(EventRecord(program=self._program, seq=seq, type=event_type, data=encoded, at=now))
         self._batch.events.append(Event(seq, event_type, body, encoded))
+
+    def record_trace(self, record: TraceRecord) -> None:
+        """Add a record of the program's trace, or the reason why it does not fit."""
+        encoded = msgspec.json.encode(record)
+        try:
+            self._quota.check_journal(len(encoded))
+        except RunError as error:
+            encoded = msgspec.json.encode(
+                UntracedCall(
+                    node=record.node,
+                    job=record.job,
+                    finished_at=record.finished_at,
+                    reason=Problem(code=error.code, message=error.message),
+                )
+            )
+        self._quota.num_events += 1
+        seq, now = self._journal.next_seq(), self._clock.now()
+        self.add(EventRecord(program=self._program, seq=seq, type=TRACE, data=encoded, at=now))
 
     def add(self, record: Record) -> None:
         """Add a record."""

@@ -58,7 +58,6 @@ def node_status(state: NodeState) -> NodeStatus:
         prefix_break=state.prefix_break,
         constraint_relaxed=state.constraint_relaxed,
         error=UNSET if state.problem is None else state.problem,
-        trace=list(state.trace) if state.trace else UNSET,
         meta=UNSET if node.meta is None else node.meta,
     )
 

@@ -17,6 +17,7 @@ from ...program.ir import ClientNode, Json
 from ..node_context import NodeContext, NodeExecutor
 from ..persistence.journaled_events import RecoveredState
 from ..persistence.outbox import format_timestamp
+from ..reporting.trace_records import TracedStep
 
 CLIENT_TIMEOUT_S = 600.0
 """Timeout of a client step without `timeout_s`."""
@@ -36,10 +37,10 @@ class ClientStepExecutor(NodeExecutor[ClientNode]):
         """Request the step."""
         args = {name: self.context.work.evaluate(expr) for name, expr in node.args.items()}
         attempt = self.state.nodes[node.id].attempt
-        step = self._pending[node.id] = PendingClientStep(self, node, attempt)
+        step = self._pending[node.id] = PendingClientStep(self, node, attempt, args)
         step.start_timer()
         if step.request_id not in self._requested_before:
-            step.request(args)
+            step.request()
 
     def restore(self, recovered: RecoveredState) -> None:
         """Remember which requests clients received before a restart: they are not sent again."""
@@ -51,8 +52,11 @@ class ClientStepExecutor(NodeExecutor[ClientNode]):
 
     def complete(self, node: ClientNode, value: Json) -> None:
         """Publish the value of a step."""
-        if self._pending.pop(node.id, None) is None or self.context.is_over:
+        step = self._pending.pop(node.id, None)
+        if step is None or self.context.is_over:
             return
+        if self.state.options.trace:
+            self.context.outbox.record_trace(step.traced(value))
         try:
             ready = self.context.publish(node.output, value, node.id)
         except ConureError as error:
@@ -78,12 +82,20 @@ class ClientStepExecutor(NodeExecutor[ClientNode]):
 class PendingClientStep:
     """A request to the client, until it is answered or times out."""
 
-    def __init__(self, executor: ClientStepExecutor, node: ClientNode, attempt: int) -> None:
+    def __init__(
+        self,
+        executor: ClientStepExecutor,
+        node: ClientNode,
+        attempt: int,
+        args: Mapping[str, Json],
+    ) -> None:
         self.request_id = request_id(executor.state.id, node.id, attempt)
         self._executor = executor
         self._context = executor.context
         self._node = node
         self._attempt = attempt
+        self._args = args
+        self._started_at = self._context.services.clock.now()
         self._timeout_s = node.timeout_s or CLIENT_TIMEOUT_S
         self._timer: asyncio.TimerHandle | None = None
 
@@ -92,17 +104,30 @@ class PendingClientStep:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._timeout_s, self._timed_out)
 
-    def request(self, args: Mapping[str, Json]) -> None:
+    def request(self) -> None:
         """Send the request event."""
         self._context.emit(
             "client.requested",
             self._node.id,
             name=self._node.name,
-            args=dict(args),
+            args=dict(self._args),
             output=self._node.output,
             request_id=self.request_id,
             attempt=self._attempt,
             expires_at=format_timestamp(time.time() + self._timeout_s),
+        )
+
+    def traced(self, value: Json) -> TracedStep:
+        """Return the record of the step for the trace of its program."""
+        return TracedStep(
+            node=self._node.id,
+            job=self._node.job,
+            name=self._node.name,
+            attempt=self._attempt,
+            started_at=self._started_at,
+            finished_at=self._context.services.clock.now(),
+            args=dict(self._args),
+            value=value,
         )
 
     def answer(self, value: Json) -> None:

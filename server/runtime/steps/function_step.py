@@ -18,6 +18,7 @@ from ...program.expressions.values import check_size
 from ...program.ir import CallNode, Json
 from ..node_context import NodeContext, NodeExecutor
 from ..node_state import Ready
+from ..reporting.trace_records import TracedStep
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,11 @@ class FunctionStepExecutor(NodeExecutor[CallNode]):
 
     def complete(self, node: CallNode, value: Json) -> None:
         """Publish the result of a function."""
-        if self._running.pop(node.id, None) is None or self.context.is_over:
+        step = self._running.pop(node.id, None)
+        if step is None or self.context.is_over:
             return
+        if self.state.options.trace:
+            self.context.outbox.record_trace(step.traced(value))
         try:
             ready: list[Ready] = []
             if node.output is not UNSET:
@@ -88,6 +92,8 @@ class RunningFunction:
         self._node = node
         self._function = function
         self._is_abandoned = False
+        self._args = args
+        self._started_at = self._context.services.clock.now()
         self._task = asyncio.create_task(self._run(args))
 
     def abandon(self) -> None:
@@ -95,6 +101,20 @@ class RunningFunction:
         self._is_abandoned = True
         if self._task is not asyncio.current_task():
             self._task.cancel()
+
+    def traced(self, value: Json) -> TracedStep:
+        """Return the record of the step for the trace of its program."""
+        node = self._node
+        return TracedStep(
+            node=node.id,
+            job=node.job,
+            name=node.function,
+            attempt=self._context.state.nodes[node.id].attempt,
+            started_at=self._started_at,
+            finished_at=self._context.services.clock.now(),
+            args=dict(self._args),
+            value=value,
+        )
 
     async def _run(self, args: Mapping[str, Json]) -> None:
         node = self._node

@@ -109,6 +109,52 @@ async def test_put_append_and_cancel_send_requests(caller: Any, double: Any, kit
         await caller(run.put, "y", 2)
 
 
+async def test_procedures_are_stored_and_run(caller: Any, double: Any, kit: Any) -> None:
+    path = "/v1/procedures/sum"
+    stored = {"name": "sum", "version": "0" * 32, "aliases": ["prod"]}
+    double.on("PUT", path, kit.Answer(200, stored))
+    text = "text: str\nreturn text"
+    found = await caller(caller.client.store_procedure, "sum", text, alias="prod")
+    assert (found.version, found.aliases) == ("0" * 32, ["prod"])
+    assert double.of("PUT", path)[0].body == {"source": text, "alias": "prod"}
+    double.on("PUT", f"{path}/aliases/prod", kit.Answer(200, stored))
+    await caller(caller.client.move_alias, "sum", "prod", "0" * 32)
+    assert double.of("PUT", f"{path}/aliases/prod")[0].body == {"version": "0" * 32}
+    double.on("GET", "/v1/procedures", kit.Answer(200, {"procedures": [stored]}))
+    assert [each.name for each in await caller(caller.client.procedures)] == ["sum"]
+    double.on("POST", f"{path}/run", kit.accepted())
+    run = await caller(caller.client.run_procedure, "sum", {"text": "tea"})
+    assert run.id == "p_1"
+    sent = double.of("POST", f"{path}/run")[0]
+    assert sent.body == {"inputs": {"text": "tea"}, "options": {}}
+    assert sent.headers["idempotency-key"]
+    with pytest.raises(ProgramError, match="run_procedure"):
+        await caller(caller.client.store_procedure, "sum", {"source": text, "inputs": {"a": 1}})
+
+
+async def test_trace_is_read_line_by_line(caller: Any, double: Any, kit: Any) -> None:
+    run = await attached(caller, double, kit)
+    lines = b'{"name":"program"}\n{"name":"ask"}\n'
+    double.on("GET", f"{PROGRAM}/trace", kit.Answer(200, lines))
+    spans = await caller(run.trace, token_ids=True)
+    assert [span["name"] for span in spans] == ["program", "ask"]
+    assert double.of("GET", f"{PROGRAM}/trace")[0].query == "token_ids=true"
+
+
+async def test_trace_that_ends_with_an_error_raises(caller: Any, double: Any, kit: Any) -> None:
+    run = await attached(caller, double, kit)
+    lines = b'{"name":"program"}\n{"error":{"code":"store.damaged","message":"no"}}\n'
+    double.on("GET", f"{PROGRAM}/trace", kit.Answer(200, lines))
+    with pytest.raises(ConureError) as raised:
+        await caller(run.trace)
+    assert raised.value.code == "store.damaged"
+
+
+async def attached(caller: Any, double: Any, kit: Any) -> Any:
+    double.on("GET", PROGRAM, kit.status("done"))
+    return await caller(caller.client.attach, "p_1")
+
+
 async def test_attach_returns_a_run_by_id(caller: Any, double: Any, kit: Any) -> None:
     double.on("GET", PROGRAM, kit.status("done", receipt={"calls": 4}))
     run = await caller(caller.client.attach, "p_1")

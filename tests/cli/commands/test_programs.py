@@ -62,6 +62,57 @@ def test_followed_logs_end_with_the_program(
     assert "program.finished" in lines[-1]
 
 
+def test_procedures_are_stored_listed_and_moved(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    references = []
+    for number, text in enumerate(("Sum up: ", "In one line: ")):
+        file = tmp_path / f"sum{number}.py"
+        file.write_text(f"text: str\nreturn gen(f'{text}{{text}}', max_tokens=8)")
+        assert main(["procedures", "put", "sum", str(file), "--url", url]) == 0
+        references.append(capsys.readouterr().out.strip())
+    first, second = (each.partition("@")[2] for each in references)
+    assert main(["procedures", "alias", "sum", "default", first, "--url", url]) == 0
+    capsys.readouterr()
+    assert main(["procedures", "list", "--url", url]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert sorted(rows) == sorted([["sum", first, "default"], ["sum", second, "-"]])
+    assert main(["procedures", "show", "sum", "--url", url]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["version"], list(shown["parameters"]), list(shown["results"])) == (
+        first,
+        ["text"],
+        ["result"],
+    )
+    assert main(["procedures", "show", "none", "--url", url]) == 1
+    assert "procedure.not_found" in capsys.readouterr().err
+
+
+def test_trace_prints_spans_or_examples(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, trace = tmp_path / "tea.py", tmp_path / "trace.jsonl"
+    file.write_text("yield gen('Tea is ')")
+    assert main(["run", str(file), "--trace", str(trace), "--url", url, "--json"]) == 0
+    program = json.loads(capsys.readouterr().out)["id"]
+    assert main(["trace", program, "--url", url]) == 0
+    printed = capsys.readouterr().out
+    assert printed == trace.read_text()
+    root, call = map(json.loads, printed.splitlines())
+    assert root["context"]["span_id"] == call["parent_id"]
+    assert main(["trace", program, "--examples", "--token-ids", "--url", url]) == 0
+    example = json.loads(capsys.readouterr().out)
+    assert example["prompt"] == "Tea is "
+    assert bytes(example["completion_token_ids"]).decode() == example["completion"]
+
+
+def test_trace_of_an_untraced_program_names_the_option(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", waiting, "--url", url]) == 1
+    assert "trace.not_recorded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["logs", "cancel"])
 def test_unknown_program_exits_1(
     command: str, url: str, capsys: pytest.CaptureFixture[str]

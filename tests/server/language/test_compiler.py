@@ -290,6 +290,11 @@ def test_handlers_have_codes() -> None:
     assert {"expr.json", "node.timeout"} <= set(nodes["attempt"]["handlers"][0]["codes"])
 
 
+def test_the_value_of_a_returned_call_is_the_result() -> None:
+    assert compiled("text: str\nreturn gen(f'{text}')").outputs == ["result"]
+    assert compiled("text: str\nsummary = gen(f'{text}')\nreturn summary").outputs == ["summary"]
+
+
 def test_recursion_is_refused() -> None:
     error = error_of("def f(x):\n    return f(x)\nyield f(1)")
     assert error.code == "language.recursion"
@@ -331,6 +336,10 @@ def test_an_error_of_the_graph_gets_the_line_of_its_node() -> None:
         ("gen('a', temperatur=1)", "did you mean `temperature`?"),
         ("x = gen('a', temperature=float(gen('b')))", "write it as a literal"),
         ("x = 1\n  y = 2", "Python's syntax"),
+        ("x = gen('a', n=3)", "[gen(...) for _ in range(3)]"),
+        ("with job(budget=9):\n    yield gen('a')", "`max_tokens`"),
+        ("try:\n    x = gen('a')\nexcept Killed:\n    x = ''\nyield x", "first(variable, other)"),
+        ("try:\n    x = 1\nexcept ValueError:\n    x = 2\nfinally:\n    y = 1", "after it"),
         ("x = 1", "gives no result"),
     ],
 )

@@ -193,6 +193,20 @@ async def test_on_a_hit_the_default_is_killed_and_its_tokens_are_discarded(
     assert not any(each.type == "node.finished" and each.data["node"] == "rag" for each in between)
 
 
+async def test_a_killed_variable_has_a_substitute(scripted: ServerHarness) -> None:
+    program = await scripted.submit_source(
+        """default = client("never")
+with job():
+    found = gen("now: ", max_tokens=4)
+    if len(found) > 0:
+        default.kill()
+yield {"value": first(default, "none")}"""
+    )
+    await program.end()
+    values = [each.data["value"] for each in await program.events() if each.type == "yield"]
+    assert values == [{"value": "none"}]
+
+
 async def test_on_a_miss_retrieval_is_killed_and_the_default_is_used(
     scripted: ServerHarness,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import msgspec
 import pytest
 
@@ -67,3 +69,10 @@ def test_an_error_has_a_position(text: str, message: str, position: tuple[int, i
         compile_source(text, "template")
     assert message in caught.value.message
     assert (caught.value.line, caught.value.column) == position
+
+
+def test_odd_spellings_do_not_warn_the_server() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compile_source(r"{{name=a, stop='\d'}}", "template")
+    assert caught == []

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError, ProgramError
+from conure.server.program.ir import Program as ProgramRecord
 from conure.server.program.procedures import PutProcedure, RunProcedure, StoredProcedure
 
-from ...inprocess import Program, ServerHarness, expr, generate, insert, server_harness, var
+from ...inprocess import Program, ServerHarness, answer, expr, generate, insert, server_harness, var
 
 SHOUT = {
     "variables": {
@@ -231,3 +232,38 @@ async def test_a_kill_and_a_failure_inside_end_the_call(tmp_path: Path) -> None:
         failed = await (await harness.submit([call("failing")], outputs=["c"])).end()
     assert failed.error
     assert failed.error.code == "expr.fail"
+
+
+async def test_text_and_graph_give_the_same_version(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        text = "text: str\nsummary = gen(f'Sum: {text}', max_tokens=8)\nreturn summary"
+        body = PutProcedure(source=text)
+        stored = await harness.executor.procedures.put("sum", body, tenant=harness.tenant)
+        assert list(stored.parameters) == ["text"]
+        assert list(stored.results) == ["summary"]
+        graph = PutProcedure(program=stored.program)
+        again = await harness.executor.procedures.put("sum", graph, tenant=harness.tenant)
+        assert again.version == stored.version
+        found = await value(harness, call("sum", args={"text": "tea"}))
+        assert found == answer("Sum: tea")[:8]
+
+
+async def test_fault_in_a_text_has_its_line(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        procedures = harness.executor.procedures
+        for text, path in (
+            ("x = 1\nreturn unknown", "source:2:8"),
+            ("x: str\n\nreturn call('missing', a=x)", "source:3:"),
+        ):
+            body = PutProcedure(source=text)
+            with pytest.raises(ConureError) as refused:
+                await procedures.put("bad", body, tenant=harness.tenant)
+            assert (refused.value.path or "").startswith(path), refused.value
+
+
+async def test_procedure_has_a_graph_or_a_text(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        graph = msgspec.convert(SHOUT, ProgramRecord)
+        for body in (PutProcedure(), PutProcedure(program=graph, source="return 1")):
+            with pytest.raises(ProgramError, match="either `program`"):
+                await harness.executor.procedures.put("both", body, tenant=harness.tenant)

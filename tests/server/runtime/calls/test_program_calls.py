@@ -38,7 +38,7 @@ async def test_rounds_share_the_history_prefix(tmp_path: Path) -> None:
         program = await harness.submit([loop], outputs=["history"], trace=True)
         status = await program.end()
         assert status.status == "done", status.error
-        lengths = [len(status.nodes[f"say.{i}"].trace[0].prompt_ids) for i in range(4)]  # type: ignore[index]
+        lengths = [len(trace.prompt_ids) for trace in await program.traced_calls()]
         shared = [status.nodes[f"say.{i}"].prompt_tokens.shared for i in range(4)]  # type: ignore[union-attr]
         assert shared[0] == 0
         for before, found in zip(lengths, shared[1:], strict=False):

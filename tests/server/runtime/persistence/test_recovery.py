@@ -85,9 +85,10 @@ async def test_growing_prompt_continues_after_committed_outputs(tmp_path: Path) 
         assert await program.value("two") == answer(text)
         ended = await program.end()
         assert await program.value("end") == answer("E" + answer(text))
-        traces = ended.nodes["p"].trace
-        assert traces
-        assert [bytes(trace.prompt_ids).decode() for trace in traces] == [text]
+        traces = {trace.variable: trace for trace in await program.traced_calls()}
+        for variable, prompt in (("one", "Think: "), ("two", text)):
+            assert bytes(traces[variable].prompt_ids).decode() == prompt
+            assert traces[variable].prompt == prompt
         events = await check_events(program)
         requests = [e.data["request_id"] for e in events if e.type == "client.requested"]
         assert requests == [asked.data["request_id"]]
