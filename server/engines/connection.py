@@ -109,6 +109,7 @@ class EngineConnection(asyncio.Protocol):
         """Tokens of fills by context that the engine's counts may not include yet."""
         self._num_inflight_tokens = 0
         self._listeners: dict[int, Listener] = {}
+        self._aborting: dict[int, Callable[[protocol.Aborted | None], None]] = {}
         self._owners: dict[int, str] = {}
         self._num_owned: Counter[str] = Counter()
         self._context_ids = itertools.count(1)
@@ -221,13 +222,25 @@ class EngineConnection(asyncio.Protocol):
 
     def free(self, context: int, num_cached: int = 0) -> None:
         """Free a context and remove its listener; see `Engine`."""
+        self._forget(context)
+        self.send(protocol.Free(context, num_cached))
+
+    def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
+        """Abort and free a context; see `Engine`."""
+        self._forget(context)
+        if not self._alive:
+            on_aborted(None)
+            return
+        self._aborting[context] = on_aborted
+        self.send(protocol.Abort(context))
+
+    def _forget(self, context: int) -> None:
         self._listeners.pop(context, None)
         self._num_inflight_tokens -= self._inflight_fill_tokens.pop(context, 0)
         if (owner := self._owners.pop(context, None)) is not None:
             self._num_owned[owner] -= 1
             if not self._num_owned[owner]:
                 del self._num_owned[owner]
-        self.send(protocol.Free(context, num_cached))
 
     async def status(self) -> protocol.StatusReport:
         """Ask for the use of the engine's memory; see `Engine`."""
@@ -341,6 +354,14 @@ class EngineConnection(asyncio.Protocol):
             match report:
                 case protocol.Tokens():
                     self._deliver(report.context, report)
+                case protocol.Finished() if report.context in self._aborting:
+                    # The output ended before the abort, which finds no output.
+                    ended = protocol.Aborted(report.context, report.num_decoded, report.num_forced)
+                    self._aborting.pop(report.context)(ended)
+                case protocol.Aborted():
+                    on_aborted = self._aborting.pop(report.context, None)
+                    if on_aborted is not None:
+                        on_aborted(report)
                 case protocol.Pong():
                     self.answered_at = time.monotonic()
                     _resolve(self._replies.pongs, report.nonce, report)
@@ -426,9 +447,12 @@ class EngineConnection(asyncio.Protocol):
         self._listeners.clear()
         self._owners.clear()
         self._num_owned.clear()
+        aborting, self._aborting = self._aborting, {}
         self._replies.fail(ConnectionError(reason))
         logger.warning("engine lost: %s", reason)
         self._on_lost(self, reason)
+        for on_aborted in aborting.values():
+            on_aborted(None)
 
 
 async def _watch_heartbeat(engine: EngineConnection) -> None:

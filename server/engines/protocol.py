@@ -73,6 +73,15 @@ class Engine(Protocol):
         """Free a context and remove its listener; keep its first `num_cached` tokens as cache."""
         ...
 
+    def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
+        """Stop what runs on a context and free it; its listener gets no more reports.
+
+        Args:
+            context: the context.
+            on_aborted: called once, with the engine's answer, or with None if the engine is lost.
+        """
+        ...
+
     async def status(self) -> protocol.StatusReport:
         """Ask for the use of the engine's memory.
 

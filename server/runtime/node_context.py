@@ -33,6 +33,7 @@ from ..program.ir import GraphNode, Json, Node
 from ..program.nodes.bodies import BodyRef
 from ..program.status import EventType, Phase, Problem
 from ..store.journal import ValueRecord
+from .calls.aborted_outputs import AbortedOutputs
 from .calls.outputs import OutputResult
 from .node_state import MissingValue, NodeState, Ready
 from .persistence.event_stream import EventStream
@@ -158,6 +159,7 @@ class NodeContext:
             has_reader=has_reader,
             num_changes=lambda: self.events.num_changes,
         )
+        self.aborted = AbortedOutputs()
         self.is_over = False
         self.executors: Mapping[type[Node], NodeExecutor[Any]] = {}
         self.started_before: AbstractSet[str] = frozenset()

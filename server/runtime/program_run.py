@@ -251,6 +251,7 @@ class ProgramRun:
     def suspend(self) -> None:
         """Release everything because the server stops. The journal still has the program."""
         self.context.is_over = True
+        self.context.aborted.forget()
         if self._finishing is not None:
             self._finishing.cancel()
         self.events.drain()
@@ -270,7 +271,11 @@ class ProgramRun:
         state = self.state
         state.finished_at = max(self._services.clock.now(), state.created_at)
         self._release()
-        blocks_held = self._calls.num_contexts
+        self.context.aborted.when_settled(self._describe)
+
+    def _describe(self) -> None:
+        """Make the receipt of a program that changes no more."""
+        state, blocks_held = self.state, self._calls.num_contexts
         if len(state.nodes) <= MAX_NODES_INLINE:
             self._write_end(*_describe_end(state, blocks_held))
             return
