@@ -222,25 +222,17 @@ class EngineConnection(asyncio.Protocol):
 
     def free(self, context: int, num_cached: int = 0) -> None:
         """Free a context and remove its listener; see `Engine`."""
-        self._forget(context)
+        _forget(self, context)
         self.send(protocol.Free(context, num_cached))
 
     def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
         """Abort and free a context; see `Engine`."""
-        self._forget(context)
+        _forget(self, context)
         if not self._alive:
             on_aborted(None)
             return
         self._aborting[context] = on_aborted
         self.send(protocol.Abort(context))
-
-    def _forget(self, context: int) -> None:
-        self._listeners.pop(context, None)
-        self._num_inflight_tokens -= self._inflight_fill_tokens.pop(context, 0)
-        if (owner := self._owners.pop(context, None)) is not None:
-            self._num_owned[owner] -= 1
-            if not self._num_owned[owner]:
-                del self._num_owned[owner]
 
     async def status(self) -> protocol.StatusReport:
         """Ask for the use of the engine's memory; see `Engine`."""
@@ -406,29 +398,10 @@ class EngineConnection(asyncio.Protocol):
             pong: asyncio.Future[protocol.Pong] = asyncio.get_running_loop().create_future()
             self._replies.pongs[nonce] = pong
             self.send(protocol.Ping(nonce))
-            if not await self._wait_for_pong(pong):
+            if not await _wait_for_pong(pong, self._hang_s):
                 self._mark_lost(f"{self.name} did not answer a ping for {self._hang_s:g} s")
                 return
             await asyncio.sleep(PING_EVERY_S)
-
-    async def _wait_for_pong(self, pong: asyncio.Future[protocol.Pong]) -> bool:
-        """Return whether a pong arrives in time.
-
-        The wait is divided into intervals. If one takes more than twice its time, this server was
-        stopped or short of memory itself; the engine may have been, too, and gets its full time
-        again.
-        """
-        interval_s = self._hang_s / NUM_PONG_WAITS
-        now = asyncio.get_running_loop().time
-        num_left = NUM_PONG_WAITS
-        while num_left:
-            started_s = now()
-            await asyncio.wait([pong], timeout=interval_s)
-            if pong.done():
-                return pong.exception() is None
-            was_stopped = now() - started_s > 2 * interval_s
-            num_left = NUM_PONG_WAITS if was_stopped else num_left - 1
-        return False
 
     def _on_heartbeat(self) -> None:
         self.answered_at = time.monotonic()
@@ -453,6 +426,36 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost(self, reason)
         for on_aborted in aborting.values():
             on_aborted(None)
+
+
+def _forget(engine: EngineConnection, context: int) -> None:
+    """Remove the listener of a context, and what it counts for."""
+    engine._listeners.pop(context, None)
+    engine._num_inflight_tokens -= engine._inflight_fill_tokens.pop(context, 0)
+    if (owner := engine._owners.pop(context, None)) is not None:
+        engine._num_owned[owner] -= 1
+        if not engine._num_owned[owner]:
+            del engine._num_owned[owner]
+
+
+async def _wait_for_pong(pong: asyncio.Future[protocol.Pong], hang_s: float) -> bool:
+    """Return whether a pong arrives in time.
+
+    The wait is divided into intervals. If one takes more than twice its time, this server was
+    stopped or short of memory itself; the engine may have been, too, and gets its full time
+    again.
+    """
+    interval_s = hang_s / NUM_PONG_WAITS
+    now = asyncio.get_running_loop().time
+    num_left = NUM_PONG_WAITS
+    while num_left:
+        started_s = now()
+        await asyncio.wait([pong], timeout=interval_s)
+        if pong.done():
+            return pong.exception() is None
+        was_stopped = now() - started_s > 2 * interval_s
+        num_left = NUM_PONG_WAITS if was_stopped else num_left - 1
+    return False
 
 
 async def _watch_heartbeat(engine: EngineConnection) -> None:

@@ -11,7 +11,7 @@ import pytest
 from conure.server.program.status import Receipt
 from conure.server.runtime.calls import aborted_outputs
 
-from .inprocess import ServerHarness, client, generate, server_harness
+from ...inprocess import ServerHarness, client, generate, server_harness
 
 LONG = 20_000
 """Tokens of an output that does not end during a test."""
