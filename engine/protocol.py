@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class EngineError(Exception):
@@ -133,7 +133,7 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
 
 
 class Abort(Struct, frozen=True, array_like=True, tag="abort"):
-    """Stop and free a context within two steps. An unknown context is ignored."""
+    """Stop and free a context within two steps; answered by Aborted."""
 
     context: int
 
@@ -272,6 +272,18 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
+class Aborted(Struct, frozen=True, array_like=True, tag="aborted"):
+    """An Abort was applied. Counts are those of the Generate that it stopped, or 0 without one.
+
+    The tokens may exceed those in reports of Tokens: the engine drops reports that it has not sent.
+    """
+
+    context: int
+    num_decoded: int = 0
+    """Ids that the model sampled, including one that a step in flight still samples."""
+    num_forced: int = 0
+
+
 class StatusReport(Struct, frozen=True, array_like=True, tag="status"):
     """What an engine holds. Every block counts as exactly one of free, held and cached."""
 
@@ -309,7 +321,7 @@ class Checked(Struct, frozen=True, array_like=True, tag="checked"):
     """Whether the text matches; None without a text."""
 
 
-Report: TypeAlias = Filled | Tokens | Finished | Failed | StatusReport | Pong | Checked
+Report: TypeAlias = Filled | Tokens | Finished | Failed | Aborted | StatusReport | Pong | Checked
 
 
 # --- frames -----------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class EngineCore:
             case protocol.Free():
                 self._free(command.context, command.num_cached_prefix_tokens)
             case protocol.Abort():
-                self._free(command.context, 0)
+                self._abort(command.context)
             case protocol.Update():
                 self._update(command)
             case protocol.Status():
@@ -401,6 +401,19 @@ class EngineCore:
             return
         self._kv.release(context, num_cached_tokens)
         self._may_have_idle = True
+
+    def _abort(self, context_id: int) -> None:
+        """Free a context, and report the tokens of its output, if it has not ended."""
+        context = self._contexts.get(context_id)
+        generation = None if context is None else context.generation
+        num_decoded = num_forced = 0
+        if generation is not None:
+            num_decoded, num_forced = generation.num_decoded, generation.num_forced
+            if self._in_flight is not None:
+                rows = self._in_flight.rows
+                num_decoded += sum(row.context == context_id and bool(row.sampling) for row in rows)
+        self._free(context_id, 0)
+        self._reports.append(protocol.Aborted(context_id, num_decoded, num_forced))
 
     def _fail_step(self, step: InFlightStep, error: Exception) -> None:
         """Fail the contexts of a step that raised. Contexts that shared its blocks recompute."""

@@ -109,6 +109,7 @@ class EngineConnection(asyncio.Protocol):
         """Tokens of fills by context that the engine's counts may not include yet."""
         self._num_inflight_tokens = 0
         self._listeners: dict[int, Listener] = {}
+        self._aborting: dict[int, Callable[[protocol.Aborted | None], None]] = {}
         self._owners: dict[int, str] = {}
         self.num_contexts_by_owner: Counter[str] = Counter()
         self._context_ids = itertools.count(1)
@@ -197,10 +198,6 @@ class EngineConnection(asyncio.Protocol):
         self.num_contexts_by_owner[owner] += 1
         return context
 
-    def num_contexts(self, owner: str) -> int:
-        """Return the number of an owner's contexts; see `Engine`."""
-        return self.num_contexts_by_owner.get(owner, 0)
-
     def send(self, *commands: protocol.Command) -> None:
         """Queue commands for the frame that leaves after this iteration of the event loop.
 
@@ -221,13 +218,17 @@ class EngineConnection(asyncio.Protocol):
 
     def free(self, context: int, num_cached: int = 0) -> None:
         """Free a context and remove its listener; see `Engine`."""
-        self._listeners.pop(context, None)
-        self._num_inflight_tokens -= self._inflight_fill_tokens.pop(context, 0)
-        if (owner := self._owners.pop(context, None)) is not None:
-            self.num_contexts_by_owner[owner] -= 1
-            if not self.num_contexts_by_owner[owner]:
-                del self.num_contexts_by_owner[owner]
+        _forget(self, context)
         self.send(protocol.Free(context, num_cached))
+
+    def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
+        """Abort and free a context; see `Engine`."""
+        _forget(self, context)
+        if not self._alive:
+            on_aborted(None)
+            return
+        self._aborting[context] = on_aborted
+        self.send(protocol.Abort(context))
 
     async def status(self) -> protocol.StatusReport:
         """Ask for the use of the engine's memory; see `Engine`."""
@@ -341,6 +342,14 @@ class EngineConnection(asyncio.Protocol):
             match report:
                 case protocol.Tokens():
                     self._deliver(report.context, report)
+                case protocol.Finished() if report.context in self._aborting:
+                    # The output ended before the abort, which finds no output.
+                    ended = protocol.Aborted(report.context, report.num_decoded, report.num_forced)
+                    self._aborting.pop(report.context)(ended)
+                case protocol.Aborted():
+                    on_aborted = self._aborting.pop(report.context, None)
+                    if on_aborted is not None:
+                        on_aborted(report)
                 case protocol.Pong():
                     self.answered_at = time.monotonic()
                     _resolve(self._replies.pongs, report.nonce, report)
@@ -385,29 +394,10 @@ class EngineConnection(asyncio.Protocol):
             pong: asyncio.Future[protocol.Pong] = asyncio.get_running_loop().create_future()
             self._replies.pongs[nonce] = pong
             self.send(protocol.Ping(nonce))
-            if not await self._wait_for_pong(pong):
+            if not await _wait_for_pong(pong, self._hang_s):
                 self._mark_lost(f"{self.name} did not answer a ping for {self._hang_s:g} s")
                 return
             await asyncio.sleep(PING_EVERY_S)
-
-    async def _wait_for_pong(self, pong: asyncio.Future[protocol.Pong]) -> bool:
-        """Return whether a pong arrives in time.
-
-        The wait is divided into intervals. If one takes more than twice its time, this server was
-        stopped or short of memory itself; the engine may have been, too, and gets its full time
-        again.
-        """
-        interval_s = self._hang_s / NUM_PONG_WAITS
-        now = asyncio.get_running_loop().time
-        num_left = NUM_PONG_WAITS
-        while num_left:
-            started_s = now()
-            await asyncio.wait([pong], timeout=interval_s)
-            if pong.done():
-                return pong.exception() is None
-            was_stopped = now() - started_s > 2 * interval_s
-            num_left = NUM_PONG_WAITS if was_stopped else num_left - 1
-        return False
 
     def _on_heartbeat(self) -> None:
         self.answered_at = time.monotonic()
@@ -426,9 +416,42 @@ class EngineConnection(asyncio.Protocol):
         self._listeners.clear()
         self._owners.clear()
         self.num_contexts_by_owner.clear()
+        aborting, self._aborting = self._aborting, {}
         self._replies.fail(ConnectionError(reason))
         logger.warning("engine lost: %s", reason)
         self._on_lost(self, reason)
+        for on_aborted in aborting.values():
+            on_aborted(None)
+
+
+def _forget(engine: EngineConnection, context: int) -> None:
+    """Remove the listener of a context, and what it counts for."""
+    engine._listeners.pop(context, None)
+    engine._num_inflight_tokens -= engine._inflight_fill_tokens.pop(context, 0)
+    if (owner := engine._owners.pop(context, None)) is not None:
+        engine.num_contexts_by_owner[owner] -= 1
+        if not engine.num_contexts_by_owner[owner]:
+            del engine.num_contexts_by_owner[owner]
+
+
+async def _wait_for_pong(pong: asyncio.Future[protocol.Pong], hang_s: float) -> bool:
+    """Return whether a pong arrives in time.
+
+    The wait is divided into intervals. If one takes more than twice its time, this server was
+    stopped or short of memory itself; the engine may have been, too, and gets its full time
+    again.
+    """
+    interval_s = hang_s / NUM_PONG_WAITS
+    now = asyncio.get_running_loop().time
+    num_left = NUM_PONG_WAITS
+    while num_left:
+        started_s = now()
+        await asyncio.wait([pong], timeout=interval_s)
+        if pong.done():
+            return pong.exception() is None
+        was_stopped = now() - started_s > 2 * interval_s
+        num_left = NUM_PONG_WAITS if was_stopped else num_left - 1
+    return False
 
 
 async def _watch_heartbeat(engine: EngineConnection) -> None:

@@ -61,10 +61,6 @@ class Engine(Protocol):
         """Allocate a context id; `listener` receives its reports, `owner` names its program."""
         ...
 
-    def num_contexts(self, owner: str) -> int:
-        """Return the number of contexts that an owner has allocated and not freed."""
-        ...
-
     @property
     def num_contexts_by_owner(self) -> Mapping[str, int]:
         """Contexts that each owner has allocated and not freed."""
@@ -76,6 +72,15 @@ class Engine(Protocol):
 
     def free(self, context: int, num_cached: int = 0) -> None:
         """Free a context and remove its listener; keep its first `num_cached` tokens as cache."""
+        ...
+
+    def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
+        """Stop what runs on a context and free it; its listener gets no more reports.
+
+        Args:
+            context: the context.
+            on_aborted: called once, with the engine's answer, or with None if the engine is lost.
+        """
         ...
 
     async def status(self) -> protocol.StatusReport:

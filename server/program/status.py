@@ -126,7 +126,10 @@ class ReceiptPromptTokens(Struct, frozen=True, kw_only=True):
 
 
 class SingleRequests(Struct, frozen=True, kw_only=True):
-    """An estimate of the same calls sent one by one to a server without sharing."""
+    """An estimate of the same calls as single requests to a server without sharing.
+
+    Each is sent when its inputs are ready, without network.
+    """
 
     prompt_tokens: Count = 0
     estimated_s: float = 0.0

@@ -33,6 +33,7 @@ from ..program.ir import GraphNode, Json, Node
 from ..program.nodes.bodies import BodyRef
 from ..program.status import EventType, Phase, Problem
 from ..store.journal import ValueRecord
+from .calls.aborted_outputs import AbortedOutputs
 from .calls.outputs import OutputResult
 from .node_state import MissingValue, NodeState, Ready
 from .persistence.event_stream import EventStream
@@ -147,6 +148,11 @@ class NodeContext:
         def has_reader() -> bool:
             return self.events.num_readers > 0 or self.outbox.has_waiters
 
+        def miss_deadline(variable: str, deadline_s: float) -> None:
+            if variable not in self.outbox.durable_variables:
+                state.missed_deadlines.add(variable)
+                self.emit("objective.missed", variable=variable, deadline_s=deadline_s)
+
         self.timers = Timers(
             state,
             services.clock,
@@ -154,10 +160,11 @@ class NodeContext:
             fail=self.fail,
             stop=stop,
             close=close,
-            miss=self._miss_deadline,
+            miss=miss_deadline,
             has_reader=has_reader,
             num_changes=lambda: self.events.num_changes,
         )
+        self.aborted = AbortedOutputs()
         self.is_over = False
         self.executors: Mapping[type[Node], NodeExecutor[Any]] = {}
         self.started_before: AbstractSet[str] = frozenset()
@@ -332,12 +339,6 @@ class NodeContext:
         """Record that a variable will have no value; return the slots that became ready."""
         self.outbox.mark_durable_on_commit([variable])
         return self.state.mark_missing(variable, missing)
-
-    def _miss_deadline(self, variable: str, deadline_s: float) -> None:
-        """Record that an output has no durable value at its deadline."""
-        if variable not in self.outbox.durable_variables:
-            self.state.missed_deadlines.add(variable)
-            self.emit("objective.missed", variable=variable, deadline_s=deadline_s)
 
     def append_text(self, variable: str, text: str, logprobs: Sequence[Json] = ()) -> None:
         """Append streamed text, and the log probabilities of its tokens, to a variable."""

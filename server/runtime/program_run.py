@@ -251,6 +251,7 @@ class ProgramRun:
     def suspend(self) -> None:
         """Release everything because the server stops. The journal still has the program."""
         self.context.is_over = True
+        self.context.aborted.forget()
         if self._finishing is not None:
             self._finishing.cancel()
         self.events.drain()
@@ -270,17 +271,7 @@ class ProgramRun:
         state = self.state
         state.finished_at = max(self._services.clock.now(), state.created_at)
         self._release()
-        blocks_held = self._calls.num_contexts
-        if len(state.nodes) <= MAX_NODES_INLINE:
-            self._write_end(*_describe_end(state, blocks_held))
-            return
-
-        async def finish() -> None:
-            self._write_end(
-                *await self._services.turns.in_thread(lambda: _describe_end(state, blocks_held))
-            )
-
-        self._finishing = asyncio.get_running_loop().create_task(finish())
+        self.context.aborted.when_settled(lambda: _write_end_of(self))
 
     def _write_end(self, receipt: Receipt, record: EndRecord) -> None:
         self.receipt = receipt
@@ -294,6 +285,21 @@ class ProgramRun:
         self._timers.stop()
         for executor in self.context.executors.values():
             executor.release()
+
+
+def _write_end_of(run: ProgramRun) -> None:
+    """Make and write the receipt of a program that changes no more."""
+    state, blocks_held = run.state, run._calls.num_contexts
+    if len(state.nodes) <= MAX_NODES_INLINE:
+        run._write_end(*_describe_end(state, blocks_held))
+        return
+
+    async def finish() -> None:
+        run._write_end(
+            *await run._services.turns.in_thread(lambda: _describe_end(state, blocks_held))
+        )
+
+    run._finishing = asyncio.get_running_loop().create_task(finish())
 
 
 def _encoded_size(value: Json) -> int:

@@ -242,6 +242,9 @@ class ServerDouble:
     def _take(self, report: protocol.Report) -> None:
         if isinstance(report, protocol.StatusReport | protocol.Pong | protocol.Checked):
             return
+        if isinstance(report, protocol.Aborted):
+            assert report.context not in self.known
+            return
         known = self.known.get(report.context)
         assert known is not None, f"report on a freed context: {report}"
         match report:

@@ -51,6 +51,7 @@ def test_reports_survive_a_round_trip() -> None:
             protocol.Finished(1, "stop", "x", 1, "", 2, "end"),
             protocol.Finished(1, "stop", "x", 1, "", 2, 9),
             protocol.Failed(1, "a.b", "c"),
+            protocol.Aborted(1, 2, 3),
             protocol.StatusReport(*range(12)),
             protocol.Pong(1),
         ],

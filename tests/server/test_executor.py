@@ -418,14 +418,15 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 async def test_tighter_deadline_runs_first(tmp_path: Path) -> None:
-    """The other program has slack, and one call runs at a time, until it is cancelled."""
+    """The other program has no deadline, and one call runs at a time, until it is cancelled."""
     settings: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "time_per_call": 3_600}
+    hurry = {"x": {"deadline_s": 1}}
     async with server_harness(tmp_path, **settings) as harness:
         first, patient, hasty = [
             await harness.submit(
-                [generate("x", f"{name:40}")], outputs=["x"], deadline_s=deadline_s
+                [generate("x", f"{name:40}")], outputs=["x"], objectives=objectives
             )
-            for name, deadline_s in (("first", None), ("patient", 10_000), ("hasty", None))
+            for name, objectives in (("first", {}), ("patient", {}), ("hasty", hurry))
         ]
         await first.event("node.started")
         await patient.event("node.queued")

@@ -19,6 +19,7 @@ from conure.engine import protocol
 from ...engines.protocol import Engine, Listener
 from ..node_state import NodeState
 from ..services import RuntimeServices
+from .aborted_outputs import AbortedOutputs
 from .prefix_registry import PrefixRegistry, RetainedContext, common_prefix_len
 
 MIN_SHARED_TOKENS = 16
@@ -255,11 +256,22 @@ class CallKVContext:
         self.engine.free(retained.context, retained.num_keep)
 
     def free(self) -> None:
-        """Abort what runs on the context and free it; safe to repeat."""
+        """Free the context, on which nothing runs; safe to repeat."""
         if self.engine is not None and self.id is not None:
             self._add_block_seconds()
-            self.engine.send(protocol.Abort(self.id))
             self.engine.free(self.id)
+        self.id = None
+
+    def abort(self, aborted: AbortedOutputs, num_received: int) -> None:
+        """Abort what runs on the context and free it; safe to repeat.
+
+        Args:
+            aborted: the aborted outputs of the program.
+            num_received: tokens of the running output that the node's usage contains.
+        """
+        if self.engine is not None and self.id is not None:
+            self._add_block_seconds()
+            aborted.abort(self.engine, self.id, self._node_state.usage, num_received)
         self.id = None
 
     def engine_lost(self) -> None:

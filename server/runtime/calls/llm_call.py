@@ -472,9 +472,10 @@ class LLMCall:
         if self.is_over:
             return
         self.is_over = True
+        num_received = len(self._output)
         self._discard_output()
         self._withdraw()
-        self._kv.free()
+        self._kv.abort(self._context.aborted, num_received)
         self._kv.remove_reader()
 
     def fail_internally(self) -> None:

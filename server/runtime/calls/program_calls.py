@@ -73,7 +73,9 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         """Contexts of the program that engines still report on; 0 after its end."""
         engines = map(self._services.engine, self._registry.engines)
         program = self.state.id
-        return sum(engine.num_contexts(program) for engine in engines if engine is not None)
+        return sum(
+            engine.num_contexts_by_owner.get(program, 0) for engine in engines if engine is not None
+        )
 
     @property
     def _salt(self) -> str:

@@ -24,6 +24,7 @@ from ...program.status import (
 from ...store.records import UsageRecord
 from ..node_state import NodeState, NodeUsage
 from ..program_state import ProgramState
+from .single_requests import estimate_s
 
 
 def make_receipt(program: ProgramState, *, blocks_held: int) -> Receipt:
@@ -192,15 +193,10 @@ def _covered_s(path: list[NodeState]) -> float:
 
 
 def _single_requests_s(program: ProgramState) -> float:
-    """Estimate the duration of the same calls, one after another, on a server without sharing.
-
-    Every prompt token costs the fastest rate at which any call was filled, which is the rate of a
-    long prompt: the time of a short fill is mostly the fixed cost of a step. Decoding counts as
-    measured, although batching slows down each of its members.
-    """
-    usages = [state.usage for state in program.nodes.values()]
-    rates = [
-        usage.prefill_s / computed for usage in usages if (computed := explain(usage).computed)
-    ]
-    per_token_s = min(rates, default=0.0)
-    return sum(usage.logical * per_token_s + usage.decode_s for usage in usages)
+    """Estimate the duration of the same calls, sent by a parallel client; see `single_requests`."""
+    states = [state for state in program.nodes.values() if _has_run(state)]
+    return estimate_s(
+        states,
+        lambda state: _waited_for(program, state),
+        {state.node.id: explain(state.usage).computed for state in states},
+    )

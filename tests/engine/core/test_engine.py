@@ -417,15 +417,32 @@ def test_free_caches_the_prefix_for_its_salt() -> None:
     assert server.known[theirs].filled[0] == protocol.Filled(theirs, 16, 0, 0)
 
 
-def test_abort_during_prefill_frees_without_report() -> None:
+def test_abort_during_prefill_frees_at_once() -> None:
     server = ServerDouble(limits(step_tokens=8))
     context = server.fill(A)
     server.generate(context)
     server.step()
     server.abort(context)
     assert server.engine.status().num_free == server.limits.num_blocks
+    step = server.step()
+    assert step is not None
+    assert step.reports == [protocol.Aborted(context)]
     assert server.engine.is_idle
-    assert server.step() is None
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5, 9])
+def test_abort_reports_the_tokens_of_its_output(num_steps: int) -> None:
+    server = ServerDouble()
+    context = server.fill(A)
+    server.generate(context, max_tokens=50, ignore_eos=True)
+    for _ in range(num_steps):
+        server.step()
+    server.abort(context)
+    num_decoded = server.engine.status().num_decoded_tokens
+    step = server.step()
+    assert step is not None
+    assert step.reports == [protocol.Aborted(context, num_decoded)]
+    assert num_decoded >= num_steps - 1
 
 
 def test_preempted_context_gives_the_same_text() -> None:
@@ -548,6 +565,9 @@ def test_hello_identifies_the_engine() -> None:
 def test_commands_on_unknown_contexts_are_ignored() -> None:
     engine = EngineCore(FakeRunner(), 1)
     engine.apply(protocol.Free(1, 10))
-    engine.apply(protocol.Abort(2))
     engine.apply(protocol.Update(3, 1.0))
     assert engine.step() is None
+    engine.apply(protocol.Abort(2))
+    step = engine.step()
+    assert step is not None
+    assert step.reports == [protocol.Aborted(2)]

@@ -149,6 +149,18 @@ def test_abort_frees_blocks_of_a_step_in_flight(num_steps: int) -> None:
     assert server.engine.status().num_free == LIMITS.num_blocks
 
 
+@pytest.mark.parametrize("num_steps", [2, 3, 7])
+def test_abort_counts_the_token_of_a_step_in_flight(num_steps: int) -> None:
+    server, context = started(late=True, max_tokens=50, ignore_eos=True)
+    for _ in range(num_steps):
+        server.step()
+    num_read = server.engine.status().num_decoded_tokens
+    server.abort(context)
+    step = server.step()
+    assert step is not None
+    assert protocol.Aborted(context, num_read + 1) in step.reports
+
+
 def test_late_failure_fails_the_lookahead_step_too() -> None:
     server, _ = started(max_tokens=30, ignore_eos=True)
     for _ in range(3):

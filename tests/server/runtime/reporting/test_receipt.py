@@ -112,6 +112,38 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
     assert told.as_single_requests.estimated_s == pytest.approx(6)
 
 
+def filled(decode_s: float) -> NodeUsage:
+    """Return the usage of a call whose prompt takes a second."""
+    return NodeUsage(logical=100, computed=100, prefill_s=1, decoded=5, decode_s=decode_s)
+
+
+def test_single_requests_of_a_stage_decode_at_once() -> None:
+    maps = [f"m{i}" for i in range(4)]
+    execution = run(
+        execute([*(generate(name, name) for name in maps), generate("r", *map(insert, maps))]),
+        dict.fromkeys(maps, (0.0, 6.0)) | {"r": (6.0, 10.0)},
+    )
+    for name in (*maps, "r"):
+        execution.nodes[name].usage = filled(decode_s=3)
+        execution.nodes[name].engine = "engine-0"
+    told = make_receipt(execution, blocks_held=0).as_single_requests
+    assert told.estimated_s == pytest.approx(4 * 1 + 3 + 1 + 3), "not 5 x (1 + 3)"
+    for i, name in enumerate(maps):
+        execution.nodes[name].engine = f"engine-{i}"
+    told = make_receipt(execution, blocks_held=0).as_single_requests
+    assert told.estimated_s == pytest.approx(1 + 3 + 1 + 3)
+
+
+def test_single_requests_wait_for_steps_of_the_client() -> None:
+    execution = run(
+        execute([generate("a", "x"), client("ask", "y", args={"a": var("a")})]),
+        {"a": (0.0, 4.0), "ask": (4.5, 6.5)},
+    )
+    execution.nodes["a"].usage = filled(decode_s=3)
+    told = make_receipt(execution, blocks_held=0).as_single_requests
+    assert told.estimated_s == pytest.approx(4 + 2)
+
+
 def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
     nodes: list[Any] = [expr("n0", {"lit": 0})]
     nodes += [expr(f"n{i}", var(f"n{i - 1}")) for i in range(1, 5_000)]

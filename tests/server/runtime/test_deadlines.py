@@ -9,7 +9,7 @@ import pytest
 
 from conure.server.program.ir import Deadline
 
-from .inprocess import Program, ServerHarness, client, expr, server_harness, var
+from ..inprocess import Program, ServerHarness, client, expr, server_harness, var
 
 SOON_S, LATER_S = 0.01, 3_600.0
 
