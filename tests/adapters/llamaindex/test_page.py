@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
 
 from ...served import environment, served
+from .cores import HAS_QUERY_PIPELINE, RESERVES_ANSWERS
 
 PAGE = Path(__file__).parents[3] / "docs" / "llamaindex.md"
-IS_OLD = version("llama-index-core").startswith("0.12.")
 
 BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE.read_text("utf-8")))
@@ -34,7 +33,6 @@ BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE.read_text("utf-8")))
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
 
 
-@pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
 def test_examples_run() -> None:
     assert BLOCKS.keys() == {"llm", "app"}
     with served("--engine", "fake") as url:
@@ -77,7 +75,7 @@ def row(what: str, report: Any) -> list[str]:
     ]
 
 
-@pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
+@pytest.mark.skipif(not RESERVES_ANSWERS, reason="the table is that of the newest core")
 async def test_table_of_core_014_is_current(make_llm: Callable[..., Conure]) -> None:
     from llama_index.core.extractors import (
         KeywordExtractor,
@@ -138,7 +136,7 @@ async def test_table_of_core_014_is_current(make_llm: Callable[..., Conure]) -> 
     compare("core 0.14", ["part of an app", "calls from the plan", "stays a call, and why"], rows)
 
 
-@pytest.mark.skipif(not IS_OLD, reason="QueryPipeline was removed in core 0.13")
+@pytest.mark.skipif(not HAS_QUERY_PIPELINE, reason="QueryPipeline was removed in core 0.13")
 def test_table_of_core_012_is_current(make_llm: Callable[..., Conure], client: Client) -> None:
     from llama_index.core.prompts import PromptTemplate
     from llama_index.core.query_pipeline import ArgPackComponent, FnComponent, QueryPipeline

@@ -298,8 +298,3 @@ def test_non_json_value_is_named(llm: Conure, client: Client) -> None:
 
 def test_every_shape_is_tested(make_llm: Callable[..., Conure]) -> None:
     assert list(shapes(make_llm())) == NAMES
-
-
-def test_core_012_accelerates_only_pipelines(llm: Conure) -> None:
-    with pytest.raises(TypeError, match=r"core 0\.13 or 0\.14"):
-        accelerate(Given())
