@@ -306,7 +306,7 @@ class Conure(FunctionCallingLLM):
         wire = [to_wire(message) for message in messages]
         return ModelRequest(
             kwargs.get("model") or self.model,
-            self._output_fields(kwargs),
+            _output_fields(self, kwargs),
             messages=wire,
             extra=tool_fields(kwargs),
             timeout_s=self.timeout,
@@ -323,7 +323,7 @@ class Conure(FunctionCallingLLM):
             return self.chat_request([ChatMessage(role=MessageRole.USER, content=prompt)], kwargs)
         return ModelRequest(
             kwargs.get("model") or self.model,
-            self._output_fields(kwargs),
+            _output_fields(self, kwargs),
             prompt=[{"text": check_text(prompt)}],
             timeout_s=self.timeout,
         )
@@ -348,11 +348,6 @@ class Conure(FunctionCallingLLM):
     def tokenizer(self) -> ServerTokenizer:
         """The tokenizer of the model, for `Settings.tokenizer`. It keeps what it has counted."""
         return ServerTokenizer(self.connection(), self.model)
-
-    def _output_fields(self, kwargs: Mapping[str, Any]) -> dict[str, Json]:
-        names = ("temperature", "max_tokens", "top_p", "seed", "stop")
-        settings = {name: getattr(self, name) for name in names}
-        return output_fields(settings, self.additional_kwargs, kwargs)
 
     def _check(self, call: ModelRequest) -> AnswerCheck:
         """Return the check of the answers to a call."""
@@ -388,6 +383,12 @@ class Conure(FunctionCallingLLM):
                     "model_not_found", f"model {self.model!r} not found; the server has: {known}"
                 )
         return self._model_infos[self.model]
+
+
+def _output_fields(llm: Conure, kwargs: Mapping[str, Any]) -> dict[str, Json]:
+    names = ("temperature", "max_tokens", "top_p", "seed", "stop")
+    settings = {name: getattr(llm, name) for name in names}
+    return output_fields(settings, llm.additional_kwargs, kwargs)
 
 
 def _without_span(method: Any) -> Any:

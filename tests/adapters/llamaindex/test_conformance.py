@@ -14,8 +14,7 @@ from conure.adapters.llamaindex import Conure
 from conure.server.app import create_app
 from conure.server.config import Config
 
-from .conformance import LLMConformance
-from .cores import STREAMS_STRUCTURED
+from .conformance import STREAMS_STRUCTURED, LLMConformance
 
 
 class TestChat(LLMConformance):

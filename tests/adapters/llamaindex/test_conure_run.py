@@ -35,7 +35,7 @@ from conure.adapters.llamaindex import Conure, Report, accelerate, conure_run, e
 from conure.adapters.llamaindex.acceleration.scope import ACTIVE_SCOPE
 
 from ..left import all_ended
-from .cores import RESERVES_ANSWERS
+from .conformance import RESERVES_ANSWERS
 from .test_accelerate import nodes
 
 

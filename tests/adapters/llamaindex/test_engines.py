@@ -56,7 +56,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 
 from ..left import all_ended
-from .cores import RESERVES_ANSWERS
+from .conformance import RESERVES_ANSWERS
 from .test_accelerate import Given, Pair, engine, nodes, pair
 
 __all__ = ["pair"]

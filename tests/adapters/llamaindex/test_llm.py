@@ -357,7 +357,7 @@ def test_tool_calls_are_blocks_where_the_core_has_them(
     if not hasattr(types, "ToolCallBlock"):
         pytest.skip("this core has no blocks for tool calls")
     answered(content="", tool_calls=[tool_call('{"a": 1}')])
-    (_, block) = llm.chat([ChatMessage("hi")]).message.blocks
+    block: Any = llm.chat([ChatMessage("hi")]).message.blocks[1]
     assert (block.tool_call_id, block.tool_name, block.tool_kwargs) == ("c", "add", '{"a": 1}')
 
 

@@ -333,7 +333,7 @@ class Always(BaseSelector):
     def _get_prompts(self) -> Any:
         return {}
 
-    def _update_prompts(self, prompts: Any) -> None:
+    def _update_prompts(self, prompts_dict: Any) -> None:
         pass
 
 

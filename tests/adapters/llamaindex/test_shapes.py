@@ -36,8 +36,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 
 from ..left import all_ended
-from .conformance import Person
-from .cores import RESERVES_ANSWERS
+from .conformance import RESERVES_ANSWERS, Person
 from .test_accelerate import Fan, Pair, engine, llm, nodes, pair
 
 __all__ = ["llm", "pair"]
