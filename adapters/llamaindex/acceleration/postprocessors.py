@@ -27,8 +27,9 @@ def plan(
     query = arguments.get("query_bundle")
     if kind is not LLMRerank or query is None:
         return []
-    format_batch = reranker._format_node_batch_fn
-    if format_batch not in [getattr(utils, name, None) for name in _FORMATTERS]:
+    format_batch: Any = reranker._format_node_batch_fn
+    known = [id(getattr(utils, name, None)) for name in _FORMATTERS]
+    if id(format_batch) not in known:
         raise NotPlanned("it formats nodes with a function of its own")
     nodes = [found.node for found in arguments["nodes"]]
     if not all(type(node) is TextNode for node in nodes):

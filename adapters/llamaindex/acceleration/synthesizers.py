@@ -101,6 +101,8 @@ def _refine_chunks(
             for text in texts
             for chunk in helper.repack(biggest, [text], llm=builder.llm, padding=padding)
         ]
+    if not texts:
+        return []
     # Before, the first text alone was split ahead, and without room for an answer.
     template = first.partial_format(query_str=query)
     return [*helper.repack(template, texts[:1], llm=builder.llm), *texts[1:]]

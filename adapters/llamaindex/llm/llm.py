@@ -1,4 +1,4 @@
-"""The LlamaIndex LLM `Conure`, for llama-index-core 0.12 and 0.14.
+"""The LlamaIndex LLM `Conure`, for llama-index-core 0.12 to 0.14.
 
 Responsibility: LlamaIndex's LLM interface: chat and completion, complete and streamed, sync and
 async. `CallBackend` sends the calls.
@@ -8,8 +8,9 @@ Invariants: events and callbacks are LlamaIndex's own, one pair per call.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, closing
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import (
@@ -31,30 +32,37 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import PydanticProgramMode
 
 from conure.server.program.errors import NotFoundError
-from conure.server.program.ir import Json, Sampling
+from conure.server.program.ir import Json
 
 from ...client import Client
 from ...client.client_cache import ModelClients
 from ..acceleration.scope import ACTIVE_SCOPE
-from .call_backend import CallBackend, DirectBackend, FinalAnswer
+from .answer_checks import checked
+from .answer_chunks import (
+    AnswerCheck,
+    achat_chunks,
+    acompletion_chunks,
+    chat_chunks,
+    completion_chunks,
+)
+from .call_backend import CallBackend, DirectBackend
 from .messages import (
-    answer_message,
     chat_response,
+    check_text,
     completion_response,
     to_wire,
     tool_selections,
 )
 from .model_request import ModelRequest
+from .request_options import output_fields, tool_fields
+from .server_tokenizer import ServerTokenizer
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
-DEFAULT_OUTPUT = 512
-"""Maximum number of output tokens on the server if `max_tokens` is not set."""
-
-_SAMPLING = frozenset(Sampling.__struct_fields__)
-_CONSTRAINT_FIELDS = frozenset({"constraint"})
-_TOOL_FIELDS = frozenset({"tools", "tool_choice"})
+RESERVED_OUTPUT = 512
+"""Number of tokens that LlamaIndex leaves for an answer when it fills a prompt, if `max_tokens` is
+not set. The answer itself may take all that the context leaves."""
 
 
 class Conure(FunctionCallingLLM):
@@ -73,11 +81,16 @@ class Conure(FunctionCallingLLM):
     """Name of a model on the server."""
     base_url: str | None = None
     """URL of the server. None: the environment variable CONURE_URL, else 127.0.0.1:8400."""
+    api_key: str | None = Field(default=None, exclude=True, repr=False)
+    """Bearer token for a proxy. None: the environment variable CONURE_API_KEY."""
+    default_headers: dict[str, str] | None = Field(default=None, exclude=True, repr=False)
+    """HTTP headers that are sent with every request, for example for a proxy."""
     client: Client | None = Field(default=None, exclude=True)
     """An open client, used instead of `base_url`. The LLM does not close it."""
     temperature: float | None = None
     """0 decodes greedily. None: 1."""
     max_tokens: int | None = None
+    """Maximum number of tokens of an answer. None: all that the model's context leaves."""
     top_p: float | None = None
     stop: list[str] | None = None
     seed: int | None = None
@@ -125,7 +138,7 @@ class Conure(FunctionCallingLLM):
         window = self.context_window or page["max_model_len"]
         return LLMMetadata(
             context_window=window,
-            num_output=self.max_tokens or min(DEFAULT_OUTPUT, max(1, window // 4)),
+            num_output=self.max_tokens or min(RESERVED_OUTPUT, max(1, window // 4)),
             is_chat_model=self.is_chat_model,
             is_function_calling_model="tools" in (page.get("capabilities") or []),
             model_name=page["id"],
@@ -135,31 +148,36 @@ class Conure(FunctionCallingLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Return the model's answer to a chat."""
-        final = self.backend().answer(self.chat_request(messages, kwargs))
+        call = self.chat_request(messages, kwargs)
+        final = self._check(call)(self.backend().answer(call))
         return chat_response(final.value, program=final.program)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat` for asyncio."""
-        final = await self.backend().aanswer(self.chat_request(messages, kwargs))
+        call = self.chat_request(messages, kwargs)
+        final = self._check(call)(await self.backend().aanswer(call))
         return chat_response(final.value, program=final.program)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Stream `chat`; the last chunk has the token counts."""
-        return _chat_chunks(self.backend().stream(self.chat_request(messages, kwargs)))
+        call = self.chat_request(messages, kwargs)
+        return chat_chunks(self.backend().stream(call), self._check(call))
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """`stream_chat` for asyncio."""
-        return _achat_chunks(self.backend().astream(self.chat_request(messages, kwargs)))
+        call = self.chat_request(messages, kwargs)
+        return achat_chunks(self.backend().astream(call), self._check(call))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Return the model's answer to a prompt."""
-        final = self.backend().answer(self.completion_request(prompt, kwargs, formatted=formatted))
+        call = self.completion_request(prompt, kwargs, formatted=formatted)
+        final = self._check(call)(self.backend().answer(call))
         return completion_response(final.value, program=final.program)
 
     @llm_completion_callback()
@@ -168,7 +186,7 @@ class Conure(FunctionCallingLLM):
     ) -> CompletionResponse:
         """`complete` for asyncio."""
         call = self.completion_request(prompt, kwargs, formatted=formatted)
-        final = await self.backend().aanswer(call)
+        final = self._check(call)(await self.backend().aanswer(call))
         return completion_response(final.value, program=final.program)
 
     @llm_completion_callback()
@@ -177,7 +195,7 @@ class Conure(FunctionCallingLLM):
     ) -> CompletionResponseGen:
         """Stream `complete`; the last chunk has the token counts."""
         call = self.completion_request(prompt, kwargs, formatted=formatted)
-        return _completion_chunks(self.backend().stream(call))
+        return completion_chunks(self.backend().stream(call), self._check(call))
 
     @llm_completion_callback()
     async def astream_complete(
@@ -185,7 +203,7 @@ class Conure(FunctionCallingLLM):
     ) -> CompletionResponseAsyncGen:
         """`stream_complete` for asyncio."""
         call = self.completion_request(prompt, kwargs, formatted=formatted)
-        return _acompletion_chunks(self.backend().astream(call))
+        return acompletion_chunks(self.backend().astream(call), self._check(call))
 
     def structured_predict(
         self,
@@ -248,11 +266,13 @@ class Conure(FunctionCallingLLM):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
         if user_msg is not None:
             messages.append(user_msg)
-        prepared: dict[str, Any] = {"messages": messages, **kwargs}
+        prepared: dict[str, Any] = {"messages": messages}
         if tools:
             prepared["tools"] = [tool.metadata.to_openai_tool() for tool in tools]
             prepared["tool_choice"] = "required" if tool_required else "auto"
-        return prepared
+            if not allow_parallel_tool_calls:
+                prepared["parallel_tool_calls"] = False
+        return {**prepared, **kwargs}
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
@@ -261,6 +281,7 @@ class Conure(FunctionCallingLLM):
 
         Raises:
             ValueError: if there are none and `error_on_no_tool_call`.
+            RunError: if the arguments of a call are not a JSON object.
         """
         tool_calls = tool_selections(response.message)
         if not tool_calls and error_on_no_tool_call:
@@ -276,7 +297,7 @@ class Conure(FunctionCallingLLM):
 
         Raises:
             ValueError: if an argument of the call is unknown.
-            ProgramError: if a message has unsupported content.
+            ProgramError: if a message has unsupported content, or text that is not Unicode.
         """
         if not self.is_chat_model:
             assert self.messages_to_prompt is not None  # LlamaIndex sets a default
@@ -284,10 +305,10 @@ class Conure(FunctionCallingLLM):
             return self.completion_request(text, kwargs, formatted=True)
         wire = [to_wire(message) for message in messages]
         return ModelRequest(
-            self._model(kwargs),
-            self._output_fields(kwargs),
+            kwargs.get("model") or self.model,
+            _output_fields(self, kwargs),
             messages=wire,
-            extra=_tool_fields(kwargs),
+            extra=tool_fields(kwargs),
             timeout_s=self.timeout,
         )
 
@@ -301,9 +322,9 @@ class Conure(FunctionCallingLLM):
         if self.is_chat_model:
             return self.chat_request([ChatMessage(role=MessageRole.USER, content=prompt)], kwargs)
         return ModelRequest(
-            self._model(kwargs),
-            self._output_fields(kwargs),
-            prompt=[{"text": prompt}],
+            kwargs.get("model") or self.model,
+            _output_fields(self, kwargs),
+            prompt=[{"text": check_text(prompt)}],
             timeout_s=self.timeout,
         )
 
@@ -319,25 +340,18 @@ class Conure(FunctionCallingLLM):
         """Return the client that calls go through."""
         if self.client is not None:
             return self.client
-        return self._clients.client(self.base_url, self.max_retries)
+        key = self.api_key or os.environ.get("CONURE_API_KEY")
+        headers = tuple(sorted((self.default_headers or {}).items()))
+        return self._clients.client(self.base_url, self.max_retries, key, headers=headers)
 
-    def _model(self, kwargs: Mapping[str, Any]) -> str:
-        return str(kwargs.get("model") or self.model)
+    @property
+    def tokenizer(self) -> ServerTokenizer:
+        """The tokenizer of the model, for `Settings.tokenizer`. It keeps what it has counted."""
+        return ServerTokenizer(self.connection(), self.model)
 
-    def _output_fields(self, kwargs: Mapping[str, Any]) -> dict[str, Json]:
-        """Return the sampling fields of one call; arguments of the call override the fields."""
-        settings: dict[str, Json] = {
-            name: getattr(self, name)
-            for name in ("temperature", "max_tokens", "top_p", "seed", "stop")
-        }
-        for name, value in {**self.additional_kwargs, **kwargs}.items():
-            if name in _SAMPLING or name in _CONSTRAINT_FIELDS:
-                settings[name] = value
-            elif name not in _TOOL_FIELDS and name != "model" and value is not None:
-                raise ValueError(f"unknown argument {name}={value!r} of Conure")
-        if isinstance(settings["stop"], str):
-            settings["stop"] = [settings["stop"]]
-        return {name: value for name, value in settings.items() if value not in (None, [])}
+    def _check(self, call: ModelRequest) -> AnswerCheck:
+        """Return the check of the answers to a call."""
+        return partial(checked, call=call, has_parser=self.output_parser is not None)
 
     def structured_output_options(
         self, output_cls: type[BaseModel], llm_kwargs: Mapping[str, Any] | None
@@ -371,59 +385,12 @@ class Conure(FunctionCallingLLM):
         return self._model_infos[self.model]
 
 
-def _tool_fields(kwargs: Mapping[str, Any]) -> dict[str, Json]:
-    return {name: kwargs[name] for name in sorted(_TOOL_FIELDS) if kwargs.get(name)}
+def _output_fields(llm: Conure, kwargs: Mapping[str, Any]) -> dict[str, Json]:
+    names = ("temperature", "max_tokens", "top_p", "seed", "stop")
+    settings = {name: getattr(llm, name) for name in names}
+    return output_fields(settings, llm.additional_kwargs, kwargs)
 
 
 def _without_span(method: Any) -> Any:
     """Return a method of LlamaIndex without its span, because the override has one."""
     return getattr(method, "__wrapped__", method)
-
-
-def _chat_chunks(stream: Generator[str | FinalAnswer, None, None]) -> ChatResponseGen:
-    text = ""
-    with closing(stream):
-        for piece in stream:
-            if isinstance(piece, str):
-                text += piece
-            yield _chat_chunk(piece, text)
-
-
-async def _achat_chunks(stream: AsyncGenerator[str | FinalAnswer, None]) -> ChatResponseAsyncGen:
-    text = ""
-    async with aclosing(stream):
-        async for piece in stream:
-            if isinstance(piece, str):
-                text += piece
-            yield _chat_chunk(piece, text)
-
-
-def _completion_chunks(stream: Generator[str | FinalAnswer, None, None]) -> CompletionResponseGen:
-    for piece in _chat_chunks(stream):
-        yield _completion_chunk(piece)
-
-
-async def _acompletion_chunks(
-    stream: AsyncGenerator[str | FinalAnswer, None],
-) -> CompletionResponseAsyncGen:
-    async with aclosing(_achat_chunks(stream)) as pieces:
-        async for piece in pieces:
-            yield _completion_chunk(piece)
-
-
-def _chat_chunk(piece: str | FinalAnswer, text: str) -> ChatResponse:
-    if isinstance(piece, str):
-        return ChatResponse(message=answer_message(text), delta=piece)
-    last = chat_response(piece.value, program=piece.program)
-    last.delta = ""
-    return last
-
-
-def _completion_chunk(piece: ChatResponse) -> CompletionResponse:
-    return CompletionResponse(
-        text=piece.message.content or "",
-        delta=piece.delta,
-        raw=piece.raw,
-        logprobs=piece.logprobs,
-        additional_kwargs=piece.additional_kwargs,
-    )

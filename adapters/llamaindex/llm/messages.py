@@ -1,7 +1,7 @@
 """Conversion of LlamaIndex's messages and responses to JSON and back.
 
-Responsibility: the content blocks of core 0.12 and 0.14. Blocks are distinguished by `block_type`,
-because 0.12 lacks some of the classes.
+Responsibility: the content blocks of core 0.12 to 0.14. Blocks are distinguished by `block_type`,
+because older cores lack some of the classes.
 
 Invariants: text is unchanged after a round trip; an unsupported block is rejected by name, never
 dropped.
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -26,6 +27,7 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Json
 
 from ...speculation.answer_stream import answer_text
+from .answer_checks import arguments_of
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -80,13 +82,27 @@ def completion_response(value: Mapping[str, Json], *, program: str) -> Completio
 
 
 def answer_message(text: str, value: Mapping[str, Json] | None = None) -> ChatMessage:
-    """Return an assistant message with the text so far and, with `value`, its tool calls."""
+    """Return an assistant message with the text so far and, with `value`, its tool calls.
+
+    The calls are in `additional_kwargs`, and as blocks where the core has such blocks.
+    """
     calls = (value or {}).get("tool_calls")
-    return ChatMessage(
+    message = ChatMessage(
         role=MessageRole.ASSISTANT,
         content=text,
         additional_kwargs={"tool_calls": calls} if calls else {},
     )
+    make_block = getattr(types, "ToolCallBlock", None)
+    if calls and make_block is not None:
+        message.blocks += [
+            make_block(
+                tool_call_id=call.get("id"),
+                tool_name=call["function"]["name"],
+                tool_kwargs=call["function"].get("arguments") or "{}",
+            )
+            for call in calls
+        ]
+    return message
 
 
 def raw_of(value: Mapping[str, Json], *, program: str) -> dict[str, Json]:
@@ -108,20 +124,36 @@ def counts_of(value: Mapping[str, Json]) -> dict[str, int]:
 
 
 def tool_selections(message: ChatMessage) -> list[ToolSelection]:
-    """Return the tool calls of an assistant message."""
-    selections = []
-    for call in message.additional_kwargs.get("tool_calls") or []:
-        function = call["function"]
-        try:
-            arguments = msgspec.json.decode(function.get("arguments") or "{}")
-        except msgspec.DecodeError:  # as LlamaIndex's OpenAI model does
-            arguments = {}
-        selections.append(
-            ToolSelection(
-                tool_id=call.get("id") or "", tool_name=function["name"], tool_kwargs=arguments
-            )
+    """Return the tool calls of an assistant message.
+
+    Raises:
+        RunError: `output.not_json` if the arguments of a call are not a JSON object.
+    """
+    return [
+        ToolSelection(
+            tool_id=call.get("id") or "",
+            tool_name=call["function"]["name"],
+            tool_kwargs=arguments_of(call["function"]),
         )
-    return selections
+        for call in message.additional_kwargs.get("tool_calls") or []
+    ]
+
+
+def check_text(text: str) -> str:
+    """Return a text that can be sent.
+
+    Raises:
+        ProgramError: `llamaindex.text` if it is not Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise ProgramError(
+            "llamaindex.text",
+            f"character {problem.start} of the prompt, {text[problem.start]!r}, is half of a "
+            "surrogate pair; remove it, or decode the text with errors='replace'",
+        ) from problem
+    return text
 
 
 def _content(message: ChatMessage) -> Json:
@@ -130,7 +162,8 @@ def _content(message: ChatMessage) -> Json:
     for block in message.blocks:
         kind = block.block_type
         if kind == "text":
-            parts.append({"text": getattr(block, "text")})  # noqa: B009 - a union of blocks
+            text: str = getattr(block, "text")  # noqa: B009 - a union of blocks
+            parts.append({"text": check_text(text)})
         elif kind == "image":
             parts.append({"part": _image(block)})
         elif kind not in _IGNORED_BLOCKS:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     class QueryPipeline(QueryComponent):
         """A graph of components."""
 
+    class RouterComponent(QueryComponent):
+        """Runs the component that a selector chooses."""
+
     def validate_and_convert_stringable(value: Any) -> str:
         """Return a value as text for prompts."""
         ...
@@ -59,6 +62,7 @@ else:
         KwargPackComponent,
     )
     from llama_index.core.query_pipeline.components.loop import LoopComponent
+    from llama_index.core.query_pipeline.components.router import RouterComponent
     from llama_index.core.query_pipeline.components.stateful import BaseStatefulComponent
 
 __all__ = [
@@ -72,5 +76,6 @@ __all__ = [
     "PromptComponent",
     "QueryComponent",
     "QueryPipeline",
+    "RouterComponent",
     "validate_and_convert_stringable",
 ]

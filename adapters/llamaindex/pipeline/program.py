@@ -1,8 +1,9 @@
 """A QueryPipeline of core 0.12, compiled to a program.
 
 Responsibility: prompts, LLMs and packs run on the server; every other module is a client step,
-which gets the inputs that the module would get, LLM responses included. Unsupported modules are
-rejected: an edge with a function, a module that streams or loops.
+which gets the inputs that the module would get, LLM responses included. A value that is not JSON,
+such as a response with its sources, stays in the process; the program has a reference to it.
+Unsupported modules are rejected: an edge with a function, a module that streams or loops.
 
 Invariants: compilation runs no user code.
 """
@@ -10,6 +11,7 @@ Invariants: compilation runs no user code.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,6 +22,7 @@ from conure.server.program.ir import Expression, Json
 
 from ...client import Client, StepResult
 from ...names import unique_name
+from ..acceleration.accelerate import conure_run
 from ..acceleration.plan_builder import NotPlanned
 from ..acceleration.prompt_slots import text_read
 from ..llm.llm import Conure
@@ -31,14 +34,23 @@ from .core012 import (
     LoopComponent,
     QueryComponent,
     QueryPipeline,
+    RouterComponent,
     validate_and_convert_stringable,
 )
 from .reader import GENERATED_NAME, PipelineReader, PlaceholderSource
 
-Deserializer: TypeAlias = Callable[[Json], Any]
+LocalValues: TypeAlias = dict[str, Any]
+"""Values of one run that stay in the process, by reference or by name of an input."""
+Deserializer: TypeAlias = Callable[[Json, LocalValues], Any]
+ClientFunction: TypeAlias = Callable[..., Json]
+"""The function of a client step; takes the local values, then keyword arguments."""
 
 _NODE = "__llamaindex_node__"
 """Key that marks a retrieved node among JSON values."""
+_LOCAL = "__llamaindex_local__"
+"""Key that marks a reference to a value that stays in the process."""
+UNNAMED_INPUT = "input"
+"""Name of the only input of an `InputComponent` whose links do not name it."""
 
 
 class CompiledPipeline:
@@ -49,8 +61,9 @@ class CompiledPipeline:
         self._nodes: list[dict[str, Json]] = []
         self._names: set[str] = set()
         self._used_as_text: set[str] = set()
-        self.functions: dict[str, Callable[..., Json]] = {}
-        """Functions of the client steps by name, called with keyword arguments."""
+        self._functions: dict[str, ClientFunction] = {}
+        """Of the client steps, by name."""
+        self._has_unnamed_input = False
         self._inputs = {key: self._root_inputs(key) for key in pipeline.get_root_keys()}
         names = [name for inputs in self._inputs.values() for name in inputs]
         if len(set(names)) != len(names):
@@ -78,44 +91,69 @@ class CompiledPipeline:
     def __repr__(self) -> str:
         return f"Compiled({self.program['name']!r}, {len(self._nodes)} nodes)"
 
-    def run(self, client: Client, **inputs: str) -> Any:
+    def run(self, client: Client, **inputs: Any) -> Any:
         """Run the pipeline on a server, and its client steps in threads of this process.
 
         Args:
             client: of the server.
-            **inputs: as for `QueryPipeline.run`, by name.
+            **inputs: as for `QueryPipeline.run`, by name. Modules that are client steps get them as
+                they are; in a prompt they are printed as LlamaIndex prints them.
 
         Returns:
             The output of the pipeline's only leaf, or a dict of outputs by module.
 
         Raises:
-            ProgramError: if the names of the inputs differ from the pipeline's.
+            ProgramError: if the names of the inputs differ from the pipeline's, or an input that a
+                prompt prints has no text.
             ConureError: if the program failed; its cause is the exception of a module, if any.
         """
         return self.execute(client, **inputs)[0]
 
-    def execute(self, client: Client, **inputs: str) -> tuple[Any, StepResult]:
+    def execute(self, client: Client, **inputs: Any) -> tuple[Any, StepResult]:
         """`run`, with the program's id and receipt."""
+        if self._has_unnamed_input and len(inputs) == 1:
+            inputs = dict(zip(self.inputs, inputs.values(), strict=True))
         if inputs.keys() != set(self.inputs):
             raise ProgramError(
                 "to_program.inputs",
                 f"the pipeline has the inputs {sorted(self.inputs)}, got {sorted(inputs)}",
             )
-        result = client.run(self.program, inputs=inputs, functions=self.functions)
+        local: LocalValues = dict(inputs)
+        functions = {name: partial(each, local) for name, each in self._functions.items()}
+        texts = {name: self._input_text(name, value) for name, value in inputs.items()}
+        result = client.run(self.program, inputs=texts, functions=functions)
         outputs = {
-            key: revive(result.outputs[variable])
+            key: revive(result.outputs[variable], local)
             for key, (variable, revive) in self._leaves.items()
         }
         return (next(iter(outputs.values())) if len(outputs) == 1 else outputs), result
+
+    def _input_text(self, name: str, value: Any) -> str:
+        try:
+            return validate_and_convert_stringable(value)
+        except ValueError as problem:
+            if name not in self._used_as_text:
+                return ""  # client steps alone read it
+            raise ProgramError(
+                "to_program.inputs",
+                f"a prompt prints the input {name!r}, and a {type(value).__name__} has no text",
+            ) from problem
 
     def _root_inputs(self, key: str) -> list[str]:
         """Return the names of the inputs of a root."""
         module = self._pipeline.module_dict[key]
         if type(module) is InputComponent:
             edges = self._pipeline.dag.out_edges(key, data=True)
-            if any(edge["src_key"] is None for _, _, edge in edges):
-                raise _unsupported(key, "its edges must name an input: set src_key")
-            return list(dict.fromkeys(edge["src_key"] for _, _, edge in edges))
+            names = list(dict.fromkeys(edge["src_key"] for _, _, edge in edges))
+            if None not in names:
+                return names
+            named = [name for name in names if name is not None]
+            if len(named) > 1:
+                raise _unsupported(
+                    key, f"a link without src_key is ambiguous, as there are the inputs {named}"
+                )
+            self._has_unnamed_input = not named and len(self._pipeline.get_root_keys()) == 1
+            return named or [UNNAMED_INPUT]
         return sorted(module.free_req_input_keys)
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -145,7 +183,7 @@ class CompiledPipeline:
     ) -> dict[str, Any]:
         if isinstance(module, LoopComponent | BaseStatefulComponent):
             raise NotPlanned(f"a {type(module).__name__} cannot be part of a program")
-        names = module.output_keys.required_keys
+        names = _output_names(module)
         if len(names) != 1:
             raise NotPlanned(f"a {type(module).__name__} must have one output, got {sorted(names)}")
         (output,) = names
@@ -158,16 +196,16 @@ class CompiledPipeline:
             {"id": step, "op": "client", "name": step, "args": args, "output": variable}
         )
 
-        def function(**arguments: Json) -> Json:
-            output_value = module.run_component(
-                **{name: revivers[name](value) for name, value in arguments.items()}
-            )[output]
-            value: dict[str, Json] = {"value": _encode(output_value)}
+        def function(local: LocalValues, **arguments: Json) -> Json:
+            given = {name: revivers[name](value, local) for name, value in arguments.items()}
+            with conure_run():  # calls inside the module are one program
+                output_value = module.run_component(**given)[output]
+            value: dict[str, Json] = {"value": _encode(output_value, local)}
             if variable in self._used_as_text:  # known after the whole pipeline is read
                 value["text"] = validate_and_convert_stringable(output_value)
             return value
 
-        self.functions[step] = function
+        self._functions[step] = function
         text = {"get": [{"var": variable}, "text"]}
         return {output: self._reader.placeholder(PlaceholderSource("step", variable, text))}
 
@@ -175,17 +213,19 @@ class CompiledPipeline:
         """Return the expression of a value with placeholders, and the deserializer of its JSON."""
         marks = self._reader.placeholders(value)
         if not marks:
-            return {"lit": _encode(value)}, _decode
+            return {"lit": None}, lambda json, local: value
         if isinstance(value, list):
             parts = [self._argument(each) for each in value]
-            return [each for each, _ in parts], lambda json: [
-                revive(item) for (_, revive), item in zip(parts, json, strict=True)
+            return [each for each, _ in parts], lambda json, local: [
+                revive(item, local) for (_, revive), item in zip(parts, json, strict=True)
             ]
         if isinstance(value, dict):
             named = {key: self._argument(each) for key, each in value.items()}
-            return {"object": {key: each for key, (each, _) in named.items()}}, lambda json: {
-                key: revive(json[key]) for key, (_, revive) in named.items()
-            }
+            return {"object": {key: each for key, (each, _) in named.items()}}, (
+                lambda json, local: {
+                    key: revive(json[key], local) for key, (_, revive) in named.items()
+                }
+            )
         if value != marks[0]:
             for mark in marks:
                 self._used_as_text |= self._reader.variables_of(mark)
@@ -211,39 +251,49 @@ class CompiledPipeline:
 def _source_value(source: PlaceholderSource) -> tuple[Expression, Deserializer]:
     """Return the expression and the deserializer of a value that exists only on the server."""
     if source.kind == "chat":
-        return {"var": source.variable}, lambda json: chat_response(json, program="")
+        return {"var": source.variable}, lambda json, local: chat_response(json, program="")
     if source.kind == "completion":
-        return {"var": source.variable}, lambda json: completion_response(json, program="")
+        return {"var": source.variable}, lambda json, local: completion_response(json, program="")
     if source.kind == "step":
         return {"get": [{"var": source.variable}, "value"]}, _decode
+    if source.variable:
+        return source.text, lambda json, local: local[source.variable]
     return source.text, _decode
 
 
-def _encode(value: Any) -> Json:
-    """Convert a value to JSON; retrieved nodes are allowed."""
+def _output_names(module: Any) -> set[str]:
+    """Return the names of the outputs of a module; a router has those of its components."""
+    if isinstance(module, RouterComponent):
+        return {name for each in module.components for name in _output_names(each)}
+    names: set[str] = module.output_keys.required_keys
+    return names
+
+
+def _encode(value: Any, local: LocalValues) -> Json:
+    """Convert a value to JSON; what is not JSON becomes a reference to a local value."""
     if isinstance(value, NodeWithScore) and type(value.node) is TextNode:
         return {_NODE: {"node": value.node.to_dict(), "score": value.score}}
     if isinstance(value, list):
-        return [_encode(each) for each in value]
+        return [_encode(each, local) for each in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _encode(each) for key, each in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
+        return {key: _encode(each, local) for key, each in value.items()}
+    if value is None or type(value) in (bool, int, float, str):
         return msgspec.to_builtins(value)
-    raise ProgramError(
-        "llamaindex.not_json",
-        f"a {type(value).__name__} cannot be sent as JSON; let the module return text, "
-        "numbers, lists, dicts with text keys, or text nodes",
-    )
+    reference = f"{_LOCAL}{len(local)}"
+    local[reference] = value
+    return {_LOCAL: reference}
 
 
-def _decode(value: Json) -> Any:
+def _decode(value: Json, local: LocalValues) -> Any:
     if isinstance(value, list):
-        return [_decode(each) for each in value]
+        return [_decode(each, local) for each in value]
     if isinstance(value, dict):
         if value.keys() == {_NODE}:
             node = value[_NODE]
             return NodeWithScore(node=TextNode.from_dict(node["node"]), score=node["score"])
-        return {key: _decode(each) for key, each in value.items()}
+        if value.keys() == {_LOCAL}:
+            return local[value[_LOCAL]]
+        return {key: _decode(each, local) for key, each in value.items()}
     return value
 
 

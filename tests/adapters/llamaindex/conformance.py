@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.metadata import version
+from typing import Any, Final
 
 import pytest
 from llama_index.core.base.llms.base import BaseLLM
@@ -25,10 +26,22 @@ from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.callbacks.base_handler import BaseCallbackHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.program import LLMTextCompletionProgram
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+from llama_index.core.response_synthesizers import refine as refine_module
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_instrumentation import get_dispatcher
+
+from conure.adapters.client import Client
+from conure.adapters.llamaindex import Conure
+
+CORE: Final = tuple(int(part) for part in version("llama-index-core").split(".")[:3])
+HAS_QUERY_PIPELINE: Final = CORE < (0, 13)
+STREAMS_STRUCTURED: Final = "stream_call" in vars(LLMTextCompletionProgram)
+"""A structured answer can be streamed."""
+RESERVES_ANSWERS: Final = hasattr(refine_module, "DEFAULT_RESPONSE_PADDING_SIZE")
+"""`Refine` leaves room for an answer in every chunk, so that no chunk is split later."""
 
 CHAT = [
     ChatMessage(role=MessageRole.SYSTEM, content="Be brief."),
@@ -89,6 +102,21 @@ def events() -> Iterator[Recorder]:
     root.add_event_handler(recorder)
     yield recorder
     root.event_handlers.remove(recorder)
+
+
+@pytest.fixture
+async def make_llm(client: Client) -> AsyncIterator[Callable[..., Conure]]:
+    """Return a factory of LLMs; close their connections in the test's event loop."""
+    made: list[Conure] = []
+
+    def make(**settings: Any) -> Conure:
+        llm = Conure(**{"client": client, "temperature": 0, "max_tokens": 40, **settings})
+        made.append(llm)
+        return llm
+
+    yield make
+    for llm in made:
+        await llm._clients.aclose()
 
 
 class LLMConformance:

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-if version("llama-index-core").startswith("0.12."):
-    pytest.skip("core 0.12: `accelerate` is for 0.13 and 0.14", allow_module_level=True)
-
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from conure.adapters.llamaindex import Conure
 from conure.server.app import create_app
 from conure.server.config import Config
 
-from .conformance import LLMConformance
-
-IS_OLD = version("llama-index-core").startswith("0.12.")
+from .conformance import STREAMS_STRUCTURED, LLMConformance
 
 
 class TestChat(LLMConformance):
-    streams_structured = not IS_OLD
+    streams_structured = STREAMS_STRUCTURED
 
     @pytest.fixture
     def llm(self, make_llm: Callable[..., Any]) -> Any:
@@ -37,7 +34,7 @@ class TestChat(LLMConformance):
 
 
 class TestCompletion(LLMConformance):
-    streams_structured = not IS_OLD
+    streams_structured = STREAMS_STRUCTURED
 
     @pytest.fixture
     def llm(self, make_llm: Callable[..., Any]) -> Any:

@@ -10,12 +10,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.node_parser import TokenTextSplitter
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from llama_index.core.types import BaseOutputParser
 
 from conure.adapters.client import Client, NotReadyError, Retry, ServerUnreachableError
 from conure.adapters.llamaindex import Conure
 from conure.server.program.errors import NotFoundError, ProgramError, RunError
+
+from .conformance import Person
 
 PROGRAM = "/v1/programs/p_1"
 VALUE = {
@@ -306,6 +312,155 @@ def test_tool_calls_round_trip(llm: Conure, double: Any, kit: Any) -> None:
     (selected,) = llm.get_tool_calls_from_response(response)
     assert (selected.tool_id, selected.tool_name, selected.tool_kwargs) == ("c", "add", {"a": 1})
     assert response.message.role == MessageRole.ASSISTANT
+
+
+def tool_call(arguments: str, call_id: str = "c") -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+@pytest.fixture
+def answered(double: Any, kit: Any) -> Callable[..., None]:
+    """Return a function that sets the answer of the server."""
+
+    def answer(**fields: Any) -> None:
+        value = {**VALUE, **fields}
+        double._script["GET", f"{PROGRAM}/variables/answer"].clear()
+        double._script["GET", f"{PROGRAM}/events"].clear()
+        page = kit.Answer(200, {"status": "done", "value": value})
+        double.on("GET", f"{PROGRAM}/variables/answer", page)
+        double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.committed(value)]))
+
+    return answer
+
+
+def test_one_tool_call_where_one_is_asked_for(
+    llm: Conure, double: Any, answered: Callable[..., None]
+) -> None:
+    llm.model = "tools"
+    tool = FunctionTool.from_defaults(add)
+    answered(tool_calls=[tool_call('{"a": 40, "b": 2}'), tool_call('{"a": 1, "b": 1}', "d")])
+    assert llm.predict_and_call([tool], "40 + 2").response == "42"
+    assert nodes(double)[0]["parallel_tool_calls"] is False
+    response = llm.chat_with_tools([tool], user_msg="40 + 2", allow_parallel_tool_calls=True)
+    assert [each.tool_id for each in llm.get_tool_calls_from_response(response)] == ["c", "d"]
+    assert "parallel_tool_calls" not in nodes(double)[1]
+    one = llm.chat_with_tools(
+        [tool], user_msg="?", allow_parallel_tool_calls=True, parallel_tool_calls=False
+    )
+    assert len(llm.get_tool_calls_from_response(one)) == 1
+
+
+def test_tool_calls_are_blocks_where_the_core_has_them(
+    llm: Conure, answered: Callable[..., None]
+) -> None:
+    if not hasattr(types, "ToolCallBlock"):
+        pytest.skip("this core has no blocks for tool calls")
+    answered(content="", tool_calls=[tool_call('{"a": 1}')])
+    block: Any = llm.chat([ChatMessage("hi")]).message.blocks[1]
+    assert (block.tool_call_id, block.tool_name, block.tool_kwargs) == ("c", "add", '{"a": 1}')
+
+
+def test_arguments_that_are_no_json_object_raise(
+    llm: Conure, answered: Callable[..., None]
+) -> None:
+    answered(tool_calls=[tool_call('{"a": ')])
+    response = llm.chat([ChatMessage("hi")])
+    with pytest.raises(RunError, match="called add with arguments that are not a JSON object"):
+        llm.get_tool_calls_from_response(response)
+
+
+class Echo(BaseOutputParser):
+    """Returns the text."""
+
+    def parse(self, output: str) -> str:
+        return output
+
+
+CUT = r"cut after 2 tokens before it was complete \(finish_reason 'length'\); raise max_tokens"
+
+
+def test_cut_answer_under_a_schema_or_parser_raises(
+    llm: Conure, answered: Callable[..., None]
+) -> None:
+    answered(content='{"name": "a", "age": 1', finish_reason="length")
+    for ask in (
+        lambda: llm.structured_predict(Person, PromptTemplate("Who?")),
+        lambda: llm.as_structured_llm(Person).chat([ChatMessage("Who?")]),
+        lambda: llm.complete("Who?", constraint={"json_schema": {"type": "object"}}),
+        lambda: list(llm.stream_complete("Who?", constraint={"json_schema": {"type": "object"}})),
+    ):
+        with pytest.raises(ValueError, match=CUT) as caught:
+            ask()
+        assert isinstance(caught.value, RunError)
+        assert caught.value.code == "output.incomplete"
+    assert llm.complete("Who?").text == '{"name": "a", "age": 1'
+    llm.output_parser = Echo()
+    with pytest.raises(RunError, match=CUT):
+        llm.predict(PromptTemplate("Who?"))
+
+
+async def test_awaited_cut_answer_raises(llm: Conure, answered: Callable[..., None]) -> None:
+    answered(content='{"name": "a"', finish_reason="length")
+    with pytest.raises(RunError, match=CUT):
+        await llm.astructured_predict(Person, PromptTemplate("Who?"))
+    schema = {"json_schema": {"type": "object"}}
+    with pytest.raises(RunError, match=CUT):
+        await llm.achat([ChatMessage("Who?")], constraint=schema)
+    with pytest.raises(RunError, match=CUT):
+        async for _ in await llm.astream_chat([ChatMessage("Who?")], constraint=schema):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("tool_calls", "is_required"), [([tool_call('{"a": 4')], False), ([], True)]
+)
+def test_cut_tool_call_raises(
+    llm: Conure, answered: Callable[..., None], tool_calls: Any, is_required: bool
+) -> None:
+    answered(finish_reason="length", tool_calls=tool_calls)
+    tool = FunctionTool.from_defaults(add)
+    with pytest.raises(RunError, match="before its tool call was complete"):
+        llm.chat_with_tools([tool], user_msg="?", tool_required=is_required)
+    answered(finish_reason="length")
+    assert llm.chat_with_tools([tool], user_msg="?").message.content == "hello tea"
+
+
+def test_logprobs_may_be_a_flag(llm: Conure, double: Any) -> None:
+    llm.complete("a", logprobs=True)
+    llm.complete("a", logprobs=False)
+    first, second = nodes(double)
+    assert first["output"]["logprobs"] == 0
+    assert "logprobs" not in second["output"]
+
+
+def test_half_a_surrogate_pair_is_refused_by_position(llm: Conure, double: Any) -> None:
+    for is_chat in (True, False):
+        llm.is_chat_model = is_chat
+        with pytest.raises(ProgramError, match=r"character 1 of the prompt, '\\ud800', is half"):
+            llm.complete("a\ud800")
+    assert nodes(double) == []
+
+
+def test_key_and_headers_reach_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = Conure(base_url="http://127.0.0.1:9", api_key="k", default_headers={"x-team": "a"})
+    assert "api_key" not in llm.to_dict()
+    assert "api_key" not in repr(llm)
+    plain = Conure(base_url="http://127.0.0.1:9")
+    assert llm.connection() is not plain.connection()
+    monkeypatch.setenv("CONURE_API_KEY", "k")
+    assert plain.connection() is Conure(base_url="http://127.0.0.1:9", api_key="k").connection()
+
+
+def test_tokenizer_is_that_of_the_server(make_llm: Callable[..., Conure]) -> None:
+    llm = make_llm()
+    count = llm.tokenizer
+    assert count("tea is hot") == llm.connection().tokenize("tea is hot")
+    assert count("") == []
+    splitter = TokenTextSplitter(chunk_size=20, chunk_overlap=0, tokenizer=count)
+    pieces = splitter.split_text("tea is hot and milk is cold " * 3)
+    assert len(pieces) > 1
+    assert all(len(llm.connection().tokenize(piece)) <= 20 for piece in pieces)
 
 
 def test_required_tool_call_that_is_missing_raises(llm: Conure) -> None:

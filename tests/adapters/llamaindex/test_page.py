@@ -1,4 +1,4 @@
-"""The tables of docs/llamaindex.md, which are generated from runs.
+"""The tables of docs/llamaindex.md, which are generated from runs, and the examples.
 
 `CONURE_WRITE_PAGE=1 pytest tests/adapters/llamaindex/test_page.py` writes the table of the
 installed core. Otherwise the tests compare the page with it.
@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain
 
 from ...served import environment, served
+from .conformance import HAS_QUERY_PIPELINE, RESERVES_ANSWERS
 
+ROOT = Path(__file__).parents[3]
 PAGE = Path(__file__).parents[3] / "docs" / "llamaindex.md"
-IS_OLD = version("llama-index-core").startswith("0.12.")
 
 BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE.read_text("utf-8")))
@@ -34,7 +34,6 @@ BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE.read_text("utf-8")))
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
 
 
-@pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
 def test_examples_run() -> None:
     assert BLOCKS.keys() == {"llm", "app"}
     with served("--engine", "fake") as url:
@@ -77,7 +76,7 @@ def row(what: str, report: Any) -> list[str]:
     ]
 
 
-@pytest.mark.skipif(IS_OLD, reason="synthesizers are planned on core 0.13 and 0.14")
+@pytest.mark.skipif(not RESERVES_ANSWERS, reason="the table is that of the newest core")
 async def test_table_of_core_014_is_current(make_llm: Callable[..., Conure]) -> None:
     from llama_index.core.extractors import (
         KeywordExtractor,
@@ -138,7 +137,7 @@ async def test_table_of_core_014_is_current(make_llm: Callable[..., Conure]) -> 
     compare("core 0.14", ["part of an app", "calls from the plan", "stays a call, and why"], rows)
 
 
-@pytest.mark.skipif(not IS_OLD, reason="QueryPipeline was removed in core 0.13")
+@pytest.mark.skipif(not HAS_QUERY_PIPELINE, reason="QueryPipeline was removed in core 0.13")
 def test_table_of_core_012_is_current(make_llm: Callable[..., Conure], client: Client) -> None:
     from llama_index.core.prompts import PromptTemplate
     from llama_index.core.query_pipeline import ArgPackComponent, FnComponent, QueryPipeline
@@ -172,3 +171,53 @@ def test_table_of_core_012_is_current(make_llm: Callable[..., Conure], client: C
         )
     head = ["pipeline", "calls that go whole", "client steps", "accelerated: calls from the plan"]
     compare("core 0.12", head, rows)
+
+
+FINDINGS = ["Jonas Wenk", "nobody", "Ruth Sandberg", "Emil Hartson", "nobody"]
+
+
+def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run an example on a temporary server, or on the one at `CONURE_URL`."""
+    return subprocess.run(
+        [*options, sys.executable, "-W", "ignore", str(ROOT / "examples" / name)],
+        cwd=ROOT,
+        env={**environment(), "CONURE_URL": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def printed(name: str, *options: str) -> str:
+    """Return the output of an example on a temporary server with these options."""
+    made = run(name, sys.executable, "benchmarks/temporary_server.py", *options, "--")
+    assert made.returncode == 0, made.stdout + made.stderr
+    return made.stdout
+
+
+@pytest.mark.skipif(HAS_QUERY_PIPELINE, reason="core 0.12 is tested without torch")
+def test_summary_example_is_planned_and_correct() -> None:
+    said = printed("llamaindex_tree_summary.py", "--threads", "1")
+    assert re.findall(r"^Report \d: (.*)$", said, re.MULTILINE) == FINDINGS
+    assert "\nJonas Wenk, Ruth Sandberg and Emil Hartson.\n" in said
+    assert re.search(r"^same +yes$", said, re.MULTILINE)
+    assert "6 served from the plan; 6 calls" in said
+
+
+@pytest.mark.skipif(not HAS_QUERY_PIPELINE, reason="QueryPipeline went with core 0.13")
+def test_query_pipeline_example_matches_in_three_modes() -> None:
+    said = printed("llamaindex_query_pipeline.py", "--engine", "fake")
+    made = re.findall(r"^(?:plain|ahead|whole) +(\S.*)$", said, re.MULTILINE)
+    assert made == [made[0]] * 3
+    assert "3 calls: 3 from the plan, 0 made by the app, 0 wasted" in said
+    assert re.search(r"as one program: 3 calls, .*, 1 client step$", said, re.MULTILINE)
+
+
+def test_example_without_server_explains_setup() -> None:
+    made = run(
+        "llamaindex_query_pipeline.py" if HAS_QUERY_PIPELINE else "llamaindex_tree_summary.py"
+    )
+    assert made.returncode == 1
+    assert "conure serve" in made.stderr.splitlines()[-1]
+    assert "Traceback" not in made.stderr

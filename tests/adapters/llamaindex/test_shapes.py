@@ -36,10 +36,12 @@ from conure.server.app import create_app
 from conure.server.config import Config
 
 from ..left import all_ended
-from .conformance import Person
+from .conformance import RESERVES_ANSWERS, Person
 from .test_accelerate import Fan, Pair, engine, llm, nodes, pair
 
 __all__ = ["llm", "pair"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:ServiceManager is deprecated:DeprecationWarning")
 
 
 class Open(Workflow):
@@ -233,6 +235,8 @@ SHAPES: dict[str, Shape] = {
 def test_synthesizer_shape_does_the_same(
     make_llm: Callable[..., Conure], pair: Callable[[Any], Pair], name: str
 ) -> None:
+    if name == "a text of many windows" and not RESERVES_ANSWERS:
+        pytest.skip("this core splits a chunk by the length of the answer that it refines")
     shape = SHAPES[name]
     max_tokens = 200 if "structured" in name or "another" in name else 40
     llm = make_llm(context_window=1500, max_tokens=max_tokens, system_prompt="{query_str}")

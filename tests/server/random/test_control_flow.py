@@ -17,8 +17,8 @@ import pytest
 from conure.server.program.status import ProgramStatus
 from conure.server.runtime import timers
 
-from .control_programs import FailureError, Reading, random_program, shuffled
 from ..inprocess import Program, ServerHarness, server_harness
+from .control_programs import FailureError, Reading, random_program, shuffled
 
 Json = Any
 

@@ -20,6 +20,8 @@ if not version("llama-index-core").startswith("0.12."):
         "QueryPipeline went with core 0.13: run `make test-llamaindex012`", allow_module_level=True
     )
 
+from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_pipeline import (
     ArgPackComponent,
@@ -28,13 +30,15 @@ from llama_index.core.query_pipeline import (
     QueryPipeline,
 )
 from llama_index.core.query_pipeline.components.argpacks import KwargPackComponent
+from llama_index.core.query_pipeline.components.router import RouterComponent
+from llama_index.core.response_synthesizers import TreeSummarize
 
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, Report, accelerate, explain, to_program
 from conure.server.program.errors import ConureError, ProgramError, RunError
 
 from ...left import all_ended
-from .test_pipeline import linked, shout
+from .test_pipeline import Given, linked, shout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated class QueryPipeline")
 
@@ -251,7 +255,7 @@ async def test_unsendable_text_fails_and_leaves_nothing_running(
     llm: Conure, client: Client, submitted: list[str]
 ) -> None:
     pipeline = after_a_step(llm, "\ud800")
-    with pytest.raises(UnicodeEncodeError):
+    with pytest.raises(ProgramError, match="half of a surrogate pair"):
         await accelerate(pipeline).arun(x="tea")
     with pytest.raises(RunError, match="surrogates") as caught:
         await asyncio.to_thread(to_program(pipeline).run, client, x="tea")
@@ -275,3 +279,87 @@ async def test_too_large_value_fails_at_once(
 def test_wrong_inputs_are_named(llm: Conure, client: Client, given: dict[str, str]) -> None:
     with pytest.raises(ProgramError, match=r"has the inputs \['x'\], got"):
         to_program(twice(llm)).run(client, **given)
+
+
+def test_unnamed_input_of_the_notebooks_is_compiled(llm: Conure, client: Client) -> None:
+    pipeline = QueryPipeline()
+    pipeline.add_modules({"input": InputComponent(), "prompt": PromptTemplate("A {x}"), "llm": llm})
+    pipeline.add_link("input", "prompt")
+    pipeline.add_link("prompt", "llm")
+    expected = str(pipeline.run(input="tea"))
+    compiled = to_program(pipeline)
+    assert str(compiled.run(client, input="tea")) == expected
+    assert str(compiled.run(client, query="tea")) == expected
+    pipeline.add_modules({"second": PromptTemplate("B {x} {y}")})
+    pipeline.add_link("input", "second", src_key="a", dest_key="x")
+    pipeline.add_link("input", "second", src_key="b", dest_key="y")
+    with pytest.raises(ProgramError, match=r"ambiguous, as there are the inputs \['a', 'b'\]"):
+        to_program(pipeline)
+
+
+def test_synthesizer_as_last_module_returns_its_response(llm: Conure, client: Client) -> None:
+    pipeline = QueryPipeline()
+    pipeline.add_modules(
+        {
+            "input": InputComponent(),
+            "prompt": PromptTemplate("A {x}"),
+            "llm": llm,
+            "retriever": Given(),
+            "summarizer": TreeSummarize(llm=llm),
+        }
+    )
+    pipeline.add_link("input", "prompt")
+    pipeline.add_link("prompt", "llm")
+    pipeline.add_link("llm", "retriever")
+    pipeline.add_link("llm", "summarizer", dest_key="query_str")
+    pipeline.add_link("retriever", "summarizer", dest_key="nodes")
+    expected = pipeline.run(input="tea")
+    made = to_program(pipeline).run(client, input="tea")
+    assert str(made) == str(expected)
+    assert [each.text for each in made.source_nodes] == [
+        each.text for each in expected.source_nodes
+    ]
+
+
+class Always(BaseSelector):
+    """Selects the second choice."""
+
+    def _select(self, choices: Any, query: Any) -> Any:
+        return SelectorResult(selections=[SingleSelection(index=1, reason="it fits")])
+
+    async def _aselect(self, choices: Any, query: Any) -> Any:
+        return self._select(choices, query)
+
+    def _get_prompts(self) -> Any:
+        return {}
+
+    def _update_prompts(self, prompts_dict: Any) -> None:
+        pass
+
+
+def test_router_is_compiled(llm: Conure, client: Client) -> None:
+    router = RouterComponent(
+        selector=Always(), choices=["one", "two"], components=[llm, twice(llm)]
+    )
+    pipeline = QueryPipeline(chain=[router, PromptTemplate("Again {y}"), llm])
+    expected = str(pipeline.run(query="tea"))
+    assert str(to_program(pipeline).run(client, query="tea")) == expected
+
+
+def test_messages_are_inputs_of_client_steps(llm: Conure, client: Client) -> None:
+    def chat(query: str, history: list[ChatMessage]) -> list[ChatMessage]:
+        return [*history, ChatMessage(role="user", content=query)]
+
+    pipeline = linked(
+        {
+            "input": InputComponent(),
+            "chat": FnComponent(fn=chat),
+            "said": FnComponent(fn=lambda messages: llm.chat(messages)),
+        },
+        ("input", "query", "chat", "query"),
+        ("input", "history", "chat", "history"),
+        ("chat", "said"),
+    )
+    given: Any = {"query": "tea", "history": [ChatMessage("hi"), ChatMessage("ho")]}
+    made = to_program(pipeline).run(client, **given)
+    assert str(made) == str(pipeline.run(**given))
