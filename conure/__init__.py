@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Run,
         ServerUnreachableError,
     )
+    from conure.adapters.training import training_examples
     from conure.server.program.errors import (
         ConflictError,
         ConureError,
@@ -76,6 +77,7 @@ __all__ = [
     "__version__",
     "function",
     "program",
+    "training_examples",
 ]
 
 _EXPORTS: Final = {
@@ -89,6 +91,7 @@ _EXPORTS: Final = {
         "Run",
         "ServerUnreachableError",
     ),
+    "adapters.training": ("training_examples",),
     "server.program.errors": (
         "ConflictError",
         "ConureError",

@@ -47,6 +47,7 @@ ARROWS = {
         "conure.__version__",
         "conure.adapters.client",
         "conure.adapters.langchain",
+        "conure.adapters.training",
         "conure.engine.config",
         "conure.server",
     ),

@@ -5,16 +5,14 @@ do differently is in `async_io` and `sync_io`. `exchange` describes requests, re
 without I/O, `json_encoding` encodes their bodies, `connection` holds settings and the state of
 event streams, `sse` parses event streams, `local_app` runs a server in this process, and
 `io_thread` the requests that no caller waits for. `client_steps` runs the functions that a program
-asks its client for, and `failures` finds the failure to report. `training` makes examples for
-finetuning from traces. `cancellation` and `client_cache` serve the LangChain and LlamaIndex
-adapters.
+asks its client for, and `failures` finds the failure to report. `cancellation` and `client_cache`
+serve the LangChain and LlamaIndex adapters.
 """
 
 from .async_client import AsyncClient, AsyncRun
 from .client_steps import StepResult
 from .exchange import NotReadyError, Retry, ServerUnreachableError
 from .sync_client import Client, Run
-from .training import training_examples
 
 __all__ = [
     "AsyncClient",
@@ -25,5 +23,4 @@ __all__ = [
     "Run",
     "ServerUnreachableError",
     "StepResult",
-    "training_examples",
 ]

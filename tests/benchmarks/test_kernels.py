@@ -1,4 +1,4 @@
-"""The kernel benchmark runs and is accurate, and `docs/kernels.md` shows its roofline."""
+"""The kernel benchmark runs and is accurate, and `docs/engine/kernels.md` shows its roofline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_python(*arguments: str) -> str:
 def test_docs_show_the_roofline_of_every_row() -> None:
     lines = run_python("-c", ROOFLINE).splitlines()
     assert len(lines) == 24
-    page = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    page = (ROOT / "docs" / "engine" / "kernels.md").read_text("utf-8")
     assert "\n".join(lines) in page
 
 

@@ -1,4 +1,4 @@
-"""Write docs/models.md: run `python -m tests.engine.models_page` in the repository's root.
+"""Write docs/engine/models.md: run `python -m tests.engine.models_page` in the repository's root.
 
 Every family of `families` is tested as in the tests. Results that depend on the machine (ties,
 rounding) have columns of their own; the test that the page is current ignores them.
@@ -26,7 +26,7 @@ from conure.engine.runner.torch_runner import TorchModelRunner
 from . import exactness, shrunk
 from .families import REFUSED, RUNNING, changes, model_type
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "engine" / "models.md"
 
 BOUND: Final = 0.15
 """Maximum error of a token's logits in bfloat16: root mean square of the differences, divided by

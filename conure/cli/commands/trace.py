@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from conure.adapters.client import training_examples
+from conure.adapters.training import training_examples
 
 from ..command import ExitCode, add_url, connect
 from ..terminal import json_line

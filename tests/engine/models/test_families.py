@@ -145,5 +145,5 @@ def test_models_page_is_current(tmp_path: Path) -> None:
     wanted = models_page.without_measurements(models_page.render(rows, sentences))
     found = models_page.PAGE.read_text(encoding="utf-8")
     assert models_page.without_measurements(found) == wanted, (
-        "docs/models.md is out of date: run `python -m tests.engine.models_page`"
+        "docs/engine/models.md is out of date: run `python -m tests.engine.models_page`"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conure.adapters.client import training_examples
+from conure.adapters.training import training_examples
 from conure.server.program.errors import ConflictError, NotFoundError
 from conure.server.runtime.quota import QuotaLimits
 
