@@ -54,8 +54,10 @@ class ScopedGenerator(Generator[Any, Any, None]):
 
     def close(self) -> None:
         """Close the generator and release its run."""
-        self._stream.close()
-        self._hold.release()
+        try:
+            self._stream.close()
+        finally:
+            self._hold.release()
 
     def __del__(self) -> None:
         self._hold.release()
@@ -91,8 +93,10 @@ class AsyncScopedGenerator(AsyncGenerator[Any, Any]):
 
     async def aclose(self) -> None:
         """Close the generator and release its run."""
-        await self._stream.aclose()
-        self._hold.release()
+        try:
+            await self._stream.aclose()
+        finally:
+            self._hold.release()
 
     def __del__(self) -> None:
         self._hold.release()
