@@ -6,7 +6,7 @@ Pure functions: from a node to its output specs, and from an engine's final repo
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from conure.engine import protocol
 
@@ -20,6 +20,8 @@ from ...program.tools import read_tools
 from ...prompts.tokenizer import Tokenizer
 from ...prompts.tool_calls import ToolUse, parse_answer
 from ...prompts.tool_format import ToolFormat
+
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 
 
 class OutputSpec(NamedTuple):
@@ -101,10 +103,8 @@ def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> protoco
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         fields["seed"] = int.from_bytes(digest)
     for field, value in fields.items():
-        if isinstance(value, dict):
-            value = value.items()
-        if not isinstance(value, str | int | float | None):
-            fields[field] = tuple(value)
+        if type(value) not in _SCALARS:
+            fields[field] = tuple(value.items() if isinstance(value, dict) else value)
     return protocol.SamplingParams(**fields)
 
 
