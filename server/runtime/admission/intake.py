@@ -141,11 +141,9 @@ class ProgramIntake:
         self._check_capacity()
         self._check_id(submission.id)
         check_options(submission, self._services.scheduler.policy.name)
-        graph = await self._off_loop(
-            body,
-            lambda: graph_of(submission),
-        )
-        self._check_capacity(num_calls(graph))
+        graph = await self._off_loop(body, lambda: graph_of(submission))
+        num_new_calls = num_calls(graph)
+        self._check_capacity(num_new_calls)
         services = self._services
         await check_program(
             graph,
@@ -156,7 +154,7 @@ class ProgramIntake:
             services.turns,
             clip_outputs=submission.options.clip_outputs,
         )
-        self._check_capacity(num_calls(graph))  # other programs were accepted meanwhile
+        self._check_capacity(num_new_calls)  # other programs were accepted meanwhile
         self._check_id(submission.id)
         return graph
 
