@@ -186,7 +186,7 @@ class ProgramRun:
 
     def client_step(self, node_id: str) -> PendingClientStep | None:
         """Return the client step of a node, while it waits for its client."""
-        return self.context.executor(ClientStepExecutor).pending(node_id)
+        return self.context.executor(ClientStepExecutor).steps.get(node_id)
 
     def engine_lost(self, engine: str) -> list[NodeState]:
         """Withdraw the calls of an engine that died, and return their nodes."""

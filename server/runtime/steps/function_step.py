@@ -7,74 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
-from msgspec import UNSET
 
 from ...functions.registry import ServerFunction
 from ...program.errors import ConureError, ExpressionError, RunError
 from ...program.expressions.values import check_size
 from ...program.ir import CallNode, Json
-from ..node_context import NodeContext, NodeExecutor
-from ..node_state import Ready
-from ..reporting.trace_records import TracedStep
+from ..node_context import NodeContext
+from .external_step import ExternalStepExecutor
 
 logger = logging.getLogger(__name__)
-
-
-class FunctionStepExecutor(NodeExecutor[CallNode]):
-    """The `call` nodes of one program."""
-
-    kind = CallNode
-
-    def __init__(self, context: NodeContext) -> None:
-        super().__init__(context)
-        self._running: dict[str, RunningFunction] = {}
-
-    def run(self, node: CallNode, slot: int) -> None:
-        """Start the function.
-
-        Raises:
-            RunError: `call.unknown_function`, `call.argument`.
-        """
-        args = {name: self.context.work.evaluate(expr) for name, expr in node.args.items()}
-        function = self.context.services.functions.get(node.function)
-        if function is None:
-            message = f"function {node.function} is no longer registered on this server"
-            raise RunError("call.unknown_function", message)
-        complete = function.check_arguments(args)
-        self._running[node.id] = RunningFunction(self, node, function, complete)
-
-    def complete(self, node: CallNode, value: Json) -> None:
-        """Publish the result of a function."""
-        step = self._running.pop(node.id, None)
-        if step is None or self.context.is_over:
-            return
-        if self.state.options.trace:
-            self.context.outbox.record_trace(step.traced(value))
-        try:
-            ready: list[Ready] = []
-            if node.output is not UNSET:
-                ready = self.context.publish(node.output, value, node.id)
-        except ConureError as error:
-            self.context.retry_or_fail(node.id, error)
-            return
-        self.context.complete_slot(node.id, 0, ready)
-
-    def abandon(self, node_id: str) -> None:
-        """Ignore the result of a running function."""
-        if (running := self._running.pop(node_id, None)) is not None:
-            running.abandon()
-
-    def node_ended(self, node_id: str) -> None:
-        """Ignore the result of a node that has ended."""
-        self.abandon(node_id)
-
-    def release(self) -> None:
-        """Ignore the results of all running functions."""
-        for node_id in list(self._running):
-            self.abandon(node_id)
 
 
 class RunningFunction:
@@ -82,18 +26,20 @@ class RunningFunction:
 
     def __init__(
         self,
-        executor: FunctionStepExecutor,
+        context: NodeContext,
         node: CallNode,
         function: ServerFunction,
         args: Mapping[str, Json],
+        on_result: Callable[[CallNode, Json], None],
     ) -> None:
-        self._executor = executor
-        self._context = executor.context
+        self._context = context
+        self._on_result = on_result
         self._node = node
         self._function = function
         self._is_abandoned = False
-        self._args = args
-        self._started_at = self._context.services.clock.now()
+        self.args = args
+        self.attempt = self._context.state.nodes[node.id].attempt
+        self.started_at = self._context.services.clock.now()
         self._task = asyncio.create_task(self._run(args))
 
     def abandon(self) -> None:
@@ -101,20 +47,6 @@ class RunningFunction:
         self._is_abandoned = True
         if self._task is not asyncio.current_task():
             self._task.cancel()
-
-    def traced(self, value: Json) -> TracedStep:
-        """Return the record of the step for the trace of its program."""
-        node = self._node
-        return TracedStep(
-            node=node.id,
-            job=node.job,
-            name=node.function,
-            attempt=self._context.state.nodes[node.id].attempt,
-            started_at=self._started_at,
-            finished_at=self._context.services.clock.now(),
-            args=dict(self._args),
-            value=value,
-        )
 
     async def _run(self, args: Mapping[str, Json]) -> None:
         node = self._node
@@ -126,7 +58,7 @@ class RunningFunction:
                 return
             self._context.retry_or_fail(node.id, self._failure(error))
         else:
-            self._executor.complete(node, value)
+            self._on_result(node, value)
 
     async def _result(self, args: Mapping[str, Json]) -> Json:
         """Run the function and return its result as a JSON value of bounded size."""
@@ -154,6 +86,28 @@ class RunningFunction:
         logger.error("function %s of node %s failed", node.function, node.id, exc_info=error)
         message = f"function {node.function} of node {node.id} raised {type(error).__name__}"
         return RunError("call.failed", message)
+
+
+class FunctionStepExecutor(ExternalStepExecutor[CallNode, RunningFunction]):
+    """The `call` nodes of one program."""
+
+    kind = CallNode
+
+    def run(self, node: CallNode, slot: int) -> None:
+        """Start the function.
+
+        Raises:
+            RunError: `call.unknown_function`, `call.argument`.
+        """
+        args = {name: self.context.work.evaluate(expr) for name, expr in node.args.items()}
+        function = self.context.services.functions.get(node.function)
+        if function is None:
+            message = f"function {node.function} is no longer registered on this server"
+            raise RunError("call.unknown_function", message)
+        arguments = function.check_arguments(args)
+        self.steps[node.id] = RunningFunction(
+            self.context, node, function, arguments, self.complete
+        )
 
 
 def _as_json(result: object) -> Json:
