@@ -1,6 +1,6 @@
 """The service: the interface between the HTTP routes and the executor.
 
-Routes know this protocol and the records of `program`; an implementation never sees a request, a
+Routes use this protocol and the records of `program`; an implementation never sees a request, a
 header or a status line.
 
 Invariants: every call names a tenant, and programs of other tenants are not found. Rejections are

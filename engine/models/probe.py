@@ -130,7 +130,7 @@ class _ProbeRun:
         index = getattr(module, "layer_idx", None)
         length = query.shape[2]
         if not isinstance(index, int) or index in self._visited:
-            self._fault = "its attention layers cannot be told apart"
+            self._fault = "its attention layers cannot be distinguished"
         elif mask is not None:
             self._fault = "it builds an attention mask of its own"
         elif not getattr(module, "is_causal", True):

@@ -96,7 +96,7 @@ class CompletedStep:
 
 
 class DeviceLostError(RuntimeError):
-    """The device computes nothing any more in this process, whatever is asked of it."""
+    """The device can no longer be used by this process."""
 
 
 class Runner(Protocol):

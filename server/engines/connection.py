@@ -455,10 +455,10 @@ async def _wait_for_pong(pong: asyncio.Future[protocol.Pong], hang_s: float) -> 
 
 
 async def _watch_heartbeat(engine: EngineConnection) -> None:
-    """Notice a process that is stopped. A process in a long step still has a heartbeat."""
+    """Detect a process that is stopped. A process in a long step still sends heartbeats."""
     assert engine._process is not None
     await engine._heartbeat.wait_frozen(engine._process.pid, engine._freeze_s)
-    engine._mark_lost(f"{engine.name} gave no sign of life for {engine._freeze_s:g} s")
+    engine._mark_lost(f"{engine.name} sent no heartbeat for {engine._freeze_s:g} s")
 
 
 async def _read_stderr(engine: EngineConnection) -> None:

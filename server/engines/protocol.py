@@ -54,7 +54,7 @@ class Engine(Protocol):
 
     @property
     def answered_at(self) -> float:
-        """`time.monotonic()` of the last sign of life."""
+        """`time.monotonic()` of the last reply."""
         ...
 
     def new_context(self, listener: Listener, owner: str) -> int:

@@ -72,7 +72,7 @@ class _Running:
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:
         self.done: asyncio.Future[Any] = loop.create_future()
         self.has_ended = False
-        """Whether the event loop knows that the function has returned."""
+        """Whether the function has returned and the event loop has its result."""
         self.on_end: Callable[[], None] = lambda: None
         self._loop = loop
         self._call = call

@@ -17,7 +17,7 @@ FunctionName = Annotated[
 
 
 class FunctionSignature(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a caller of a function needs to know."""
+    """What a caller needs of a function."""
 
     name: str
     description: str = ""

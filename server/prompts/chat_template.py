@@ -1,17 +1,17 @@
 """Rendering of a chat by the model's template, into pieces of trusted and untrusted text.
 
 A template writes its own text around the contents of messages, and only its own text may yield
-control tokens. A rendering does not show which text is whose, so the chat is rendered twice:
-plainly, which gives the prompt; and with a mark at both ends of each text that is not the
+control tokens. A rendering does not show the origin of its parts, so the chat is rendered
+twice: plainly, which gives the prompt; and with a mark at both ends of each text that is not the
 template's own. If the second rendering without its marks equals the first, the marks show the
 origin of each part and the end of each segment.
 
 Some templates test or change contents, which marks may disturb. For templates that trim, a second
 attempt sets the marks inside the outer blanks. For others (for example those that remove the
 reasoning from earlier answers) the whole text is one opaque piece: the prompt has a `prefix_break`,
-and a message that spells a control token is rejected, because the token could not be told from the
-template's own. A template that moves an earlier message after a later one has a `prefix_break`,
-too.
+and a message that spells a control token is rejected, because the token could not be distinguished
+from one of the template. A template that moves an earlier message after a later one has a
+`prefix_break`, too.
 
 Marks are also set around strings in tools, tool calls and names, if they contain more than words
 and common punctuation. A role is trusted and must be a plain word.
@@ -321,7 +321,7 @@ class ChatTemplate:
                 raise PromptError(
                     "prompt.special_text",
                     "A message spells a control token of the model. The model's chat template"
-                    " rewrites messages, so the text cannot be told from a real control token;"
+                    " rewrites messages, so the text cannot be distinguished from a control token;"
                     " remove it from the message.",
                 )
 

@@ -123,7 +123,7 @@ def openapi_config(version: str, bodies: Sequence[type[Struct]]) -> OpenAPIConfi
 
 
 def _with_published_names(schemas: dict[str, Any]) -> dict[str, Any]:
-    """Name the schema of each node kind as clients know it: `Map` instead of `MapNode`."""
+    """Name the schema of each node kind by its public name: `Map` instead of `MapNode`."""
     text = re.sub(rb'"(#/components/schemas/)?([A-Z][a-z]+)Node"', rb'"\1\2"', encode(schemas))
     published: dict[str, Any] = decode(text)
     return published

@@ -177,7 +177,7 @@ class NodeContext:
         self._complete = complete
         self._queue: deque[Ready] = deque()
         self._new_nodes: deque[str] = deque()
-        """Nodes that the executors do not know yet. They are registered before anything runs."""
+        """Nodes that the executors have not registered yet, which happens before any slot runs."""
         self._to_end: deque[tuple[str, Phase, Problem]] = deque()
         """Nodes in the bodies of ended nodes. They end before anything else runs."""
         self._is_busy = False

@@ -3,7 +3,7 @@
 A policy consists of three pure functions over records, so that policies can be compared on one
 workload with the same queues, reservations and engines:
 
-    visible_state    hides the parts of a request that the policy does not know about
+    visible_state    hides the parts of a request that the policy does not use
     rank             the call's position in the queue; a smaller rank runs first
     cost             the cost of running a call on an engine; the lowest cost wins
 
@@ -108,7 +108,7 @@ class Policy(Protocol):
         ...
 
     def visible_state(self, request: ResourceRequest) -> ResourceRequest:
-        """Return the request without the parts that this policy does not know about."""
+        """Return the request without the parts that this policy does not use."""
         ...
 
     def rank(self, inputs: PriorityInputs) -> Rank:

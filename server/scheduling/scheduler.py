@@ -177,7 +177,7 @@ class Scheduler:
         return [call.request for _, _, call in heapq.nsmallest(limit, waiting)]
 
     def reservations(self, engine: str) -> EngineReservations | None:
-        """Return the reservations of an engine; None if the scheduler does not know it."""
+        """Return the reservations of an engine; None if the scheduler does not have it."""
         return self._index.engines.get(engine)
 
     def add_engine(

@@ -207,7 +207,7 @@ class JournalWriter:
                 group = self._gather()
                 self._commit_with_retries(group)
                 group = []
-        except Exception as error:  # Whatever the cause, futures must not stay pending.
+        except Exception as error:  # No future may stay pending.
             logger.exception("the journal is broken and no longer writes")
             self.healthy = False
             self.broken = f"{type(error).__name__}: {error}"

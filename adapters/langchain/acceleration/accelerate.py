@@ -231,7 +231,7 @@ class Accelerated(PassthroughRunnable):
         try:
             plan = self._instrumenter.plan(run.prefix(), config)
             # LangChain passes the arguments of `invoke` to the first step, and the plan does not
-            # know them. Such a run plans nothing.
+            # include them. Such a run plans nothing.
             run.begin([] if kwargs else [(plan, plan.inputs(given))])
             yield ActiveRun(run, plan)
             is_failed = False

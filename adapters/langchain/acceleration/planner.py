@@ -125,7 +125,7 @@ class _PlanningCompiler(ChainCompiler):
         if server_of(model) != self._server:
             raise unsupported(position, "another server's model")
         if model.cache or (model.cache is None and get_llm_cache() is not None):
-            raise unsupported(position, "LangChain's cache may know the answer")
+            raise unsupported(position, "LangChain's cache may have the answer")
         if model.rate_limiter is not None:
             raise unsupported(position, "its rate limiter decides when it runs")
         answer = super()._compile_model(model, kwargs, value, position)

@@ -1,4 +1,4 @@
-"""Errors of calls as the application knows them.
+"""Errors of calls in terms of the application.
 
 A server's error names the node of a program. An application has no nodes: the name is left out, so
 that a call fails with the same text alone and in an accelerated chain.

@@ -340,7 +340,7 @@ class ChatConure(ChatSettings):
 
     @contextlib.contextmanager
     def _call_errors(self, call: ModelCall) -> Iterator[None]:
-        """Raise the errors of a call as the application knows it.
+        """Raise the errors of a call in terms of the application.
 
         If the call fails, its inferred session is available to a retry.
         """

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_outputs(names: Sequence[str], body: Mapping[str, Any]) -> None:
     program = body.get("program")
     if program is None:
-        return  # a text: the server knows its outputs
+        return  # a text: the server derives its outputs
     declared = program.get("outputs", []) if isinstance(program, dict) else []
     for name in names:
         if name not in declared:

@@ -1,6 +1,6 @@
 """Creation of nodes: unique names, the block that a node belongs to, and its place in the order.
 
-A *flow* is the control flow of one job within one block. It knows which nodes a call, and which
+A *flow* is the control flow of one job within one block. It records which nodes a call, and which
 nodes a `yield`, `kill` or `wait`, must run after.
 
 Invariants: names are unique in the program, and at most MAX_COMPILED_NODES nodes are made.

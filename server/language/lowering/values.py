@@ -1,4 +1,4 @@
-"""What the compiler knows about a value: its expression and its kind."""
+"""The static description of a value: its expression and its kind."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ DEFAULT_MAX_TOKENS = 512
 
 
 class ModelLimits(NamedTuple):
-    """What an explanation needs to know about the model."""
+    """What an explanation needs of the model."""
 
     count_tokens: CountTokens
     max_len: int

@@ -7,7 +7,7 @@ An edge leads from the producer of a variable to each of its readers, from a slo
 of its node, and from the last slot of a node to the first slot of each node that names it in
 `after`.
 
-Out of scope: what has run. The graph only knows which inputs have a value, because these cannot
+Out of scope: what has run. The graph records only which inputs have a value, because these cannot
 have a producer.
 
 Invariants: a variable has at most one producer, every name that is read is produced or declared,

@@ -118,7 +118,7 @@ def end_of_round(
         index: the index of the round.
         renaming: the renaming of the round's instance.
         body: ids of the nodes in the instance that it waits for.
-        is_last: whether no round is left, whatever `until` gives.
+        is_last: whether no round is left. `until` is then not read.
     """
     until: Expression | msgspec.UnsetType = UNSET
     if is_last:

@@ -17,7 +17,7 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _CODES = {"prompt.too_long": "context_length_exceeded"}
-"""Error codes that OpenAI clients know by another name."""
+"""Error codes that have another name in the OpenAI API."""
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class ErrorAnswer(Struct, frozen=True, kw_only=True):
 def error_body(failure: PublicError) -> ErrorBody:
     """Convert an error to OpenAI's shape."""
     default_type = "server_error" if failure.status >= 500 else "invalid_request_error"
-    # Clients do not know the program that the request was translated to: hide paths into it.
+    # A client did not write the program that its request was translated to: hide paths into it.
     path = failure.path or ""
     if re.match(r"(program\.)?nodes\[", path):
         if path.endswith(".constraint"):

@@ -265,7 +265,7 @@ def _content(content: Json, path: str) -> str | list[Segment]:
 
 
 def request_record(request: ResponseRequest) -> dict[str, Json]:
-    """Return what a later request needs to know about this one; stored with its call."""
+    """Return what a later request needs of this one; stored with its call."""
     kept = {
         name: value
         for name in _RECORDED

@@ -1,4 +1,4 @@
-"""Sessions: open programs, and the ids under which clients know them and their variables.
+"""Sessions: open programs, and the ids that clients use for them and their variables.
 
 A session is known by the id of its program or by a name, which is the idempotency key of the
 program. A client chooses the name; for Microsoft's client, the server draws a number.

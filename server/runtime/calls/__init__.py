@@ -3,7 +3,7 @@
 program_calls     the calls of one program; call_priorities ranks them
 llm_call          one call, slot by slot; outputs has its sampling parameters and values
 kv_context        the call's context on an engine
-aborted_outputs   what engines had decoded of outputs that they were told to stop
+aborted_outputs   the tokens that engines had decoded of aborted outputs
 prefix_registry   shared prefixes, retained until their last reader
 prompt_encoder    encodes prompts without blocking the event loop
 """

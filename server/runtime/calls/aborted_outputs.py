@@ -1,4 +1,4 @@
-"""Outputs that engines were told to stop: what they had decoded by then, and until when to wait.
+"""Outputs that the server aborted: the tokens decoded by then, and the time limit of the wait.
 
 An engine stops an output between two steps, so it decodes tokens after the decision of the server.
 Its answer contains the whole count. The receipt of a program is made after the last answer, or

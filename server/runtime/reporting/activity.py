@@ -140,7 +140,7 @@ def _engine_activity(
 ) -> EngineActivity:
     limits = engine.hello.limits
     reservations = services.scheduler.reservations(engine.name)
-    assert reservations is not None, "the scheduler knows every live engine"
+    assert reservations is not None, "the scheduler has no record of a running engine"
     shared = [each for each in reservations.active_prefixes.values() if len(each.readers) > 1]
     owners = sorted(engine.num_contexts_by_owner.items(), key=lambda owner: -owner[1])
     programs: list[ProgramHolding] = []

@@ -410,7 +410,7 @@ def _matches(table: _Table, program: str, row: Any) -> bool:
 
 
 def _damaged_objects(connection: sqlite3.Connection) -> set[str]:
-    """Return the tables whose trees fail SQLite's check; all if they cannot be told apart."""
+    """Return the tables whose trees fail SQLite's check; all if they cannot be distinguished."""
     everything = {table.name for table in TABLES}
     try:
         rows = connection.execute("PRAGMA integrity_check(10000)").fetchall()

@@ -3,7 +3,7 @@
 The damaged files are moved to a folder `damaged-<time>`, never deleted. Every readable record is
 copied to a new journal, unless it has a checksum and does not match. A program that lost records is
 marked, and the server ends it with `program.damaged` when it starts: it keeps the values that are
-left, and does not run again, because clients may know values that are lost.
+left, and does not run again, because clients may have read values that are lost.
 
 Invariant: a salvage that is interrupted loses nothing. Before the new journal is complete, the
 damaged files are where they were, and the next start salvages them again. Once the new journal is
