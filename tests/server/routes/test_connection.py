@@ -31,6 +31,7 @@ class BoundedServer(NamedTuple):
 
     port: int
     uvicorn: uvicorn.Server
+    limits: ConnectionLimits
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -51,7 +52,7 @@ async def bounded(data: Path, **limits: Any) -> AsyncIterator[BoundedServer]:
     async with app.lifespan():
         serving = asyncio.create_task(server.serve([listener]))
         await until(lambda: server.started)
-        yield BoundedServer(listener.getsockname()[1], server)
+        yield BoundedServer(listener.getsockname()[1], server, connection_limits)
         server.should_exit = True
         await serving
 
@@ -108,23 +109,31 @@ async def test_connections_beyond_the_limit_are_refused(tmp_path: Path) -> None:
 
 
 async def test_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
-    async with bounded(tmp_path, stall_s=0.05) as server, httpx.AsyncClient() as client:
+    # Each request of the client has its own connection, so the other one can be counted.
+    client = httpx.AsyncClient(headers={"Connection": "close"}, timeout=ENDS_S)
+    async with bounded(tmp_path) as server, client:
         url = f"http://127.0.0.1:{server.port}"
+        state, stall_s = server.uvicorn.server_state, server.limits.stall_s
         nodes = [expr(f"e{i}", {"concat": ["a" * 1_000, {"var": "x"}]}) for i in range(10)]
         program = {"variables": {"x": {}}, "nodes": nodes}
         large = {"program": program, "inputs": {"x": "b" * 1_000_000}}
         path = (await client.post(f"{url}/v1/programs", json=large)).json()["url"]
-        request = START.replace(b"/healthz", f"{path}/events".encode()) + b"\r\n"
-        reader, writer = await connect(server, request)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        complete = (await client.get(f"{url}{path}/events", timeout=ENDS_S)).content
+        complete = (await client.get(f"{url}{path}/events")).content
         ids = [line for line in complete.split(b"\n") if line.startswith(b"id:")]
-        await until(lambda: len(server.uvicorn.server_state.connections) == 1)
-        writer.transport.resume_reading()  # type: ignore[attr-defined]
-        with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(ENDS_S):
-                assert len(await reader.read()) < len(complete)
-        headers = {"Last-Event-ID": ids[-2].split()[1].decode()}
-        rest = await client.get(f"{url}{path}/events", headers=headers)
-        assert rest.content.count(b"id:") == 1
-        writer.close()
+        await until(lambda: not state.connections)
+        server.limits.stall_s = 0.05
+        request = START.replace(b"/healthz", f"{path}/events".encode()) + b"\r\n"
+        reader, writer = await connect(server)
+        with contextlib.closing(writer):
+            await until(lambda: len(state.connections) == 1)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(request)
+            await until(lambda: not state.connections)
+            server.limits.stall_s = stall_s
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(ENDS_S):
+                    assert len(await reader.read()) < len(complete)
+            headers = {"Last-Event-ID": ids[-2].split()[1].decode()}
+            rest = await client.get(f"{url}{path}/events", headers=headers)
+            assert rest.content.count(b"id:") == 1
