@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .config import Config
@@ -52,7 +53,7 @@ from .runtime.admission.load import LoadLimits, LoadMonitor
 from .runtime.persistence.journal_retention import retain
 from .runtime.persistence.program_directory import ProgramDirectory, run_variable_status
 from .runtime.persistence.resumption import Resumption
-from .runtime.program_run import ProgramRun
+from .runtime.program_run import MAX_NODES_INLINE, ProgramRun
 from .runtime.program_state import ProgramState
 from .runtime.reporting.activity import ServerActivity, server_activity
 from .runtime.reporting.receipt import usage_report
@@ -186,7 +187,11 @@ class Executor(ProgramReader):
     def _program_ended(self, run: ProgramRun) -> None:
         """Account a program whose end is durable."""
         if self.programs.end(run) and run.receipt is not None:
-            self._metrics.program_ended(run.state, run.receipt)
+            count = partial(self._metrics.program_ended, run.state, run.receipt)
+            if len(run.state.nodes) <= MAX_NODES_INLINE:
+                count()
+            else:
+                asyncio.get_running_loop().run_in_executor(None, count)
             prompt = run.receipt.prompt_tokens
             logger.info(
                 "program %s %s in %.2f s: %d calls, %d of %d prompt tokens computed",

@@ -100,7 +100,7 @@ class ServerMetrics:
         self._engines_lost = Counter("conure_engines_lost", "Engines that died.", registry=registry)
 
     def program_ended(self, program_state: ProgramState, receipt: Receipt) -> None:
-        """Count a program whose end is durable."""
+        """Count a program whose end is durable. May run in a thread."""
         self._programs.labels(program_state.phase).inc()
         self._program_s.observe(receipt.wall_s)
         self._calls.inc(receipt.calls)
@@ -128,11 +128,12 @@ class ServerMetrics:
         for name, objective in program_state.graph.objectives.items():
             if isinstance(objective, Deadline):
                 self._deadlines.labels(_deadline_result(program_state, name)).inc()
+        queued_s, prefill_s, decode_s = map(self._call_s.labels, ("queued", "prefill", "decode"))
         for state in program_state.nodes.values():
             if isinstance(state.node, GenerateNode) and state.started_at is not None:
-                self._call_s.labels("queued").observe(state.usage.queued_s)
-                self._call_s.labels("prefill").observe(state.usage.prefill_s)
-                self._call_s.labels("decode").observe(state.usage.decode_s)
+                queued_s.observe(state.usage.queued_s)
+                prefill_s.observe(state.usage.prefill_s)
+                decode_s.observe(state.usage.decode_s)
 
     def engine_lost(self) -> None:
         """Count an engine that died."""

@@ -18,6 +18,11 @@ class ProgramReader:
 
     programs: ProgramDirectory
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all programs in memory."""
+        return self.programs.num_nodes
+
     async def find(self, program: str, *, tenant: str) -> Phase:
         """Return the phase of a program; see `Service.find`."""
         run = self.programs.find(program, tenant)

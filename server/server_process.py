@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -35,6 +34,7 @@ from conure import __version__
 from .app import create_app, drain
 from .config import DEFAULT_PORT, Config
 from .engines.connection import EngineStartError
+from .garbage_collection import GarbageCollection
 from .program.errors import ConureError
 from .routes.connection import BoundedHttpProtocol, ConnectionLimits, max_connections
 from .service import EngineInfo, ModelInfo, Service
@@ -127,10 +127,12 @@ class _ServerProcess:
         try:
             async with self._app.lifespan():
                 has_started = True
-                # The server's code and routes are permanent. Every garbage collection would scan
-                # them, and stop all programs for a tenth of a second.
-                gc.freeze()
-                await self._server.serve([self._listener])
+                async with asyncio.TaskGroup() as tasks:
+                    service: Service = self._app.state.service
+                    garbage = GarbageCollection(lambda: service.num_nodes)
+                    collecting = tasks.create_task(garbage.run())
+                    await self._server.serve([self._listener])
+                    collecting.cancel()
         except asyncio.CancelledError:
             if self._draining is None:
                 raise

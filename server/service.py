@@ -190,6 +190,11 @@ class TraceService(Protocol):
 class ServiceLifecycle(Protocol):
     """Starts and stops a service."""
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all programs in memory."""
+        ...
+
     async def start(self) -> None:
         """Open the journal, start the engines, and resume unfinished programs.
 

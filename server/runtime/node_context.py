@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 STEPS_PER_SLOT, STEPS_PER_END, STEPS_PER_NEW_NODE = 60, 30, 20
 """Steps of a turn that a dispatched slot, an ended node and a new node cost at least."""
+BYTES_PER_STEP = 500
+"""Bytes of a value that are encoded, for the journal and for readers, in a step."""
 NODES_AT_ONCE = 32
 """New nodes that executors register at a time."""
 
@@ -184,6 +186,16 @@ class NodeContext:
         """Whether the queues are being worked on, now or in the next turn."""
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
+    def break_cycles(self) -> None:
+        """Drop everything that refers back to this context, once its program has ended.
+
+        The memory of the program is then free without a garbage collection.
+        """
+        self.executors, self._hooks = {}, {}
+        self._stop = self._complete = _ignore
+        self.timers.break_cycles()
+        self.work.break_cycles()
+
     def executor(self, kind: type[E]) -> E:
         """Return the executor of a class."""
         return next(each for each in self.executors.values() if isinstance(each, kind))
@@ -314,6 +326,7 @@ class NodeContext:
             code = "variable.type" if is_type else "variable.schema"
             raise RunError(code, f"variable {variable} {mismatch}")
         encoded = msgspec.json.encode(value)
+        self.services.turns.spend(len(encoded) // BYTES_PER_STEP)
         self.quota.check_journal(2 * len(encoded))  # a value and its event
         self.quota.hold(len(encoded))
         record = ValueRecord(
@@ -526,6 +539,10 @@ def prefix_with_node(problem: Problem | None, node_id: str) -> Problem:
     is_named = node_id in problem.message
     message = problem.message if is_named else f"{node_id}: {problem.message}"
     return Problem(code=problem.code, message=message, cause=node_id)
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing: the program has ended."""
 
 
 def _end_of(missing: MissingValue) -> tuple[Phase, Problem]:

@@ -40,7 +40,7 @@ from .steps.client_step import ClientStepExecutor, PendingClientStep
 BYTES_PER_NODE = 4_096
 """Memory that a node uses, roughly."""
 MAX_NODES_INLINE = 256
-"""Nodes of a program whose receipt is made on the event loop."""
+"""Nodes of a program whose receipt is made, and whose calls are counted, on the event loop."""
 
 
 class ProgramRun:
@@ -61,8 +61,9 @@ class ProgramRun:
             stop=self.stop,
             close=self.close_idle,
             complete=self._complete,
-            on_durable_end=on_durable_end,
+            on_durable_end=self._ended,
         )
+        self._on_durable_end = on_durable_end
         self.events = self.context.events
         self.outbox = self.context.outbox
         self._services = services
@@ -257,6 +258,7 @@ class ProgramRun:
         self.events.drain()
         self._release()
         self.outbox.abandon()
+        self._break_cycles()
 
     def _complete(self) -> None:
         state = self.state
@@ -280,11 +282,25 @@ class ProgramRun:
         self.outbox.add(record)
         self.outbox.end()
 
+    def _ended(self) -> None:
+        """Report the durable end."""
+        self._on_durable_end()
+        self._break_cycles()
+
+    def _break_cycles(self) -> None:
+        """Let the memory of the program be free without a garbage collection."""
+        self._on_durable_end = _ignore
+        self.context.break_cycles()
+
     def _release(self) -> None:
         self.context.work.stop()
         self._timers.stop()
         for executor in self.context.executors.values():
             executor.release()
+
+
+def _ignore() -> None:
+    """Do nothing: the end was reported."""
 
 
 def _write_end_of(run: ProgramRun) -> None:

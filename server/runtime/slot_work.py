@@ -145,20 +145,22 @@ class SlotWork:
         outcome = self._advance(generator)
         if outcome is None:
             self._suspended[slot] = outcomes
-
-            def go_on() -> None:
-                if self._suspended.get(slot) is not outcomes:
-                    return  # the slot was begun again, or the program is over
-                if (outcome := self._advance(generator)) is None:
-                    self._turns.wait(go_on)
-                    return
-                outcomes.append(outcome)
-                self._resume(slot)
-
-            self._turns.wait(go_on)
+            self._turns.wait(partial(self._go_on, slot, outcomes, generator))
             raise SuspendedError
         outcomes.append(outcome)
         return cast(T, outcome.get())
+
+    def _go_on(
+        self, slot: Ready, outcomes: list[Outcome], generator: Generator[int, None, Any]
+    ) -> None:
+        """Run a generator for a turn; dispatch its slot again once it has ended."""
+        if self._suspended.get(slot) is not outcomes:
+            return  # the slot was begun again, or the program is over
+        if (outcome := self._advance(generator)) is None:
+            self._turns.wait(partial(self._go_on, slot, outcomes, generator))
+            return
+        outcomes.append(outcome)
+        self._resume(slot)
 
     def _advance(self, generator: Generator[int, None, Any]) -> Outcome | None:
         """Run a generator until the turn ends; return its outcome if it has ended."""
@@ -234,3 +236,11 @@ class SlotWork:
         # `done` may end the program from within the task, which then ends without a computation.
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
+
+    def break_cycles(self) -> None:
+        """Drop the callback: the program has ended."""
+        self._resume = _ignore
+
+
+def _ignore(_: Ready) -> None:
+    """Do nothing: the program has ended."""

@@ -141,6 +141,13 @@ class Timers:
             timer.cancel()
         self._timers.clear()
 
+    def break_cycles(self) -> None:
+        """Drop the callbacks: the program has ended."""
+        self._fail = self._stop = self._miss = _ignore
+        self._close = self._has_reader = bool
+        self._num_changes = int
+        self._leases.clear()
+
     def _node_timed_out(self, node_id: str, timeout_s: float) -> None:
         del self._timers[node_id]
         message = f"node {node_id} took longer than {timeout_s:g} s"
@@ -180,3 +187,7 @@ class Timers:
         self._timers[lease.key] = asyncio.get_running_loop().call_later(
             lease.duration_s / LEASE_CHECKS, self._check_lease, lease
         )
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing: the program has ended."""

@@ -140,6 +140,7 @@ class ScriptedService:
 
     def __init__(self) -> None:
         self.programs: dict[str, ScriptedProgram] = {}
+        self.num_nodes = 0
         self.cancelled: list[str] = []
         self.objectives: list[Objective | None] = []
         self.puts: list[tuple[str, PutValue]] = []

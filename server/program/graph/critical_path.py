@@ -13,7 +13,7 @@ successor. A call with its successors takes at least as long as any successor wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ..ir import Deadline
 from .graph import Graph, Slot
@@ -33,7 +33,7 @@ def get_latest_starts(
     seconds: SlotSeconds,
     *,
     deadline_s: float | None = None,
-    nodes: Iterable[str] | None = None,
+    slot_graph: SlotGraph | None = None,
 ) -> dict[str, float]:
     """Return the latest start of each generate node before a deadline; negative if it is too late.
 
@@ -41,9 +41,10 @@ def get_latest_starts(
         graph: the program.
         seconds: the duration of slots.
         deadline_s: a deadline for all calls of the program.
-        nodes: the nodes that have not ended; None: all.
+        slot_graph: the nodes that have not ended; None: all.
     """
-    slot_graph = SlotGraph.of(graph, nodes)
+    if slot_graph is None:
+        slot_graph = SlotGraph.of(graph)
     deadlines = _deadlines(graph)
     program_deadline = math.inf if deadline_s is None else deadline_s
     starts = [math.inf] * len(slot_graph.slots)
@@ -62,17 +63,13 @@ def get_latest_starts(
     return by_node
 
 
-def get_earliest_starts(
-    graph: Graph, seconds: SlotSeconds, *, nodes: Iterable[str]
-) -> dict[str, float]:
+def get_earliest_starts(seconds: SlotSeconds, slot_graph: SlotGraph) -> dict[str, float]:
     """Return the earliest start of each node in seconds from now, if engines have room for all.
 
     Args:
-        graph: the program.
         seconds: the remaining duration of slots, including those that run.
-        nodes: the nodes that have not ended.
+        slot_graph: the nodes that have not ended.
     """
-    slot_graph = SlotGraph.of(graph, nodes)
     starts = [0.0] * len(slot_graph.slots)
     for index in reversed(slot_graph.reverse_order):
         ends = starts[index] + seconds(slot_graph.slots[index])
@@ -86,16 +83,17 @@ def get_earliest_starts(
 
 
 def get_remaining(
-    graph: Graph, seconds: SlotSeconds, *, nodes: Iterable[str] | None = None
+    graph: Graph, seconds: SlotSeconds, *, slot_graph: SlotGraph | None = None
 ) -> dict[str, float]:
     """Return how long each generate node takes, with its longest chain of successors.
 
     Args:
         graph: the program.
         seconds: the duration of slots.
-        nodes: the nodes that have not ended; None: all.
+        slot_graph: the nodes that have not ended; None: all.
     """
-    slot_graph = SlotGraph.of(graph, nodes)
+    if slot_graph is None:
+        slot_graph = SlotGraph.of(graph)
     remaining = [0.0] * len(slot_graph.slots)
     for index in slot_graph.reverse_order:
         longest = max((remaining[later] for later in slot_graph.successors[index]), default=0.0)

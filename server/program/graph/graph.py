@@ -197,6 +197,10 @@ class Graph:
         """Return the slots that wait for this one; each once."""
         return self._slots_of(self._tables.successors[self.slot_number(slot)])
 
+    def successor_numbers(self, number: int) -> Sequence[int]:
+        """Return the numbers of the slots that wait for a slot."""
+        return self._tables.successors[number]
+
     def slot_number(self, slot: Slot) -> int:
         """Return the number of a slot, in the order the slots were added."""
         return self._tables.first_slot[slot.node] + slot.index

@@ -18,7 +18,6 @@ Invariant: every generate node is in the result; one that no output depends on i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from .graph import Graph
@@ -36,13 +35,14 @@ class PerformanceObjective(NamedTuple):
 
 
 def get_perf_objective(
-    graph: Graph, nodes: Iterable[str] | None = None
+    graph: Graph, slot_graph: SlotGraph | None = None
 ) -> dict[str, PerformanceObjective]:
-    """Return the performance objective of every generate node among `nodes` (None: all).
+    """Return the performance objective of every generate node of a slot graph (None: of all).
 
-    The cost is linear in `nodes`. Nodes that have ended can be omitted.
+    The cost is linear in the slot graph, which can omit nodes that have ended.
     """
-    slot_graph = SlotGraph.of(graph, nodes)
+    if slot_graph is None:
+        slot_graph = SlotGraph.of(graph)
     latency_outputs = {
         name for name, objective in graph.objectives.items() if objective != "throughput"
     }

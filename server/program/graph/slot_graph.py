@@ -21,18 +21,15 @@ class SlotGraph(NamedTuple):
     """All indices in reverse topological order."""
 
     @classmethod
-    def of(cls, graph: Graph, nodes: Iterable[str] | None) -> SlotGraph:
+    def of(cls, graph: Graph, nodes: Iterable[str] | None = None) -> SlotGraph:
         """Return the slots of `nodes` (None: of all nodes). The cost is linear in them."""
         names = graph.nodes if nodes is None else nodes
         slots = [slot for name in names for slot in graph.slots[name]]
-        indices = {graph.slot_number(slot): index for index, slot in enumerate(slots)}
+        numbers = [graph.slot_number(slot) for slot in slots]
+        indices = {number: index for index, number in enumerate(numbers)}
         successors = [
-            [
-                indices[number]
-                for later in graph.successors(slot)
-                if (number := graph.slot_number(later)) in indices
-            ]
-            for slot in slots
+            [indices[later] for later in graph.successor_numbers(number) if later in indices]
+            for number in numbers
         ]
         order = sort(range(len(slots)), successors.__getitem__)
         is_call = [isinstance(graph.nodes[slot.node], GenerateNode) for slot in slots]

@@ -6,7 +6,9 @@ prompts whose inputs are all given. Prompts that are certainly short enough are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -29,7 +31,7 @@ from ...program.ir import (
 from ...program.nodes.bodies import walk
 from ...prompts.prompt import render_chat, render_slot
 from ...prompts.served_model import ServedModel, outputs_of
-from ..calls.outputs import output_specs
+from ..calls.outputs import OutputSpec, output_specs
 from ..turns import Turns
 
 MAX_CHECK_STEPS = 200_000
@@ -87,14 +89,42 @@ async def check_program(
     *,
     append: Append | None = None,
     clip_outputs: bool = False,
+    is_large: bool = False,
 ) -> None:
     """Reject a program, or an append to one, that cannot run.
+
+    `is_large`: the nodes are checked in a thread.
 
     Raises:
         ProgramError: `model.unknown`, `engine.unsupported_*`, `call.unknown_function`,
             `call.argument`, and `constraint.*` for a constraint that no engine can enforce.
         PromptError: `prompt.too_long`, for a call whose inputs are all given.
     """
+    values = inputs if append is None else append.inputs
+    check = partial(_check_nodes, graph, values, model, functions, append)
+    found = await turns.in_thread(check) if is_large else check()
+    await grammars.validate(found.constraints)
+    if found.suspects:
+        await turns.in_thread(lambda: _check_lengths(found.suspects, values, model, clip_outputs))
+
+
+class _Found(NamedTuple):
+    """What remains to be checked after a walk over the nodes."""
+
+    suspects: list[tuple[str, GenerateNode]]
+    """Calls whose prompt may be too long, with their paths."""
+    constraints: list[tuple[str, str]]
+    """Grammars with the paths of the fields that set them."""
+
+
+def _check_nodes(
+    graph: Graph,
+    values: Mapping[str, Json],
+    model: ServedModel,
+    functions: FunctionRegistry,
+    append: Append | None,
+) -> _Found:
+    """Check each node of a program, or of an append to it, by itself."""
     nodes: list[AnyNode]
     if append is None:
         root = "program.nodes"
@@ -102,13 +132,12 @@ async def check_program(
         nodes = [node for node in sent if not isinstance(node, RoundEndNode)]
     else:
         root, nodes = "nodes", append.nodes
-    values = inputs if append is None else append.inputs
-    suspects: list[tuple[str, GenerateNode]] = []
-    constraints: list[tuple[str, str]] = []
+    found = _Found([], [])
     for path, node in walk(nodes, root):
         if isinstance(node, GenerateNode):
             model.check(node, path)
-            constraints += _grammars(node, path, model)
+            specs = output_specs(node, model.tool_format)
+            found.constraints.extend(_grammars(node, path, specs))
             slots = graph.slots.get(node.id)
             reads = slots[0].reads if slots else frozenset()
             if (
@@ -117,23 +146,19 @@ async def check_program(
                 and node.when is UNSET  # evaluated at run time
                 and graph.body_of(node.id) is None
                 and reads <= values.keys()
-                and _may_be_long(node, reads, values, model)
+                and _may_be_long(node, reads, values, model, specs[0].sampling.max_tokens)
             ):
-                suspects.append((path, node))
+                found.suspects.append((path, node))
         elif isinstance(node, CallNode):
             with prefixed_path(path):
                 functions.check_call(node.function, node.args)
-    await grammars.validate(constraints)
-    if suspects:
-        await turns.in_thread(lambda: _check_lengths(suspects, values, model, clip_outputs))
+    return found
 
 
-def _grammars(node: GenerateNode, path: str, model: ServedModel) -> list[tuple[str, str]]:
+def _grammars(node: GenerateNode, path: str, specs: Sequence[OutputSpec]) -> list[tuple[str, str]]:
     """Return the grammars of a node's outputs, each with the path of the field that sets it."""
     found = []
-    for (where, _), target in zip(
-        outputs_of(node, path), output_specs(node, model.tool_format), strict=True
-    ):
+    for (where, _), target in zip(outputs_of(node, path), specs, strict=True):
         if (grammar := target.grammar) is not None:
             is_from_tools = target.tools is not None and target.constraint is None
             found.append((f"{path}.tools" if is_from_tools else f"{where}.constraint", grammar))
@@ -141,7 +166,11 @@ def _grammars(node: GenerateNode, path: str, model: ServedModel) -> list[tuple[s
 
 
 def _may_be_long(
-    node: GenerateNode, reads: frozenset[str], values: Mapping[str, Json], model: ServedModel
+    node: GenerateNode,
+    reads: frozenset[str],
+    values: Mapping[str, Json],
+    model: ServedModel,
+    max_tokens: int | None,
 ) -> bool:
     """Whether a prompt may be too long, judged by its bytes: a token has at least one byte."""
     # The JSON of a token id is at least one byte, too.
@@ -151,7 +180,7 @@ def _may_be_long(
         size += 4 * len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
         if isinstance(value, list):
             size += TURN_BYTES * len(value)
-    return size + (output_specs(node)[0].sampling.max_tokens or 1) > model.max_len
+    return size + (max_tokens or 1) > model.max_len
 
 
 def _check_lengths(

@@ -153,6 +153,7 @@ class ProgramIntake:
             self._constraints,
             services.turns,
             clip_outputs=submission.options.clip_outputs,
+            is_large=len(body) > MAX_INLINE_BYTES,
         )
         self._check_capacity(num_new_calls)  # other programs were accepted meanwhile
         self._check_id(submission.id)
@@ -181,6 +182,7 @@ class ProgramIntake:
             self._constraints,
             services.turns,
             append=append,
+            is_large=len(body) > MAX_INLINE_BYTES,
         )
         for _ in range(MAX_RECHECKS):
             if checked.version == graph.version:

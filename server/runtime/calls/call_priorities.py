@@ -12,6 +12,7 @@ from typing import Any
 from ...program.graph.critical_path import get_latest_starts, get_remaining, has_deadline
 from ...program.graph.graph import Slot
 from ...program.graph.objectives import PerformanceObjective, get_perf_objective
+from ...program.graph.slot_graph import SlotGraph
 from ...program.ir import GenerateNode, MapNode
 from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS
 from ...scheduling.policy import Rank
@@ -22,6 +23,8 @@ from .outputs import output_specs
 
 MAX_NODES_RECOMPUTED = 128
 """Unended nodes up to which every append recomputes all priorities."""
+MAX_NODES_AT_ONCE = 2_000
+"""Unended nodes beyond which the priorities of older nodes stay as they are."""
 CHARS_PER_TOKEN = 4
 """Rough estimate for text that is not encoded yet."""
 
@@ -59,24 +62,32 @@ class CallPriorities:
 
     def recompute(self) -> None:
         """Compute the priorities of all live nodes."""
-        self._performance = get_perf_objective(self._state.graph, self.live_nodes)
-        self._latest_starts = self._compute_latest_starts(self.live_nodes)
+        slot_graph = SlotGraph.of(self._state.graph, self.live_nodes)
+        self._performance = get_perf_objective(self._state.graph, slot_graph)
+        self._latest_starts = self._compute_latest_starts(slot_graph)
+        if self._length_s is None and not self._state.is_open:
+            self._length_s = self._compute_length_s(slot_graph)
         self._new_nodes.clear()
 
     def update(self) -> bool:
         """Compute the priorities of new nodes.
 
-        In a large graph, a few new nodes are computed by themselves: updating the others can
-        wait, and the event loop cannot.
+        In a large graph, a few new nodes are computed by themselves, and in a very large graph all
+        new nodes: updating the others can wait, and the event loop cannot.
 
         Returns: whether the priorities of all nodes were recomputed.
         """
-        is_large = len(self.live_nodes) > MAX_NODES_RECOMPUTED
-        if is_large and len(self._new_nodes) * 10 < len(self.live_nodes):
+        num_live = len(self.live_nodes)
+        has_few_new = len(self._new_nodes) * 10 < num_live
+        is_very_large = num_live > MAX_NODES_AT_ONCE and bool(self._performance)
+        if num_live > MAX_NODES_RECOMPUTED and (has_few_new or is_very_large):
             new = [node_id for node_id in self._new_nodes if node_id not in self._performance]
+            if is_very_large:
+                self._new_nodes.clear()
             if new:
-                self._performance |= get_perf_objective(self._state.graph, new)
-                self._latest_starts |= self._compute_latest_starts(new)
+                slot_graph = SlotGraph.of(self._state.graph, new)
+                self._performance |= get_perf_objective(self._state.graph, slot_graph)
+                self._latest_starts |= self._compute_latest_starts(slot_graph)
             return False
         if self._new_nodes:
             self.recompute()
@@ -103,7 +114,7 @@ class CallPriorities:
         inputs = PriorityInputs(
             arrived_at_s=ready_at_s,
             program_started_at_s=ready_at_s if is_open else self.service.started_at_s,
-            total_s=self._program_length_s([node.id] if is_open else self.live_nodes),
+            total_s=self._program_length_s(node.id),
             kind=performance.kind,
             depth=performance.depth,
             priority=node.priority,
@@ -112,18 +123,29 @@ class CallPriorities:
         )
         return self._scheduler.policy.rank(inputs)
 
-    def _compute_latest_starts(self, nodes: Iterable[str]) -> dict[str, float]:
+    def _compute_latest_starts(self, slot_graph: SlotGraph) -> dict[str, float]:
         graph, deadline_s = self._state.graph, self._state.options.deadline_s
         if deadline_s is None and not has_deadline(graph):
             return {}
-        return get_latest_starts(graph, self.estimate_s, deadline_s=deadline_s, nodes=nodes)
+        return get_latest_starts(
+            graph, self.estimate_s, deadline_s=deadline_s, slot_graph=slot_graph
+        )
 
-    def _program_length_s(self, nodes: Iterable[str]) -> float:
-        """Return the duration of the program without others; computed once unless it is open."""
-        if self._length_s is None or self._state.is_open:
-            remaining = get_remaining(self._state.graph, self.estimate_s, nodes=nodes)
-            self._length_s = max(remaining.values(), default=0.0)
+    def _program_length_s(self, node_id: str) -> float:
+        """Return the duration of the program without others, computed with its first call.
+
+        An open program is as long as its call `node_id`.
+        """
+        if self._state.is_open:
+            return self._compute_length_s(SlotGraph.of(self._state.graph, [node_id]))
+        if self._length_s is None:
+            live = SlotGraph.of(self._state.graph, self.live_nodes)
+            self._length_s = self._compute_length_s(live)
         return self._length_s
+
+    def _compute_length_s(self, slot_graph: SlotGraph) -> float:
+        remaining = get_remaining(self._state.graph, self.estimate_s, slot_graph=slot_graph)
+        return max(remaining.values(), default=0.0)
 
     def estimate_s(self, slot: Slot) -> float:
         """Estimate the duration of a slot; 0 if it is not an LLM call."""

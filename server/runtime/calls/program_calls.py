@@ -23,6 +23,7 @@ from ...program.expressions.budget import WorkBudget
 from ...program.graph.critical_path import get_earliest_starts
 from ...program.graph.graph import Slot
 from ...program.graph.instances import BodyInstance
+from ...program.graph.slot_graph import SlotGraph
 from ...program.ir import ClientNode, GenerateNode
 from ...program.prompt_prefix import PromptPrefixes, prefix_hash, prefixes
 from ...prompts.prompt import RenderedPrompt
@@ -46,6 +47,10 @@ CLIENT_STEP_S = 10.0
 """Assumed duration of a client step when the next use of a prefix is estimated."""
 NEXT_USE_DELAY_S, NEXT_USE_DELAY_PER_NODE_S = 0.005, 1e-4
 """Minimum time between two updates of next uses, and its growth per live node."""
+
+MAX_NODES_WITH_NEXT_USE = 10_000
+"""Live nodes up to which next uses are estimated: in one turn, 6 us per node. Engines then evict
+prefixes by their last use."""
 
 
 class ProgramCalls(NodeExecutor[GenerateNode]):
@@ -297,8 +302,10 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
 
     def _schedule_next_use_update(self) -> None:
         """Schedule an update of the times at which retained prefixes are read next."""
+        num_live = len(self._priorities.live_nodes)
+        if num_live > MAX_NODES_WITH_NEXT_USE:
+            return
         if self._next_use_timer is None and self._registry.num_retained:
-            num_live = len(self._priorities.live_nodes)
             delay_s = NEXT_USE_DELAY_S + num_live * NEXT_USE_DELAY_PER_NODE_S
             loop = asyncio.get_running_loop()
             self._next_use_timer = loop.call_later(delay_s, self._send_next_uses)
@@ -317,8 +324,8 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             if engine is None or not engine.is_memory_constrained:
                 continue
             if starts is None:
-                live_nodes = self._priorities.live_nodes
-                starts = get_earliest_starts(self.state.graph, self._remaining_s, nodes=live_nodes)
+                live = SlotGraph.of(self.state.graph, self._priorities.live_nodes)
+                starts = get_earliest_starts(self._remaining_s, live)
             last_s = max(starts.values(), default=0.0)
             next_s = min((starts.get(reader, last_s) for reader in readers), default=0.0)
             retained.next_use = now + next_s

@@ -182,6 +182,7 @@ class Outbox:
         )
         _fail([self._ended, *(each for many in self._waiters.values() for each in many)], error)
         self._waiters.clear()
+        self._on_ended = _ignore
 
     # --- writing --------------------------------------------------------------------------
 
@@ -232,7 +233,8 @@ class Outbox:
                 _wake(waiters)
             self._waiters.clear()
             self._ended.set_result(None)
-            self._on_ended()
+            on_ended, self._on_ended = self._on_ended, _ignore
+            on_ended()
 
     def _reject(self, batch: _Batch, error: BaseException) -> None:
         """Fail the waiters of a batch that will never be durable."""
@@ -280,6 +282,10 @@ class Outbox:
             JournalError: if the journal rejected the end.
         """
         await asyncio.shield(self._ended)
+
+
+def _ignore() -> None:
+    """Do nothing: the end was reported."""
 
 
 def _wake(waiters: list[asyncio.Future[None]]) -> None:

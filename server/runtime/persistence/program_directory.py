@@ -68,6 +68,12 @@ class ProgramDirectory:
         """JSON bytes of all live programs: submissions, values and events."""
         return sum(run.num_bytes for run in self._live.values())
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all programs in memory."""
+        runs = [*self._live.values(), *self._recent.values()]
+        return sum(len(run.state.nodes) for run in runs)
+
     # --- live programs --------------------------------------------------------------------
 
     def add(self, run: ProgramRun) -> None:

@@ -13,6 +13,7 @@ from conure.server.engines.connection import EngineConnection
 from conure.server.program.errors import ConflictError, NotFoundError, ProgramError
 from conure.server.program.graph import objectives
 from conure.server.program.graph.graph import Graph
+from conure.server.program.graph.slot_graph import SlotGraph
 from conure.server.runtime import timers
 from conure.server.runtime.calls import call_priorities
 from conure.server.runtime.calls.llm_call import LLMCall
@@ -183,10 +184,9 @@ async def test_append_to_large_session_ranks_only_new_nodes(
 ) -> None:
     weighed: list[int] = []
 
-    def count(graph: Graph, nodes: Any = None) -> dict[str, objectives.PerformanceObjective]:
-        names = list(nodes)
-        weighed.append(len(names))
-        return objectives.get_perf_objective(graph, names)
+    def count(graph: Graph, live: SlotGraph) -> dict[str, objectives.PerformanceObjective]:
+        weighed.append(len(live.slots))
+        return objectives.get_perf_objective(graph, live)
 
     monkeypatch.setattr(call_priorities, "get_perf_objective", count)
     async with server_harness(tmp_path) as harness:

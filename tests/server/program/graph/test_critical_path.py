@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from conure.server.program.graph.critical_path import get_latest_starts, get_remaining, has_deadline
 from conure.server.program.graph.graph import Graph, Slot
+from conure.server.program.graph.slot_graph import SlotGraph
 from conure.server.program.ir import Deadline, Program
 
 SECONDS = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 3.0}
@@ -81,13 +82,18 @@ def test_an_impossible_deadline_gives_negative_starts() -> None:
 
 def test_ended_nodes_can_be_omitted() -> None:
     graph = diamond(d=20.0)
-    assert starts(graph, nodes=["b", "c", "d"]) == {"d": 17.0, "c": 12.0, "b": 15.0}
+    assert starts(graph, slot_graph=SlotGraph.of(graph, ["b", "c", "d"])) == {
+        "d": 17.0,
+        "c": 12.0,
+        "b": 15.0,
+    }
 
 
 def test_remaining_time_includes_the_longest_chain() -> None:
     graph = diamond(d="latency")
     assert get_remaining(graph, seconds) == {"a": 9.0, "b": 5.0, "c": 8.0, "d": 3.0}
-    assert get_remaining(graph, seconds, nodes=["b", "d"]) == {"b": 5.0, "d": 3.0}
+    part = SlotGraph.of(graph, ["b", "d"])
+    assert get_remaining(graph, seconds, slot_graph=part) == {"b": 5.0, "d": 3.0}
 
 
 def test_a_growing_prompt_starts_with_its_first_output() -> None:

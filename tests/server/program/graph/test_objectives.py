@@ -9,6 +9,7 @@ import pytest
 
 from conure.server.program.graph.graph import Graph
 from conure.server.program.graph.objectives import PerformanceObjective, get_perf_objective
+from conure.server.program.graph.slot_graph import SlotGraph
 from conure.server.program.ir import Append, Program
 
 
@@ -304,8 +305,8 @@ def test_ended_nodes_can_be_omitted() -> None:
     nodes = [call("a"), call("b"), call("c", "a", "b"), expr("e", "c"), call("d", "e"), call("f")]
     graph = graph_of(nodes, d="latency", f="throughput")
     whole = get_perf_objective(graph)
-    assert get_perf_objective(graph, graph.nodes) == whole
+    assert get_perf_objective(graph, SlotGraph.of(graph, graph.nodes)) == whole
     for ended in ({"a", "b"}, {"a", "b", "c"}, {"a", "b", "c", "e", "d"}):
         left = [name for name in graph.nodes if name not in ended]
         expected = {name: whole[name] for name in left if name in whole}
-        assert get_perf_objective(graph, left) == expected
+        assert get_perf_objective(graph, SlotGraph.of(graph, left)) == expected
