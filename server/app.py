@@ -24,7 +24,12 @@ from .config import Config
 from .dashboard.files import load_files
 from .routes import dashboard, grammar, health, openai, parrot, tokenize, usage
 from .routes.methods import MethodsApp
-from .routes.middleware import BodyMemoryMiddleware, LoopbackOnlyMiddleware, add_request_id
+from .routes.middleware import (
+    BodyMemoryMiddleware,
+    LoopbackOnlyMiddleware,
+    ResponseMemoryMiddleware,
+    add_request_id,
+)
 from .routes.openapi import openapi_config
 from .routes.problem import problem_response
 from .routes.programs import events, explain, procedures, programs, traces
@@ -67,7 +72,12 @@ def create_app(
         route_handlers=_routes(),
         lifespan=[_lifespan(service)],
         state=state,
-        middleware=[requests, LoopbackOnlyMiddleware(), BodyMemoryMiddleware(config.max_body)],
+        middleware=[
+            requests,
+            LoopbackOnlyMiddleware(),
+            ResponseMemoryMiddleware(),
+            BodyMemoryMiddleware(config.max_body),
+        ],
         before_send=[add_request_id],
         exception_handlers={Exception: problem_response},
         request_max_body_size=config.max_body,

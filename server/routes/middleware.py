@@ -25,6 +25,11 @@ SMALL_BODY_BYTES = 1024 * 1024
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Bytes of larger bodies that may wait for a response at once."""
 
+LARGE_RESPONSE_BYTES = 32 * 1024
+"""A larger response is written in parts of this size, and needs a reservation."""
+MAX_RESPONSE_BYTES_TOTAL = 24 * 1024 * 1024
+"""Bytes of large responses that may wait for their clients at once. A single one may be larger."""
+
 _KEY = "conure.request_id"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
 _HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([a-z0-9.-]+))(?::[0-9]{1,5})?", re.IGNORECASE)
@@ -106,6 +111,62 @@ class BodyMemoryMiddleware(ASGIMiddleware):
         # A length beyond the limit is refused before the body is read.
         size = int(length) if length.isdigit() and len(length) < 20 else 0
         return size if size <= self._max_body else 0
+
+
+class ResponseMemoryMiddleware(ASGIMiddleware):
+    """Bounds the memory of large responses that their clients have not read.
+
+    A client that does not read is disconnected after `connection.STALL_S`.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """Pass the request on; raise UnavailableError instead of a response that does not fit."""
+        reserved = 0
+
+        async def send_in_parts(message: Message) -> None:
+            nonlocal reserved
+            if message["type"] == "http.response.start":
+                reserved = self._reserve(_content_length(message))
+            body = message["body"] if message["type"] == "http.response.body" else b""
+            if len(body) <= LARGE_RESPONSE_BYTES:
+                await send(message)
+                return
+            view = memoryview(body)
+            for start in range(0, len(view), LARGE_RESPONSE_BYTES):
+                end = start + LARGE_RESPONSE_BYTES
+                more: Any = end < len(view) or message.get("more_body", False)
+                part: Any = {**message, "body": view[start:end], "more_body": more}
+                await send(part)
+
+        try:
+            await next_app(scope, receive, send_in_parts)
+        finally:
+            self._num_bytes -= reserved
+
+    def _reserve(self, size: int) -> int:
+        """Reserve memory for a response, and return how much."""
+        if size <= LARGE_RESPONSE_BYTES:
+            return 0
+        if self._num_bytes and self._num_bytes + size > MAX_RESPONSE_BYTES_TOTAL:
+            raise UnavailableError(
+                "server.responses",
+                f"{self._num_bytes:,} bytes of responses wait for their clients, and this one has "
+                f"{size:,}; retry later",
+                retry_after_s=1,
+            )
+        self._num_bytes += size
+        return size
+
+
+def _content_length(message: Any) -> int:
+    """Return the length of a response; 0 for a stream."""
+    for name, value in message.get("headers", ()):
+        if name.lower() == b"content-length":
+            return int(value)
+    return 0
 
 
 class LoopbackOnlyMiddleware(ASGIMiddleware):

@@ -331,11 +331,26 @@ class Journal:
         )
 
     async def events(
-        self, tenant: str, program: str, after: int = 0, limit: int = 1_000
+        self,
+        tenant: str,
+        program: str,
+        after: int = 0,
+        limit: int = 1_000,
+        max_bytes: int | None = None,
     ) -> list[EventRecord]:
-        """Return up to `limit` events of the tenant's program after number `after`, in order."""
+        """Return up to `limit` events of the tenant's program after number `after`, in order.
+
+        They have at most `max_bytes` of data, unless the first one is larger.
+        """
         return await self._reader.read(
-            partial(reader.events, tenant=tenant, program=program, after=after, limit=limit)
+            partial(
+                reader.events,
+                tenant=tenant,
+                program=program,
+                after=after,
+                limit=limit,
+                max_bytes=max_bytes,
+            )
         )
 
     async def traces(

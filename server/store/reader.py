@@ -234,28 +234,45 @@ def list_programs(
 
 
 def events(
-    connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int
+    connection: sqlite3.Connection,
+    tenant: str,
+    program: str,
+    after: int,
+    limit: int,
+    max_bytes: int | None,
 ) -> list[EventRecord]:
-    """Return the first `limit` events of a program after sequence number `after`."""
-    return _events(connection, tenant, program, after, limit, f"<> '{TRACE}'")
+    """Return the first `limit` events of a program after sequence number `after`.
+
+    They have at most `max_bytes`, unless the first one is larger.
+    """
+    rows = _event_rows(connection, tenant, program, after, limit, f"<> '{TRACE}'")
+    found: list[EventRecord] = []
+    num_bytes = 0
+    for row in rows:
+        record = _event(program, row)
+        num_bytes += len(record.data)
+        if max_bytes is not None and num_bytes > max_bytes and found:
+            break
+        found.append(record)
+    return found
 
 
 def traces(
     connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int
 ) -> list[EventRecord]:
     """Return the first `limit` records of a program's trace after sequence number `after`."""
-    return _events(connection, tenant, program, after, limit, f"= '{TRACE}'")
+    rows = _event_rows(connection, tenant, program, after, limit, f"= '{TRACE}'")
+    return [_event(program, row) for row in rows]
 
 
-def _events(
+def _event_rows(
     connection: sqlite3.Connection, tenant: str, program: str, after: int, limit: int, types: str
-) -> list[EventRecord]:
-    rows = connection.execute(
+) -> sqlite3.Cursor:
+    return connection.execute(
         f"SELECT {_EVENT} FROM event e WHERE e.type {types} AND e.seq > ? AND e.program = "
         "(SELECT number FROM program WHERE tenant = ? AND id = ?) ORDER BY e.seq LIMIT ?",
         (after, tenant, program, limit),
     )
-    return [_event(program, row) for row in rows]
 
 
 def usage(

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 PING_S = 15.0
 PING = b": ping\n\n"
-MAX_BATCH = 64
-"""Maximum number of events that are encoded together."""
+MAX_BATCH, MAX_BATCH_BYTES = 64, 64 * 1024
+"""Events that are encoded together, and the bytes after which no event is added to them."""
 MAX_WRITE = 32 * 1024
 """Maximum number of bytes per write: what a client that does not read may keep waiting."""
 DRAINING: Final = "server.draining"
@@ -116,21 +116,25 @@ def sse_stream(
     )
     if types is not None:
         source = _only(source, frozenset([*types, "program.finished", DRAINING]))
-    return _lines(batch_events(source, draining_of(request), ping_s=PING_S))
+    return _lines(batch_events(source, draining_of(request), ping_s=PING_S, is_encoded=True))
 
 
 async def batch_events(
-    source: AsyncGenerator[Event, None], draining: asyncio.Event, *, ping_s: float
+    source: AsyncGenerator[Event, None],
+    draining: asyncio.Event,
+    *,
+    ping_s: float,
+    is_encoded: bool = False,
 ) -> AsyncGenerator[list[Event] | None, None]:
     """Yield the events of `source` in lists of events that arrived together, and None after
-    `ping_s` seconds without one.
+    `ping_s` seconds without one. With `is_encoded`, events that have an encoding lack their data.
 
     Ends with `source`, or with a `server.draining` event when the server drains. A separate task
     reads the source, so that a ping does not interrupt it. Events are batched because many calls of
     a program end together, and a task or a write for each of their events would cost more than the
     calls.
     """
-    inbox = _EventBuffer(source)
+    inbox = _EventBuffer(source, is_encoded)
     draining_task = asyncio.ensure_future(draining.wait())
     try:
         while True:
@@ -156,15 +160,17 @@ async def batch_events(
 
 
 class _EventBuffer:
-    """Events that were read and not taken yet, at most `MAX_BATCH`.
+    """Events that were read and not taken yet, at most `MAX_BATCH` or `MAX_BATCH_BYTES`.
 
     A full buffer blocks the source, so that a slow client later receives the missed text in one
     delta.
     """
 
-    def __init__(self, source: AsyncGenerator[Event, None]) -> None:
+    def __init__(self, source: AsyncGenerator[Event, None], is_encoded: bool) -> None:
         self._source = source
+        self._is_encoded = is_encoded
         self._events: list[Event] = []
+        self._num_bytes = 0
         self._has_events = asyncio.Event()
         self._has_space = asyncio.Event()
         self.reading = asyncio.ensure_future(self._read())
@@ -173,13 +179,19 @@ class _EventBuffer:
     async def _read(self) -> None:
         try:
             async for event in self._source:
-                self._events.append(event)
+                self._add(event)
                 self._has_events.set()
-                if len(self._events) >= MAX_BATCH:
+                if len(self._events) >= MAX_BATCH or self._num_bytes >= MAX_BATCH_BYTES:
                     self._has_space.clear()
                     await self._has_space.wait()
         finally:
             self._has_events.set()
+
+    def _add(self, event: Event) -> None:
+        if self._is_encoded and event.encoded:  # is held only once
+            event = Event(event.seq, event.type, {}, event.encoded)
+        self._events.append(event)
+        self._num_bytes += len(event.encoded)
 
     async def wait(self, other: asyncio.Future[Any], wait_s: float) -> None:
         """Return when there are events, the source has ended, `other` is done, or the time is
@@ -194,6 +206,7 @@ class _EventBuffer:
     def take(self) -> list[Event]:
         """Return and remove the buffered events."""
         events, self._events = self._events, []
+        self._num_bytes = 0
         self._has_space.set()
         if not self.reading.done():
             self._has_events.clear()

@@ -33,8 +33,8 @@ MAX_RECENT = 64
 MAX_RECENT_BYTES = 64 * 1024 * 1024
 """Limit on the JSON of all recent programs together."""
 MAX_NUMBER = 2**63 - 1
-PAGE = 500
-"""Events read from the journal at a time."""
+PAGE, PAGE_BYTES = 500, 64 * 1024
+"""Events read from the journal at a time, and their bytes: what a reader that stops may hold."""
 RETRY_AFTER_S = 5.0
 
 
@@ -248,7 +248,7 @@ class ProgramDirectory:
         offsets: TextOffsets = {}
         while True:
             while run is None or last < run.events.first_seq - 1:
-                page = await self.journal.events(tenant, program, last, PAGE)
+                page = await self.journal.events(tenant, program, last, PAGE, PAGE_BYTES)
                 if run is not None:
                     page = [record for record in page if record.seq < run.events.first_seq]
                 if not page:

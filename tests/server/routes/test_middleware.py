@@ -9,7 +9,11 @@ import pytest
 
 from conure.server.program.errors import UnavailableError
 from conure.server.routes import middleware
-from conure.server.routes.middleware import BodyMemoryMiddleware
+from conure.server.routes.middleware import (
+    LARGE_RESPONSE_BYTES,
+    BodyMemoryMiddleware,
+    ResponseMemoryMiddleware,
+)
 
 MIB = 1024 * 1024
 
@@ -83,3 +87,58 @@ async def test_a_body_of_unknown_length_counts_as_the_largest(bound: BodyMemoryM
     app.respond.set()
     app.finish.set()
     await request(bound, app, transfer_encoding="chunked")
+
+
+class Reader:
+    """Receives a response; blocks after its head until it may read."""
+
+    def __init__(self) -> None:
+        self.may_read = asyncio.Event()
+        self.has_head = asyncio.Event()
+        self.sizes: list[int] = []
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.has_head.set()
+            return
+        await self.may_read.wait()
+        self.sizes.append(len(message["body"]))
+        assert message["more_body"] is (sum(self.sizes) < 8 * MIB)
+
+
+async def respond(bound: ResponseMemoryMiddleware, reader: Reader, size: int) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(size).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size), "more_body": False})
+
+    scope: Any = {"type": "http", "headers": []}
+    await bound.handle(scope, None, reader.send, app)  # type: ignore[arg-type]  # never receives
+
+
+async def test_large_responses_that_are_not_read_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(middleware, "MAX_RESPONSE_BYTES_TOTAL", 10 * MIB)
+    bound, slow, other = ResponseMemoryMiddleware(), Reader(), Reader()
+    first = asyncio.create_task(respond(bound, slow, 8 * MIB))
+    await slow.has_head.wait()
+    with pytest.raises(UnavailableError) as caught:
+        await respond(bound, other, 4 * MIB)
+    assert (caught.value.code, caught.value.status) == ("server.responses", 503)
+    assert not other.has_head.is_set()
+    slow.may_read.set()
+    await first
+    assert slow.sizes == [LARGE_RESPONSE_BYTES] * (8 * MIB // LARGE_RESPONSE_BYTES)
+    other.may_read.set()
+    await respond(bound, other, 8 * MIB)
+
+
+async def test_single_response_may_be_larger_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(middleware, "MAX_RESPONSE_BYTES_TOTAL", MIB)
+    bound, reader = ResponseMemoryMiddleware(), Reader()
+    reader.may_read.set()
+    await respond(bound, reader, 8 * MIB)
+    assert sum(reader.sizes) == 8 * MIB

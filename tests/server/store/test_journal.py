@@ -121,6 +121,9 @@ async def test_events_are_paged_by_sequence_number(journal: Journal) -> None:
     assert await journal.events("a", "p", after=0, limit=5) == mine[:5]
     assert await journal.events("a", "p", after=mine[4].seq, limit=5) == mine[5:10]
     assert await journal.events("a", "p", after=mine[-1].seq) == []
+    size = len(mine[0].data)
+    assert await journal.events("a", "p", max_bytes=3 * size) == mine[:3]
+    assert await journal.events("a", "p", max_bytes=size - 1) == mine[:1]
 
 
 async def test_programs_are_listed_newest_first(journal: Journal) -> None:

@@ -12,7 +12,12 @@ import pytest
 
 from conure.server.app import drain
 from conure.server.program.status import Event
-from conure.server.routes.programs.events import MAX_BATCH, batch_events, encode_event
+from conure.server.routes.programs.events import (
+    MAX_BATCH,
+    MAX_BATCH_BYTES,
+    batch_events,
+    encode_event,
+)
 
 from ...service_double import (
     ScriptedProgram,
@@ -257,6 +262,24 @@ async def test_busy_source_lets_other_tasks_run() -> None:
     assert sum(lengths) == 1000
     assert max(lengths) == MAX_BATCH
     assert ticks >= 10
+
+
+async def test_buffer_holds_the_encoding_of_few_large_events() -> None:
+    read = 0
+
+    async def source() -> AsyncGenerator[Event, None]:
+        nonlocal read
+        for seq in range(10):
+            read += 1
+            yield Event(seq, "yield", {"value": "a" * MAX_BATCH_BYTES}, b"a" * MAX_BATCH_BYTES)
+
+    reading = batch_events(source(), asyncio.Event(), ping_s=15, is_encoded=True)
+    [first] = await anext(reading) or []
+    assert (first.data, len(first.encoded)) == ({}, MAX_BATCH_BYTES)
+    for _ in range(10):  # the buffer is filled while the first one is written
+        await asyncio.sleep(0)
+    assert read <= 2
+    await reading.aclose()
 
 
 async def test_simultaneous_events_are_sent_together() -> None:
