@@ -43,8 +43,9 @@ _INCLUDED = {
     "message.input_image.image_url",
 }
 """Values of `include`. All but the first name contents that no answer here has."""
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
-_ROLES = {"user", "assistant", "system", "developer"}
+# Tuples, because a client may send an object where a name belongs.
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_ROLES = ("user", "assistant", "system", "developer")
 
 
 class PlainText(Struct, frozen=True, tag="text", tag_field="type"):

@@ -9,10 +9,15 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-DOCUMENTED = sorted(Path(__file__).parents[1].glob("program/programs/*.json"))
+ROOT = Path(__file__).parents[3]
+RECORDED = sorted(Path(__file__).parents[1].glob("program/programs/*.json"))
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+_JSON_BLOCK = re.compile(r"^```json\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ODD_VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 2**63, 1e300, "", "x", "\u0000", "a" * 300, [], {}, [[]], {"var": "x"},
     {"lit": {}}, {"first": []}, {"each": [[1], "i", {"var": "i"}]}, {"range": [0, 50]},
@@ -20,11 +25,30 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def seeds() -> list[Any]:
-    """Return the submissions of the documentation."""
-    documents = [json.loads(path.read_text()) for path in DOCUMENTED]
+    """Return the submissions of the tests and of the documentation."""
+    documents = [json.loads(path.read_text()) for path in RECORDED]
     for document in documents:
         document.pop("append", None)
-    return documents
+    documented = [each for page in PAGES for each in _submissions_of(page.read_text())]
+    assert documented, "the documentation has no programs"
+    return documents + documented
+
+
+def _submissions_of(page: str) -> Iterator[Any]:
+    """Yield the submissions, and the nodes as programs, in the JSON blocks of a page."""
+    for block in _JSON_BLOCK.findall(page):
+        try:
+            document = json.loads(block)
+        except json.JSONDecodeError:
+            continue  # an excerpt
+        if not isinstance(document, dict):
+            continue
+        if "program" in document or "source" in document:
+            yield document
+        elif "nodes" in document:
+            yield {"program": document}
+        elif "op" in document:
+            yield {"program": {"nodes": [document]}}
 
 
 def mutated(document: Any, rng: random.Random, *, others: list[Any]) -> Any:
@@ -53,7 +77,11 @@ def _change(holder: Any, rng: random.Random, others: list[Any]) -> None:
     elif isinstance(holder, dict):
         holder[rng.choice((f"{key}x", "when", "after", "retries", "on_error", "id"))] = holder[key]
     elif isinstance(holder[key], str):
-        holder[key] = rng.choice((holder[key] * 2, holder[key][:-1], holder[key].upper()))
+        text = holder[key]
+        at = rng.randrange(len(text) + 1)
+        holder[key] = rng.choice(
+            (text * 2, text[:-1], text.upper(), text[:at] + text[at + 4 :], text[:at] + text)
+        )
 
 
 def _containers(document: Any) -> list[Any]:

@@ -251,3 +251,13 @@ async def test_bad_input_gets_the_cure(tmp_path: Path) -> None:
         with pytest.raises(openai.InternalServerError, match="give no embeddings") as failed:
             await client.embeddings.create(model="fake", input="Hi")
         assert failed.value.status_code == 501
+
+
+@pytest.mark.parametrize("item", [{"role": {}, "content": "a"}, {"role": [], "content": "a"}])
+async def test_a_role_that_is_no_text_is_refused(tmp_path: Path, item: Any) -> None:
+    async with openai_client(tmp_path) as client:
+        with pytest.raises(openai.BadRequestError, match="not supported"):
+            await client.responses.create(input=[item], **GREEDY)
+        part: Any = {"role": "user", "content": [{"type": {}, "text": "a"}]}
+        with pytest.raises(openai.BadRequestError, match="not supported"):
+            await client.responses.create(input=[part], **GREEDY)
