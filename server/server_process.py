@@ -141,15 +141,12 @@ class _ServerProcess:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         has_started = False
+        service: Service = self._app.state.service
+        collecting = loop.create_task(GarbageCollection(lambda: service.num_nodes).run())
         try:
             async with self._app.lifespan():
                 has_started = True
-                async with asyncio.TaskGroup() as tasks:
-                    service: Service = self._app.state.service
-                    garbage = GarbageCollection(lambda: service.num_nodes)
-                    collecting = tasks.create_task(garbage.run())
-                    await self._server.serve([self._listener])
-                    collecting.cancel()
+                await self._server.serve([self._listener])
         except asyncio.CancelledError:
             if self._draining is None:
                 raise
@@ -159,6 +156,7 @@ class _ServerProcess:
                 raise
             raise ServeError(" ".join(str(cause).split())) from exc
         finally:
+            collecting.cancel()
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
