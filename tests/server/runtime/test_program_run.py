@@ -179,6 +179,29 @@ async def test_later_objective_reranks_queued_and_running_calls(tmp_path: Path) 
         assert finished.index("c13") < finished.index("c9") < finished.index("c12")
 
 
+async def test_very_large_program_ranks_each_node_once_while_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighed: list[int] = []
+
+    def count(graph: Graph, live: SlotGraph) -> dict[str, objectives.PerformanceObjective]:
+        weighed.append(len(live.slots))
+        return objectives.get_perf_objective(graph, live)
+
+    monkeypatch.setattr(call_priorities, "get_perf_objective", count)
+    monkeypatch.setattr(call_priorities, "MAX_NODES_RECOMPUTED", 10)
+    monkeypatch.setattr(call_priorities, "MAX_NODES_AT_ONCE", 20)
+    async with server_harness(tmp_path) as harness:
+        waiting = [generate(f"n{i}", insert("x")) for i in range(30)]
+        program = await harness.submit(waiting, variables={"x": {}}, open=True)
+        for i in range(10):
+            more = [generate(f"w{i}_{j}", insert("x")) for j in range(10)]
+            await program.append(nodes=[generate(f"a{i}", "A"), *more], outputs=[f"a{i}"])
+            await program.value(f"a{i}")
+        await program.cancel()
+    assert sum(weighed) <= 30 + 10 * 11, "each node once"
+
+
 async def test_append_to_large_session_ranks_only_new_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
