@@ -186,16 +186,6 @@ class NodeContext:
         """Whether the queues are being worked on, now or in the next turn."""
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
-    def break_cycles(self) -> None:
-        """Drop everything that refers back to this context, once its program has ended.
-
-        The memory of the program is then free without a garbage collection.
-        """
-        self.executors, self._hooks = {}, {}
-        self._stop = self._complete = _ignore
-        self.timers.break_cycles()
-        self.work.break_cycles()
-
     def executor(self, kind: type[E]) -> E:
         """Return the executor of a class."""
         return next(each for each in self.executors.values() if isinstance(each, kind))
@@ -539,6 +529,17 @@ def prefix_with_node(problem: Problem | None, node_id: str) -> Problem:
     is_named = node_id in problem.message
     message = problem.message if is_named else f"{node_id}: {problem.message}"
     return Problem(code=problem.code, message=message, cause=node_id)
+
+
+def break_cycles(context: NodeContext) -> None:
+    """Drop everything that refers back to a context, once its program has ended.
+
+    The memory of the program is then free without a garbage collection.
+    """
+    context.executors, context._hooks = {}, {}
+    context._stop = context._complete = _ignore
+    context.timers.break_cycles()
+    context.work.break_cycles()
 
 
 def _ignore(*_: object) -> None:

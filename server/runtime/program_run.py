@@ -27,7 +27,7 @@ from ..program.status import Phase, Problem, QuotaUse, Receipt
 from ..store.journal import AppendRecord, EndRecord, ProgramRecord
 from .calls.program_calls import ProgramCalls
 from .calls.suspects import is_cause
-from .node_context import NodeContext
+from .node_context import NodeContext, break_cycles
 from .node_registry import node_executors
 from .node_state import MissingValue, NodeState
 from .persistence.journaled_events import RecoveredState
@@ -61,7 +61,7 @@ class ProgramRun:
             stop=self.stop,
             close=self.close_idle,
             complete=self._complete,
-            on_durable_end=self._ended,
+            on_durable_end=lambda: _report_end(self),
         )
         self._on_durable_end = on_durable_end
         self.events = self.context.events
@@ -258,7 +258,7 @@ class ProgramRun:
         self.events.drain()
         self._release()
         self.outbox.abandon()
-        self._break_cycles()
+        _break_cycles(self)
 
     def _complete(self) -> None:
         state = self.state
@@ -282,21 +282,23 @@ class ProgramRun:
         self.outbox.add(record)
         self.outbox.end()
 
-    def _ended(self) -> None:
-        """Report the durable end."""
-        self._on_durable_end()
-        self._break_cycles()
-
-    def _break_cycles(self) -> None:
-        """Let the memory of the program be free without a garbage collection."""
-        self._on_durable_end = _ignore
-        self.context.break_cycles()
-
     def _release(self) -> None:
         self.context.work.stop()
         self._timers.stop()
         for executor in self.context.executors.values():
             executor.release()
+
+
+def _report_end(run: ProgramRun) -> None:
+    """Report the durable end of a program."""
+    run._on_durable_end()
+    _break_cycles(run)
+
+
+def _break_cycles(run: ProgramRun) -> None:
+    """Let the memory of a program be free without a garbage collection."""
+    run._on_durable_end = _ignore
+    break_cycles(run.context)
 
 
 def _ignore() -> None:

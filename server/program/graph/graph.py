@@ -164,11 +164,11 @@ class Graph:
 
     def get_consumers(self, variable: str) -> tuple[Slot, ...]:
         """Return the slots that read a variable, in the order they were added."""
-        return self._slots_of(self._tables.consumers.get(variable, ()))
+        return _slots_of(self._tables, self._tables.consumers.get(variable, ()))
 
     def get_potential_readers(self, variable: str) -> tuple[Slot, ...]:
         """Return the slots that may read a variable after a decision."""
-        return self._slots_of(self._tables.potential_readers.get(variable, ()))
+        return _slots_of(self._tables, self._tables.potential_readers.get(variable, ()))
 
     def nodes_after(self, node_id: str) -> tuple[str, ...]:
         """Return the nodes that name this one in `after`."""
@@ -191,11 +191,11 @@ class Graph:
 
     def predecessors(self, slot: Slot) -> tuple[Slot, ...]:
         """Return the slots that must end before this one starts; each once."""
-        return self._slots_of(self._tables.predecessors[self.slot_number(slot)])
+        return _slots_of(self._tables, self._tables.predecessors[self.slot_number(slot)])
 
     def successors(self, slot: Slot) -> tuple[Slot, ...]:
         """Return the slots that wait for this one; each once."""
-        return self._slots_of(self._tables.successors[self.slot_number(slot)])
+        return _slots_of(self._tables, self._tables.successors[self.slot_number(slot)])
 
     def successor_numbers(self, number: int) -> Sequence[int]:
         """Return the numbers of the slots that wait for a slot."""
@@ -210,7 +210,7 @@ class Graph:
         if self._sorted is None:
             numbers = range(len(self._tables.numbered_slots))
             self._sorted = sort(numbers, self._tables.successors.__getitem__)
-        return list(self._slots_of(self._sorted))
+        return list(_slots_of(self._tables, self._sorted))
 
     def lint(self) -> list[LintFault]:
         """Return what is allowed but probably a mistake."""
@@ -259,9 +259,6 @@ class Graph:
         self._set_objectives((), {output: objective})
         return self.objectives[output] != before
 
-    def _slots_of(self, numbers: Iterable[int]) -> tuple[Slot, ...]:
-        return tuple(self._tables.numbered_slots[number] for number in numbers)
-
     def _commit(self, extension: GraphExtension) -> None:
         """Apply a checked extension; cannot fail."""
         self.version += 1
@@ -286,6 +283,10 @@ class Graph:
             if is_first or _strictness(objective) > _strictness(self.objectives[output]):
                 self.objectives[output] = objective
             self._outputs_with_objective.add(output)
+
+
+def _slots_of(tables: GraphTables, numbers: Iterable[int]) -> tuple[Slot, ...]:
+    return tuple(tables.numbered_slots[number] for number in numbers)
 
 
 def _strictness(objective: Objective) -> tuple[int, float]:
