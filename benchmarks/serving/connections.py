@@ -22,10 +22,8 @@ from typing import Any
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from hostile import Heartbeat
-
+from serving.hostile import Heartbeat
 from temporary_server import started
 
 NUM_EVENTS, EVENT_CHARS = 200, 100_000
@@ -80,6 +78,7 @@ def measure(num_readers: int, num_half_open: int) -> dict[str, float]:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             answer = client.post("/v1/programs", json=program()).raise_for_status().json()
             url, port = answer["url"], client.base_url.port
+            size = 0
             for _ in range(3):  # the code paths of a reader are warm
                 size = len(client.get(f"{url}/events").content)
                 client.get(url)
