@@ -99,13 +99,20 @@ class ServedModel:
             bos: whether a text begins with the model's BOS.
 
         Raises:
-            ProgramError: if the model cannot call tools.
+            ProgramError: if a message is malformed or reads a variable, or the model cannot call
+                tools.
             PromptError: if the prompt cannot be encoded.
         """
         if isinstance(prompt, str):
             pieces = (PromptPiece(prompt, special=False),)
             return self.tokenizer.encode(pieces, bos=bos).ids
-        node = GenerateNode(id="tokenize", messages=prompt, tools=tools or UNSET)
+        answer = Output(variable="answer", form="message")
+        node = GenerateNode(id="tokenize", messages=prompt, output=answer, tools=tools or UNSET)
+        [slot] = node.make_slots()
+        if slot.reads:
+            names = ", ".join(sorted(slot.reads))
+            message = f"the messages read variables ({names}), which have no values here"
+            raise ProgramError("tokenize.prompt", message, path="messages")
         if tools:
             self._check_tools("tools")
         rendered = render_chat(node, {}, self.template)

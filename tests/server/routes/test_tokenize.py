@@ -54,3 +54,21 @@ def test_prompt_is_given_once(http: httpx.Client, body: Any) -> None:
 def test_unknown_model_is_refused(http: httpx.Client) -> None:
     reply = http.post("/v1/tokenize", json={"prompt": "a", "model": "gpt"})
     assert (reply.status_code, reply.json()["code"]) == (400, "model.unknown")
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"content": []}, "program.segment"),
+        ({"role": "user"}, "program.segment"),
+        ({"splice": "history"}, "tokenize.prompt"),
+        ({"role": "user", "content": [{"input": "x"}]}, "tokenize.prompt"),
+        ({"role": "user", "content": [{"output": "x"}]}, "program.segment"),
+    ],
+)
+def test_messages_are_checked_as_those_of_a_call(
+    http: httpx.Client, message: Any, code: str
+) -> None:
+    reply = http.post("/v1/tokenize", json={"messages": [message]})
+    assert (reply.status_code, reply.json()["code"]) == (400, code)
+    assert reply.json()["path"].startswith("messages")
