@@ -125,11 +125,16 @@ CODING_LATENCY_AGAIN = RECORDED_A100_13B._replace(step_s=0.0208)
 
 STEP_S = 0.040
 """The longest step while a latency-critical call runs."""
+LATENCY_TOKENS = 4_096
+"""Capacity of the paper's latency baselines."""
 
 
 def latency_tokens(cost: LinearCosts) -> int:
-    """Return the tokens of sixteen calls that keep a step within its limit."""
-    return round((STEP_S - cost.step_s - 16 * cost.sequence_s) / cost.held_token_s)
+    """Return the tokens of sixteen calls that keep a step within its limit, or those of the latency
+    baselines if no number does.
+    """
+    num_tokens = round((STEP_S - cost.step_s - 16 * cost.sequence_s) / cost.held_token_s)
+    return max(num_tokens, LATENCY_TOKENS)
 
 
 def ours(cost: CostModel, seed: int, **changes: object) -> SimulationConfig:
