@@ -3,8 +3,8 @@
     python benchmarks/paper.py [--seeds N] [--only WORKLOAD] [--results FOLDER] [--out FOLDER]
 
 Prints a table for every workload; with --results, also the first table, the sensitivity table and
-the ablations, from the folder that `sensitivity.py` fills. With --out, writes the tables and plots
-to a folder.
+the ablations, from the folder that `python -m robustness` fills. With --out, writes the tables and
+plots to a folder.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", choices=(*WORKLOADS, *RECORDED), action="append")
-    parser.add_argument("--results", type=Path, help="folder of the results of sensitivity.py")
+    parser.add_argument("--results", type=Path, help="folder of the results of robustness")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines: list[str] = []

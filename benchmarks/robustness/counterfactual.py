@@ -5,7 +5,7 @@ estimates the same calls as single requests. A parallel client then sends the ca
 an equal server; each prompt begins with other characters, so that nothing is shared, as in the
 estimate. The ratio is that of each round; texts differ by round.
 
-    python benchmarks/counterfactual.py [--rounds N] [--only WORKLOAD] [--real] [--verbose]
+    python -m robustness.counterfactual [--rounds N] [--only WORKLOAD] [--real] [--verbose]
 """
 
 from __future__ import annotations

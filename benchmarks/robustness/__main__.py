@@ -1,6 +1,6 @@
 """Run the simulations of the sensitivity table into a folder of results.
 
-    python benchmarks/sensitivity.py FOLDER [--seconds S]
+    python -m robustness FOLDER [--seconds S]        (in the folder `benchmarks`)
 
 Several processes can share a folder. A process ends after `--seconds`; another one continues.
 `paper.py --results FOLDER` reads the folder.
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from robustness.results import Results, run_all
+from .results import Results, run_all
 
 
 def main() -> int:
