@@ -1,8 +1,10 @@
 """The paper's workloads in the paper's setting, simulated: Conure's ratios and the paper's.
 
-    python benchmarks/paper.py [--seeds N] [--only WORKLOAD] [--out FOLDER]
+    python benchmarks/paper.py [--seeds N] [--only WORKLOAD] [--results FOLDER] [--out FOLDER]
 
-Prints a table for every workload; with --out, also writes the tables and plots to a folder.
+Prints a table for every workload; with --results, also the first table, the sensitivity table and
+the ablations, from the folder that `python -m robustness` fills. With --out, writes the tables and
+plots to a folder.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ import math
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+from apps import scenario
 from apps.plot import Bar, bars
-from apps.workloads import WORKLOADS, Point
+from apps.workloads import RECORDED, WORKLOADS, Point
+from robustness import tables
+from robustness.results import Results
 
 HEAD = "| | baseline | ours | ratio | min | max | paper | |\n|---|--:|--:|--:|--:|--:|--:|---|"
 BAR, BARS = "#", 4
@@ -64,15 +70,29 @@ def main() -> None:
     """Run the workloads."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", choices=tuple(WORKLOADS), action="append")
+    parser.add_argument("--only", choices=(*WORKLOADS, *RECORDED), action="append")
+    parser.add_argument("--results", type=Path, help="folder of the results of robustness")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines: list[str] = []
-    for name in arguments.only or WORKLOADS:
+    if arguments.results is not None:
+        results = Results(arguments.results)
+        for head, rows in (
+            ("Head", tables.headlines(results)),
+            ("Sensitivity", tables.sensitivity(results)),
+            ("Ablations", tables.ablations()),
+            ("Memory", tables.memories()),
+        ):
+            lines += [f"## {head}", "", *rows, ""]
+        print("\n".join(lines), flush=True)
+    every = {
+        name: partial(run, scenario=scenario.HEAD) for name, run in WORKLOADS.items()
+    } | RECORDED
+    for name in arguments.only or every:
         began = time.perf_counter()
-        by_seed = [list(WORKLOADS[name](seed)) for seed in range(arguments.seeds)]
+        by_seed = [list(every[name](seed)) for seed in range(arguments.seeds)]
         points = [list(each) for each in zip(*by_seed, strict=True)]
-        doc = (WORKLOADS[name].__doc__ or "").split("\n\n")[0]
+        doc = ((WORKLOADS | RECORDED)[name].__doc__ or "").split("\n\n")[0]
         section = [f"## {name[0].upper()}{name[1:]}", "", doc, "", *table(points), ""]
         print("\n".join(section), flush=True)
         print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)

@@ -2,10 +2,10 @@
 
 Fills every engine and keeps the queue at its length. Then running calls end one after another: each
 end frees room, for which the scheduler chooses a call and an engine, and each end is followed by a
-new call. The prompt of a call is prefilled a few steps after its start. The time includes the
-reservations and is divided by the number of decisions, whether or not an engine was found. Rounds
-of all sizes alternate, and processor time is measured, so that other load on the machine affects
-all sizes alike.
+new call. Three in ten calls have a deadline. A prompt is prefilled a few steps after its start. The
+time includes ranks and reservations and is divided by the number of decisions, whether or not an
+engine was found. Rounds of all sizes alternate, and processor time is measured, so that other load
+on the machine affects all sizes alike.
 
     python benchmarks/scheduler.py [--policy NAME] [--rounds N] [--ends N]
 """
@@ -22,13 +22,15 @@ from collections import deque
 from functools import partial
 
 from conure.server.scheduling.policy import POLICIES
-from conure.server.scheduling.request import PromptPrefix, ResourceRequest
+from conure.server.scheduling.request import PriorityInputs, PromptPrefix, ResourceRequest
 from conure.server.scheduling.scheduler import Placement, QueuedCall, Scheduler
 
 SIZES = [(1, 1_000), (10, 1_000), (100, 1_000), (1_000, 1_000), (1_000, 10_000), (1_000, 100_000)]
 """Numbers of engines and waiting calls."""
 CAPACITY, LATENCY_TOKENS, MAX_SEQUENCES = 64_000, 12_000, 128
 GROUP_SIZE, NUM_SYSTEM_PROMPTS = 8, 200
+DEADLINE_SHARE = 0.3
+"""Share of calls with a deadline."""
 STEPS_PER_END = 2
 """Steps of an engine between two ends of its calls. Most calls stop before their maximum length, so
 that few are overdue and a forecast covers all of them."""
@@ -115,9 +117,24 @@ class SchedulerBenchmark:
             group=None if is_latency_critical else "g",
             is_latency_critical=is_latency_critical,
         )
-        call = QueuedCall(request, i + 1_000 * draw.random(), partial(self._started, i))
+        rank = self.scheduler.policy.rank(self._priority(i, is_latency_critical))
+        call = QueuedCall(request, rank.at_s, partial(self._started, i))
         self._calls[i] = call
         self.scheduler.submit(call)
+
+    def _priority(self, i: int, is_latency_critical: bool) -> PriorityInputs:
+        """Return the inputs of a call's rank; three in ten have a deadline."""
+        draw = self._random
+        at_s = i + 1_000 * draw.random()
+        has_deadline = draw.random() < DEADLINE_SHARE
+        return PriorityInputs(
+            arrived_at_s=at_s,
+            program_started_at_s=at_s - 100 * draw.random(),
+            kind="latency" if is_latency_critical else "throughput",
+            depth=draw.randrange(8),
+            total_s=100 * draw.random(),
+            latest_start_s=at_s + 200 * draw.random() if has_deadline else None,
+        )
 
     def _started(self, i: int, _: Placement) -> None:
         self._running.append(i)

@@ -10,26 +10,22 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from conure.server.scheduling.scheduler import MAX_LOOKAHEAD_CALLS
-from simulation.engine import LinearCosts
+from simulation.engine import CostModel, LinearCosts
 from simulation.simulation import ProgramOutcome, Simulation, SimulationConfig
 
 from .programs import Plan, chain, logged_coding, map_reduce, single
+from .scenario import HEAD, Scenario, Settings
 from .setting import (
     A100_7B_PAGED,
     A100_7B_READ_ONCE,
-    A100_13B,
-    A6000_7B,
     CODING_LATENCY,
     CODING_LATENCY_AGAIN,
     CODING_OURS,
     CODING_THROUGHPUT,
-    baseline,
-    latency_tokens,
-    ours,
 )
 
 
@@ -64,10 +60,12 @@ SHORT_ARTICLE_TOKENS = (35_000, 60_000)
 """Tokens of an article of figure 12b, by the same factor (51,000 to 87,000 characters)."""
 
 
-def outcomes(setting: SimulationConfig, sent: Sent) -> list[ProgramOutcome]:
+def outcomes(
+    setting: SimulationConfig, sent: Sent, scenario: Scenario = HEAD
+) -> list[ProgramOutcome]:
     """Simulate programs that are submitted at given times."""
     simulation = Simulation(setting)
-    found = [simulation.submit(plan.blueprint, at_s) for plan, at_s in sent]
+    found = [simulation.submit(scenario.plan(plan).blueprint, at_s) for plan, at_s in sent]
     simulation.run()
     return found
 
@@ -88,31 +86,40 @@ def _articles(seed: int, number: int, tokens: tuple[int, int] = ARTICLE_TOKENS) 
 
 
 SWEEP = [(out, 1_024) for out in (25, 50, 75, 100)] + [(50, size) for size in (512, 1_536, 2_048)]
+"""Output tokens and tokens of a chunk."""
+CHAIN = dict(zip(SWEEP, (1.38, 1.21, 1.14, 1.11, 1.21, 1.20, 1.19), strict=True))
+MAP_REDUCE = dict(zip(SWEEP, (1.70, 2.04, 2.22, 2.37, 1.96, 2.07, 2.16), strict=True))
+BACKGROUND = {0.0: 1.21, 1.0: 1.19, 2.0: 1.31, 3.0: 1.79, 3.5: 2.38}
+MANY = {10: 1.38, 15: 1.52, 20: 1.63, 25: 1.68}
+"""The paper's ratios."""
 
 
-def chain_summary(seed: int) -> Iterator[Point]:
+def chain_summary(
+    seed: int, scenario: Scenario = HEAD, sweep: Sequence[tuple[int, int]] = SWEEP
+) -> Iterator[Point]:
     """Figure 11: one chain at a time, on one A100."""
-    paper = [1.38, 1.21, 1.14, 1.11, 1.21, 1.20, 1.19]
-    for (out, chunk), ratio in zip(SWEEP, paper, strict=True):
+    for out, chunk in sweep:
         before, after = (
             statistics.fmean(
-                mean_s(outcomes(setting, [(chain(tokens // chunk, chunk, out), 0.0)]))
+                mean_s(outcomes(setting, [(chain(tokens // chunk, chunk, out), 0.0)], scenario))
                 for tokens in _articles(seed, 10)
             )
             for setting in (
-                baseline(A100_13B, seed, capacity=4_096),
-                ours(A100_13B, seed, capacity=4_096),
+                make(scenario.a100_13b, seed, capacity=4_096)
+                for make in (scenario.baseline, scenario.ours)
             )
         )
-        yield Point(f"output {out}, chunk {chunk}", ratio, before, after)
+        yield Point(f"output {out}, chunk {chunk}", CHAIN[out, chunk], before, after)
 
 
-def chain_with_background(seed: int) -> Iterator[Point]:
+def chain_with_background(
+    seed: int, scenario: Scenario = HEAD, rates: Iterable[float] = tuple(BACKGROUND)
+) -> Iterator[Point]:
     """Figure 12a: one chain at a time, while single requests arrive at a given rate."""
-    for rate, ratio in ((0.0, 1.21), (1.0, 1.19), (2.0, 1.31), (3.0, 1.79), (3.5, 2.38)):
+    for rate in rates:
         means = []
-        for make in (baseline, ours):
-            setting = make(A100_13B, seed, capacity=4_096)
+        for make in (scenario.baseline, scenario.ours):
+            setting = make(scenario.a100_13b, seed, capacity=4_096)
             took = []
             for i, tokens in enumerate(_articles(seed, 10)):
                 draw = random.Random(f"background {seed} {i}")
@@ -121,45 +128,55 @@ def chain_with_background(seed: int) -> Iterator[Point]:
                 while at_s < 400:
                     sent.append((single("", 0, 512, 50, 0), at_s))
                     at_s += draw.expovariate(rate)
-                took.append(outcomes(setting, sent)[0].took_s)
+                took.append(outcomes(setting, sent, scenario)[0].took_s)
             means.append(statistics.fmean(took))
-        yield Point(f"{rate:g} background requests/s", ratio, means[0], means[1])
+        yield Point(f"{rate:g} background requests/s", BACKGROUND[rate], means[0], means[1])
 
 
-def many_chains(seed: int) -> Iterator[Point]:
+def many_chains(
+    seed: int, scenario: Scenario = HEAD, numbers: Iterable[int] = tuple(MANY)
+) -> Iterator[Point]:
     """Figure 12b: chains of different articles, all at once.
 
     Both systems have a capacity of 10,000 tokens, the largest that the authors' notes name for
-    their baselines. That is four calls, with which both systems reproduce the paper's times (112.8,
-    171.9, 234.7 and 292.9 s, and 81.7 to 174.6 s).
+    their baselines.
     """
-    for number, ratio in ((10, 1.38), (15, 1.52), (20, 1.63), (25, 1.68)):
-        sent = [
-            (chain(tokens // 2_048, 2_048, 50, article), 0.0)
-            for article, tokens in enumerate(_articles(seed, number, SHORT_ARTICLE_TOKENS))
-        ]
+    for number in numbers:
+        sent = many_chains_sent(seed, number)
         before, after = (
-            mean_s(outcomes(make(A100_13B, seed, capacity=10_000), sent))
-            for make in (baseline, ours)
+            mean_s(outcomes(make(scenario.a100_13b, seed, capacity=10_000), sent, scenario))
+            for make in (scenario.baseline, scenario.ours)
         )
-        yield Point(f"{number} apps", ratio, before, after)
+        yield Point(f"{number} apps", MANY[number], before, after)
 
 
-def map_reduce_summary(seed: int) -> Iterator[Point]:
+def many_chains_sent(seed: int, number: int) -> Sent:
+    """Return chains of different articles, all at once."""
+    return [
+        (chain(tokens // 2_048, 2_048, 50, article), 0.0)
+        for article, tokens in enumerate(_articles(seed, number, SHORT_ARTICLE_TOKENS))
+    ]
+
+
+def map_reduce_summary(
+    seed: int, scenario: Scenario = HEAD, sweep: Sequence[tuple[int, int]] = SWEEP
+) -> Iterator[Point]:
     """Figure 14: the baseline is limited to 4,096 tokens for latency; Conure needs no limit."""
-    paper = [1.70, 2.04, 2.22, 2.37, 1.96, 2.07, 2.16]
-    for (out, chunk), ratio in zip(SWEEP, paper, strict=True):
+    cost = scenario.a100_13b
+    for out, chunk in sweep:
         before, after = (
             statistics.fmean(
-                mean_s(outcomes(setting, [(map_reduce(tokens // chunk, chunk, out), 0.0)]))
+                mean_s(
+                    outcomes(setting, [(map_reduce(tokens // chunk, chunk, out), 0.0)], scenario)
+                )
                 for tokens in _articles(seed, 10)
             )
             for setting in (
-                baseline(A100_13B, seed, capacity=4_096),
-                ours(A100_13B, seed, capacity=45_000, latency_tokens=latency_tokens(A100_13B)),
+                scenario.baseline(cost, seed, capacity=4_096),
+                scenario.limited(cost, seed, capacity=45_000),
             )
         )
-        yield Point(f"output {out}, chunk {chunk}", ratio, before, after)
+        yield Point(f"output {out}, chunk {chunk}", MAP_REDUCE[out, chunk], before, after)
 
 
 # fmt: off
@@ -175,13 +192,35 @@ COPILOT_LATER_S = 5.0
 """Time by which their system prompt is prefilled."""
 
 
-def shared_system_prompt(seed: int) -> Iterator[Point]:
+COPILOT_RATIOS = {8: (1.1, 1.8), 16: (1.3, 2.4), 32: (1.4, math.nan), 64: (1.7, math.nan)}
+"""The paper's ratios to a system that keeps the prompt once, and to one that does not."""
+
+
+def shared_system_prompt(
+    seed: int, scenario: Scenario = HEAD, batches: Iterable[int] = tuple(COPILOT_RATIOS)
+) -> Iterator[Point]:
     """Figure 15: 64 requests with one long system prompt, in batches, on one A100.
 
     The baselines keep the prompt once but read it for every request, or keep it for every request.
-    The figure has no network. Step times are those of the paper with a kernel that reads the prompt
+    The figure has no network.
+    """
+    return _shared_prompt(seed, scenario, batches, scenario.a100_7b, scenario.a100_7b)
+
+
+def recorded_shared_prompt(seed: int) -> Iterator[Point]:
+    """Figure 15 with recorded step times: those of the paper with a kernel that reads the prompt
     once, and with one that does not.
     """
+    return _shared_prompt(seed, HEAD, COPILOT_RATIOS, A100_7B_READ_ONCE, A100_7B_PAGED)
+
+
+def _shared_prompt(
+    seed: int,
+    scenario: Scenario,
+    batches: Iterable[int],
+    read_once: CostModel,
+    paged: CostModel,
+) -> Iterator[Point]:
     lengths = [pair[:2] for pair in COPILOT for _ in range(pair[2])]
     random.Random(f"copilot {seed}").shuffle(lengths)
     # The prompt is prefilled before any request arrives, as in the paper.
@@ -192,21 +231,21 @@ def shared_system_prompt(seed: int) -> Iterator[Point]:
     ]
 
     def running_s(setting: SimulationConfig) -> float:
-        return statistics.fmean(found.decode_s for found in outcomes(setting, sent)[1:])
+        return statistics.fmean(found.decode_s for found in outcomes(setting, sent, scenario)[1:])
 
-    paper = {8: (1.1, 1.8), 16: (1.3, 2.4), 32: (1.4, math.nan), 64: (1.7, math.nan)}
-    for batch, ratios in paper.items():
-        common = {
+    for batch in batches:
+        ratios = COPILOT_RATIOS[batch]
+        common: Settings = {
             "max_sequences": batch - MAX_LOOKAHEAD_CALLS,
             "capacity": 10**9,
             "round_trip_s": lambda: 0.0,
         }
-        after = running_s(ours(A100_7B_READ_ONCE, seed, **common))
+        after = running_s(scenario.ours(read_once, seed, **common))
         kept = common | {"policy": "conure", "has_prefix_cache": True}
-        before = running_s(baseline(A100_7B_PAGED, seed, **kept))
+        before = running_s(scenario.baseline(paged, seed, **kept))
         yield Point(f"batch {batch}, prefix stored once", ratios[0], before, after)
         if batch <= 16:  # With larger batches the paper's baseline ran out of memory.
-            before = running_s(baseline(A100_7B_PAGED, seed, **common))
+            before = running_s(scenario.baseline(paged, seed, **common))
             yield Point(f"batch {batch}, nothing shared", ratios[1], before, after)
 
 
@@ -228,8 +267,11 @@ slow overload is visible by then.
 BOUND_S = 0.3
 """Limit in seconds per token; a rate that meets it is sustained."""
 
+LASTING = ("500 requests", "for ten minutes")
+"""Ways to measure a rate."""
 
-def gpts(seed: int) -> Iterator[Point]:
+
+def gpts(seed: int, scenario: Scenario = HEAD, lasting: Sequence[str] = LASTING) -> Iterator[Point]:
     """Figure 17: four applications with different system prompts, on four A6000.
 
     The highest rate within 300 ms per token, measured in two ways. As in the paper, 500 requests,
@@ -238,23 +280,26 @@ def gpts(seed: int) -> Iterator[Point]:
     """
 
     def by_number(setting: SimulationConfig) -> float:
-        return highest_rate(lambda rate: per_token_s(outcomes(setting, gpts_sent(seed, rate))))
+        return highest_rate(
+            lambda rate: per_token_s(outcomes(setting, gpts_sent(seed, rate), scenario))
+        )
 
     def by_time(setting: SimulationConfig) -> float:
         def late_s(rate: float) -> float:
             sent = gpts_sent(seed, rate, round(GPTS_S * rate))
-            return per_token_s(outcomes(setting, sent)[len(sent) // 2 :])
+            return per_token_s(outcomes(setting, sent, scenario)[len(sent) // 2 :])
 
         return highest_rate(late_s)
 
-    common = {"num_engines": 4, "max_sequences": 120}
+    cost = scenario.a6000_7b
+    common: Settings = {"num_engines": 4, "max_sequences": 120}
     settings = (
-        ours(A6000_7B, seed, **common, capacity=48_000),
-        baseline(A6000_7B, seed, **common, capacity=30_000),
-        ours(A6000_7B, seed, **common, capacity=48_000, reads_shared_once=False),
+        scenario.ours(cost, seed, **common, capacity=48_000),
+        scenario.baseline(cost, seed, **common, capacity=30_000),
+        scenario.ours(cost, seed, **common, capacity=48_000, reads_shared_once=False),
     )
-    for label, highest in (("500 requests", by_number), ("for ten minutes", by_time)):
-        after, before, paged = map(highest, settings)
+    for label in lasting:
+        after, before, paged = map(by_number if label == LASTING[0] else by_time, settings)
         kept = {"is_rate": True, "is_least": after >= GPTS_RATE}
         yield Point(f"rate at 300 ms a token, {label}", 12.0, before, after, **kept)
         yield Point(f"prefixes read for every request, {label}", 2.4, paged, after, **kept)
@@ -292,47 +337,74 @@ CODING = {4: (3.0, 1.27), 8: (4.9, 1.58), 12: (7.19, 2.03), 16: (11.7, 2.45)}
 """Ratios to the latency baseline and to the throughput baseline, by number of files."""
 
 
-def multi_agent_coding(seed: int) -> Iterator[Point]:
-    """Figure 18: files written, reviewed and revised in rounds, on one A100.
+def multi_agent_coding(
+    seed: int, scenario: Scenario = HEAD, numbers: Iterable[int] = tuple(CODING)
+) -> Iterator[Point]:
+    """Figure 18: files written, reviewed and revised in rounds, on one A100."""
+    cost = scenario.a100_13b
+    return _coding(seed, scenario, numbers, (cost, dict.fromkeys(CODING, cost), cost))
 
-    Each system has its own step times from that figure.
-    """
-    points = list(_coding(seed, CODING_OURS, CODING_LATENCY, CODING_THROUGHPUT))
+
+def recorded_coding(seed: int) -> Iterator[Point]:
+    """Figure 18 with recorded step times: each system has its own from that figure."""
+    points = list(_coding(seed, HEAD, CODING, (CODING_OURS, CODING_LATENCY, CODING_THROUGHPUT)))
     yield from points
-    again = _coding_s(baseline(CODING_LATENCY_AGAIN, seed, capacity=7_096), 16)
+    again = _coding_s(HEAD.baseline(CODING_LATENCY_AGAIN, seed, capacity=7_096), 16, HEAD)
     yield Point("16 files, latency baseline, second run", 8.9, again, points[-1].after)
-
-
-def coding_alike(seed: int) -> Iterator[Point]:
-    """Figure 18 with one cost model for all systems, that of figures 10 and 14."""
-    return _coding(seed, A100_13B, dict.fromkeys(CODING, A100_13B), A100_13B)
 
 
 def _coding(
     seed: int,
-    own: LinearCosts,
-    latency_costs: Mapping[int, LinearCosts],
-    throughput_cost: LinearCosts,
+    scenario: Scenario,
+    numbers: Iterable[int],
+    costs: tuple[LinearCosts, Mapping[int, LinearCosts], LinearCosts],
 ) -> Iterator[Point]:
-    for num_files, (latency, throughput) in CODING.items():
-        after = _coding_s(ours(own, seed, capacity=64_000), num_files)
-        slow = _coding_s(baseline(latency_costs[num_files], seed, capacity=7_096), num_files)
-        wide = _coding_s(baseline(throughput_cost, seed, capacity=64_000), num_files)
-        yield Point(f"{num_files} files, latency baseline", latency, slow, after)
-        yield Point(f"{num_files} files, throughput baseline", throughput, wide, after)
+    own, latency_costs, throughput_cost = costs
+    for num_files in numbers:
+        latency, throughput = CODING[num_files]
+        seconds = [
+            _coding_s(setting, num_files, scenario)
+            for setting in (
+                scenario.ours(own, seed, capacity=64_000),
+                scenario.baseline(latency_costs[num_files], seed, capacity=7_096),
+                scenario.baseline(throughput_cost, seed, capacity=64_000),
+            )
+        ]
+        yield Point(f"{num_files} files, latency baseline", latency, seconds[1], seconds[0])
+        yield Point(f"{num_files} files, throughput baseline", throughput, seconds[2], seconds[0])
 
 
-def _coding_s(setting: SimulationConfig, num_files: int) -> float:
-    return mean_s(outcomes(setting, [(logged_coding(num_files), 0.0)]))
+def _coding_s(setting: SimulationConfig, num_files: int, scenario: Scenario) -> float:
+    return mean_s(outcomes(setting, [(logged_coding(num_files), 0.0)], scenario))
 
 
-def mixed(seed: int) -> Iterator[Point]:
+def mixed(seed: int, scenario: Scenario = HEAD) -> Iterator[Point]:
     """Figure 19: one chat per second during bursts of map-reduce, on four A6000.
 
     A burst is three applications half a second apart. The next burst starts ten seconds after the
-    last one. The first burst starts with the chats: the artifact starts its second client 15 s
-    after the first because that client has its data to load.
+    last one. The first burst starts 15 s after the first chat, as in the artifact.
     """
+    chats, bursts = mixed_sent(seed, scenario)
+    cost = scenario.a6000_7b
+    settings = {
+        "latency": scenario.baseline(cost, seed, num_engines=4, capacity=4_096),
+        "throughput": scenario.baseline(cost, seed, num_engines=4, capacity=53_000),
+        "ours": scenario.limited(cost, seed, num_engines=4, capacity=53_000),
+    }
+    chat_s, batch_s = {}, {}
+    for name, setting in settings.items():
+        found = outcomes(setting, [*chats, *bursts], scenario)
+        chat_s[name] = per_token_s(found[: len(chats)])
+        batch_s[name] = mean_s(found[len(chats) :])
+    for name, chat, batch in (("latency", 5.5, 3.7), ("throughput", 1.23, 1.05)):
+        yield Point(f"chat, {name} baseline", chat, chat_s[name], chat_s["ours"])
+        yield Point(f"map-reduce, {name} baseline", batch, batch_s[name], batch_s["ours"])
+
+
+def mixed_sent(
+    seed: int, scenario: Scenario = HEAD
+) -> tuple[list[tuple[Plan, float]], list[tuple[Plan, float]]]:
+    """Return the chats and the map-reduce applications of figure 19."""
     draw = random.Random(f"mixed {seed}")
     chats: list[tuple[Plan, float]] = []
     while len(chats) < 40:
@@ -343,28 +415,17 @@ def mixed(seed: int) -> Iterator[Point]:
     tokens = draw.randint(*ARTICLE_TOKENS)
     bursts = [
         (map_reduce(tokens // 1_024, 1_024, 50, burst * 3 + i), at_s + 0.5 * i)
-        for burst, at_s in enumerate((0.0, 11.0, 22.0))
+        for burst in range(3)
         for i in range(3)
+        for at_s in (scenario.burst_start_s + burst * (1.0 + scenario.burst_gap_s),)
     ]
-    common = {"num_engines": 4}
-    settings = {
-        "latency": baseline(A6000_7B, seed, **common, capacity=4_096),
-        "throughput": baseline(A6000_7B, seed, **common, capacity=53_000),
-        "ours": ours(
-            A6000_7B, seed, **common, capacity=53_000, latency_tokens=latency_tokens(A6000_7B)
-        ),
-    }
-    chat_s, batch_s = {}, {}
-    for name, setting in settings.items():
-        found = outcomes(setting, [*chats, *bursts])
-        chat_s[name] = per_token_s(found[: len(chats)])
-        batch_s[name] = mean_s(found[len(chats) :])
-    for name, chat, batch in (("latency", 5.5, 3.7), ("throughput", 1.23, 1.05)):
-        yield Point(f"chat, {name} baseline", chat, chat_s[name], chat_s["ours"])
-        yield Point(f"map-reduce, {name} baseline", batch, batch_s[name], batch_s["ours"])
+    return chats, bursts
 
 
-WORKLOADS: dict[str, Callable[[int], Iterator[Point]]] = {
+Workload = Callable[[int, Scenario], Iterator[Point]]
+"""A workload for a seed in a scenario."""
+
+WORKLOADS: dict[str, Workload] = {
     "chain summary": chain_summary,
     "chain summary with background load": chain_with_background,
     "many chain summaries at once": many_chains,
@@ -372,6 +433,10 @@ WORKLOADS: dict[str, Callable[[int], Iterator[Point]]] = {
     "shared system prompt": shared_system_prompt,
     "four GPTs applications": gpts,
     "multi-agent coding": multi_agent_coding,
-    "multi-agent coding, costs alike": coding_alike,
     "mixed chat and map-reduce": mixed,
 }
+RECORDED: dict[str, Callable[[int], Iterator[Point]]] = {
+    "shared system prompt, recorded step times": recorded_shared_prompt,
+    "multi-agent coding, recorded step times": recorded_coding,
+}
+"""The cross-check: each system with the step times that were recorded for it."""

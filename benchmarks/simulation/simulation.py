@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
+from conure.server.program.graph.objectives import PerformanceObjective
 from conure.server.program.ir import GenerateNode, Options
 from conure.server.runtime.node_state import Ready
 from conure.server.runtime.program_state import ProgramState
@@ -54,8 +56,22 @@ class SimulationConfig:
     """Whether engines report their steps; otherwise each call reserves its maximum length."""
     reads_shared_once: bool = True
     """Whether attention reads a prefix once for all calls that share it."""
+    deduces_objectives: bool = True
+    """False: a reader is assumed to wait for every call by itself, as for single requests."""
+    has_groups: bool = True
+    """False: the calls of a stage are not known to be a task group."""
     round_trip_s: Callable[[], float] = field(default=lambda: 0.0)
     """Called for every request of a client. Half of the time is spent in each direction."""
+
+
+class CallTrace(NamedTuple):
+    """One call that has run."""
+
+    program: int
+    """Index of the program's outcome."""
+    request: ResourceRequest
+    started_s: float
+    ended_s: float
 
 
 @dataclass(slots=True)
@@ -83,6 +99,8 @@ class Simulation:
         self.setting = setting
         self.clock = SimulationClock()
         self.outcomes: list[ProgramOutcome] = []
+        self.calls: list[CallTrace] = []
+        """Every call that has ended."""
         self.scheduler = Scheduler(
             policy_named(setting.policy) if isinstance(setting.policy, str) else setting.policy,
             latency_tokens=setting.latency_tokens,
@@ -139,6 +157,7 @@ class _ProgramRun:
         self._clock = simulation.clock
         self._profile = profile
         self._outcome = outcome
+        self._number = number
         self._name = f"p{number}"
         self._salt = self._name.encode()
         self._then = then
@@ -207,6 +226,8 @@ class _ProgramRun:
         shape = self._profile.calls[node_id]
         now = self._clock.now
         performance = shape.performance
+        if not self._setting.deduces_objectives:
+            performance = PerformanceObjective("latency", None, 0)
         is_latency_sensitive = performance.kind == "latency"
         inputs = PriorityInputs(
             arrived_at_s=now,
@@ -225,7 +246,7 @@ class _ProgramRun:
             num_prompt=shape.num_prompt,
             num_output=shape.num_output,
             prefixes=self._prefixes(shape) if self._setting.has_prefix_cache else (),
-            group=performance.group,
+            group=performance.group if self._setting.has_groups else None,
             is_latency_critical=is_latency_sensitive and performance.group is None,
             is_latency_sensitive=is_latency_sensitive,
         )
@@ -270,6 +291,7 @@ class _ProgramRun:
     ) -> None:
         now = self._clock.now
         self._simulation.scheduler.release(call)
+        self._simulation.calls.append(CallTrace(self._number, call.request, started_s, now))
         self._attained_s += now - started_s
         self._outcome.queued_s += started_s - arrived_s
         self._outcome.decode_s += now - started_s

@@ -5,8 +5,9 @@ report to the listener of its context, and calls `on_lost` once when the engine 
 
 Out of scope: programs, and the choice of an engine.
 Invariants: commands leave in the order in which they were sent, in one frame per iteration of the
-event loop. After `on_lost` no listener is called. A context id is used once per epoch. An exception
-in a listener fails the call of that listener only.
+event loop; an abort leaves at once, with the commands before it. After `on_lost` no listener is
+called. A context id is used once per epoch. An exception in a listener fails the call of that
+listener only.
 """
 
 from __future__ import annotations
@@ -229,6 +230,7 @@ class EngineConnection(asyncio.Protocol):
             return
         self._aborting[context] = on_aborted
         self.send(protocol.Abort(context))
+        self._flush()  # The engine reads frames between steps: a later frame may cost a step.
 
     async def status(self) -> protocol.StatusReport:
         """Ask for the use of the engine's memory; see `Engine`."""
@@ -380,7 +382,7 @@ class EngineConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         commands, self._outgoing = self._outgoing, []
-        if not self._alive or self._transport is None:
+        if not commands or not self._alive or self._transport is None:
             return
         frame = self._encoder.encode(protocol.Commands(commands))
         self._transport.write(len(frame).to_bytes(4, "big") + frame)

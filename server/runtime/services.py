@@ -13,6 +13,7 @@ from ..scheduling.scheduler import Scheduler
 from ..store.journal import Journal
 from .admission.call_quota import CallQuota
 from .admission.load import LoadMonitor
+from .calls.fill_clock import FillClock
 from .calls.prompt_encoder import PromptEncoder
 from .calls.suspects import SuspectGate
 from .clock import SteadyClock
@@ -50,6 +51,7 @@ class RuntimeServices:
         self.quota_limits = QuotaLimits()
         self.watch = ProgramWatch()
         self.suspects = SuspectGate()
+        self._fill_clocks: dict[str, FillClock] = {}
         self.fleet: Fleet | None = None
         self.open_journal: Journal | None = None
         self.served_model: ServedModel | None = None
@@ -79,3 +81,7 @@ class RuntimeServices:
     def engine(self, name: str) -> Engine | None:
         """Return a live engine, or None if it is dead."""
         return self.engines.get(name)
+
+    def fill_clock(self, engine: str) -> FillClock:
+        """Return the fill clock of the engine of that name; an engine that restarts keeps it."""
+        return self._fill_clocks.setdefault(engine, FillClock())

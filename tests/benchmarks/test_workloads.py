@@ -17,8 +17,8 @@ from apps.workloads import (
     Point,
     gpts_sent,
     highest_rate,
-    multi_agent_coding,
-    shared_system_prompt,
+    recorded_coding,
+    recorded_shared_prompt,
 )
 from paper import table
 
@@ -46,12 +46,12 @@ FIGURE_18 = {
 
 
 def test_shared_prompt_reproduces_figure_15() -> None:
-    for point in shared_system_prompt(0):
+    for point in recorded_shared_prompt(0):
         assert (point.before, point.after) == pytest.approx(FIGURE_15[point.label], rel=0.06)
 
 
 def test_coding_reproduces_figure_18() -> None:
-    for point in multi_agent_coding(0):
+    for point in recorded_coding(0):
         assert (point.before, point.after) == pytest.approx(FIGURE_18[point.label], rel=0.06)
 
 

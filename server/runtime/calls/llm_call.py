@@ -36,6 +36,7 @@ from ..node_context import NodeContext
 from ..node_state import NodeState
 from .call_priorities import num_static_chars
 from .call_recorder import CallRecorder
+from .fill_clock import FillTimer
 from .kv_context import CallKVContext, PromptPlan
 from .outputs import (
     OutputResult,
@@ -105,6 +106,7 @@ class LLMCall:
         self._clock = 0.0
         self._started_s = 0.0
         """When the current slot was sent to an engine, on the monotonic clock."""
+        self._fill_timer = FillTimer(node_state)
         self._recorder = recorder
 
     @property
@@ -244,6 +246,7 @@ class LLMCall:
         now = time.monotonic()
         state.usage.queued_s += now - self._clock
         self._clock = self._started_s = now
+        self._fill_timer.begin(self._context.services.fill_clock(placement.engine), now)
         engine = self._context.services.engine(placement.engine)
         assert engine is not None, "the scheduler places calls on live engines only"
         state.engine = engine.name
@@ -280,6 +283,7 @@ class LLMCall:
                 self._finished(report)
             case protocol.Failed():
                 self._num_filling = 0  # most likely refused; the engine does not report progress
+                self._fill_timer.end(time.monotonic())
                 self._kv.free()
                 self._withdraw()
                 self._fail(RunError(report.code, report.message))
@@ -304,6 +308,7 @@ class LLMCall:
         now = time.monotonic()
         started_s, self._clock = self._clock, now
         usage.prefill_s += now - started_s
+        self._fill_timer.end(now)
         usage.recomputed += report.recomputed
         self._num_filling = 0
         scheduler = self._context.services.scheduler
@@ -399,6 +404,7 @@ class LLMCall:
         decode_s = now - self._clock
         self._context.services.load.observe_call(now - self._started_s)
         usage.decode_s += decode_s
+        usage.paused_s += self._fill_timer.busy_s_since_end(now)
         self._context.services.scheduler.service_time.observe_decode(report.num_decoded, decode_s)
         usage.decoded += report.num_decoded
         usage.forced += report.num_forced
@@ -495,6 +501,7 @@ class LLMCall:
         self._output = []
         usage.prompt_discarded += self._num_filling
         self._num_filling = 0
+        self._fill_timer.end(time.monotonic())
 
     def _withdraw(self) -> None:
         if self._request is not None:

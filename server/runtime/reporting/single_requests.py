@@ -1,17 +1,18 @@
 """The counterfactual of a receipt: the same calls as single requests of a parallel client.
 
 The client sends each call when its inputs are ready, to the engine that ran it, without network and
-without shared prefixes. An engine prefills one prompt after another and decodes all outputs at
-once. Nodes without a model take as long as they took.
+without shared prefixes. An engine fills one prompt after another; the running outputs wait
+meanwhile, and otherwise all decode at once. Nodes without a model take as long as they took.
 
-Estimates: every prompt token costs the fastest rate at which any call was filled, which is the rate
-of a long prompt, because the time of a short fill is mostly the fixed cost of a step. Decoding
-counts as measured, although prefills of others interrupt it and batching slows down each member.
+Estimates: a prompt token takes the engine's fill time of all prompts divided by their computed
+tokens. An output takes the time that it took, less the time in which the engine filled other
+prompts, because the counterfactual has pauses of its own.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ class _Work(NamedTuple):
     fill_s: float
     """Exclusive time of the engine."""
     own_s: float
-    """Time after that, in parallel with all other nodes."""
+    """Time after that, in parallel with all other nodes; on an engine, only while it fills no
+    prompt."""
 
 
 def estimate_s(
@@ -46,60 +48,134 @@ def estimate_s(
         state.node.id: [each for each in waited_for(state) if each.node.id in known]
         for state in states
     }
-    rates = [
-        state.usage.prefill_s / num_tokens
-        for state in states
-        if (num_tokens := computed[state.node.id])
-    ]
-    token_s = min(rates, default=0.0)
+    fill_s = sum(state.usage.fill_s for state in states)
+    token_s = fill_s / max(sum(computed.values()), 1)
     work = {state.node.id: _work(state, before[state.node.id], token_s) for state in states}
-    return _run(work, {name: {each.node.id for each in some} for name, some in before.items()})
+    return _Counterfactual(
+        work, {name: {each.node.id for each in some} for name, some in before.items()}
+    ).run()
 
 
 def _work(state: NodeState, before: Iterable[NodeState], token_s: float) -> _Work:
     usage = state.usage
     if isinstance(state.node, GenerateNode):
-        return _Work(state.engine, usage.logical * token_s, usage.decode_s)
+        decode_s = max(usage.decode_s - usage.paused_s, 0.0)
+        return _Work(state.engine or "", usage.logical * token_s, decode_s)
     began = max((each.finished_at or 0.0 for each in before), default=0.0)
     began = max(began, state.started_at or 0.0)
     return _Work(None, 0.0, max((state.finished_at or 0.0) - began, 0.0))
 
 
-def _run(work: Mapping[str, _Work], before: Mapping[str, set[str]]) -> float:
-    """Return the end of the last node if every node starts as soon as it is ready.
+class _Engine:
+    """An engine that fills one prompt at a time and otherwise decodes all outputs."""
 
-    A prompt may wait for a node that reads one of its outputs. Of such a cycle, the node that is
-    first in `work` starts without waiting for the others.
-    """
-    num_open = {name: len(names) for name, names in before.items()}
-    after: dict[str, list[str]] = {name: [] for name in work}
-    for name, names in before.items():
-        for each in names:
-            after[each].append(name)
-    ready_s = dict.fromkeys(work, 0.0)
-    ready = [(0.0, name) for name in work if not num_open[name]]
-    heapq.heapify(ready)
-    free_s: dict[str | None, float] = {}
-    ended: set[str] = set()
-    waiting = iter(work)
-    end_s = 0.0
-    while len(ended) < len(work):
-        if not ready:
-            stuck = next(name for name in waiting if name not in ended)
-            ready.append((ready_s[stuck], stuck))
-        at_s, name = heapq.heappop(ready)
-        if name in ended:
-            continue
-        ended.add(name)
-        node = work[name]
-        if node.fill_s:
-            at_s = max(at_s, free_s.get(node.engine, 0.0)) + node.fill_s
-            free_s[node.engine] = at_s
-        at_s += node.own_s
-        end_s = max(end_s, at_s)
-        for later in after[name]:
-            num_open[later] -= 1
-            ready_s[later] = max(ready_s[later], at_s)
-            if not num_open[later]:
-                heapq.heappush(ready, (ready_s[later], later))
-    return end_s
+    def __init__(self) -> None:
+        self.prompts: deque[str] = deque()
+        self.filling: str | None = None
+        self.fill_ends_s = 0.0
+        self.decoded_s = 0.0
+        """Time in which outputs were decoded, until `now_s`."""
+        self.outputs: list[tuple[float, str]] = []
+        """Each ends when `decoded_s` reaches the first number."""
+        self.now_s = 0.0
+
+    def advance(self, now_s: float) -> None:
+        """Decode until a time at which nothing ends before."""
+        if self.filling is None:
+            self.decoded_s += now_s - self.now_s
+        self.now_s = now_s
+
+    def next_s(self) -> float | None:
+        """Return when the next prompt or output ends; None if there is none."""
+        if self.filling is not None:
+            return self.fill_ends_s
+        if self.outputs:
+            return self.now_s + max(self.outputs[0][0] - self.decoded_s, 0.0)
+        return None
+
+
+class _Counterfactual:
+    """Events of the counterfactual, in order of time."""
+
+    def __init__(self, work: Mapping[str, _Work], before: Mapping[str, set[str]]) -> None:
+        self._work = work
+        self._num_open = {name: len(names) for name, names in before.items()}
+        self._after: dict[str, list[str]] = {name: [] for name in work}
+        for name, names in before.items():
+            for each in names:
+                self._after[each].append(name)
+        self._started: set[str] = set()
+        self._ended: list[tuple[float, str]] = []
+        """Nodes without an engine, by their end."""
+        self._engines = {
+            each.engine: _Engine() for each in work.values() if each.engine is not None
+        }
+        self._next: list[tuple[float, str]] = []
+        """Times at which an engine may have something that ends; old entries are ignored."""
+        self._end_s = 0.0
+
+    def run(self) -> float:
+        """Return the end of the last node if every node starts as soon as it is ready.
+
+        A prompt may wait for a node that reads one of its outputs. Of such a cycle, the node that
+        is first in `work` starts without waiting for the others.
+        """
+        for name in self._work:
+            if not self._num_open[name]:
+                self._start(name, 0.0)
+        waiting = iter(self._work)
+        while True:
+            if self._ended and (not self._next or self._ended[0] <= self._next[0]):
+                at_s, name = heapq.heappop(self._ended)
+                self._finish(name, at_s)
+            elif self._next:
+                at_s, engine = heapq.heappop(self._next)
+                self._run_engine(engine, at_s)
+            elif len(self._started) < len(self._work):
+                stuck = next(name for name in waiting if name not in self._started)
+                self._start(stuck, self._end_s)
+            else:
+                return self._end_s
+
+    def _start(self, name: str, now_s: float) -> None:
+        if name in self._started:
+            return
+        self._started.add(name)
+        node = self._work[name]
+        if node.engine is None:
+            heapq.heappush(self._ended, (now_s + node.own_s, name))
+            return
+        engine = self._engines[node.engine]
+        engine.advance(now_s)
+        engine.prompts.append(name)
+        self._schedule(node.engine)
+
+    def _run_engine(self, key: str, now_s: float) -> None:
+        engine = self._engines[key]
+        if engine.next_s() != now_s:
+            return
+        engine.advance(now_s)
+        if engine.filling is not None:
+            name, engine.filling = engine.filling, None
+            end_s = engine.decoded_s + self._work[name].own_s
+            heapq.heappush(engine.outputs, (end_s, name))
+        else:
+            self._finish(heapq.heappop(engine.outputs)[1], now_s)
+        self._schedule(key)
+
+    def _schedule(self, key: str) -> None:
+        """Start the next prompt of an engine that fills none, and note when something ends."""
+        engine = self._engines[key]
+        if engine.filling is None and engine.prompts:
+            engine.filling = engine.prompts.popleft()
+            engine.fill_ends_s = engine.now_s + self._work[engine.filling].fill_s
+        at_s = engine.next_s()
+        if at_s is not None:
+            heapq.heappush(self._next, (at_s, key))
+
+    def _finish(self, name: str, now_s: float) -> None:
+        self._end_s = max(self._end_s, now_s)
+        for later in self._after[name]:
+            self._num_open[later] -= 1
+            if not self._num_open[later]:
+                self._start(later, now_s)

@@ -84,7 +84,7 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
         execute([generate("a", "x"), generate("b", insert("a")), expr("e", var("b"))]),
         {"a": (0, 1), "b": (1, 2), "e": (2, 2)},
     )
-    one = NodeUsage(logical=100, computed=100, decoded=5, discarded=2, prefill_s=1, decode_s=2)
+    one = NodeUsage(logical=100, computed=100, decoded=5, discarded=2, fill_s=1, decode_s=2)
     other = NodeUsage(
         logical=100,
         computed=20,
@@ -94,7 +94,7 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
         recomputed=7,
         decoded=5,
         retokenized=3,
-        prefill_s=0.2,
+        fill_s=0.2,
         decode_s=2,
         block_seconds=4,
     )
@@ -114,7 +114,7 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
 
 def filled(decode_s: float) -> NodeUsage:
     """Return the usage of a call whose prompt takes a second."""
-    return NodeUsage(logical=100, computed=100, prefill_s=1, decoded=5, decode_s=decode_s)
+    return NodeUsage(logical=100, computed=100, fill_s=1, decoded=5, decode_s=decode_s)
 
 
 def test_single_requests_of_a_stage_decode_at_once() -> None:
@@ -132,6 +132,18 @@ def test_single_requests_of_a_stage_decode_at_once() -> None:
         execution.nodes[name].engine = f"engine-{i}"
     told = make_receipt(execution, blocks_held=0).as_single_requests
     assert told.estimated_s == pytest.approx(1 + 3 + 1 + 3)
+
+
+def test_single_requests_pause_for_prompts_of_others() -> None:
+    execution = run(
+        execute([generate("a", "x"), generate("b", "y")]), {"a": (0.0, 6.0), "b": (0.0, 6.0)}
+    )
+    first, second = filled(decode_s=4), filled(decode_s=3)
+    first.paused_s = 1  # while the second prompt was filled
+    for name, usage in (("a", first), ("b", second)):
+        execution.nodes[name].usage, execution.nodes[name].engine = usage, "engine-0"
+    told = make_receipt(execution, blocks_held=0).as_single_requests
+    assert told.estimated_s == pytest.approx(1 + 1 + 3), "one pause, not two"
 
 
 def test_single_requests_wait_for_steps_of_the_client() -> None:

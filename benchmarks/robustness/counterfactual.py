@@ -1,0 +1,131 @@
+"""The receipt's estimate of single requests, and the measured time of a client that sends them.
+
+Each workload is one program with all its applications. It runs whole on one server, whose receipt
+estimates the same calls as single requests. A parallel client then sends the calls one by one to
+an equal server; each prompt begins with other characters, so that nothing is shared, as in the
+estimate. The ratio is that of each round; texts differ by round.
+
+    python -m robustness.counterfactual [--rounds N] [--only WORKLOAD] [--real] [--verbose]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from typing import Any
+
+import httpx
+
+from apps.client import Client
+from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, workload
+from end_to_end import PLAYED, REAL, ROOMY, two_servers
+
+SALT_CHARS = 16
+"""Characters at the start of a prompt that differ between requests: one block."""
+
+
+def joined(sent: list[ScheduledProgram], seed: str) -> dict[str, Any]:
+    """Return one program with the calls of all programs, which are all ready at the start."""
+    nodes, outputs = [], []
+    for number, each in enumerate(sent):
+        program = each.plan.written(seed)
+
+        def named(name: str, number: int = number) -> str:
+            return f"p{number}_{name}"
+
+        for node in program["nodes"]:
+            prompt = [
+                {
+                    key: named(value) if key in ("input", "output") else value
+                    for key, value in part.items()
+                }
+                for part in node["prompt"]
+            ]
+            after = [named(name) for name in node.get("after", ())]
+            nodes.append(node | {"id": named(node["id"]), "prompt": prompt, "after": after})
+        outputs += map(named, program["outputs"])
+    return {"nodes": nodes, "outputs": outputs}
+
+
+class UnsharedClient(Client):
+    """A client whose requests share no prefix."""
+
+    def __init__(self, http: httpx.AsyncClient, salt: str) -> None:
+        super().__init__(http, whole=False, round_trip_s=0.0)
+        self._salt = salt
+        self._num_sent = 0
+
+    async def seconds(self, program: dict[str, Any]) -> float:
+        """Send the calls of a program; return the seconds until the last answer."""
+        began = time.perf_counter()
+        await self._send_calls(program)
+        return time.perf_counter() - began
+
+    async def _ask(self, method: str, path: str, **content: Any) -> Any:
+        body = content["json"]
+        self._num_sent += 1
+        salt = f"{self._salt}.{self._num_sent}.".ljust(SALT_CHARS, "-")[:SALT_CHARS]
+        changed = body | {"prompt": salt + body["prompt"][SALT_CHARS:]}
+        return await super()._ask(method, path, json=changed)
+
+
+async def receipt(http: httpx.AsyncClient, program: dict[str, Any]) -> dict[str, Any]:
+    """Run a program and return its status."""
+    url = (await http.post("/v1/programs", json={"program": program})).raise_for_status().json()
+    status: dict[str, Any] = {}
+    while status.get("status") not in ("done", "failed"):
+        response = await http.get(url["url"], params={"wait_s": 30})
+        status = response.raise_for_status().json()
+        await asyncio.sleep(0.05)
+    assert status["status"] == "done", status
+    return status
+
+
+async def compare(
+    urls: tuple[str, str], name: str, seed: int, *, verbose: bool
+) -> tuple[float, float, float]:
+    """Return the estimated, measured and whole seconds of a workload."""
+    program = joined(workload(name, seed), f"counterfactual.{seed}.{name}".replace(" ", "-"))
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=urls[0], timeout=120, limits=limits) as http:
+        status = await receipt(http, program)
+    async with httpx.AsyncClient(base_url=urls[1], timeout=120, limits=limits) as http:
+        measured_s = await UnsharedClient(http, f"{seed}{name[:4]}").seconds(program)
+    found = status["receipt"]
+    if verbose:
+        print(json.dumps(found))
+    return found["as_single_requests"]["estimated_s"], measured_s, found["wall_s"]
+
+
+def main() -> None:
+    """Print one line per workload."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=tuple(SCALED), action="append")
+    parser.add_argument("--real", action="store_true", help="the built-in kernels and a model")
+    parser.add_argument("--verbose", action="store_true", help="print the receipts")
+    arguments = parser.parse_args()
+    print(
+        "| | estimated | measured | estimated / measured | min | max |\n|---|--:|--:|--:|--:|--:|"
+    )
+    engine = REAL if arguments.real else PLAYED
+    with two_servers(engine, ROOMY, CONTEXT_LEN) as urls:
+        for name in arguments.only or SCALED:
+            found = [
+                asyncio.run(compare(urls, name, seed, verbose=arguments.verbose))
+                for seed in range(arguments.rounds + 1)
+            ][1:]
+            ratios = [estimated_s / measured_s for estimated_s, measured_s, _ in found]
+            middle = [statistics.median(each) for each in zip(*found, strict=True)]
+            print(
+                f"| {name} | {middle[0]:.3f} | {middle[1]:.3f} | {statistics.median(ratios):.2f} "
+                f"| {min(ratios):.2f} | {max(ratios):.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
