@@ -142,6 +142,12 @@ class KVCacheManager:
             self._sharing.register(context, num_known, is_computed=False)
         return max(begin, end)
 
+    def fits(self, context: Context, end: int) -> bool:
+        """Return whether a context can grow to `end` without taking blocks from another."""
+        # A block that others read is copied, and the sources of copies are not available.
+        num_blocks = max(0, -(-end // self.block_size) - len(context.blocks)) + 1
+        return num_blocks + len(self.copies) <= self.num_available
+
     def commit(self, context: Context) -> None:
         """Register the full blocks that a context has computed."""
         if context.num_computed // self.block_size > context.depth:

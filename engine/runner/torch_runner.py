@@ -191,8 +191,35 @@ class TorchModelRunner(Runner):
         if not sampling_rows:
             self._run_rows(rows, pairs, ())
             return CompletedStep([])
+        if any(row.is_deferred for row in sampling_rows):
+            logits, _ = self._run_rows(rows, pairs, ())
+            return _DeferredStep(lambda: self._sample_later(logits, sampling_rows))
         sampling = batch.make_batch(sampling_rows, self.eos_ids, self._num_logits)
         logits, ops = self._run_rows(rows, pairs, () if sampling is None else sampling.ops)
+        return self._sample(logits, sampling_rows, sampling, ops)
+
+    @torch.inference_mode()
+    def _sample_later(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Handle:
+        """Start sampling the deferred step that was started last."""
+        sampling = batch.make_batch(rows, self.eos_ids, self._num_logits)
+        ops = [] if sampling is None else self._staging.put(sampling.ops)
+        return self._sample(logits, rows, sampling, ops)
+
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[ScheduledSequence],
+        sampling: batch.SamplingBatch | None,
+        ops: Sequence[Tensor],
+    ) -> Handle:
+        """Start sampling.
+
+        Args:
+            logits: [S, V].
+            rows: The rows that sample.
+            sampling: Their operations; None takes the largest logits.
+            ops: `sampling.ops` on the device.
+        """
         if sampling is None:
             sampled = sample_tokens(logits, None)
         else:
@@ -201,9 +228,9 @@ class TorchModelRunner(Runner):
             )
         copy_to_host = self._backend.copy_to_host
         if copy_to_host is None:
-            return CompletedStep(batch.unpack(sampled.tolist(), sampling_rows, sampling))
-        self._previous_ids = sampled[: len(sampling_rows)].long()
-        return _PendingStep(copy_to_host(sampled), sampling_rows, sampling)
+            return CompletedStep(batch.unpack(sampled.tolist(), rows, sampling))
+        self._previous_ids = sampled[: len(rows)].long()
+        return _PendingStep(copy_to_host(sampled), rows, sampling)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -405,6 +432,31 @@ class _PendingStep:
         """False: the device is not asked."""
         return False
 
+    def sample(self) -> None:
+        """Do nothing: sampling was started."""
+
     def read(self) -> list[int]:
         """Wait for the copy; return the ids."""
         return batch.unpack(self.wait().tolist(), self.rows, self.sampling)
+
+
+@dataclass(slots=True)
+class _DeferredStep:
+    """A step whose forward pass was started; see `base.Handle`."""
+
+    start_sampling: Callable[[], Handle]
+    handle: Handle | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """False: the step is not sampled yet, or the device is not asked."""
+        return False
+
+    def sample(self) -> None:
+        """Start sampling."""
+        self.handle = self.start_sampling()
+
+    def read(self) -> list[int]:
+        """Wait for the ids."""
+        assert self.handle is not None, "a deferred step is sampled before it is read"
+        return self.handle.read()
