@@ -142,13 +142,15 @@ def schedule_lookahead(
     ):
         return batch
     running = _rows_in_flight(in_flight)
+    answered = set(in_flight.complete)
     budget = limits.step_tokens
     max_decode_reserve = budget // 2
     num_decoding = sum(_decodes(context, running.get(context)) for context in active)
     for context in active:
         if budget == 0 or len(batch.rows) == limits.max_sequences:
             break
-        if context.is_released:
+        # A Fill that the step in flight completes is answered before its context goes on.
+        if context.is_released or context in answered:
             continue
         row = running.get(context)
         max_new = 1

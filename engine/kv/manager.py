@@ -60,7 +60,8 @@ class KVCacheManager:
         """All contexts with blocks."""
         self._unwritten: set[int] = set()
         self._rewritten: set[int] = set()
-        """Blocks whose last token runs again in this step."""
+        """Blocks that this step does not fill, and that are invalid if it fails: their last token
+        runs again, or the step before it is in flight and fills them."""
         self._sharing = PrefixSharing(
             self._cache, block_size, counters, holders=self._holders, unwritten=self._unwritten
         )
@@ -139,7 +140,12 @@ class KVCacheManager:
         # A block whose last token is not sampled yet has no key.
         num_known = min(end, len(context.ids))
         if num_known // self.block_size > context.depth:
+            depth = context.depth
             self._sharing.register(context, num_known, is_computed=False)
+            # Before `begin` the step in flight writes: to this step the blocks are written.
+            earlier = blocks[depth : min(context.depth, begin // self.block_size)]
+            self._unwritten.difference_update(earlier)
+            self._rewritten.update(earlier)
         return max(begin, end)
 
     def fits(self, context: Context, end: int) -> bool:

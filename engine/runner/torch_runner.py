@@ -6,8 +6,8 @@ leads to this runner's caches, one pair per layer, and to the step's plan, share
 new keys and values are stored first, then every query attends to the blocks of its own context.
 Only rows that sample reach the output layer.
 
-On an accelerator, one copy carries the step's inputs to the device (`staging`), steps of decode
-rows only are padded and replayed from CUDA graphs (`cuda_graphs`), the next tokens are sampled on
+On an accelerator, one copy carries the step's inputs to the device (`staging`), small
+steps are padded and replayed from CUDA graphs (`cuda_graphs`, `warmup`), the next tokens are sampled on
 the device (`sampler`), and one copy brings them back.
 
 Responsibility: the model, its blocks and sampling.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -52,7 +53,7 @@ from ..sampling.sampler import LogitOpsBatch, sample_tokens
 from . import backend as backends
 from . import device as devices
 from .base import CompletedStep, DeviceLostError, Handle, Runner, ScheduledSequence
-from .cuda_graphs import CudaGraphCache, bucket_size, bucket_sizes
+from .cuda_graphs import MAX_RECORDINGS, RECORDING_BYTES, CudaGraphCache
 from .staging import Staging
 from .step_inputs import (
     Attention,
@@ -60,9 +61,9 @@ from .step_inputs import (
     Integers,
     LayerCaches,
     PackedInputs,
-    decode_warmup_batches,
     pack,
 )
+from .warmup import recorded_size, warmup_steps
 
 CALIBRATION_TOKENS: Final = 12
 """Tokens for which the fused decoder's logits are compared with the model's."""
@@ -130,11 +131,12 @@ class TorchModelRunner(Runner):
         )
         model_config = self._load(config, requested)
         self._set_threads(config.threads)
+        recorded_bytes = 0 if backend.record is None else MAX_RECORDINGS * RECORDING_BYTES
         self.limits = capacity.limits(
             model_config,
             requested,
             token_bytes=sum(self._token_bytes()),
-            free_bytes=devices.free_bytes(backend.device),
+            free_bytes=devices.free_bytes(backend.device) - recorded_bytes,
             kind=backend.device.type,
         )
         self._allocate_caches()
@@ -234,21 +236,21 @@ class TorchModelRunner(Runner):
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Record decode steps of all padded sizes, so that no call waits for a recording."""
+        """Record steps of all padded sizes, so that no call waits for a recording."""
         if self._graphs is None:
             return
-        steps = [
-            rows
-            for size in reversed(bucket_sizes(self.limits.max_sequences))
-            for rows in decode_warmup_batches(
-                size, self.limits, self._scratch_block, self._layer_groups
-            )
-        ]
+        began_s = time.monotonic()
+        steps = warmup_steps(self.limits, self._scratch_block, self._layer_groups)
         # A recording becomes useless when a buffer that it reads is replaced by a larger one.
-        for rows in steps:
-            self._prepare_plan(pack(rows, self._planner).plan)
-        for rows in steps:
-            self._run_rows(rows, (), ())
+        for step in steps:
+            self._prepare_plan(pack(step.rows, self._planner).plan)
+        for step in steps:
+            self._run_rows(step.rows, (), (), warmup_size=step.size)
+        _log.info(
+            "recorded %d variants of steps in %.1f s",
+            len(self._graphs),
+            time.monotonic() - began_s,
+        )
         # Copies are not recorded, but compiled.
         scratch = [np.array([self._scratch_block], np.int64)] * 2
         self._operations.copy_blocks(self._own_caches, *self._staging.put(scratch))
@@ -267,6 +269,7 @@ class TorchModelRunner(Runner):
         rows: Sequence[ScheduledSequence],
         pairs: Sequence[Integers],
         extra: Sequence[NDArray[Any]],
+        warmup_size: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Copy a step to the device at once and run it.
 
@@ -274,14 +277,14 @@ class TorchModelRunner(Runner):
             rows: At least one.
             pairs: Sources and destinations of block copies that precede the step, or nothing.
             extra: Other arrays to copy to the device.
+            warmup_size: Set to record a step that is padded to this number of tokens.
 
         Returns:
             Logits [S, V] of the rows that sample, and `extra` on the device.
         """
         packed = pack(rows, self._planner)
-        size = None
-        if self._graphs is not None and packed.plan.num_queries == len(rows):
-            size = bucket_size(len(rows), self.limits.max_sequences)
+        key = self._recording(packed.plan, warmup_size)
+        size = None if key is None else key[0]
         inputs = packed.arrays(self._padded_sizes(packed, size), self._scratch_block)
         pending = () if packed.pending is None else packed.pending
         staged = self._staging.put([*inputs, *pairs, *pending, *extra])
@@ -293,10 +296,30 @@ class TorchModelRunner(Runner):
             staged[0].index_copy_(0, targets, self._previous_ids.index_select(0, sources))
             end += 2
         forward = self._bind_forward(packed.plan, staged[: len(inputs)])
-        if size is None or self._graphs is None:
+        if key is None or self._graphs is None:
             return forward()[: len(packed.last)], staged[end:]
-        logits = self._graphs.run((size, *self._prepare_plan(packed.plan)), forward)
+        logits = self._graphs.run(key, forward)
         return logits[: len(packed.last)], staged[end:]
+
+    def _recording(self, plan: Plan, warmup_size: int | None) -> tuple[int, *tuple[Any, ...]] | None:
+        """Return the key of a step's recording, which begins with the padded number of tokens.
+
+        None for a step that runs eagerly: one that is too large, or one with a prompt that no
+        recording fits. Recordings of such steps are made by `warm` alone. Decode steps are
+        recorded when they are first needed.
+        """
+        graphs = self._graphs
+        if graphs is None:
+            return None
+        size = warmup_size or recorded_size(plan.num_queries, self.limits)
+        if size is None:
+            return None
+        is_recordable = warmup_size is not None or plan.num_queries == plan.num_rows
+        found = self._prepare_plan(plan, may_grow=is_recordable)
+        if found is None:
+            return None
+        key = (size, *found)
+        return key if is_recordable or graphs.has(key) else None
 
     @torch.inference_mode()
     def _logits(self, rows: Sequence[ScheduledSequence]) -> Tensor:
@@ -309,18 +332,26 @@ class TorchModelRunner(Runner):
     def _padded_sizes(self, packed: PackedInputs, size: int | None) -> tuple[int, int] | None:
         """Return the padded numbers of tokens and of logits rows; None for no padding."""
         if size is not None:
-            return size, size
+            return size, min(size, self.limits.max_sequences)
         if not self._is_invariant:
             return None
         pad = batch_invariance.padded_size
         return pad(packed.plan.num_queries), pad(len(packed.last))
 
-    def _prepare_plan(self, plan: Plan) -> list[Hashable]:
-        """Copy the plan to the device; return what a recording depends on besides its size."""
-        return [
-            self._operations.prepare(query, *caches, plan, window=group.window)
-            for group, (query, caches) in self._layer_groups.items()
-        ]
+    def _prepare_plan(self, plan: Plan, *, may_grow: bool = True) -> list[Hashable] | None:
+        """Copy the plan to the device; return what a recording depends on besides its size.
+
+        Without `may_grow`, return None if the memory of recorded steps is too small for it.
+        """
+        keys: list[Hashable] = []
+        for group, (query, caches) in self._layer_groups.items():
+            key = self._operations.prepare(
+                query, *caches, plan, window=group.window, may_grow=may_grow
+            )
+            if key is None and not may_grow:
+                return None
+            keys.append(key)
+        return keys
 
     def _bind_forward(self, plan: Plan, staged: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Return the forward pass over a step that is on the device."""
