@@ -264,7 +264,7 @@ class EngineCore:
 
     def _commit(self, step: InFlightStep, sampled: Iterator[int]) -> None:
         """Mark the tokens of a step as computed, and process the sampled ids."""
-        kv, counters = self._kv, self._counters
+        kv, counters, discarded = self._kv, self._counters, step.discarded
         size = kv.block_size
         for context, row, generation_at_start in zip(
             step.contexts, step.rows, step.generations, strict=True
@@ -287,7 +287,7 @@ class EngineCore:
                 counters.computed += computed
                 counters.recomputed += recomputed
             context.num_computed = end
-            if end > len(context.ids):
+            if generation is not generation_at_start and end > len(context.ids):
                 # The output was cut while the step ran.
                 kv.truncate(context, len(context.ids))
                 continue
@@ -295,7 +295,11 @@ class EngineCore:
                 kv.commit(context)
             if len(context.fill_counters) > 1:
                 self._answer_fills(context)
-            if token_id is not None and generation is not None and context not in step.discarded:
+            if (
+                token_id is not None
+                and generation is not None
+                and not (discarded and context in discarded)
+            ):
                 # A row of a lookahead step is not the context's own.
                 context.row.logprob = row.logprob
                 self._outputs.process_token(context, generation, token_id)

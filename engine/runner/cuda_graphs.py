@@ -104,11 +104,17 @@ class CudaGraphCache:
 
 
 class CudaGraphs:
-    """Records functions as CUDA graphs that share one memory pool for temporaries."""
+    """Records functions as CUDA graphs that share one memory pool for temporaries.
+
+    The memory of a result belongs to the function: each result that is allocated while it is
+    recorded would be kept for as long as the recording.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for everything: torch caches memory, and cuBLAS a workspace, by stream.
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, function: Callable[[], Tensor]) -> Replay:
         """Record a function; see `Record`.
@@ -117,15 +123,19 @@ class CudaGraphs:
             RuntimeError: if the function cannot be recorded.
         """
         with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+            side = self._stream
             # The first run compiles kernels and lets libraries allocate their workspaces.
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 function()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads of this process may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
                 out = function()
 
         def replay() -> Tensor:

@@ -298,7 +298,10 @@ class TorchModelRunner(Runner):
         forward = self._bind_forward(packed.plan, staged[: len(inputs)])
         if key is None or self._graphs is None:
             return forward()[: len(packed.last)], staged[end:]
-        logits = self._graphs.run(key, forward)
+        # All recordings write to one buffer: each would keep an output of its own.
+        logits = self._graphs.run(
+            key, lambda: self._recorded_logits[: len(staged[3])].copy_(forward())
+        )
         return logits[: len(packed.last)], staged[end:]
 
     def _recording(self, plan: Plan, warmup_size: int | None) -> tuple[int, *tuple[Any, ...]] | None:
@@ -395,6 +398,8 @@ class TorchModelRunner(Runner):
         )
         expected = self._forward(token_ids, positions, last, attention)
         self._num_logits = expected.shape[1]
+        num_recorded = 0 if self._backend.record is None else self.limits.max_sequences
+        self._recorded_logits = expected.new_empty(num_recorded, self._num_logits)
         # Plans are prepared for the most queries that a step may have. Their values are not read.
         most = max(self.limits.max_sequences, self.limits.step_tokens)
         self._layer_groups = {

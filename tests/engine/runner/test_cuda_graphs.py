@@ -269,6 +269,15 @@ def test_steps_with_prompts_are_recorded_by_warming_alone(llama: Path) -> None:
     assert recorder.num_replayed > 0
 
 
+def test_recordings_share_the_memory_of_their_logits(llama: Path) -> None:
+    runner = runner_of(llama, backend(Recorder()))
+    runner.warm()
+    graphs = runner._graphs
+    assert graphs is not None
+    addresses = {replay().untyped_storage().data_ptr() for replay in graphs._replays.values()}
+    assert addresses == {runner._recorded_logits.untyped_storage().data_ptr()}
+
+
 def test_step_that_needs_more_memory_than_recordings_have_runs_eagerly(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
