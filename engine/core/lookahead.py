@@ -137,9 +137,7 @@ def schedule_lookahead(
         limits: Limits of the engine.
     """
     batch = LookaheadBatch([], [], [], is_cut=False)
-    if sum(row.num_new for row in in_flight.rows) > max(
-        MAX_LOOKAHEAD_TOKENS, limits.max_sequences
-    ):
+    if sum(row.num_new for row in in_flight.rows) > max(MAX_LOOKAHEAD_TOKENS, limits.max_sequences):
         return batch
     running = _rows_in_flight(in_flight)
     answered = set(in_flight.complete)

@@ -6,9 +6,9 @@ leads to this runner's caches, one pair per layer, and to the step's plan, share
 new keys and values are stored first, then every query attends to the blocks of its own context.
 Only rows that sample reach the output layer.
 
-On an accelerator, one copy carries the step's inputs to the device (`staging`), small
-steps are padded and replayed from CUDA graphs (`cuda_graphs`, `warmup`), the next tokens are sampled on
-the device (`sampler`), and one copy brings them back.
+On an accelerator, one copy carries the step's inputs to the device (`staging`), small steps are
+padded and replayed from CUDA graphs (`cuda_graphs`, `warmup`), the next tokens are sampled on the
+device (`sampler`), and one copy brings them back.
 
 Responsibility: the model, its blocks and sampling.
 Out of scope: which contexts exist, their rank and their text.
@@ -304,7 +304,9 @@ class TorchModelRunner(Runner):
         )
         return logits[: len(packed.last)], staged[end:]
 
-    def _recording(self, plan: Plan, warmup_size: int | None) -> tuple[int, *tuple[Any, ...]] | None:
+    def _recording(
+        self, plan: Plan, warmup_size: int | None
+    ) -> tuple[int, *tuple[Any, ...]] | None:
         """Return the key of a step's recording, which begins with the padded number of tokens.
 
         None for a step that runs eagerly: one that is too large, or one with a prompt that no

@@ -350,7 +350,7 @@ def _merge_rows(
         # A sink is a score of each head without a value.
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
         result = tl.zeros([ROWS, VALUE_PAD], tl.float32)
-        for index in range(0, most):
+        for index in range(most):
             is_used = index < count
             at = (first + index).to(tl.int64) * HEADS + heads
             weight = tl.load(lse + at, mask=is_used, other=float("-inf"), cache_modifier=".cg")

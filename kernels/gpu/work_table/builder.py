@@ -9,10 +9,10 @@ idle, and many short chunks write more partials than they read keys. Items are o
 first, and every second round backwards, so that each program gets about the same work.
 
 The table is int32 words: `TableHeader`, then items of `ITEM_SIZE` words (`ItemField`), merges,
-entries, partials of each query and pages. An entry is one query of one range: the query's index, and the slot of its
-first partial; chunk c of the range writes to that slot plus c. The partials of a query are
-neighbours, so a merge is three words: query, first slot, number of partials. A query with a
-single partial has no slot. Offsets are in the header: one copy of the words brings a step to
+entries, partials of each query and pages. An entry is one query of one range: the query's index,
+and the slot of its first partial; chunk c of the range writes to that slot plus c. The partials of
+a query are neighbours, so a merge is three words: query, first slot, number of partials. A query
+with a single partial has no slot. Offsets are in the header: one copy of the words brings a step to
 the device, and the launch does not depend on their values, as CUDA graphs require.
 
 While all rows decode, only the last item of each row grows, and there is room for

@@ -147,7 +147,7 @@ def test_deferred_step_is_sampled_behind_its_forward_pass(
 
 
 def test_one_stream_records_all_steps(rehearsal: tuple[TorchModelRunner, FakeCuda]) -> None:
-    """torch caches memory by stream, so each further one would take some."""
+    """Each further stream would have cached memory of its own."""
     _, device = rehearsal
     assert device.num_captures > 10
     assert device.num_streams == 1

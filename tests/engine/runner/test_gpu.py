@@ -40,7 +40,9 @@ BLOCK = 16
 def runner_of(
     folder: Path, where: str | backend.Backend, dtype: str = "float32", **options: Any
 ) -> TorchModelRunner:
-    chosen = {"num_blocks": 256, "block_size": BLOCK, "max_sequences": 6, "min_saved": 0, **options}
+    # Few tokens, so that there are few recordings.
+    chosen = {"step_tokens": 32, "num_blocks": 256, "block_size": BLOCK, "max_sequences": 6}
+    chosen |= {"min_saved": 0, **options}
     return shrunk.runner_on(folder, where, dtype=dtype, **chosen)
 
 

@@ -74,8 +74,7 @@ class Recordings:
     def fits(self) -> bool:
         """Whether the last step fits into the memory of recorded steps."""
         return (
-            len(self.work.words) <= self.most_words
-            and self.work.num_partials <= self.most_partials
+            len(self.work.words) <= self.most_words and self.work.num_partials <= self.most_partials
         )
 
 

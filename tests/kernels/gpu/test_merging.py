@@ -48,14 +48,10 @@ def test_last_program_of_a_query_merges_its_partials(
         rows = random_rows(seed, levels=3, block_size=BLOCK)
         plan = build_plan(*rows[:3], block_size=BLOCK, min_saved=0)
         generator = torch.Generator().manual_seed(seed)
-        caches = random_caches(
-            seed, rows, block_size=BLOCK, kv_heads=2, head_dim=16, value_dim=16
-        )
+        caches = random_caches(seed, rows, block_size=BLOCK, kv_heads=2, head_dim=16, value_dim=16)
         query = torch.randn(plan.num_queries, heads, 16, generator=generator)
         keys, values = (cache.float() for cache in caches)
-        wanted = reference.attention(
-            query, keys, values, plan, scale=0.3, sinks=sinks, **keywords
-        )
+        wanted = reference.attention(query, keys, values, plan, scale=0.3, sinks=sinks, **keywords)
         there = [each.to(device) for each in (query, keys, values)]
         for _ in range(2):  # the counters are zeros again
             found = operations.attention(
@@ -66,9 +62,7 @@ def test_last_program_of_a_query_merges_its_partials(
                 **keywords,
             )
             assert (found.cpu() - wanted).abs().max().item() <= 5e-6
-        (device_table,) = (
-            each for each in kernels._tables.values() if each.plan is plan
-        )
+        (device_table,) = (each for each in kernels._tables.values() if each.plan is plan)
         num_merged += device_table.work.num_merges
         assert not device_table.work.is_merged
         assert not device_table.current.counters.any()
