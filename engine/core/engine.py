@@ -171,7 +171,8 @@ class EngineCore:
         if previous is not None:
             self._in_flight = self._launch_lookahead(previous)
             self._complete_step(previous)
-            self._sample_deferred()
+            if self._in_flight is not None:
+                self._in_flight.sample_deferred()
             self._sort()
         if self._in_flight is None and not all(context.is_stalled for context in self._active):
             self._in_flight = self._launch_scheduled()
@@ -212,19 +213,6 @@ class EngineCore:
         step.is_cut = batch.is_cut
         return step
 
-    def _sample_deferred(self) -> None:
-        """Sample a lookahead step whose rows had to wait for the text of the step before it."""
-        step = self._in_flight
-        if step is None or not step.is_deferred:
-            return
-        step.discard_unusable()
-        for context, row in zip(step.contexts, step.rows, strict=True):
-            row.mask = None if context in step.discarded else context.row.mask
-        try:
-            step.handle.sample()
-        except Exception as error:
-            step.handle = FailedLaunch(error)
-
     def _launch(
         self, contexts: list[Context], rows: list[ScheduledSequence], complete: list[Context]
     ) -> InFlightStep:
@@ -252,7 +240,6 @@ class EngineCore:
         except Exception as error:
             _log.exception("step=%d contexts=%d failed", self._num_steps, len(step.rows))
             self._fail_step(step, error)
-            self._discard_lookahead()
             self._runner.check_device()
         else:
             self._commit(step, iter(sampled))
@@ -438,13 +425,11 @@ class EngineCore:
             else:
                 self._kv.release(context)
         self._kv.rollback(step.written_blocks)
+        if self._in_flight is not None:
+            # The step that started behind it is forgotten, and its rows run again.
+            self._kv.rollback(self._in_flight.written_blocks)
+            self._in_flight = None
         self._may_have_idle = True
-
-    def _discard_lookahead(self) -> None:
-        """Forget a step that started before the previous one failed. Its rows run again."""
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            self._kv.rollback(step.written_blocks)
 
     def _sort(self) -> None:
         """Remove idle contexts from the active list, and sort it by priority."""

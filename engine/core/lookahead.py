@@ -52,25 +52,28 @@ class InFlightStep:
     discarded: set[Context] = field(default_factory=set)
     """Contexts whose sampled id is not used."""
 
-    @property
-    def is_deferred(self) -> bool:
-        """Whether the step is sampled when the previous one was read."""
-        return any(row.is_deferred for row in self.rows)
-
-    def discard_unusable(self) -> None:
-        """Note the rows whose output has ended or continues otherwise, now that it is known."""
+    def sample_deferred(self) -> None:
+        """Sample a step with deferred rows, now that the previous step was read."""
+        if not any(row.is_deferred for row in self.rows):
+            return
         for context, row, generation in zip(
             self.contexts, self.rows, self.generations, strict=True
         ):
-            if row.sampling is not None and (
-                context.is_released
-                or generation is None
-                or context.generation is not generation
-                or generation.finish_reason is not None
-                or generation.is_blocked
-                or len(context.ids) != row.length
-            ):
+            is_used = (
+                not context.is_released
+                and generation is not None
+                and context.generation is generation
+                and generation.finish_reason is None
+                and not generation.is_blocked
+                and len(context.ids) == row.length
+            )
+            if row.sampling is not None and not is_used:
                 self.discarded.add(context)
+            row.mask = context.row.mask if is_used else None
+        try:
+            self.handle.sample()
+        except Exception as error:
+            self.handle = FailedLaunch(error)
 
 
 class LookaheadKV(KVAllocator, Protocol):
@@ -140,15 +143,15 @@ def schedule_lookahead(
     if sum(row.num_new for row in in_flight.rows) > max(MAX_LOOKAHEAD_TOKENS, limits.max_sequences):
         return batch
     running = _rows_in_flight(in_flight)
-    answered = set(in_flight.complete)
+    # A Fill that the step in flight completes is answered before its context goes on.
+    waiting = {*in_flight.complete, *_stale(in_flight)}
     budget = limits.step_tokens
     max_decode_reserve = budget // 2
     num_decoding = sum(_decodes(context, running.get(context)) for context in active)
     for context in active:
         if budget == 0 or len(batch.rows) == limits.max_sequences:
             break
-        # A Fill that the step in flight completes is answered before its context goes on.
-        if context.is_released or context in answered:
+        if context.is_released or context in waiting:
             continue
         row = running.get(context)
         max_new = 1
@@ -192,6 +195,18 @@ def _rows_in_flight(in_flight: InFlightStep) -> dict[Context, _InFlightRow]:
             num_sampled += 1
         running[context] = _InFlightRow(row.length, id_index, generation)
     return running
+
+
+def _stale(in_flight: InFlightStep) -> list[Context]:
+    """Return the contexts whose row is useless, because its tokens are no longer theirs."""
+    return [
+        context
+        for context, row, generation in zip(
+            in_flight.contexts, in_flight.rows, in_flight.generations, strict=True
+        )
+        if row.length > len(context.ids)
+        or (row.previous_id_index is not None and context.generation is not generation)
+    ]
 
 
 def _decodes(context: Context, row: _InFlightRow | None) -> bool:
