@@ -152,7 +152,7 @@ class KVCacheManager:
         """Return whether a context can grow to `end` without taking blocks from another."""
         # A block that others read is copied, and the sources of copies are not available.
         num_blocks = max(0, -(-end // self.block_size) - len(context.blocks)) + 1
-        return num_blocks + len(self.copies) <= self.num_available
+        return num_blocks + len(self.copies) <= self.pool.num_free + self.pool.num_cached
 
     def commit(self, context: Context) -> None:
         """Register the full blocks that a context has computed."""
@@ -218,11 +218,6 @@ class KVCacheManager:
     def trim(self, context: Context) -> None:
         """Release the blocks after the last computed token, if there are any."""
         self._release_blocks(context, -(-context.num_computed // self.block_size))
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be allocated without taking any from a context."""
-        return self.pool.num_free + self.pool.num_cached
 
     def check(self, contexts: Iterable[Context], in_flight: Iterable[Context] = ()) -> None:
         """Assert the invariants that hold between steps.
