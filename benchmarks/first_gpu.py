@@ -68,7 +68,7 @@ STAGES: Final = {
         Stage("grid", 480),
         Stage("ours", 180),
         Stage("vllm", 400, uses_vllm=True),
-        Stage("sweep", 290),
+        Stage("sweep", 360),
     )
 }
 

@@ -90,6 +90,7 @@ class ReplayableBackend(Protocol):
         plan: Plan,
         *,
         window: int | None,
+        may_grow: bool,
     ) -> Hashable:
         """Copy a step to the device; return the values that a launch depends on."""
         ...
@@ -209,6 +210,7 @@ class AttentionOperations:
         plan: Plan,
         *,
         window: int | None = None,
+        may_grow: bool = True,
     ) -> Hashable:
         """Do the host work of `attention`, so that a CUDA graph of it can be replayed.
 
@@ -223,6 +225,8 @@ class AttentionOperations:
             value_cache: As in `attention`.
             plan: Plan of this step.
             window: As in `attention`.
+            may_grow: Whether memory that graphs read may be replaced, which makes all of them
+                invalid. Without it the result is None if the memory is too small.
 
         Raises:
             ValueError: if an argument does not fit the others; the message names it.
@@ -232,7 +236,9 @@ class AttentionOperations:
         checks.check_one_device(query=query, key_cache=key_cache, value_cache=value_cache)
         if not isinstance(self._kernels, ReplayableBackend):
             return None
-        return self._kernels.prepare(query, key_cache, value_cache, plan, window=window)
+        return self._kernels.prepare(
+            query, key_cache, value_cache, plan, window=window, may_grow=may_grow
+        )
 
     def merge(
         self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None = None

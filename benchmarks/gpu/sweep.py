@@ -1,6 +1,7 @@
-"""Which constants the attention kernel should have: rows under several, timed in turn.
+"""Which constants the kernels should have: rows under several, timed in turn.
 
-The constants are those of `AttentionTuning`, and blocks of 64 tokens. Every result is checked.
+The constants are those of `AttentionTuning`. Every result is checked. A last row compares the
+operations between products with and without overlapping launches. The notes name what was faster.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+from torch.nn import functional
 
 from attention import case, checks, clock, contenders, rows
 from conure.kernels import ops
 from conure.kernels.gpu.configuration import DEFAULT_TUNING, AttentionTuning
+from conure.kernels.gpu.elementwise import TritonElementwise
 from conure.kernels.gpu.launcher import TritonKernels
 
 from . import grid
@@ -31,7 +34,14 @@ TUNINGS: Final[dict[str, AttentionTuning]] = {
     "1 item": DEFAULT_TUNING._replace(max_items_per_program=1),
     "2 items": DEFAULT_TUNING._replace(max_items_per_program=2),
     "8 items": DEFAULT_TUNING._replace(max_items_per_program=8),
+    "merging in attention": DEFAULT_TUNING._replace(merges_in_attention=True),
+    "overlapping launches": DEFAULT_TUNING._replace(overlaps_launches=True),
+    "merging and overlapping": DEFAULT_TUNING._replace(
+        merges_in_attention=True, overlaps_launches=True
+    ),
 }
+OPERATIONS: Final = "operations of a layer"
+"""Name of the row that compares launches between products."""
 WANTED: Final = (
     *("3 B32 P1024", "6 B64 P2048", "7 B64 P8192", "8 B64 P32768", "9 B128 P4096"),
     *("10 B128", "12 B256", "1,8,64", "1,16,256", "1,2,8,32,128", "PAT 3", "PAT 14"),
@@ -42,25 +52,65 @@ WANTED: Final = (
 
 def run(record: StageRecord, device: torch.device, *, is_tiny: bool, rounds: int) -> None:
     """Time each row under all constants."""
+    tunings = {
+        name: tuning
+        for name, tuning in TUNINGS.items()
+        if not is_tiny or name in ("default", "large stages 3", "merging and overlapping")
+    }
+    record.measure(OPERATIONS, lambda: _operation_times(device, rounds, is_tiny=is_tiny))
     rates = clock.measure_rates(device, torch.bfloat16)
     for row in _rows(is_tiny=is_tiny):
         record.measure(
             row.name,
-            lambda row=row: _times(  # type: ignore[misc]  # the loop's own value
-                row, device, rates, TUNINGS if not is_tiny else dict([*TUNINGS.items()][:3]), rounds
-            ),
+            lambda row=row: _times(row, device, rates, tunings, rounds),  # type: ignore[misc]
         )
         gc.collect()
         torch.cuda.empty_cache()
-    for name, factor in best(record.rows).items():
-        print(f"{name:20} {factor:.3f} of the default's time, geometric mean", flush=True)
+    factors = best(record.rows)
+    for name, factor in factors.items():
+        print(f"{name:24} {factor:.3f} of the default's time, geometric mean", flush=True)
+    if factors:
+        name = min(factors, key=lambda each: factors[each])
+        record.note(f"fastest constants: {name}, {factors[name]:.3f} of the default's time")
+    for row in record.rows:
+        if row["name"] == OPERATIONS:
+            name = min(("default", "overlapping launches"), key=lambda each: row[each])
+            record.note(f"fastest launches of operations: {name}")
+
+
+def _operation_times(device: torch.device, rounds: int, *, is_tiny: bool) -> Figures:
+    """Return the microseconds of a layer's operations, each after a product that feeds it."""
+    num_tokens, width, inner, layers = (4, 256, 512, 2) if is_tiny else (64, 4096, 14_336, 32)
+    hidden, delta = torch.randn(2, num_tokens, width, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(width, device=device, dtype=torch.bfloat16)
+    up = torch.randn(2 * inner, width, device=device, dtype=torch.bfloat16) / width
+    down = torch.randn(width, inner, device=device, dtype=torch.bfloat16) / inner
+
+    def chain(operations: TritonElementwise) -> Callable[[], object]:
+        def run() -> None:
+            for _ in range(layers):
+                normed = operations.add_norm(hidden, delta, weight, 1e-6)
+                functional.linear(operations.silu_mul(functional.linear(normed, up)), down)
+
+        return run
+
+    passes = {
+        "default": chain(TritonElementwise()),
+        "overlapping launches": chain(TritonElementwise(overlaps_launches=True)),
+    }
+    timings = clock.take_turns(passes, device, layers=layers, rounds=rounds)
+    return {name: timing.median_s * 1e6 for name, timing in timings.items()}
 
 
 def best(measured: Sequence[Figures]) -> dict[str, float]:
     """Return the geometric mean of each choice's time divided by the default's."""
     means = {}
     for name in TUNINGS:
-        ratios = [row[name] / row["default"] for row in measured if row.get(name)]
+        ratios = [
+            row[name] / row["default"]
+            for row in measured
+            if row.get(name) and row["name"] != OPERATIONS
+        ]
         if ratios:
             means[name] = float(torch.tensor(ratios, device="cpu").log().mean().exp())
     return means

@@ -40,7 +40,7 @@ from .context import (
     EngineCounters,
     FillCounters,
 )
-from .lookahead import FailedLaunch, InFlightStep, plan_lookahead
+from .lookahead import FailedLaunch, InFlightStep, schedule_lookahead
 from .output_processor import ConstraintProvider, OutputProcessor
 
 _log = logging.getLogger(__name__)
@@ -171,6 +171,8 @@ class EngineCore:
         if previous is not None:
             self._in_flight = self._launch_lookahead(previous)
             self._complete_step(previous)
+            if self._in_flight is not None:
+                self._in_flight.sample_deferred()
             self._sort()
         if self._in_flight is None and not all(context.is_stalled for context in self._active):
             self._in_flight = self._launch_scheduled()
@@ -197,32 +199,19 @@ class EngineCore:
         return self._launch(batch.scheduled, rows, batch.complete)
 
     def _launch_lookahead(self, previous: InFlightStep) -> InFlightStep | None:
-        """Start the next step before `previous` is read, if lookahead is possible."""
-        kv = self._kv
-        lookahead = plan_lookahead(previous, self._active, self._limits, kv.num_available)
-        if not lookahead:
+        """Start the next step before `previous` is read, if there are rows for it."""
+        if previous.is_cut:
             return None
         self._num_steps += 1
-        kv.begin_step(self._num_steps)
-        rows: list[ScheduledSequence] = []
-        for context, id_index in lookahead:
-            generation, length = context.generation, len(context.ids)
-            assert generation is not None
-            end = kv.allocate(context, length, length + 1)
-            assert end == length + 1, "enough blocks are available for all rows"
-            rows.append(
-                ScheduledSequence(
-                    context.id,
-                    context.ids,
-                    length,
-                    1,
-                    context.blocks,
-                    generation.sampling,
-                    generation.num_prompt,
-                    previous_id_index=id_index,
-                )
-            )
-        return self._launch([context for context, _ in lookahead], rows, [])
+        self._kv.begin_step(self._num_steps)
+        batch = schedule_lookahead(previous, self._active, self._kv, self._limits)
+        if not batch.rows:
+            self._num_steps -= 1
+            self._kv.seal_step()
+            return None
+        step = self._launch(batch.contexts, batch.rows, batch.complete)
+        step.is_cut = batch.is_cut
+        return step
 
     def _launch(
         self, contexts: list[Context], rows: list[ScheduledSequence], complete: list[Context]
@@ -262,7 +251,7 @@ class EngineCore:
 
     def _commit(self, step: InFlightStep, sampled: Iterator[int]) -> None:
         """Mark the tokens of a step as computed, and process the sampled ids."""
-        kv, counters = self._kv, self._counters
+        kv, counters, discarded = self._kv, self._counters, step.discarded
         size = kv.block_size
         for context, row, generation_at_start in zip(
             step.contexts, step.rows, step.generations, strict=True
@@ -271,7 +260,9 @@ class EngineCore:
             if context.is_released:
                 continue
             generation = context.generation
-            if row.previous_id_index is not None and generation is not generation_at_start:
+            if row.previous_id_index is not None and (
+                generation is not generation_at_start or len(context.ids) <= row.start
+            ):
                 # The output ended in the previous step, which was read after this one started.
                 kv.trim(context)
                 continue
@@ -283,11 +274,19 @@ class EngineCore:
                 counters.computed += computed
                 counters.recomputed += recomputed
             context.num_computed = end
+            if generation is not generation_at_start and end > len(context.ids):
+                # The output was cut while the step ran.
+                kv.truncate(context, len(context.ids))
+                continue
             if end // size > context.depth:
                 kv.commit(context)
             if len(context.fill_counters) > 1:
                 self._answer_fills(context)
-            if token_id is not None and generation is not None:
+            if (
+                token_id is not None
+                and generation is not None
+                and not (discarded and context in discarded)
+            ):
                 # A row of a lookahead step is not the context's own.
                 context.row.logprob = row.logprob
                 self._outputs.process_token(context, generation, token_id)
@@ -412,6 +411,7 @@ class EngineCore:
             if self._in_flight is not None:
                 rows = self._in_flight.rows
                 num_decoded += sum(row.context == context_id and bool(row.sampling) for row in rows)
+                num_decoded -= context in self._in_flight.discarded
         self._free(context_id, 0)
         self._reports.append(protocol.Aborted(context_id, num_decoded, num_forced))
 
@@ -425,6 +425,10 @@ class EngineCore:
             else:
                 self._kv.release(context)
         self._kv.rollback(step.written_blocks)
+        if self._in_flight is not None:
+            # The step that started behind it is forgotten, and its rows run again.
+            self._kv.rollback(self._in_flight.written_blocks)
+            self._in_flight = None
         self._may_have_idle = True
 
     def _sort(self) -> None:

@@ -60,7 +60,8 @@ class KVCacheManager:
         """All contexts with blocks."""
         self._unwritten: set[int] = set()
         self._rewritten: set[int] = set()
-        """Blocks whose last token runs again in this step."""
+        """Blocks that this step does not fill, and that are invalid if it fails: their last token
+        runs again, or the step before it is in flight and fills them."""
         self._sharing = PrefixSharing(
             self._cache, block_size, counters, holders=self._holders, unwritten=self._unwritten
         )
@@ -139,8 +140,19 @@ class KVCacheManager:
         # A block whose last token is not sampled yet has no key.
         num_known = min(end, len(context.ids))
         if num_known // self.block_size > context.depth:
+            depth = context.depth
             self._sharing.register(context, num_known, is_computed=False)
+            # Before `begin` the step in flight writes: to this step the blocks are written.
+            earlier = blocks[depth : min(context.depth, begin // self.block_size)]
+            self._unwritten.difference_update(earlier)
+            self._rewritten.update(earlier)
         return max(begin, end)
+
+    def fits(self, context: Context, end: int) -> bool:
+        """Return whether a context can grow to `end` without taking blocks from another."""
+        # A block that others read is copied, and the sources of copies are not available.
+        num_blocks = max(0, -(-end // self.block_size) - len(context.blocks)) + 1
+        return num_blocks + len(self.copies) <= self.pool.num_free + self.pool.num_cached
 
     def commit(self, context: Context) -> None:
         """Register the full blocks that a context has computed."""
@@ -206,11 +218,6 @@ class KVCacheManager:
     def trim(self, context: Context) -> None:
         """Release the blocks after the last computed token, if there are any."""
         self._release_blocks(context, -(-context.num_computed // self.block_size))
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be allocated without taking any from a context."""
-        return self.pool.num_free + self.pool.num_cached
 
     def check(self, contexts: Iterable[Context], in_flight: Iterable[Context] = ()) -> None:
         """Assert the invariants that hold between steps.

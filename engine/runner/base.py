@@ -55,6 +55,9 @@ class ScheduledSequence:
     previous_id_index: int | None = None
     """Set if the only new token is not in `ids` because the host has not read it yet: its index
     among the ids that the previous step samples."""
+    is_deferred: bool = False
+    """With `sampling`: `mask` and the tokens that `token_counts` needs are not known before the
+    previous step is read. The step is then sampled by `Handle.sample`."""
 
     @property
     def length(self) -> int:
@@ -70,8 +73,21 @@ class Handle(Protocol):
         """Whether `read` returns without waiting."""
         ...
 
+    def sample(self) -> None:
+        """Start sampling, if any row of the step is deferred.
+
+        Called once, after the previous step was read and before another step is started. `mask`
+        and `ids` of the rows are now known. Without deferred rows, does nothing.
+
+        Raises:
+            Exception: any error of the launch.
+        """
+        ...
+
     def read(self) -> list[int]:
         """Wait for the step; return one id per sampling row, in order. Called once.
+
+        A deferred step must have been sampled.
 
         Raises:
             Exception: any error of the step since it was started.
@@ -89,6 +105,9 @@ class CompletedStep:
     def is_ready(self) -> bool:
         """True."""
         return True
+
+    def sample(self) -> None:
+        """Do nothing: the ids are known."""
 
     def read(self) -> list[int]:
         """Return the ids."""
@@ -117,7 +136,8 @@ class Runner(Protocol):
 
         Copies precede all writes. Rows are in the core's order, and a row may attend to KV that an
         earlier row of the same call writes. The inputs in the rows are read before this method
-        returns. It does not wait for earlier steps.
+        returns, except that a step with deferred rows reads what sampling needs in
+        `Handle.sample`. It does not wait for earlier steps.
 
         The core handles EOS. A runner samples it like any id, but masks EOS and stop ids while
         fewer than `min_tokens` were generated, and EOS under `ignore_eos`. A row with a `mask`

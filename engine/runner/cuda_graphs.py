@@ -1,8 +1,8 @@
-"""Recorded decode steps: one launch of a CUDA graph instead of hundreds of kernel launches.
+"""Recorded steps: one launch of a CUDA graph instead of hundreds of kernel launches.
 
-A decode step of a small batch takes an accelerator less time than the host needs to launch its
-kernels one by one. The kernels and their arguments are therefore recorded once for each padded
-number of rows, and replayed with one call. A recording holds addresses: a replay reads the present
+A step of few tokens takes an accelerator less time than the host needs to launch its kernels one
+by one. The kernels and their arguments are therefore recorded once for each padded number of
+tokens, and replayed with one call. A recording holds addresses: a replay reads the present
 content of the same buffers, while numbers known to the host keep the value they had when recorded.
 A function can be recorded only if everything that differs between two steps of one key reaches it
 through tensors that stay in place.
@@ -21,8 +21,10 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-MAX_RECORDINGS: Final = 128
+MAX_RECORDINGS: Final = 160
 """Recordings take memory. The least recently used one is dropped beyond this number."""
+RECORDING_BYTES: Final = 8 * 2**20
+"""Estimated memory of one recording, besides the tensors that all of them share."""
 
 _NOT_RECORDABLE: Final = ("operation not permitted when", "during capture", "while capturing")
 """Parts of the errors of torch and CUDA for a function that cannot be recorded."""
@@ -39,11 +41,6 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
     return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
 
 
-def bucket_size(num_rows: int, most: int) -> int | None:
-    """Return the padded number of rows of a step, None if `num_rows` is above `most`."""
-    return next((size for size in bucket_sizes(most) if size >= num_rows), None)
-
-
 class CudaGraphCache:
     """Recordings by key."""
 
@@ -58,6 +55,10 @@ class CudaGraphCache:
 
     def __len__(self) -> int:
         return len(self._replays)
+
+    def has(self, key: Hashable) -> bool:
+        """Return whether steps of a key are recorded."""
+        return key in self._replays
 
     def run(self, key: Hashable, function: Callable[[], Tensor]) -> Tensor:
         """Replay the recording of `key`, or record `function` first.
@@ -103,11 +104,17 @@ class CudaGraphCache:
 
 
 class CudaGraphs:
-    """Records functions as CUDA graphs that share one memory pool for temporaries."""
+    """Records functions as CUDA graphs that share one memory pool for temporaries.
+
+    The memory of a result belongs to the function: each result that is allocated while it is
+    recorded would be kept for as long as the recording.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for everything: torch caches memory, and cuBLAS a workspace, by stream.
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, function: Callable[[], Tensor]) -> Replay:
         """Record a function; see `Record`.
@@ -116,15 +123,19 @@ class CudaGraphs:
             RuntimeError: if the function cannot be recorded.
         """
         with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+            side = self._stream
             # The first run compiles kernels and lets libraries allocate their workspaces.
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 function()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads of this process may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
                 out = function()
 
         def replay() -> Tensor:

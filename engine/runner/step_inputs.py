@@ -3,9 +3,9 @@
 `pack` turns rows into arrays on the host. `Attention` serves the model's layers during the forward
 pass: it stores keys and values and attends by the plan.
 
-A step of decode rows only may be *padded* to one of a few numbers of rows, so that its arrays have
-known shapes. Padding rows are not part of the plan: they write their KV to a scratch block and
-their outputs are discarded.
+A step may be *padded* to one of a few numbers of tokens, so that its arrays have known shapes.
+Padding tokens are not part of the plan: they write their KV to a scratch block and their outputs
+are discarded.
 
 Out of scope: the model, and the use of its logits.
 
@@ -15,7 +15,7 @@ dims of keys, values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -29,7 +29,6 @@ from conure.kernels.planning.plan import Plan
 from conure.kernels.planning.planner import Planner
 
 from ..models.probe import LayerKVSpec
-from ..protocol import EngineLimits
 from .base import ScheduledSequence
 
 Integers = NDArray[np.int64]
@@ -94,50 +93,6 @@ def pack(rows: Sequence[ScheduledSequence], planner: Planner) -> PackedInputs:
         if row.previous_id_index is not None
     ]
     return PackedInputs(plan, ids, last, np.array(pending, np.int64).T if pending else None)
-
-
-def decode_warmup_batches(
-    num_rows: int,
-    limits: EngineLimits,
-    scratch_block: int,
-    groups: Collection[AttentionLayerGroup],
-) -> list[list[ScheduledSequence]]:
-    """Return decode steps that cover all attention variants to be recorded.
-
-    Attention differs by the most queries that share a range, by whether any query has several
-    partials, and by whether a row is longer than a window. So some rows share all blocks but the
-    last and the others share none, once for each number of sharers that the kernels distinguish,
-    for rows as long as fit into memory together, for rows inside each window and for rows just
-    beyond it, which may have no partials in layers without a window. Rows of one token have neither
-    partials nor a window. Each row writes to `scratch_block` only, and may read
-    arbitrary content.
-
-    Args:
-        num_rows: Rows of each step.
-        limits: Limits of the engine.
-        scratch_block: Block of padding rows.
-        groups: The model's layers.
-    """
-    size = limits.block_size
-    longest = min(limits.context_len, limits.num_blocks // num_rows * size)
-    windows = {group.window for group in groups if group.window is not None}
-    # Two sharers fill a small tile, more a tile of 64 rows, and all of them the largest.
-    sharers = {2, num_rows, *(64 * group.kv_heads // group.num_heads for group in groups)}
-    batches = [[ScheduledSequence(0, [0], 0, 1, [scratch_block]) for _ in range(num_rows)]]
-    lengths = {min(length, longest) for window in windows for length in (window, window + size)}
-    for length in sorted({longest, *lengths}, reverse=True):
-        width = -(-length // size) - 1
-        if width < 1:
-            continue
-        ids = [0] * length
-        for num_sharers in sorted({0, *(num for num in sharers if 2 <= num <= num_rows)}):
-            blocks = [
-                [*range(first, first + width), scratch_block]
-                for row in range(num_rows)
-                for first in [0 if row < num_sharers else row * width]
-            ]
-            batches.append([ScheduledSequence(0, ids, length - 1, 1, table) for table in blocks])
-    return batches
 
 
 def _pad(array: Integers, size: int, fill: int) -> Integers:

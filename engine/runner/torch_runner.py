@@ -6,9 +6,9 @@ leads to this runner's caches, one pair per layer, and to the step's plan, share
 new keys and values are stored first, then every query attends to the blocks of its own context.
 Only rows that sample reach the output layer.
 
-On an accelerator, one copy carries the step's inputs to the device (`staging`), steps of decode
-rows only are padded and replayed from CUDA graphs (`cuda_graphs`), the next tokens are sampled on
-the device (`sampler`), and one copy brings them back.
+On an accelerator, one copy carries the step's inputs to the device (`staging`), small steps are
+padded and replayed from CUDA graphs (`cuda_graphs`, `warmup`), the next tokens are sampled on the
+device (`sampler`), and one copy brings them back.
 
 Responsibility: the model, its blocks and sampling.
 Out of scope: which contexts exist, their rank and their text.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -52,7 +53,7 @@ from ..sampling.sampler import LogitOpsBatch, sample_tokens
 from . import backend as backends
 from . import device as devices
 from .base import CompletedStep, DeviceLostError, Handle, Runner, ScheduledSequence
-from .cuda_graphs import CudaGraphCache, bucket_size, bucket_sizes
+from .cuda_graphs import MAX_RECORDINGS, RECORDING_BYTES, CudaGraphCache
 from .staging import Staging
 from .step_inputs import (
     Attention,
@@ -60,9 +61,9 @@ from .step_inputs import (
     Integers,
     LayerCaches,
     PackedInputs,
-    decode_warmup_batches,
     pack,
 )
+from .warmup import recorded_size, warmup_steps
 
 CALIBRATION_TOKENS: Final = 12
 """Tokens for which the fused decoder's logits are compared with the model's."""
@@ -130,11 +131,12 @@ class TorchModelRunner(Runner):
         )
         model_config = self._load(config, requested)
         self._set_threads(config.threads)
+        recorded_bytes = 0 if backend.record is None else MAX_RECORDINGS * RECORDING_BYTES
         self.limits = capacity.limits(
             model_config,
             requested,
             token_bytes=sum(self._token_bytes()),
-            free_bytes=devices.free_bytes(backend.device),
+            free_bytes=devices.free_bytes(backend.device) - recorded_bytes,
             kind=backend.device.type,
         )
         self._allocate_caches()
@@ -191,8 +193,35 @@ class TorchModelRunner(Runner):
         if not sampling_rows:
             self._run_rows(rows, pairs, ())
             return CompletedStep([])
+        if any(row.is_deferred for row in sampling_rows):
+            logits, _ = self._run_rows(rows, pairs, ())
+            return _DeferredStep(lambda: self._sample_later(logits, sampling_rows))
         sampling = batch.make_batch(sampling_rows, self.eos_ids, self._num_logits)
         logits, ops = self._run_rows(rows, pairs, () if sampling is None else sampling.ops)
+        return self._sample(logits, sampling_rows, sampling, ops)
+
+    @torch.inference_mode()
+    def _sample_later(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Handle:
+        """Start sampling the deferred step that was started last."""
+        sampling = batch.make_batch(rows, self.eos_ids, self._num_logits)
+        ops = [] if sampling is None else self._staging.put(sampling.ops)
+        return self._sample(logits, rows, sampling, ops)
+
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[ScheduledSequence],
+        sampling: batch.SamplingBatch | None,
+        ops: Sequence[Tensor],
+    ) -> Handle:
+        """Start sampling.
+
+        Args:
+            logits: [S, V].
+            rows: The rows that sample.
+            sampling: Their operations; None takes the largest logits.
+            ops: `sampling.ops` on the device.
+        """
         if sampling is None:
             sampled = sample_tokens(logits, None)
         else:
@@ -201,27 +230,27 @@ class TorchModelRunner(Runner):
             )
         copy_to_host = self._backend.copy_to_host
         if copy_to_host is None:
-            return CompletedStep(batch.unpack(sampled.tolist(), sampling_rows, sampling))
-        self._previous_ids = sampled[: len(sampling_rows)].long()
-        return _PendingStep(copy_to_host(sampled), sampling_rows, sampling)
+            return CompletedStep(batch.unpack(sampled.tolist(), rows, sampling))
+        self._previous_ids = sampled[: len(rows)].long()
+        return _PendingStep(copy_to_host(sampled), rows, sampling)
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Record decode steps of all padded sizes, so that no call waits for a recording."""
+        """Record steps of all padded sizes, so that no call waits for a recording."""
         if self._graphs is None:
             return
-        steps = [
-            rows
-            for size in reversed(bucket_sizes(self.limits.max_sequences))
-            for rows in decode_warmup_batches(
-                size, self.limits, self._scratch_block, self._layer_groups
-            )
-        ]
+        began_s = time.monotonic()
+        steps = warmup_steps(self.limits, self._scratch_block, self._layer_groups)
         # A recording becomes useless when a buffer that it reads is replaced by a larger one.
-        for rows in steps:
-            self._prepare_plan(pack(rows, self._planner).plan)
-        for rows in steps:
-            self._run_rows(rows, (), ())
+        for step in steps:
+            self._prepare_plan(pack(step.rows, self._planner).plan)
+        for step in steps:
+            self._run_rows(step.rows, (), (), warmup_size=step.size)
+        _log.info(
+            "recorded %d variants of steps in %.1f s",
+            len(self._graphs),
+            time.monotonic() - began_s,
+        )
         # Copies are not recorded, but compiled.
         scratch = [np.array([self._scratch_block], np.int64)] * 2
         self._operations.copy_blocks(self._own_caches, *self._staging.put(scratch))
@@ -240,6 +269,7 @@ class TorchModelRunner(Runner):
         rows: Sequence[ScheduledSequence],
         pairs: Sequence[Integers],
         extra: Sequence[NDArray[Any]],
+        warmup_size: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Copy a step to the device at once and run it.
 
@@ -247,14 +277,14 @@ class TorchModelRunner(Runner):
             rows: At least one.
             pairs: Sources and destinations of block copies that precede the step, or nothing.
             extra: Other arrays to copy to the device.
+            warmup_size: Set to record a step that is padded to this number of tokens.
 
         Returns:
             Logits [S, V] of the rows that sample, and `extra` on the device.
         """
         packed = pack(rows, self._planner)
-        size = None
-        if self._graphs is not None and packed.plan.num_queries == len(rows):
-            size = bucket_size(len(rows), self.limits.max_sequences)
+        key = self._recording(packed.plan, warmup_size)
+        size = None if key is None else key[0]
         inputs = packed.arrays(self._padded_sizes(packed, size), self._scratch_block)
         pending = () if packed.pending is None else packed.pending
         staged = self._staging.put([*inputs, *pairs, *pending, *extra])
@@ -266,10 +296,35 @@ class TorchModelRunner(Runner):
             staged[0].index_copy_(0, targets, self._previous_ids.index_select(0, sources))
             end += 2
         forward = self._bind_forward(packed.plan, staged[: len(inputs)])
-        if size is None or self._graphs is None:
+        if key is None or self._graphs is None:
             return forward()[: len(packed.last)], staged[end:]
-        logits = self._graphs.run((size, *self._prepare_plan(packed.plan)), forward)
+        # All recordings write to one buffer: each would keep an output of its own.
+        logits = self._graphs.run(
+            key, lambda: self._recorded_logits[: len(staged[3])].copy_(forward())
+        )
         return logits[: len(packed.last)], staged[end:]
+
+    def _recording(
+        self, plan: Plan, warmup_size: int | None
+    ) -> tuple[int, *tuple[Any, ...]] | None:
+        """Return the key of a step's recording, which begins with the padded number of tokens.
+
+        None for a step that runs eagerly: one that is too large, or one with a prompt that no
+        recording fits. Recordings of such steps are made by `warm` alone. Decode steps are
+        recorded when they are first needed.
+        """
+        graphs = self._graphs
+        if graphs is None:
+            return None
+        size = warmup_size or recorded_size(plan.num_queries, self.limits)
+        if size is None:
+            return None
+        is_recordable = warmup_size is not None or plan.num_queries == plan.num_rows
+        found = self._prepare_plan(plan, may_grow=is_recordable)
+        if found is None:
+            return None
+        key = (size, *found)
+        return key if is_recordable or graphs.has(key) else None
 
     @torch.inference_mode()
     def _logits(self, rows: Sequence[ScheduledSequence]) -> Tensor:
@@ -282,18 +337,26 @@ class TorchModelRunner(Runner):
     def _padded_sizes(self, packed: PackedInputs, size: int | None) -> tuple[int, int] | None:
         """Return the padded numbers of tokens and of logits rows; None for no padding."""
         if size is not None:
-            return size, size
+            return size, min(size, self.limits.max_sequences)
         if not self._is_invariant:
             return None
         pad = batch_invariance.padded_size
         return pad(packed.plan.num_queries), pad(len(packed.last))
 
-    def _prepare_plan(self, plan: Plan) -> list[Hashable]:
-        """Copy the plan to the device; return what a recording depends on besides its size."""
-        return [
-            self._operations.prepare(query, *caches, plan, window=group.window)
-            for group, (query, caches) in self._layer_groups.items()
-        ]
+    def _prepare_plan(self, plan: Plan, *, may_grow: bool = True) -> list[Hashable] | None:
+        """Copy the plan to the device; return what a recording depends on besides its size.
+
+        Without `may_grow`, return None if the memory of recorded steps is too small for it.
+        """
+        keys: list[Hashable] = []
+        for group, (query, caches) in self._layer_groups.items():
+            key = self._operations.prepare(
+                query, *caches, plan, window=group.window, may_grow=may_grow
+            )
+            if key is None and not may_grow:
+                return None
+            keys.append(key)
+        return keys
 
     def _bind_forward(self, plan: Plan, staged: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Return the forward pass over a step that is on the device."""
@@ -337,6 +400,8 @@ class TorchModelRunner(Runner):
         )
         expected = self._forward(token_ids, positions, last, attention)
         self._num_logits = expected.shape[1]
+        num_recorded = 0 if self._backend.record is None else self.limits.max_sequences
+        self._recorded_logits = expected.new_empty(num_recorded, self._num_logits)
         # Plans are prepared for the most queries that a step may have. Their values are not read.
         most = max(self.limits.max_sequences, self.limits.step_tokens)
         self._layer_groups = {
@@ -405,6 +470,31 @@ class _PendingStep:
         """False: the device is not asked."""
         return False
 
+    def sample(self) -> None:
+        """Do nothing: sampling was started."""
+
     def read(self) -> list[int]:
         """Wait for the copy; return the ids."""
         return batch.unpack(self.wait().tolist(), self.rows, self.sampling)
+
+
+@dataclass(slots=True)
+class _DeferredStep:
+    """A step whose forward pass was started; see `base.Handle`."""
+
+    start_sampling: Callable[[], Handle]
+    handle: Handle | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """False: the step is not sampled yet, or the device is not asked."""
+        return False
+
+    def sample(self) -> None:
+        """Start sampling."""
+        self.handle = self.start_sampling()
+
+    def read(self) -> list[int]:
+        """Wait for the ids."""
+        assert self.handle is not None, "a deferred step is sampled before it is read"
+        return self.handle.read()

@@ -64,6 +64,8 @@ class FakeCuda:
     """Numbers that the host read outside captures."""
     num_captures: int = 0
     num_replays: int = 0
+    num_streams: int = 0
+    """Streams besides the default one."""
     is_capturing: bool = False
 
     def refuse_while_capturing(self, operation: str) -> None:
@@ -92,7 +94,7 @@ def fake_cuda(
         stack.enter_context(
             mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         )
-        stack.enter_context(mock.patch.object(torch, "empty", _pinned_or(torch.empty)))
+        stack.enter_context(mock.patch.object(torch, "empty", _pinned_or(torch.empty, device)))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", lambda each: 16 * id(each)))
         stack.enter_context(mock.patch.object(backend, "_copy_to_host", _copy_to_host(device)))
@@ -215,6 +217,10 @@ def _cuda_functions(device: FakeCuda) -> dict[str, Any]:
     def synchronize(*_: Any) -> None:
         device.refuse_while_capturing("synchronising")
 
+    def new_stream(**_: Any) -> _Stream:
+        device.num_streams += 1
+        return _Stream()
+
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
@@ -234,7 +240,7 @@ def _cuda_functions(device: FakeCuda) -> dict[str, Any]:
         "get_device_properties": lambda *_: _Properties(device),
         "synchronize": synchronize,
         "Event": lambda **options: _Event(device, **options),
-        "Stream": _Stream,
+        "Stream": new_stream,
         "current_stream": lambda *_: _Stream(),
         "stream": contextlib.nullcontext,
         "device": contextlib.nullcontext,
@@ -245,12 +251,13 @@ def _cuda_functions(device: FakeCuda) -> dict[str, Any]:
     }
 
 
-def _pinned_or(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _pinned_or(empty: Callable[..., Tensor], device: FakeCuda) -> Callable[..., Tensor]:
     """Return `torch.empty` with pinned memory in main memory: the host writes to it."""
 
     def replaced(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         if not pin_memory:
             return empty(*size, **options)
+        device.refuse_while_capturing("allocating pinned memory")
         with unset_fake_temporarily():
             return empty(*size, **options)
 

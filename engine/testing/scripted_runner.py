@@ -195,33 +195,51 @@ class FakeRunner(Runner):
             rows = [self._with_previous_id(row) for row in rows]
         if self._memory is not None:
             self._memory.run(rows, copies)
-        sampled: list[int] = []
+        sampling_rows = [
+            (row, given_row)
+            for row, given_row in zip(rows, given, strict=True)
+            if row.sampling is not None
+        ]
+        self._spend(rows)
+        if any(row.is_deferred for row in rows):
+            return _DeferredIds(lambda: self._sample(sampling_rows))
+        return CompletedStep(self._sample(sampling_rows))
+
+    def _spend(self, rows: Sequence[ScheduledSequence]) -> None:
+        """Sleep for the duration of a step."""
         num_prompt_tokens = 0
-        has_first = False
-        for row, given_row in zip(rows, given, strict=True):
-            sampling = row.sampling
-            if sampling is None:
+        has_first = samples = False
+        for row in rows:
+            if row.sampling is None:
                 num_prompt_tokens += row.num_new
                 continue
-            num_output = len(row.ids) - row.num_prompt
-            if num_output == 0:
+            samples = True
+            if len(row.ids) == row.num_prompt:
                 has_first = True
                 num_prompt_tokens += row.num_new
             else:
                 num_prompt_tokens += row.num_new - 1
-            next_id = self._next_id(row, sampling, num_output)
-            sampled.append(next_id)
-            if sampling.logprobs is not None:
-                given_row.logprob = _logprob(next_id, sampling.logprobs)
         duration = (
             num_prompt_tokens * self._time_per_prompt_token
             + has_first * self._time_per_call
-            + bool(sampled) * self._time_per_output_token
+            + samples * self._time_per_output_token
         )
         if duration > 0:
             self._sleep(duration)
+
+    def _sample(self, rows: Sequence[tuple[ScheduledSequence, ScheduledSequence]]) -> list[int]:
+        """Return the next ids of rows, given with all of their ids and as the core knows them."""
+        sampled: list[int] = []
+        for row, given_row in rows:
+            sampling = row.sampling
+            assert sampling is not None
+            row.mask = given_row.mask
+            next_id = self._next_id(row, sampling, len(row.ids) - row.num_prompt)
+            sampled.append(next_id)
+            if sampling.logprobs is not None:
+                given_row.logprob = _logprob(next_id, sampling.logprobs)
         self._previous_ids = sampled
-        return CompletedStep(sampled)
+        return sampled
 
     def _with_previous_id(self, row: ScheduledSequence) -> ScheduledSequence:
         """Append the id of the previous step that the host has not read yet."""
@@ -254,6 +272,24 @@ class FakeRunner(Runner):
         script = (default_text(prompt_ids) if text is None else text).encode()
         self._scripts[row.context, row.num_prompt] = script
         return script
+
+
+class _DeferredIds:
+    """A step that is sampled when the previous one was read; see `base.Handle`."""
+
+    is_ready = False
+
+    def __init__(self, sample: Callable[[], list[int]]) -> None:
+        self._sample = sample
+        self._ids: list[int] = []
+
+    def sample(self) -> None:
+        """Compute the ids."""
+        self._ids = self._sample()
+
+    def read(self) -> list[int]:
+        """Return the ids."""
+        return self._ids
 
 
 def _next_allowed(script: bytes, output: Sequence[int], mask: bytes) -> int:

@@ -12,6 +12,12 @@ Scores are in base 2. If an item is everything that its queries see, its result 
 including sinks, and written to `out`. Otherwise its normalised float32 result and its LSE are
 written to the slots of the item, for `merge`.
 
+With `MERGES` the program that writes the last partial of a query merges them all. It counts the
+partials of each row with an atomic addition and leaves the count at 0 for the next launch.
+
+Constants are parameters with defaults and not module globals: Triton compares each global that a
+kernel reads at each launch, in 0.6 us. `test_work_table` compares them with `work_table.table`.
+
 Invariants: cache slots that no item reads do not affect a result, whatever they hold. A masked
 key has weight 0 and its value counts as 0.
 
@@ -26,28 +32,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .work_table import table as work_table
-
-NUM_ITEMS = tl.constexpr(work_table.TableHeader.NUM_ITEMS.value)
-ITEMS = tl.constexpr(work_table.TableHeader.ITEMS.value)
-ENTRY_QUERIES = tl.constexpr(work_table.TableHeader.ENTRY_QUERIES.value)
-ENTRY_SLOTS = tl.constexpr(work_table.TableHeader.ENTRY_SLOTS.value)
-PAGES = tl.constexpr(work_table.TableHeader.PAGES.value)
-
-ITEM_SIZE = tl.constexpr(work_table.ITEM_SIZE)
-ENTRY = tl.constexpr(work_table.ItemField.ENTRY.value)
-NUM_QUERIES = tl.constexpr(work_table.ItemField.NUM_QUERIES.value)
-PAGE_INDEX = tl.constexpr(work_table.ItemField.PAGE.value)
-OFFSET = tl.constexpr(work_table.ItemField.OFFSET.value)
-NUM_KV = tl.constexpr(work_table.ItemField.NUM_KV.value)
-CHUNK = tl.constexpr(work_table.ItemField.CHUNK.value)
-LIMIT = tl.constexpr(work_table.ItemField.LIMIT.value)
-FLOOR = tl.constexpr(work_table.ItemField.FLOOR.value)
-IS_LARGE = tl.constexpr(work_table.ItemField.IS_LARGE.value)
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def attend_kernel(
@@ -58,6 +42,7 @@ def attend_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     table: tl.tensor,
+    counters: tl.tensor,
     sinks: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -85,6 +70,8 @@ def attend_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    MERGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Compute all items of a table.
@@ -97,6 +84,7 @@ def attend_kernel(
         keys: [M, K, D] slots of the cache, with any strides of slots and heads.
         values: [M, K, E].
         table: int32, see `work_table.builder`.
+        counters: [T, H] int32 zeros, left as zeros; used only with `MERGES`.
         sinks: [H]; read only with `HAS_SINKS`.
         scale: Scores times log2(e), or with `HAS_CAP` times 2 * log2(e) / softcap.
         cap: softcap * log2(e); read only with `HAS_CAP`.
@@ -124,42 +112,63 @@ def attend_kernel(
         HAS_WINDOW: Whether items have a floor.
         HAS_CAP: Whether scores are capped.
         HAS_SINKS: Whether heads have sinks.
+        MERGES: Whether the last program of a query merges its partials.
+        OVERLAPS: Whether the launch may begin before the previous kernel has ended.
         PRECISION: Precision of float32 products.
     """
-    num_units = tl.load(table + NUM_ITEMS) * KV_HEADS
-    items = table + tl.load(table + ITEMS)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    num_units = _num_items(table) * KV_HEADS
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         # The heads of an item are consecutive units: together they read whole pages.
-        item = items + unit // KV_HEADS * ITEM_SIZE
+        item = _item(table, unit // KV_HEADS)
         head = unit % KV_HEADS
         if LARGE > 0:
-            if tl.load(item + IS_LARGE) != 0:
+            if _is_large(item):
                 _run_item(
-                    *(out, partials, lse, query, keys, values, table, sinks, scale, cap),
+                    *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
                     *(out_stride, out_head_stride, query_stride, query_head_stride),
                     *(key_stride, key_head_stride, value_stride, value_head_stride),
                     *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
                     *(LARGE, LARGE_TILE, LARGE_STAGES, True),
-                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
+                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
                 )
             else:
                 _run_item(
-                    *(out, partials, lse, query, keys, values, table, sinks, scale, cap),
+                    *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
                     *(out_stride, out_head_stride, query_stride, query_head_stride),
                     *(key_stride, key_head_stride, value_stride, value_head_stride),
                     *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
                     *(SMALL, SMALL_TILE, SMALL_STAGES, False),
-                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
+                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
                 )
         else:
             _run_item(
-                *(out, partials, lse, query, keys, values, table, sinks, scale, cap),
+                *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
                 *(out_stride, out_head_stride, query_stride, query_head_stride),
                 *(key_stride, key_head_stride, value_stride, value_head_stride),
                 *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
                 *(SMALL, SMALL_TILE, SMALL_STAGES, False),
-                *(HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
+                *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
             )
+
+
+@triton.jit
+def _num_items(table: tl.tensor, NUM_ITEMS: tl.constexpr = 0) -> tl.tensor:
+    return tl.load(table + NUM_ITEMS)
+
+
+@triton.jit
+def _item(
+    table: tl.tensor, index: tl.tensor, ITEMS: tl.constexpr = 1, ITEM_SIZE: tl.constexpr = 16
+) -> tl.tensor:
+    return table + tl.load(table + ITEMS) + index * ITEM_SIZE
+
+
+@triton.jit
+def _is_large(item: tl.tensor, IS_LARGE: tl.constexpr = 8) -> tl.tensor:
+    return tl.load(item + IS_LARGE) != 0
 
 
 @triton.jit
@@ -171,6 +180,7 @@ def _run_item(
     keys: tl.tensor,
     values: tl.tensor,
     table: tl.tensor,
+    counters: tl.tensor,
     sinks: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -198,7 +208,21 @@ def _run_item(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    MERGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    ENTRY: tl.constexpr = 0,
+    NUM_QUERIES: tl.constexpr = 1,
+    PAGE_INDEX: tl.constexpr = 2,
+    OFFSET: tl.constexpr = 3,
+    NUM_KV: tl.constexpr = 4,
+    CHUNK: tl.constexpr = 5,
+    LIMIT: tl.constexpr = 6,
+    FLOOR: tl.constexpr = 7,
+    ENTRY_QUERIES: tl.constexpr = 2,
+    ENTRY_SLOTS: tl.constexpr = 3,
+    PAGES: tl.constexpr = 4,
+    LOG2_E: tl.constexpr = 1.4426950408889634,
+    LN_2: tl.constexpr = 0.6931471805599453,
 ) -> None:
     """Compute one item for one KV head and write its result.
 
@@ -274,6 +298,83 @@ def _run_item(
         result /= total[:, None]
         tl.store(partials + at[:, None] * VALUE_DIM + dims[None, :], result, mask=is_value)
         tl.store(lse + at, (peak + tl.log2(total)) * LN_2, mask=is_row)
+        if MERGES:
+            _merge_rows(
+                *(out, partials, lse, table, counters, sinks, number, heads, is_row),
+                *(out_stride, out_head_stride),
+                *(KV_HEADS * GROUP, VALUE_DIM, VALUE_PAD, ROWS, HAS_SINKS),
+            )
+
+
+@triton.jit
+def _merge_rows(
+    out: tl.tensor,
+    partials: tl.tensor,
+    lse: tl.tensor,
+    table: tl.tensor,
+    counters: tl.tensor,
+    sinks: tl.tensor,
+    number: tl.tensor,
+    heads: tl.tensor,
+    is_row: tl.tensor,
+    out_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    QUERY_PARTIALS: tl.constexpr = 7,
+    LOG2_E: tl.constexpr = 1.4426950408889634,
+) -> None:
+    """Merge the partials of the rows [M] whose last partial this program has written.
+
+    The partials are read in their order, so the result does not depend on which program is last.
+    """
+    counter = counters + number.to(tl.int64) * HEADS + heads
+    # All threads have written before one of them counts.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, mask=is_row, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    about = table + tl.load(table + QUERY_PARTIALS) + number * 2
+    count = tl.load(about + 1, mask=is_row, other=0)
+    is_last = is_row & (arrived == count - 1)
+    count = tl.where(is_last, count, 0)
+    most = tl.max(count, 0)
+    if most > 0:
+        first = tl.load(about, mask=is_last, other=0)
+        dims = tl.arange(0, VALUE_PAD)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        if HAS_SINKS:
+            peak = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
+        # A sink is a score of each head without a value.
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
+        result = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+        for index in range(most):
+            is_used = index < count
+            at = (first + index).to(tl.int64) * HEADS + heads
+            weight = tl.load(lse + at, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+            new_peak = tl.maximum(peak, weight)
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            decay = tl.exp2((peak - base) * LOG2_E)
+            weight = tl.exp2((weight - base) * LOG2_E)
+            value = tl.load(
+                partials + at[:, None] * VALUE_DIM + dims[None, :],
+                mask=is_used[:, None] & (dims < VALUE_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            result = result * decay[:, None] + weight[:, None] * value
+            total = total * decay + weight
+            peak = new_peak
+        result /= tl.where(is_last, total, 1.0)[:, None]
+        at = number.to(tl.int64) * out_stride + heads * out_head_stride
+        tl.store(
+            out + at[:, None] + dims[None, :],
+            result.to(out.dtype.element_ty),
+            mask=is_last[:, None] & (dims < VALUE_DIM)[None, :],
+        )
+        tl.store(counter, 0, mask=is_last)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ Shapes: G query heads per KV head - D, E head dims of keys, values.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -63,6 +64,11 @@ class AttentionTuning(NamedTuple):
     """Maximum rows of a large item: 64 runs two programs on a processor, 128 one."""
     max_items_per_program: int = 4
     """Maximum items for each program: more of them balance better, fewer start less often."""
+    merges_in_attention: bool = False
+    """Whether the program that writes the last partial of a query merges them, without another
+    launch."""
+    overlaps_launches: bool = False
+    """Programmatic dependent launch: whether a kernel is launched while the previous one ends."""
 
 
 DEFAULT_TUNING: Final = AttentionTuning()
@@ -87,7 +93,7 @@ class KernelConfiguration:
     """Triton's type of every argument, in order; "constexpr" for constants."""
     constants: dict[str, Any]
     options: dict[str, int]
-    """`num_warps` and `num_stages`."""
+    """`num_warps`, `num_stages` and `launch_pdl`."""
     aligned: tuple[str, ...] = field(default=())
     """Arguments that are divisible by 16: addresses, and strides in elements."""
     shape: AttentionShape | None = None
@@ -160,6 +166,8 @@ def attention_constants(
         "HAS_WINDOW": variant.has_window,
         "HAS_CAP": variant.has_cap,
         "HAS_SINKS": variant.has_sinks,
+        "MERGES": tuning.merges_in_attention,
+        "OVERLAPS": tuning.overlaps_launches,
         "PRECISION": "ieee" if is_exact else "tf32",
     }
 
@@ -197,8 +205,13 @@ def programs_per_processor(shape: AttentionShape, large: int) -> int:
     return 4 if max(shape.dim, shape.value_dim) <= 64 else 3
 
 
+def launch_options(*, overlaps: bool) -> dict[str, bool]:
+    """Return the option of a launch that begins while the previous kernel ends."""
+    return {"launch_pdl": True} if overlaps else {}
+
+
 def merge_constants(
-    heads: int, value_dim: int, *, has_sinks: bool, is_indexed: bool
+    heads: int, value_dim: int, *, has_sinks: bool, is_indexed: bool, overlaps: bool = False
 ) -> dict[str, Any]:
     """Return the constants of `merge.merge_kernel`."""
     return {
@@ -209,6 +222,7 @@ def merge_constants(
         "PARTIALS": MERGE_PARTIALS,
         "HAS_SINKS": has_sinks,
         "IS_INDEXED": is_indexed,
+        "OVERLAPS": overlaps,
     }
 
 
@@ -270,13 +284,28 @@ def configurations() -> tuple[KernelConfiguration, ...]:
         )
         for large in (0, 64)
     ]
+    for tuning in (
+        DEFAULT_TUNING._replace(merges_in_attention=True),
+        DEFAULT_TUNING._replace(merges_in_attention=True, overlaps_launches=True),
+    ):
+        result += [
+            _attend(AttentionShape(bf16, 8, 4, dim, dim, 16), plain, large, tuning)
+            for dim in (64, 128)
+            for large in (0, 64, 128)
+        ]
     result += [_merge(bf16, 32, dim) for dim in (64, 80, 128, 256)]
+    result += [_merge(bf16, 32, 128, overlaps=True)]
     result += [_store(bf16, 8, 128, 128), _store(bf16, 8, 192, 128), *_moves()]
     result += [_truncate(), _sample()]
     return tuple(result)
 
 
-def _attend(shape: AttentionShape, variant: AttentionVariant, large: int) -> KernelConfiguration:
+def _attend(
+    shape: AttentionShape,
+    variant: AttentionVariant,
+    large: int,
+    tuning: AttentionTuning = DEFAULT_TUNING,
+) -> KernelConfiguration:
     element = f"*{TYPE_NAMES[shape.dtype]}"
     pointers = {
         "out": element,
@@ -286,6 +315,7 @@ def _attend(shape: AttentionShape, variant: AttentionVariant, large: int) -> Ker
         "keys": element,
         "values": element,
         "table": "*i32",
+        "counters": "*i32",
         "sinks": "*fp32",
     }
     names = [name for name in attention.attend_kernel.arg_names if name.endswith("stride")]
@@ -295,19 +325,26 @@ def _attend(shape: AttentionShape, variant: AttentionVariant, large: int) -> Ker
     name = (
         f"attend-{element[1:]}-group{shape.group}-{shape.dim}x{shape.value_dim}"
         f"-page{shape.page}-rows{small_rows(shape.group)}+{large}{kind}"
+        f"{'-merges' if tuning.merges_in_attention else ''}"
+        f"{'-overlaps' if tuning.overlaps_launches else ''}"
     )
     configuration = _configuration(
         name,
         attention.attend_kernel,
         {**pointers, "scale": "fp32", "cap": "fp32", **dict.fromkeys(names, "i32")},
-        attention_constants(shape, variant, large),
-        attention_options(shape, large),
+        attention_constants(shape, variant, large, tuning),
+        {
+            **attention_options(shape, large),
+            **launch_options(overlaps=tuning.overlaps_launches),
+        },
         (*pointers, *names),
     )
     return replace(configuration, shape=shape)
 
 
-def _merge(dtype: torch.dtype, heads: int, value_dim: int) -> KernelConfiguration:
+def _merge(
+    dtype: torch.dtype, heads: int, value_dim: int, *, overlaps: bool = False
+) -> KernelConfiguration:
     pointers = {
         "out": f"*{TYPE_NAMES[dtype]}",
         "partials": "*fp32",
@@ -317,11 +354,11 @@ def _merge(dtype: torch.dtype, heads: int, value_dim: int) -> KernelConfiguratio
     }
     numbers = ("num_queries", "width", "out_stride", "out_head_stride")
     return _configuration(
-        f"merge-{TYPE_NAMES[dtype]}-{heads}x{value_dim}",
+        f"merge-{TYPE_NAMES[dtype]}-{heads}x{value_dim}{'-overlaps' if overlaps else ''}",
         merge.merge_kernel,
         {**pointers, **dict.fromkeys(numbers, "i32")},
-        merge_constants(heads, value_dim, has_sinks=False, is_indexed=False),
-        {"num_warps": 4, "num_stages": 2},
+        merge_constants(heads, value_dim, has_sinks=False, is_indexed=False, overlaps=overlaps),
+        {"num_warps": 4, "num_stages": 2, **launch_options(overlaps=overlaps)},
         (*pointers, "out_stride", "out_head_stride"),
     )
 
@@ -411,6 +448,12 @@ def _configuration(
     options: dict[str, int],
     aligned: tuple[str, ...],
 ) -> KernelConfiguration:
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(kernel.fn).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    constants = {**defaults, **constants}
     signature = {
         argument: "constexpr" if argument in constants else types[argument]
         for argument in kernel.arg_names

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .configuration import launch_options
+
 HEADS_PER_PROGRAM: Final = 8
 """Heads of a token per program of `rotate_store`."""
 TILE_COLUMNS: Final = 1024
@@ -26,13 +28,25 @@ TILE_COLUMNS: Final = 1024
 class TritonElementwise:
     """The operations as Triton kernels; see `elementwise.ElementwiseOperations`."""
 
+    def __init__(self, *, overlaps_launches: bool = False) -> None:
+        """With `overlaps_launches`, a kernel is launched while the previous one ends."""
+        self._overlaps = overlaps_launches
+
+    def _launch(
+        self, kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], meta: dict[str, Any]
+    ) -> None:
+        """Launch a kernel on its tensors' device."""
+        kernel[grid](
+            *args, **meta, OVERLAPS=self._overlaps, **launch_options(overlaps=self._overlaps)
+        )
+
     def add_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `elementwise.ElementwiseOperations`."""
         num_tokens, width = hidden.shape
         out = torch.empty_like(hidden)
         block = 1 << max(0, width - 1).bit_length()
         if num_tokens:
-            _launch(
+            self._launch(
                 add_norm_kernel,
                 (num_tokens,),
                 (hidden, delta, weight, out, width, eps),
@@ -57,7 +71,7 @@ class TritonElementwise:
         num_heads = mixed.shape[1] // dim - 2 * kv_heads
         query = mixed.new_empty(num_tokens, num_heads, dim)
         if num_tokens:
-            _launch(
+            self._launch(
                 rotate_store_kernel,
                 (num_tokens, triton.cdiv(num_heads + 2 * kv_heads, HEADS_PER_PROGRAM)),
                 (
@@ -85,7 +99,7 @@ class TritonElementwise:
         out = mixed.new_empty(num_tokens, width)
         if num_tokens:
             grid = (num_tokens, triton.cdiv(width, TILE_COLUMNS))
-            _launch(
+            self._launch(
                 silu_mul_kernel,
                 grid,
                 (mixed, out, width),
@@ -99,13 +113,6 @@ def add_norm_warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-def _launch(
-    kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], meta: dict[str, Any]
-) -> None:
-    """Launch a kernel on its tensors' device."""
-    kernel[grid](*args, **meta)
-
-
 @triton.jit
 def add_norm_kernel(
     hidden: tl.tensor,
@@ -115,8 +122,12 @@ def add_norm_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Add and norm one row [W] of `hidden` and `delta`; BLOCK is W rounded up to a power of 2."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
     inside = column < width
     place = tl.program_id(0).to(tl.int64) * width + column
@@ -153,6 +164,7 @@ def rotate_store_kernel(
     BLOCK: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Rotate and store HEADS_PER_PROGRAM heads of one token.
 
@@ -177,7 +189,11 @@ def rotate_store_kernel(
         BLOCK: D / 2 rounded up to a power of 2.
         HEADS_PER_PROGRAM: Heads of a program; queries precede keys and values.
         HAS_NORM: Whether queries and keys are normed before the rotation.
+        OVERLAPS: Whether the launch may begin before the previous kernel has ended.
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     DIM: tl.constexpr = 2 * HALF
     ROTATED: tl.constexpr = NUM_HEADS + KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -257,9 +273,16 @@ def _rotated(
 
 @triton.jit
 def silu_mul_kernel(
-    mixed: tl.tensor, out: tl.tensor, width: tl.tensor, TILE_COLUMNS: tl.constexpr
+    mixed: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    TILE_COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Write `silu(gate) * up` for TILE_COLUMNS columns of one token; `width` is I."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = column < width
     token = tl.program_id(0).to(tl.int64)

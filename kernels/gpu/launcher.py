@@ -38,6 +38,7 @@ from .configuration import (
     attention_constants,
     attention_options,
     large_rows,
+    launch_options,
     merge_constants,
     programs_per_processor,
     small_rows,
@@ -58,6 +59,9 @@ MERGE_PROGRAMS: Final = 8
 """Programs of the merge kernel per multiprocessor."""
 COPIES: Final = 2
 """Pinned tables used in turn, so that a step is planned while the last table is copied."""
+RECORDED_PARTIALS: Final = 4096
+"""Slots for partials that recorded steps have at least: several times what a step of 256 tokens
+behind a deep tree needs. They take 67 MB for 32 heads of 128 numbers."""
 SPARE: Final = 1.5
 """Factor by which memory exceeds the need when it grows."""
 LOG2_E: Final = 1.4426950408889634
@@ -84,11 +88,26 @@ class _DeviceBuffers:
         self.table = torch.empty(0, dtype=torch.int32, device=device)
         self.partials = torch.empty(0, dtype=torch.float32, device=device)
         self.lse = torch.empty(0, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
         self.memory = 0
         """Number of times that a buffer was replaced."""
         self._pinned: list[Tensor] = []
         self._copied: list[torch.cuda.Event] = []
         self._turn = 0
+
+    def fits(self, num_words: int, num_partials: int, value_dim: int) -> bool:
+        """Return whether a step needs no other memory."""
+        return (
+            num_words <= len(self.table)
+            and num_partials * value_dim <= len(self.partials)
+            and num_partials <= len(self.lse)
+        )
+
+    def reserve_counters(self, num_rows: int) -> None:
+        """Allocate zeros that count the partials of `num_rows` queries and heads."""
+        if num_rows > len(self.counters):
+            self.counters = self.counters.new_zeros(int(num_rows * SPARE))
+            self.memory += 1
 
     def reserve(self, num_partials: int, value_dim: int) -> None:
         """Allocate memory for partials of `value_dim` numbers."""
@@ -136,19 +155,35 @@ class _DeviceWorkTable:
         self.eager = _DeviceBuffers(device)
         self.current = self.eager
 
-    def prepare(self, plan: Plan, heads: int, value_dim: int, *, is_recorded: bool) -> None:
+    def prepare(
+        self, plan: Plan, heads: int, value_dim: int, *, is_recorded: bool, may_grow: bool = True
+    ) -> bool:
         """Copy the table of a step to the device and allocate memory for its partials.
 
         A plan that was prepared for a recording stays in the buffers of recordings.
+
+        Returns:
+            False if the step does not fit into the buffers of recordings and they must not grow.
         """
         is_new = self.plan is not plan
         if is_new:
             self.work.update(plan)
             self.plan = plan
+        num_partials = self.work.num_partials * heads
+        num_rows = plan.num_queries * heads if self.work.layers.merges_in_attention else 0
+        fits = may_grow or (
+            self.recorded.fits(len(self.work.words), num_partials, value_dim)
+            and num_rows <= len(self.recorded.counters)
+        )
+        is_recorded = is_recorded and fits
         if is_new or (is_recorded and self.current is not self.recorded):
             self.current = self.recorded if is_recorded else self.eager
             self.current.copy(torch.from_numpy(self.work.words))
-        self.current.reserve(self.work.num_partials * heads, value_dim)
+        if self.current is self.recorded and num_partials > 0:
+            num_partials = max(num_partials, RECORDED_PARTIALS * heads)
+        self.current.reserve(num_partials, value_dim)
+        self.current.reserve_counters(num_rows)
+        return fits
 
 
 class TritonKernels:
@@ -156,7 +191,11 @@ class TritonKernels:
 
     def __init__(self, tuning: AttentionTuning = DEFAULT_TUNING) -> None:
         """Start without tables; `tuning` differs only in benchmarks."""
-        self._tuning = tuning
+        # The interpreter has no programmatic launch.
+        self._tuning = tuning._replace(
+            overlaps_launches=tuning.overlaps_launches and not INTERPRETED
+        )
+        self._launch_options = launch_options(overlaps=self._tuning.overlaps_launches)
         self._tables: dict[tuple[torch.device, LayerGroup], _DeviceWorkTable] = {}
         self._addresses: dict[tuple[int, ...], Tensor] = {}
 
@@ -168,12 +207,15 @@ class TritonKernels:
         plan: Plan,
         *,
         window: int | None,
-    ) -> GraphKey:
+        may_grow: bool = True,
+    ) -> GraphKey | None:
         """Copy a step's table to the device; see `ops.AttentionOperations.prepare`."""
         _check_shapes(query, key_cache, value_cache)
-        device_table = self._device_table(
-            query, key_cache, value_cache, plan, window, is_recorded=True
-        )
+        device_table = self._device_table(query, key_cache, value_cache, plan, window)
+        if not device_table.prepare(
+            plan, query.shape[1], value_cache.shape[3], is_recorded=True, may_grow=may_grow
+        ):
+            return None
         work = device_table.work
         has_window = work.layers.window is not None
         memory = device_table.recorded.memory
@@ -195,11 +237,10 @@ class TritonKernels:
         """Compute the items of the table, then merge; see `ops.AttentionOperations.attention`."""
         _check_shapes(query, key_cache, value_cache)
         window = plan.effective_window(window)
-        device_table = self._device_table(
-            query, key_cache, value_cache, plan, window, is_recorded=False
-        )
-        buffers = device_table.current
+        device_table = self._device_table(query, key_cache, value_cache, plan, window)
         heads, value_dim = query.shape[1], value_cache.shape[3]
+        device_table.prepare(plan, heads, value_dim, is_recorded=False)
+        buffers = device_table.current
         shape = _shape(query, key_cache, value_cache)
         variant = AttentionVariant(window is not None, softcap is not None, sinks is not None)
         large = device_table.work.large
@@ -213,6 +254,7 @@ class TritonKernels:
             key_cache,
             value_cache,
             buffers.table,
+            buffers.counters if self._tuning.merges_in_attention else buffers.table,
             sinks,
             scale * LOG2_E if softcap is None else scale * 2 * LOG2_E / softcap,
             0.0 if softcap is None else softcap * LOG2_E,
@@ -226,6 +268,7 @@ class TritonKernels:
             value_cache.stride(2),
             **attention_constants(shape, variant, large, self._tuning),
             **attention_options(shape, large),
+            **self._launch_options,
         )
         if device_table.work.is_merged:
             _MERGE[(device_table.work.layers.processors * MERGE_PROGRAMS,)](
@@ -238,8 +281,15 @@ class TritonKernels:
                 0,
                 out.stride(0),
                 out.stride(1),
-                **merge_constants(heads, value_dim, has_sinks=variant.has_sinks, is_indexed=False),
+                **merge_constants(
+                    heads,
+                    value_dim,
+                    has_sinks=variant.has_sinks,
+                    is_indexed=False,
+                    overlaps=self._tuning.overlaps_launches,
+                ),
                 num_warps=4,
+                **self._launch_options,
             )
         return out
 
@@ -347,10 +397,8 @@ class TritonKernels:
         value_cache: Tensor,
         plan: Plan,
         window: int | None,
-        *,
-        is_recorded: bool,
     ) -> _DeviceWorkTable:
-        """Return the device table of a layer, updated to the plan."""
+        """Return the device table of a layer, which `prepare` updates to the plan."""
         shape = _shape(query, key_cache, value_cache)
         layers = LayerGroup(
             kv_heads=shape.kv_heads,
@@ -365,13 +413,13 @@ class TritonKernels:
                 programs_per_processor(shape, 128),
             ),
             max_items_per_program=self._tuning.max_items_per_program,
+            merges_in_attention=self._tuning.merges_in_attention,
         )
         device_table = self._tables.get((query.device, layers))
         if device_table is None:
             device_table = self._tables[query.device, layers] = _DeviceWorkTable(
                 layers, query.device
             )
-        device_table.prepare(plan, query.shape[1], shape.value_dim, is_recorded=is_recorded)
         return device_table
 
 

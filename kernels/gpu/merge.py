@@ -17,13 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .work_table import table as work_table
-
-NUM_MERGES = tl.constexpr(work_table.TableHeader.NUM_MERGES.value)
-MERGES = tl.constexpr(work_table.TableHeader.MERGES.value)
-MERGE_SIZE = tl.constexpr(work_table.MERGE_SIZE)
-LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def merge_kernel(
@@ -43,6 +36,8 @@ def merge_kernel(
     PARTIALS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_INDEXED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    LOG2_E: tl.constexpr = 1.4426950408889634,
 ) -> None:
     """Merge the queries of a table.
 
@@ -64,9 +59,14 @@ def merge_kernel(
         PARTIALS: Partials that are read at once.
         HAS_SINKS: Whether heads have sinks.
         IS_INDEXED: Whether slots are listed one by one.
+        OVERLAPS: Whether the launch may begin before the previous kernel has ended.
+        LOG2_E: log2(e).
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     tiles: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
-    num_units = num_queries * tiles if IS_INDEXED else tl.load(table + NUM_MERGES) * tiles
+    num_units = num_queries * tiles if IS_INDEXED else _num_merges(table) * tiles
     dims = tl.arange(0, VALUE_PAD)
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         heads = unit % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -75,7 +75,7 @@ def merge_kernel(
         first = 0
         count = width
         if not IS_INDEXED:
-            row = table + tl.load(table + MERGES) + number * MERGE_SIZE
+            row = _merge(table, number)
             number = tl.load(row)
             first = tl.load(row + 1)
             count = tl.load(row + 2)
@@ -117,3 +117,15 @@ def merge_kernel(
             (result / total[:, None]).to(out.dtype.element_ty),
             mask=is_head[:, None] & (dims < VALUE_DIM)[None, :],
         )
+
+
+@triton.jit
+def _num_merges(table: tl.tensor, NUM_MERGES: tl.constexpr = 5) -> tl.tensor:
+    return tl.load(table + NUM_MERGES)
+
+
+@triton.jit
+def _merge(
+    table: tl.tensor, number: tl.tensor, MERGES: tl.constexpr = 6, MERGE_SIZE: tl.constexpr = 3
+) -> tl.tensor:
+    return table + tl.load(table + MERGES) + number * MERGE_SIZE

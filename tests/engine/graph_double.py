@@ -140,6 +140,7 @@ class Dense:
         plan: Plan,
         *,
         window: int | None,
+        may_grow: bool = True,
     ) -> int:
         """Write [T, 1 + W]: the position of each query, and the blocks before it."""
         if self._plans.get(window) is plan:

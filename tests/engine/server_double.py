@@ -25,16 +25,22 @@ class LateStep:
 
     is_ready = False
 
-    def __init__(self, spy: RecordingRunner, ids: list[int], *, fails: bool) -> None:
+    def __init__(self, spy: RecordingRunner, done: Handle, *, fails: bool) -> None:
         self._spy = spy
-        self._ids = ids
+        self._done = done
         self._fails = fails
+
+    def sample(self) -> None:
+        assert self._spy.flying == [self], "the previous step is read before a step is sampled"
+        self._done.sample()
 
     def read(self) -> list[int]:
         assert self._spy.flying.pop(0) is self, "steps are read in the order of their start"
         if self._fails:
+            # Steps that were started behind a failed one are not read.
+            self._spy.flying.clear()
             raise RuntimeError("late test failure")
-        return self._ids
+        return self._done.read()
 
 
 class RecordingRunner(FakeRunner):
@@ -58,6 +64,8 @@ class RecordingRunner(FakeRunner):
         self.flying: list[LateStep] = []
         self.num_ahead = 0
         """Steps that were started before the one before them was read."""
+        self.num_deferred = 0
+        """Steps that were sampled after the one before them was read."""
         self.steps: list[list[tuple[int, int, int]]] = []
         """(context, start, num_new) of every row."""
         self.copies: list[tuple[int, int]] = []
@@ -70,13 +78,14 @@ class RecordingRunner(FakeRunner):
         if self.fails:
             raise RuntimeError("test failure")
         follows = [row.previous_id_index is not None for row in rows]
-        assert all(follows) if self.flying else not any(follows)
+        assert self.flying or not any(follows)
         assert len(self.flying) <= 1
+        self.num_deferred += any(row.is_deferred for row in rows)
         self.num_ahead += len(self.flying)
         done = super().start(rows, copies)
         if not self.late:
             return done
-        handle = LateStep(self, done.read(), fails=self.fails_late)
+        handle = LateStep(self, done, fails=self.fails_late)
         self.flying.append(handle)
         return handle
 

@@ -9,10 +9,10 @@ idle, and many short chunks write more partials than they read keys. Items are o
 first, and every second round backwards, so that each program gets about the same work.
 
 The table is int32 words: `TableHeader`, then items of `ITEM_SIZE` words (`ItemField`), merges,
-entries and pages. An entry is one query of one range: the query's index, and the slot of its
-first partial; chunk c of the range writes to that slot plus c. The partials of a query are
-neighbours, so a merge is three words: query, first slot, number of partials. A query with a
-single partial has no slot. Offsets are in the header: one copy of the words brings a step to
+entries, partials of each query and pages. An entry is one query of one range: the query's index,
+and the slot of its first partial; chunk c of the range writes to that slot plus c. The partials of
+a query are neighbours, so a merge is three words: query, first slot, number of partials. A query
+with a single partial has no slot. Offsets are in the header: one copy of the words brings a step to
 the device, and the launch does not depend on their values, as CUDA graphs require.
 
 While all rows decode, only the last item of each row grows, and there is room for
@@ -50,6 +50,7 @@ from .partition import (
 from .table import (
     HEADER_SIZE,
     ITEM_SIZE,
+    QUERY_PARTIALS_SIZE,
     ItemField,
     RowTails,
     TableHeader,
@@ -57,6 +58,7 @@ from .table import (
     WorkTable,
 )
 
+NO_PARTIALS: Final = np.zeros((0, QUERY_PARTIALS_SIZE), dtype=np.int64)
 FEW_ROUNDS: Final = 8
 """Rounds of items above which their number per program does not matter."""
 
@@ -77,6 +79,8 @@ class LayerGroup(NamedTuple):
     programs: tuple[int, int, int]
     """Programs that a processor runs at once, with large items of 0, 64 and 128 rows."""
     max_items_per_program: int = 4
+    merges_in_attention: bool = False
+    """Whether the attention kernel merges partials, and reads where those of a query are."""
 
 
 class WorkTableBuilder:
@@ -115,11 +119,13 @@ class WorkTableBuilder:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the step needs a merge launch.
+        """Whether the step needs a merge launch, which `merges_in_attention` replaces.
 
         Under a window it always gets one: whether rows are cut then depends on all their lengths,
         and a recording would be missing for one case or the other.
         """
+        if self.layers.merges_in_attention:
+            return False
         return self.num_merges > 0 or self.layers.window is not None
 
     def _large_rows(self, most: int) -> int:
@@ -172,11 +178,24 @@ class WorkTableBuilder:
         factor: Reals = np.where(items[:, ItemField.IS_LARGE], tiles.large_cost, 1.0)
         cost: Reals = factor * items[:, ItemField.NUM_KV]
         items = items[balanced_order(cost, max(1, self.programs // layers.kv_heads))]
-        return _write_table(plan, kv_ranges, items, merges, slots)
+        partials = _query_partials(plan, merges) if layers.merges_in_attention else NO_PARTIALS
+        return _write_table(plan, kv_ranges, items, merges, slots, partials)
+
+
+def _query_partials(plan: Plan, merges: Integers) -> Integers:
+    """Return the first slot and the number of partials of each query, 0 without a merge."""
+    partials = np.zeros((plan.num_queries, QUERY_PARTIALS_SIZE), dtype=np.int64)
+    partials[merges[:, 0]] = merges[:, 1:]
+    return partials
 
 
 def _write_table(
-    plan: Plan, kv_ranges: KVRanges, items: Integers, merges: Integers, slots: Integers
+    plan: Plan,
+    kv_ranges: KVRanges,
+    items: Integers,
+    merges: Integers,
+    slots: Integers,
+    partials: Integers,
 ) -> WorkTable:
     """Write the words of a table.
 
@@ -186,8 +205,9 @@ def _write_table(
         items: [I, ITEM_SIZE] in their final order.
         merges: [M, MERGE_SIZE].
         slots: [E] first slot of each entry, or -1.
+        partials: [T, QUERY_PARTIALS_SIZE], or empty if attention does not merge.
     """
-    sections = (items, merges, kv_ranges.queries, slots, kv_ranges.pages)
+    sections = (items, merges, kv_ranges.queries, slots, partials, kv_ranges.pages)
     offsets = np.cumsum([HEADER_SIZE, *(section.size for section in sections)]).tolist()
     words = np.zeros(offsets[-1], dtype=np.int32)
     for section, (begin, end) in zip(sections, pairwise(offsets), strict=True):
@@ -195,13 +215,13 @@ def _write_table(
     words[TableHeader.NUM_ITEMS], words[TableHeader.ITEMS] = len(items), offsets[0]
     words[TableHeader.NUM_MERGES], words[TableHeader.MERGES] = len(merges), offsets[1]
     words[TableHeader.ENTRY_QUERIES], words[TableHeader.ENTRY_SLOTS] = offsets[2], offsets[3]
-    words[TableHeader.PAGES] = offsets[4]
+    words[TableHeader.QUERY_PARTIALS], words[TableHeader.PAGES] = offsets[4], offsets[5]
     range_of = np.searchsorted(kv_ranges.entry, items[:, ItemField.ENTRY], side="right") - 1
     row_of = range_of - kv_ranges.num_shared
     return WorkTable(
         words=words,
         items=words[offsets[0] : offsets[1]].reshape(-1, ITEM_SIZE),
-        pages=words[offsets[4] :],
+        pages=words[offsets[5] :],
         num_merges=len(merges),
         num_partials=int(merges[:, 2].sum()),
         tails=_row_tails(plan, kv_ranges, items, row_of),

@@ -34,6 +34,7 @@ class TableHeader(IntEnum):
     PAGES = 4
     NUM_MERGES = 5
     MERGES = 6
+    QUERY_PARTIALS = 7
 
 
 HEADER_SIZE: Final = 16
@@ -61,6 +62,7 @@ class ItemField(IntEnum):
 
 ITEM_SIZE: Final = 16
 MERGE_SIZE: Final = 3
+QUERY_PARTIALS_SIZE: Final = 2
 NO_LIMIT: Final = 2**30
 SPARE_BLOCKS: Final = 4
 """Blocks that a row may start before the table is rebuilt."""

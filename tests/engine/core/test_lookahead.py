@@ -6,7 +6,9 @@ tests random commands during a step in flight.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ import pytest
 
 from conure.engine import protocol
 from conure.engine.config import EngineConfig
-from conure.engine.runner.base import ScheduledSequence
+from conure.engine.runner.base import Handle, Runner, ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.kernels.planning.plan import Plan, build_plan
 
 from .. import shrunk
+from ..constraint_harness import ConstraintHarness, lark, schema
 from ..graph_double import Recorder, backend
 from ..random_calls import random_calls, run_calls
 from ..server_double import LIMITS, ServerDouble
@@ -89,25 +92,75 @@ def test_late_end_discards_one_token(sampling: dict[str, Any]) -> None:
         {"frequency_penalty": 0.1},
     ],
 )
-def test_host_dependent_sampling_disables_lookahead(
+def test_penalty_defers_sampling_and_not_the_forward_pass(
     sampling: dict[str, Any],
 ) -> None:
     server, _ = started(max_tokens=8, ignore_eos=True, **sampling)
     server.run()
-    assert server.runner.num_ahead == 0
+    assert server.runner.num_ahead == 7
+    assert server.runner.num_deferred == 7
 
 
-def test_new_prompt_joins_the_next_step() -> None:
+def test_free_rows_are_sampled_at_once() -> None:
+    server, _ = started(max_tokens=8, ignore_eos=True)
+    server.run()
+    assert server.runner.num_deferred == 0
+
+
+def test_new_prompt_joins_a_lookahead_step() -> None:
     server, _ = started(max_tokens=30, ignore_eos=True)
     for _ in range(5):
         server.step()
     ahead = server.runner.num_ahead
     server.fill(A[10:20])
     server.step()
-    assert server.runner.num_ahead == ahead
-    assert server.runner.steps[-1][-1][2] == 10, "the started step contains the prompt"
+    assert server.runner.num_ahead == ahead + 1
+    assert [each[1:] for each in server.runner.steps[-1]] == [(9, 1), (0, 10)]
     server.run()
-    assert server.runner.num_ahead > ahead
+    assert server.runner.num_ahead == len(server.runner.steps) - 1
+
+
+def test_prompt_continues_before_its_last_chunk_was_read() -> None:
+    limits = protocol.EngineLimits(
+        256, block_size=4, num_blocks=128, step_tokens=16, max_sequences=4
+    )
+    server = ServerDouble(limits, late=True)
+    context = server.fill(A[:26] * 2)
+    server.generate(context, max_tokens=3, ignore_eos=True)
+    server.run()
+    assert server.runner.num_ahead == 5
+    assert [row[1:] for step in server.runner.steps for row in step] == [
+        *((0, 16), (16, 16), (32, 16), (48, 4)),
+        *((52, 1), (53, 1)),
+    ]
+
+
+def test_long_step_is_read_before_the_next_one() -> None:
+    limits = protocol.EngineLimits(
+        1024, block_size=4, num_blocks=512, step_tokens=512, max_sequences=4
+    )
+    server = ServerDouble(limits, late=True)
+    for number in range(2):
+        server.fill([number] * 400)
+    server.run()
+    assert [sum(row[2] for row in step) for step in server.runner.steps] == [512, 288]
+    assert server.runner.num_ahead == 0
+
+
+def test_context_that_needs_blocks_of_another_gets_them_after_the_step() -> None:
+    """A higher rank preempts as soon as the step in flight is read."""
+    limits = protocol.EngineLimits(64, block_size=4, num_blocks=16, step_tokens=64, max_sequences=4)
+    server = ServerDouble(limits, late=True)
+    low = server.fill(A[:20], rank=5.0)
+    server.generate(low, rank=5.0, max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        server.step()
+    high = server.fill(bytes(range(48)), rank=1.0)
+    for _ in range(2):
+        server.step()
+    assert any((high, 0, 48) in step for step in server.runner.steps[-2:])
+    server.run()
+    assert server.known[low].finished
 
 
 def test_fill_is_answered_after_its_step_is_read() -> None:
@@ -175,6 +228,20 @@ def test_late_failure_fails_the_lookahead_step_too() -> None:
     assert server.engine.status().num_held == 0
 
 
+def test_prompt_that_shared_with_a_failed_step_is_computed_again() -> None:
+    server = ServerDouble(late=True)
+    failing = server.fill(A[:8])
+    server.runner.fails_late = True
+    server.step()
+    server.runner.fails_late = False
+    twin = server.fill(A[:12])
+    server.step()
+    assert [failed.context for failed in server.failed] == [failing]
+    server.run()
+    assert (twin, 0, 12) in server.runner.steps[-1]
+    assert len(server.known[twin].filled) == 1
+
+
 def test_kv_rewritten_by_a_failed_step_is_recomputed() -> None:
     server = ServerDouble(late=True)
     context = server.fill(A[:8])
@@ -187,7 +254,7 @@ def test_kv_rewritten_by_a_failed_step_is_recomputed() -> None:
     server.runner.fails_late = False
     server.run()
     assert [failed.context for failed in server.failed] == [context]
-    assert (fork, 0, 8) in server.runner.steps[2]
+    assert (fork, 0, 8) in server.runner.steps[3]
 
 
 def test_failed_step_leaves_no_cached_kv() -> None:
@@ -240,6 +307,91 @@ def test_lookahead_does_not_change_model_outputs(
         assert found[0] == found[1] == found[2]
     assert num_ahead > 20
     assert recorder.num_replayed > 20
+
+
+GRAMMARS = (
+    None,
+    lark('start: /[a-z]{1,9}/ "," /[0-9]+/'),
+    lark('start: "yes, certainly" | "no, never"'),
+    schema({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}),
+    None,
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "logprobs": 1},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 1.2, "top_p": 0.9, "min_tokens": 3},
+)
+
+
+def constrained_outputs(runner: Runner, seed: int) -> list[tuple[list[int], str, str]]:
+    """Return ids, text and outcome of calls, of which some have grammars and penalties."""
+    rng = random.Random(seed)
+    harness = ConstraintHarness(runner)
+    common = rng.choices(range(32, 127), k=20)
+    names: list[int] = []
+    for number in range(15):
+        prompt = common[: rng.randrange(20)] + rng.choices(range(32, 127), k=rng.randint(1, 12))
+        sampling = {"seed": number, "max_tokens": rng.randint(1, 20), **rng.choice(KINDS)}
+        names.append(harness.start(prompt, rng.choice(GRAMMARS), **sampling))
+        for _ in range(rng.randrange(4)):
+            harness.step()
+    harness.run()
+    found = []
+    for name in names:
+        outcome = harness.outcomes[name]
+        found.append((outcome.ids, outcome.finished.text, outcome.finished.constraint))
+        harness.free(name)
+    while harness.step():
+        pass
+    assert harness.engine.status().num_held == 0
+    harness.close()
+    return found
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_lookahead_does_not_change_constrained_outputs(folder: Path, num_blocks: int) -> None:
+    """Covers grammars with forced tokens, penalties and free rows in the same steps."""
+    options: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": 4,
+        "max_sequences": 6,
+        "min_saved": 0,
+        "step_tokens": 24,
+    }
+    runners = [
+        shrunk.runner_on(folder, device, **options)
+        for device in ("cpu", backend(None, is_late=True))
+    ]
+    counters = [count_deferred(runner) for runner in runners]
+    for seed in range(2):
+        found = [constrained_outputs(runner, seed) for runner in runners]
+        assert found[0] == found[1]
+    # How often depends on how long the grammars take to compile.
+    assert [counter.num_ahead > 0 for counter in counters] == [False, True]
+    assert [counter.num_deferred > 0 for counter in counters] == [False, True]
+
+
+@dataclass
+class LookaheadCounter:
+    """Steps that continue ids which the host has not read, and those that are sampled later."""
+
+    num_ahead: int = 0
+    num_deferred: int = 0
+
+
+def count_deferred(runner: TorchModelRunner) -> LookaheadCounter:
+    """Count the steps of a runner."""
+    counter = LookaheadCounter()
+    start = runner.start
+
+    def counted(rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> Handle:
+        counter.num_ahead += any(row.previous_id_index is not None for row in rows)
+        counter.num_deferred += any(row.is_deferred for row in rows)
+        return start(rows, copies)
+
+    runner.start = counted  # type: ignore[method-assign]
+    return counter
 
 
 @pytest.mark.parametrize("num_blocks", [200, 24])

@@ -138,6 +138,8 @@ class RandomLoad:
             "min_tokens": self.rng.choice([0, 0, 0, 3]),
             "stop": self.rng.choice([(), (), ("r", "al"), ("e ",), ("er", "mb")]),
             "ignore_eos": self.rng.random() < 0.3,
+            # The text does not depend on it, but when a step is sampled does.
+            "repetition_penalty": self.rng.choice([1.0, 1.0, 1.2]),
         }
 
 

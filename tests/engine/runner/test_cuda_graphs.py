@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from torch import Tensor
 from conure.engine.protocol import SamplingParams
 from conure.engine.runner.backend import Backend
 from conure.engine.runner.base import ScheduledSequence
-from conure.engine.runner.cuda_graphs import CudaGraphCache, bucket_size, bucket_sizes
+from conure.engine.runner.cuda_graphs import MAX_RECORDINGS, CudaGraphCache, bucket_sizes
 from conure.engine.runner.staging import Staging
 from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.engine.runner.warmup import recorded_sizes
 
 from .. import shrunk
 from ..graph_double import Dense, Recorder, backend, interpreted
@@ -242,14 +244,61 @@ def test_warm_records_all_sizes_without_writing_blocks(llama: Path) -> None:
     runner = runner_of(llama, backend(recorder))
     before = [cache.clone() for cache in runner._own_caches]
     runner.warm()
-    assert recorder.num_recorded == len(bucket_sizes(6)) == 4
+    sizes = recorded_sizes(runner.limits)
+    assert sizes == (1, 2, 4, 6, 8, 16, 32, 64, 128, 192, 256)
+    assert recorder.num_recorded == len(sizes)
     scratch = runner.limits.num_blocks
     for cache, old in zip(runner._own_caches, before, strict=True):
         assert torch.equal(cache[:scratch], old[:scratch])
     sampling = SamplingParams(max_tokens=1)
     runner.run([ScheduledSequence(0, [5], 0, 1, [3], sampling)] * 5, [])
     runner.run([ScheduledSequence(0, [5] * 90, 89, 1, list(range(23)), sampling)] * 3, [])
-    assert recorder.num_recorded == 4
+    replayed = recorder.num_replayed
+    runner.run([ScheduledSequence(0, [5] * 90, 13, 77, list(range(23)), sampling)] * 2, [])
+    assert recorder.num_replayed == replayed + 1, "a step with prompts is replayed, too"
+    assert recorder.num_recorded == len(sizes)
+
+
+def test_steps_with_prompts_are_recorded_by_warming_alone(llama: Path) -> None:
+    recorder = Recorder()
+    runner = runner_of(llama, backend(recorder))
+    prompt = ScheduledSequence(0, [5] * 9, 0, 9, [1, 2, 3], SamplingParams(max_tokens=1))
+    wanted = runner.run([prompt], [])
+    assert recorder.num_recorded == 0
+    runner.warm()
+    assert runner.run([prompt], []) == wanted
+    assert recorder.num_replayed > 0
+
+
+def test_recordings_share_the_memory_of_their_logits(llama: Path) -> None:
+    recorder, addresses = Recorder(), set()
+
+    def noted(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        addresses.add(function().untyped_storage().data_ptr())
+        return recorder(function)
+
+    runner = runner_of(llama, backend(noted))
+    runner.warm()
+    assert recorder.num_recorded > 1
+    assert addresses == {runner._recorded_logits.untyped_storage().data_ptr()}
+
+
+def test_step_that_needs_more_memory_than_recordings_have_runs_eagerly(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    runner = runner_of(llama, backend(recorder))
+    runner.warm()
+    prepare = runner._operations.prepare
+    monkeypatch.setattr(
+        runner._operations,
+        "prepare",
+        lambda *args, may_grow=True, **options: prepare(*args, **options) if may_grow else None,
+    )
+    replayed = recorder.num_replayed
+    prompt = ScheduledSequence(0, [5] * 9, 0, 9, [1, 2, 3], SamplingParams(max_tokens=1))
+    assert len(runner.run([prompt], [])) == 1
+    assert recorder.num_replayed == replayed
 
 
 def test_large_prefill_keeps_recordings_valid(llama: Path) -> None:
@@ -293,8 +342,6 @@ def test_steps_are_padded_to_few_sizes() -> None:
     assert bucket_sizes(1) == (1,)
     assert bucket_sizes(6) == (1, 2, 4, 6)
     assert bucket_sizes(128) == (1, 2, 4, 8, 16, 32, 64, 128)
-    assert [bucket_size(num, 6) for num in (1, 2, 3, 5, 6)] == [1, 2, 4, 6, 6]
-    assert bucket_size(7, 6) is None
 
 
 def test_recordings_are_bounded() -> None:
@@ -302,7 +349,7 @@ def test_recordings_are_bounded() -> None:
     graphs = CudaGraphCache(recorder)
     for key in range(200):
         assert int(graphs.run(key, partial(torch.full, (1,), float(key)))) == key
-    assert len(graphs) == 128
+    assert len(graphs) == MAX_RECORDINGS
     assert recorder.num_recorded == 200
     assert int(graphs.run(199, partial(torch.full, (1,), 0.0))) == 199
     assert int(graphs.run(0, partial(torch.full, (1,), 7.0))) == 7

@@ -107,11 +107,13 @@ def test_steps_stay_on_the_device(
     runner, device = rehearsal
     captures, reads = device.num_captures, device.num_reads
     attended = device.launches["attend_kernel"] + device.num_replays
+    replays = device.num_replays
     scheduled = STEPS[name](SAMPLING[kind])
     assert len(runner.run(scheduled, [])) == len(scheduled)
     assert device.num_reads == reads, "the host waited for a number"
     assert device.num_captures == captures, "warming up missed a recording"
     assert device.launches["attend_kernel"] + device.num_replays > attended
+    assert device.num_replays == replays + 1, "no recording fits the step"
 
 
 def test_masked_rows_stay_on_the_device(rehearsal: tuple[TorchModelRunner, FakeCuda]) -> None:
@@ -121,6 +123,34 @@ def test_masked_rows_stay_on_the_device(rehearsal: tuple[TorchModelRunner, FakeC
     masked[1].mask = b"\x0f\x01"
     assert len(runner.run(masked, [])) == 3
     assert device.num_reads == reads
+
+
+def test_deferred_step_is_sampled_behind_its_forward_pass(
+    rehearsal: tuple[TorchModelRunner, FakeCuda],
+) -> None:
+    runner, device = rehearsal
+    reads = device.num_reads
+    first = runner.start(rows(4, 32, 1), [])
+    following = rows(4, 33, 1, repetition_penalty=1.2)
+    for index, row in enumerate(following):
+        row.ids, row.previous_id_index, row.is_deferred = [5] * 33, index, index == 1
+    replays = device.num_replays
+    second = runner.start(following, [])
+    assert device.num_replays == replays + 1
+    assert len(first.read()) == 4
+    for row in following:
+        row.ids = [*row.ids, 7]
+    following[1].mask = b"\x0f"
+    second.sample()
+    assert len(second.read()) == 4
+    assert device.num_reads == reads
+
+
+def test_one_stream_records_all_steps(rehearsal: tuple[TorchModelRunner, FakeCuda]) -> None:
+    """Each further stream would have cached memory of its own."""
+    _, device = rehearsal
+    assert device.num_captures > 10
+    assert device.num_streams == 1
 
 
 def test_step_follows_one_that_was_not_read(rehearsal: tuple[TorchModelRunner, FakeCuda]) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from conure.engine.protocol import SamplingParams
 from conure.engine.runner import backend, device
 from conure.engine.runner.base import ScheduledSequence
-from conure.engine.runner.cuda_graphs import bucket_sizes
 from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.engine.runner.warmup import recorded_sizes
 from conure.engine.sampling import batch, sampler
 from conure.kernels import sampling
 
@@ -40,7 +40,9 @@ BLOCK = 16
 def runner_of(
     folder: Path, where: str | backend.Backend, dtype: str = "float32", **options: Any
 ) -> TorchModelRunner:
-    chosen = {"num_blocks": 256, "block_size": BLOCK, "max_sequences": 6, "min_saved": 0, **options}
+    # Few tokens, so that there are few recordings.
+    chosen = {"step_tokens": 32, "num_blocks": 256, "block_size": BLOCK, "max_sequences": 6}
+    chosen |= {"min_saved": 0, **options}
     return shrunk.runner_on(folder, where, dtype=dtype, **chosen)
 
 
@@ -148,7 +150,9 @@ def test_decode_step_is_recorded_without_synchronising(folder: Path) -> None:
     assert graphs is not None
     assert graphs._can_record
     # The kernels have several variants of each size.
-    assert {key[0] for key in graphs._replays if isinstance(key, tuple)} == set(bucket_sizes(6))
+    assert {key[0] for key in graphs._replays if isinstance(key, tuple)} == set(
+        recorded_sizes(runner.limits)
+    )
     num_recorded = len(graphs)
     runner.warm()
     assert len(graphs) == num_recorded

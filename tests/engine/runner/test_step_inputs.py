@@ -1,4 +1,4 @@
-"""The decode steps that are recorded in advance cover those that a server runs."""
+"""The steps that are recorded in advance cover those that a server runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 from conure.engine.protocol import EngineLimits
 from conure.engine.runner import step_inputs
 from conure.engine.runner.base import ScheduledSequence
-from conure.engine.runner.cuda_graphs import bucket_size, bucket_sizes
+from conure.engine.runner.cuda_graphs import MAX_RECORDINGS
 from conure.engine.runner.step_inputs import AttentionLayerGroup
+from conure.engine.runner.warmup import recorded_size, recorded_sizes, warmup_steps
 from conure.kernels.planning.planner import Planner
 
 configuration = pytest.importorskip("conure.kernels.gpu.configuration")
 builder = pytest.importorskip("conure.kernels.gpu.work_table.builder")
+launcher = pytest.importorskip("conure.kernels.gpu.launcher")
 
 LIMITS = EngineLimits(
     context_len=8192, block_size=16, num_blocks=53_000, step_tokens=4096, max_sequences=128
@@ -36,11 +38,11 @@ class Recordings:
         )
         self.planner = Planner(block_size=LIMITS.block_size)
 
-    def key(self, rows: list[ScheduledSequence]) -> Key:
+    def key(self, rows: list[ScheduledSequence], size: int | None = None) -> Key:
         plan = step_inputs.pack(rows, self.planner).plan
         window = plan.effective_window(self.group.window)
         shape = self.shape
-        work = builder.WorkTableBuilder(
+        self.work = work = builder.WorkTableBuilder(
             builder.LayerGroup(
                 kv_heads=shape.kv_heads,
                 group=shape.group,
@@ -52,18 +54,44 @@ class Recordings:
             )
         )
         work.update(plan)
-        size = bucket_size(len(rows), LIMITS.max_sequences)
+        size = size or recorded_size(plan.num_queries, LIMITS)
         assert size is not None
         return size, work.large, work.is_merged, window is not None
 
     def warmed(self) -> set[Key]:
-        return {
-            self.key(rows)
-            for size in bucket_sizes(LIMITS.max_sequences)
-            for rows in step_inputs.decode_warmup_batches(
-                size, LIMITS, LIMITS.num_blocks, [self.group]
-            )
-        }
+        steps = warmup_steps(LIMITS, LIMITS.num_blocks, [self.group])
+        found = set()
+        for step in steps:
+            found.add(self.key(step.rows, step.size))
+            self.most_words = max(self.most_words, len(self.work.words))
+            self.most_partials = max(self.most_partials, self.work.num_partials)
+        return found
+
+    most_words = 0
+    most_partials: int = launcher.RECORDED_PARTIALS
+
+    @property
+    def fits(self) -> bool:
+        """Whether the last step fits into the memory of recorded steps."""
+        return (
+            len(self.work.words) <= self.most_words and self.work.num_partials <= self.most_partials
+        )
+
+
+def mixed_step(rng: random.Random) -> list[ScheduledSequence]:
+    """Return a step of up to 256 tokens in which prompts join some decoding rows."""
+    rows = serving_step(rng)[: rng.randint(1, 127)]
+    num_free = 256 - len(rows)
+    blocks = count(40_000)
+    for row in range(rng.randint(1, 4)):
+        num_new = rng.randint(1, max(1, num_free // 4))
+        # A prompt that follows a prefix of a decoding row, or begins.
+        shared = rng.choice((rows[0].blocks[:-1], []))
+        start = len(shared) * LIMITS.block_size
+        width = -(-(start + num_new) // LIMITS.block_size)
+        table = [*shared, *(next(blocks) for _ in range(width - len(shared)))]
+        rows.append(ScheduledSequence(200 + row, [0] * (start + num_new), start, num_new, table))
+    return rows[: LIMITS.max_sequences]
 
 
 def serving_step(rng: random.Random) -> list[ScheduledSequence]:
@@ -91,15 +119,28 @@ def test_serving_never_waits_for_a_recording(heads: int, kv_heads: int, window: 
     recordings = Recordings(heads, kv_heads, window)
     warmed = recordings.warmed()
     rng = random.Random(heads)
-    missing = {recordings.key(serving_step(rng)) for _ in range(150)} - warmed
+    missing = {recordings.key(serving_step(rng)) for _ in range(100)} - warmed
     assert missing == set()
+    num_eager = 0
+    for _ in range(60):
+        key = recordings.key(mixed_step(rng))
+        num_eager += key not in warmed or not recordings.fits
+    assert num_eager == 0
+    assert len(warmed) <= MAX_RECORDINGS
 
 
 def test_warming_writes_no_block_that_a_context_may_have() -> None:
     group = AttentionLayerGroup(32, 8, 128, 128, 1024)
-    for size in bucket_sizes(LIMITS.max_sequences):
-        for rows in step_inputs.decode_warmup_batches(size, LIMITS, LIMITS.num_blocks, [group]):
-            assert len(rows) == size
-            assert {row.blocks[row.start // LIMITS.block_size] for row in rows} == {
-                LIMITS.num_blocks
-            }
+    for step in warmup_steps(LIMITS, LIMITS.num_blocks, [group]):
+        assert sum(row.num_new for row in step.rows) <= step.size
+        assert len(step.rows) <= LIMITS.max_sequences
+        for row in step.rows:
+            written = row.blocks[row.start // LIMITS.block_size :]
+            assert {*written} == {LIMITS.num_blocks}
+
+
+def test_padded_sizes_end_at_the_largest_step() -> None:
+    assert recorded_sizes(LIMITS) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+    small = EngineLimits(64, 4, 16, step_tokens=24, max_sequences=6)
+    assert recorded_sizes(small) == (1, 2, 4, 6, 8, 16, 24)
+    assert [recorded_size(num, small) for num in (1, 3, 6, 7, 24, 25)] == [1, 4, 6, 8, 24, None]
