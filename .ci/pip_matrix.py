@@ -109,7 +109,7 @@ def main() -> int:
         work.mkdir(exist_ok=True)
         with _Server(environments, work) as server:
             results = {each: list(_check(each, server, work)) for each in environments}
-    table = _table(results)
+        table = _table(results)
     print(table)  # noqa: T201 - this is a command
     if options.out:
         options.out.write_text(table + "\n", "utf-8")
@@ -235,7 +235,7 @@ def _serve(environment: Environment, work: Path) -> str:
 def _table(results: dict[Environment, list[Result]]) -> str:
     """Return the outcomes: a line for each command, a column for each environment."""
     head = ["command", *(each.extra for each in results)]
-    sizes = [f"{each.num_bytes() / 1e6:,.0f} MB" for each in results if each.folder.exists()]
+    sizes = [f"{each.num_bytes() / 1e6:,.0f} MB" for each in results]
     lines = [head, ["---"] * len(head), ["installed", *sizes]]
     for row in zip(*results.values(), strict=True):
         lines.append([f"`{row[0].command}`", *(result.outcome for result in row)])

@@ -79,6 +79,16 @@ def test_examples_print_what_the_page_shows(name: str, url: str, tmp_path: Path)
         assert run(command, url, tmp_path).stdout.strip() == printed.strip(), command
 
 
+def test_the_built_in_model_can_be_measured(url: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "conure", "bench", "--rounds", "1", "--tokens", "2"]
+    printed = run(command, url, tmp_path).stdout
+    assert [line.split("  ")[0] for line in printed.splitlines()[1:]] == [
+        "one call",
+        "chain of 8",
+        "16 sharing a text",
+    ]
+
+
 def test_the_receipt_is_the_one_of_the_page(tmp_path: Path) -> None:
     report = "The driver was Pavel Orlin. The guard was Tessa Brook. It happened in Malbury."
     command = [sys.executable, "-m", "conure", "run", "three.py", "--receipt"]
