@@ -3,9 +3,9 @@
     python .ci/pip_matrix.py [--out FILE] [--extras base serve ...] [--keep FOLDER]
 
 A command passes if it works, or if it ends with one line that names the extra to install. Commands
-of a client run against a server of the environment `serve`, or of this interpreter if `serve` is not
-among the environments. Needs an index from which pip installs; torch has the version of
-constraints.txt, so that no CUDA build is installed.
+of a client run against a server of an environment with torch, or of this interpreter if there is
+none. Needs an index from which pip installs; torch has the version of constraints.txt, so that no
+CUDA build is installed.
 """
 
 from __future__ import annotations
@@ -161,9 +161,10 @@ class _Server:
         assert found is not None
         self.url = found[0]
         (self._work / "program.json").write_text(PROGRAM, "utf-8")
-        run = "from conure import Client\nimport json, sys\n"
-        run += "run = Client(sys.argv[1]).submit(json.load(open('program.json')), options=json.loads(sys.argv[2]))\n"
-        run += "run.result(); print(run.id)"
+        run = "import json, sys\nfrom conure import Client\n"
+        run += "program, options = json.load(open('program.json')), json.loads(sys.argv[2])\n"
+        run += "run = Client(sys.argv[1]).submit(program, options=options)\n"
+        run += "run.result()\nprint(run.id)"
         self.ids = {
             name: subprocess.run(
                 [self._python, "-c", run, self.url, options],
@@ -214,9 +215,9 @@ def _outcome(done: subprocess.CompletedProcess[str], may_fail: bool) -> str:
 def _serve(environment: Environment, work: Path) -> str:
     """Start a server, and stop it once it listens."""
     data = work / f"data-{environment.extra}"
+    command = ["-I", "-m", "conure", "serve", "--port", "0", "--data", str(data)]
     process = subprocess.Popen(
-        [environment.folder / "bin" / "python", "-I", "-m", "conure", "serve", "--port", "0"]
-        + ["--data", str(data)],
+        [environment.folder / "bin" / "python", *command],
         cwd=work,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -237,8 +238,10 @@ def _table(results: dict[Environment, list[Result]]) -> str:
     head = ["command", *(each.extra for each in results)]
     sizes = [f"{each.num_bytes() / 1e6:,.0f} MB" for each in results]
     lines = [head, ["---"] * len(head), ["installed", *sizes]]
-    for row in zip(*results.values(), strict=True):
-        lines.append([f"`{row[0].command}`", *(result.outcome for result in row)])
+    lines += [
+        [f"`{row[0].command}`", *(result.outcome for result in row)]
+        for row in zip(*results.values(), strict=True)
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -69,7 +69,7 @@ def read_source(_: Any, page: str, source: list[str]) -> None:
 def as_restructured_text(lines: list[str]) -> list[str]:
     """Return a docstring, which is Markdown, in the notation that autodoc expects."""
     text = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", "\n".join(lines))
-    # Indented code after a paragraph; in a section such as `Args:` the indentation is the section's.
+    # Indented code after a paragraph. In a section such as `Args:` all text is indented.
     text = re.sub(r"(?<![:\n])\n\n(?=    \S)", "\n\n::\n\n", text)
     done: list[str] = []
     indentation: str | None = None
@@ -86,8 +86,9 @@ def as_restructured_text(lines: list[str]) -> list[str]:
     return done
 
 
-def read_docstring(_app: Any, _what: str, _name: str, _obj: Any, _opt: Any, text: list[str]) -> None:
-    """Rewrite a docstring in place."""
+def read_docstring(_app: Any, _kind: str, _name: str, *rest: Any) -> None:
+    """Rewrite a docstring, the last argument, in place."""
+    text = rest[-1]
     text[:] = as_restructured_text(text)
 
 

@@ -42,9 +42,7 @@ def test_an_idle_engine_has_no_tree() -> None:
 
 def test_calls_with_a_common_beginning_are_in_its_branch() -> None:
     shared, longer = ("P1", 100), ("P2", 150)
-    found = tree(
-        request("a", shared, longer), request("b", shared, longer), request("c", shared)
-    )
+    found = tree(request("a", shared, longer), request("b", shared, longer), request("c", shared))
     assert found == [
         branch(0, 0, 3),
         branch(1, 100, 3, call("c")),
