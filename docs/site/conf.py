@@ -24,6 +24,7 @@ version = release = PROJECT["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"
 exclude_patterns = ["site", "decisions"]
+highlight_language = "text"
 html_theme = "furo"
 html_title = "Conure"
 myst_heading_anchors = 4

@@ -24,7 +24,13 @@ from conure.server.program.status import Receipt
 from ..served import environment, served
 
 DOCS = Path(__file__).parents[2] / "docs"
-NAMES = ("start/quickstart", "start/sharing", "reference/receipts", "reference/rest")
+NAMES = (
+    "start/quickstart",
+    "start/sharing",
+    "reference/receipts",
+    "reference/rest",
+    "reference/python",
+)
 PAGES = {name: (DOCS / f"{name}.md").read_text("utf-8") for name in NAMES}
 FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.M | re.S)
 CONSOLE = re.compile(r"^<!-- console -->\n```console\n(.*?)^```$", re.M | re.S)
@@ -95,7 +101,9 @@ def test_the_receipt_is_the_one_of_the_page(tmp_path: Path) -> None:
     with served() as url:  # whose cache is empty
         done = run([*command, "-p", f"report={report}"], url, tmp_path)
     printed = json.loads(done.stderr[done.stderr.index("{\n") :])
-    block = re.search(r"<!-- tested: receipt -->\n```json\n(.*?)```", PAGES[NAMES[2]], re.DOTALL)
+    block = re.search(
+        r"<!-- tested: receipt -->\n```json\n(.*?)```", PAGES["reference/receipts"], re.DOTALL
+    )
     assert block is not None
     assert counts(printed) == counts(json.loads(block[1]))
     summary = re.search(r"`(\d+ of \d+ prompt tokens computed)`", PAGES["start/sharing"])
