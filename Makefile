@@ -62,8 +62,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 .venv-demo/.installed: pyproject.toml constraints.txt
 	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
-	.venv-demo/bin/python -m pip install --quiet -c constraints.txt $(TORCH) \
-	    --retries 1 --extra-index-url $(TORCH_INDEX)
+	.venv-demo/bin/python -m pip install --quiet --no-deps $(TORCH) \
+	    --retries 0 --extra-index-url $(TORCH_INDEX)
 	.venv-demo/bin/python -m pip install --quiet -c constraints.txt -e '.[serve,langchain]'
 	@touch $@
 
