@@ -30,6 +30,10 @@ DEMO := $(if $(wildcard $(STAMP)),$(STAMP),.venv-demo/.installed)
 # Exactly one torch fits: a looser request would bring another build than the tested one.
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
+# The demo needs no GPU: its torch is the CPU build, on every machine. That of the default index
+# contains several gigabytes of CUDA libraries.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 # Time that the tests of a folder may take on one core. What needs longer is marked `slow`,
 # which `make test` leaves to `make test-all`.
 #   tests/server 240 s · tests/engine 180 s · tests/kernels 240 s · tests/adapters 180 s
@@ -40,8 +44,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=15
 SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check demo test test-all test-browser test-llamaindex012 test-langchain10 \
-    test-triton36 chaos fuzz bench bench-kernels clean
+.PHONY: help setup check demo docs pip-matrix test test-all test-browser test-llamaindex012 \
+    test-langchain10 test-triton36 chaos fuzz bench bench-kernels clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -58,8 +62,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 .venv-demo/.installed: pyproject.toml constraints.txt
 	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
-	.venv-demo/bin/python -m pip install --quiet -c constraints.txt $(TORCH)
+	.venv-demo/bin/python -m pip install --quiet --no-deps $(TORCH) \
+	    --retries 0 --extra-index-url $(TORCH_INDEX)
 	.venv-demo/bin/python -m pip install --quiet -c constraints.txt -e '.[serve,langchain]'
+	@touch $@
+
+# What Sphinx needs of the package are its docstrings, for which the model libraries are not loaded.
+.venv-docs/.installed: pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet -c constraints.txt -e '.[docs,langchain,llamaindex]'
 	@touch $@
 
 $(OLD)/.installed: pyproject.toml constraints.txt
@@ -92,11 +103,18 @@ check: setup ## lint, formatting, types and architecture
 demo: $(DEMO) ## what a whole program gains, on the built-in model
 	@$(dir $(DEMO))bin/conure demo
 
+docs: .venv-docs/.installed ## the documentation as a site, in build/site
+	.venv-docs/bin/sphinx-build -q -W --keep-going -c docs/site docs build/site
+	@echo build/site/index.html
+
+pip-matrix: ## the wheel with each extra in a fresh environment: every command works or names the extra
+	$(PYTHON) .ci/pip_matrix.py
+
 test: check test-llamaindex012 test-langchain10 ## the checks, then every test that fits the time budget above
 	$(PYTEST) $(SHARED) -m 'not slow'
 	$(PYTEST) -q tests/examples/test_small_model.py
 
-test-all: check test-llamaindex012 test-langchain10 test-triton36 ## the checks, then every test
+test-all: check docs test-llamaindex012 test-langchain10 test-triton36 ## the checks, then every test
 	$(PYTEST) $(SHARED)
 	$(PYTEST) -q tests/examples/test_small_model.py
 

@@ -11,10 +11,18 @@ whole on the server, and rejects, by name, what it cannot compile.
     answer = to_program(chain).run(client, {"topic": "tea"})
 """
 
-from .acceleration.accelerate import Accelerated, Explanation, accelerate
-from .chat.model import ChatConure
-from .compilation.compiled_chain import ChainOutcome, CompiledChain
-from .compilation.compiler import to_program
+try:
+    from .acceleration.accelerate import Accelerated, Explanation, accelerate
+    from .chat.model import ChatConure
+    from .compilation.compiled_chain import ChainOutcome, CompiledChain
+    from .compilation.compiler import to_program
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "langchain_core":
+        raise
+    raise ModuleNotFoundError(
+        "conure.adapters.langchain needs langchain-core: pip install 'conure[langchain]'",
+        name=error.name,
+    ) from error
 
 __all__ = [
     "Accelerated",

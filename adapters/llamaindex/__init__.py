@@ -14,9 +14,17 @@ which calls were served from the plan.
 QueryPipeline, and `to_program` compiles one to a program that runs as a whole on the server.
 """
 
-from .acceleration.accelerate import accelerate, conure_run, explain
-from .acceleration.report import CallReport, Report
-from .llm.llm import Conure
-from .pipeline import to_program
+try:
+    from .acceleration.accelerate import accelerate, conure_run, explain
+    from .acceleration.report import CallReport, Report
+    from .llm.llm import Conure
+    from .pipeline import to_program
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "llama_index":
+        raise
+    raise ModuleNotFoundError(
+        "conure.adapters.llamaindex needs llama-index-core: pip install 'conure[llamaindex]'",
+        name=error.name,
+    ) from error
 
 __all__ = ["CallReport", "Conure", "Report", "accelerate", "conure_run", "explain", "to_program"]

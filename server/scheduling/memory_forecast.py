@@ -94,6 +94,11 @@ class PeakMemoryForecast:
             self._mark_overdue()
         return self._get_max_total() + self._overdue_tokens
 
+    def num_steps_left(self, residency: Residency) -> int | None:
+        """Return the steps until a call ends at the latest; None if its last step is unknown."""
+        num_left = residency.last_step - self._get_step()
+        return None if residency.is_overdue or num_left < 0 else num_left
+
     def add(self, num_steps: int, size: int, shared: tuple[SharedResidency, ...] = ()) -> Residency:
         """Add a call that starts now.
 

@@ -86,12 +86,18 @@ class EngineReservations:
         """Prefixes without a running reader, least recently used first, and their tokens beyond the
         next shorter prefix."""
         self.num_cached_tokens = 0
+        self.running: dict[Reservation, None] = {}
+        """The reservations of running calls, in the order in which they started."""
         self._forecast = PeakMemoryForecast(steps)
 
     @property
     def peak(self) -> int:
         """Return the maximum number of tokens that the reserved calls will hold together."""
         return self._forecast.peak
+
+    def num_steps_left(self, reservation: Reservation) -> int | None:
+        """Return how many steps a call takes at most until it ends; None if that is unknown."""
+        return self._forecast.num_steps_left(reservation.residency)
 
     def token_limit(self, *, is_latency_critical: bool) -> int:
         """Return the maximum number of tokens with one more call of this kind running."""
@@ -170,7 +176,9 @@ class EngineReservations:
         residency = self._forecast.add(request.num_output, num_own, tuple(shared))
         self.num_calls += 1
         self.num_latency_critical += request.is_latency_critical
-        return Reservation(request, residency, self._evict())
+        reservation = Reservation(request, residency, self._evict())
+        self.running[reservation] = None
+        return reservation
 
     def on_prefill_done(self, reservation: Reservation) -> bool:
         """Restart the forecast of a call whose output begins now; return whether it ends later."""
@@ -179,6 +187,7 @@ class EngineReservations:
     def release(self, reservation: Reservation) -> list[bytes]:
         """Release a call's tokens; return the keys of prefixes that the engine no longer holds."""
         request = reservation.request
+        del self.running[reservation]
         self._forecast.remove(reservation.residency)
         gone: list[bytes] = []
         num_released = request.num_unshared_tokens + self._num_padding

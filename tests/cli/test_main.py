@@ -97,6 +97,22 @@ def test_base_install_names_the_extra_of_a_server() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("adapter", "library"), [("langchain", "langchain_core"), ("llamaindex", "llama_index")]
+)
+def test_base_install_names_the_extra_of_an_adapter(adapter: str, library: str) -> None:
+    hidden = f"import sys; sys.modules[{library!r}] = None"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hidden}; import conure.adapters.{adapter}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"pip install 'conure[{adapter}]'" in done.stderr.splitlines()[-1]
+
+
 def test_base_install_runs_doctor() -> None:
     done = run_without_extras("doctor", "--port", "0")
     assert done.returncode == 1

@@ -74,13 +74,12 @@ class ChatConure(ChatSettings):
         model: name of a model on the server; `default` is the server's own.
         temperature: 0 decodes greedily. Default: 1.
         max_tokens: maximum length of an answer. Default: the rest of the model's context.
-        top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
-            stop, stop_token_ids, seed, logprobs, top_logprobs, min_tokens, ignore_eos, n:
-            sampling, as in a program's output.
+        top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+        logit_bias, stop, stop_token_ids, seed, logprobs, top_logprobs, min_tokens, ignore_eos,
+        n: sampling, as in a program's output.
 
     Key init args (client params):
-        base_url: URL of the server. Default: the environment variable CONURE_URL, or
-            `http://127.0.0.1:8400`.
+        base_url: URL of the server. Default: CONURE_URL, or `http://127.0.0.1:8400`.
         api_key: bearer token for a proxy. Default: the environment variable CONURE_API_KEY.
         timeout: seconds for one call.
         max_retries: of a request that was rejected or not answered.

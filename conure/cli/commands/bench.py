@@ -19,7 +19,8 @@ from ..command import ExitCode, UsageError, add_url, connect
 from ..terminal import duration, pretty, table
 
 CHAIN, WIDTH = 8, 16
-SHARED_WORDS = 300
+NUM_SHARED_LINES = 60
+"""Lines of the shared text. It fits into the context of the built-in model."""
 
 
 class Sample(NamedTuple):
@@ -70,7 +71,7 @@ def _programs(number: int, tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "one call", {"nodes": [one], "outputs": ["c0"]}
     links = [_call(f"c{i}", [{"input": f"c{i - 1}"}], tokens) for i in range(1, CHAIN)]
     yield f"chain of {CHAIN}", {"nodes": [one, *links], "outputs": [f"c{CHAIN - 1}"]}
-    text = " ".join(f"{salt} Line {index}." for index in range(SHARED_WORDS // 6))
+    text = " ".join([salt, *(f"Line {index}." for index in range(NUM_SHARED_LINES))])
     nodes = [_call(f"c{i}", [{"text": f"{text} Question {i}."}], tokens) for i in range(WIDTH)]
     yield f"{WIDTH} sharing a text", {"nodes": nodes, "outputs": [node["id"] for node in nodes]}
 

@@ -27,6 +27,10 @@ from ..terminal import pretty
 OLDEST_PYTHON = (3, 11)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 MEMORY_INFO = Path("/proc/meminfo")
+PACKAGE = Path(__file__).parents[2]
+COMPILERS = ("c++", "g++", "clang++")
+PREBUILT_KERNELS = Path("kernels", "cpu", "prebuilt")
+"""Folder inside of the package with the libraries of wheels that contain compiled kernels."""
 MIN_CACHE_BYTES = 256 << 20
 """Smallest useful memory for KV cache and activations, in addition to the weights."""
 
@@ -53,6 +57,7 @@ class Machine(NamedTuple):
     available_bytes: int
     compiler: str | None
     """Path of the C++ compiler."""
+    has_prebuilt_kernels: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +104,15 @@ def read_machine() -> Machine:
         torch_cuda=torch_cuda,
         cuda_error=cuda_error,
         available_bytes=available_memory(),
-        compiler=shutil.which(os.environ.get("CXX") or "c++"),
+        compiler=find_compiler(),
+        has_prebuilt_kernels=any((PACKAGE / PREBUILT_KERNELS).glob("*.so")),
     )
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler that compiles the CPU kernels: $CXX, or a known one."""
+    named = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
 
 
 def _torch_cuda() -> tuple[str | None, str]:
@@ -181,12 +193,14 @@ def check_gpu(machine: Machine) -> Iterator[Finding]:
 
 def check_compiler(machine: Machine) -> Iterator[Finding]:
     """Check that the CPU kernels can be compiled."""
-    if machine.compiler is None:
+    if machine.has_prebuilt_kernels:
+        yield Finding("ok", "compiler", "not needed: the package contains compiled CPU kernels")
+    elif machine.compiler is None:
         yield Finding(
             "note",
             "compiler",
             "no C++ compiler, so the CPU kernels run as slower torch operators; install one "
-            "(`apt install g++`)",
+            "(`apt install g++`), or set CXX to its path",
         )
     else:
         yield Finding("ok", "compiler", machine.compiler)

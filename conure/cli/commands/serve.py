@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a server until a signal stops it."""
     config = config_of(arguments)
     functions = load_functions(arguments.functions) if arguments.functions else {}
+    if sys.stderr.isatty():
+        sys.stderr.write(loading(config) + "\n")
     from conure.server.server_process import ServeError, serve
 
     try:
@@ -77,6 +79,18 @@ def run(arguments: argparse.Namespace) -> int:
     except ServeError as exc:
         raise CommandError(str(exc)) from exc
     return ExitCode.DONE
+
+
+def loading(config: Config) -> str:
+    """Return a line for the time until the server listens, which is long for a large model."""
+    if config.engine == "fake":
+        return "Starting ..."
+    if config.model is None:
+        return "Loading the built-in model ..."
+    if Path(config.model).exists():
+        num_bytes = sum(path.stat().st_size for path in Path(config.model).glob("*.safetensors"))
+        return f"Loading {config.model}, {num_bytes / 1e9:.1f} GB ..."
+    return f"Loading {config.model}; the first start downloads it from the Hugging Face Hub ..."
 
 
 def config_of(arguments: argparse.Namespace) -> Config:

@@ -15,6 +15,7 @@ from ..calls.prefix_registry import RetainedContext
 from ..calls.program_calls import ProgramCalls
 from ..program_run import ProgramRun
 from ..services import RuntimeServices
+from .kv_tree import KvBranch, kv_tree
 
 MAX_PROGRAMS = 50
 """Programs that are listed for an engine, those with the most contexts."""
@@ -70,6 +71,8 @@ class EngineActivity(Struct, frozen=True, kw_only=True):
     """Prompt tokens that several of these calls read and that are held once."""
     saved_tokens: int
     """What the same calls would hold in addition if nothing was shared."""
+    tree: list[KvBranch]
+    """The prompts of running calls as a tree, each branch before those that it contains."""
     evicted_next: list[int]
     """Tokens of cached prefixes, in the order in which they are evicted."""
     num_cached_prefixes: int
@@ -160,6 +163,7 @@ def _engine_activity(
         peak_tokens=reservations.peak,
         shared_tokens=sum(each.num_tokens for each in shared),
         saved_tokens=sum(each.num_tokens * (len(each.readers) - 1) for each in shared),
+        tree=kv_tree(reservations, lambda program: find_run(program) is not None),
         evicted_next=list(reservations.cached_prefixes.values())[:MAX_CACHED],
         num_cached_prefixes=len(reservations.cached_prefixes),
         programs=programs,

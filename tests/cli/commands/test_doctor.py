@@ -11,6 +11,7 @@ import pytest
 
 from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
+from conure.cli.main import main
 
 HEALTHY = Machine(
     has_module=lambda name: True,
@@ -70,6 +71,69 @@ def test_missing_compiler_is_a_note() -> None:
     finding = only(doctor.check_compiler(HEALTHY._replace(compiler=None)))
     assert finding.level == "note"
     assert "apt install g++" in finding.text
+
+
+def test_prebuilt_kernels_need_no_compiler() -> None:
+    finding = only(
+        doctor.check_compiler(HEALTHY._replace(compiler=None, has_prebuilt_kernels=True))
+    )
+    assert finding.level == "ok"
+
+
+def test_compiler_is_the_one_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "g++"
+    own.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert doctor.find_compiler() == str(own)
+    monkeypatch.setenv("CXX", "missing-compiler")
+    assert doctor.find_compiler() is None
+
+
+BROKEN: dict[str, tuple[dict[str, object], str, str]] = {
+    "no GPU": (
+        {"has_driver": False, "torch_cuda": None},
+        "note     gpu",
+        "no NVIDIA driver is loaded, so a server computes on the CPU",
+    ),
+    "driver without torch CUDA": (
+        {"torch_cuda": None, "cuda_error": "this torch is built without CUDA"},
+        "problem  gpu",
+        "install a CUDA build: pip install --force-reinstall torch",
+    ),
+    "missing extra": (
+        {"has_module": lambda name: name != "uvicorn"},
+        "problem  packages",
+        "a server needs uvicorn: pip install 'conure[serve]'",
+    ),
+    "too little memory": (
+        {"available_bytes": 1000},
+        "problem  model",
+        "end other programs, or choose a smaller model",
+    ),
+    "no compiler": ({"compiler": None}, "note     compiler", "`apt install g++`"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_command_names_cause_and_cure(
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes, subject, cure = BROKEN[case]
+    machine = HEALTHY._replace(**changes)  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "read_machine", lambda: machine)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    code = main(["doctor", str(tmp_path), "--port", "0", "--data", str(tmp_path / "data")])
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith(subject)]
+    assert cure in line
+    assert code == subject.startswith("problem")
 
 
 def test_taken_port_is_named() -> None:

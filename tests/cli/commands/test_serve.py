@@ -249,3 +249,19 @@ def test_signal_during_startup_exits_0() -> None:
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=EXIT_S)
     assert (process.returncode, error) == (0, "")
+
+
+def test_the_wait_for_a_model_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 100_000_000)
+    lines = {
+        model: command.loading(Config(data=tmp_path, model=model))
+        for model in (None, str(tmp_path), "org/name")
+    }
+    assert lines == {
+        None: "Loading the built-in model ...",
+        str(tmp_path): f"Loading {tmp_path}, 0.1 GB ...",
+        "org/name": (
+            "Loading org/name; the first start downloads it from the Hugging Face Hub ..."
+        ),
+    }

@@ -195,6 +195,30 @@ async def test_a_graph_of_500_nodes_is_shown_in_a_few_boxes(tmp_path: Path) -> N
         await expect(page.get_by_role("button", name="Show 299 more")).to_be_visible()
 
 
+async def test_the_tree_shows_what_running_calls_share(tmp_path: Path) -> None:
+    async with fake_server(tmp_path, time_per_output_token=0.05) as url, browser_page() as page:
+        expect = playwright.expect
+        names = ("guard", "driver")
+        await submit(
+            url,
+            generate("rules", "SHORT"),
+            *(generate(name, f"{{{{rules_text}}}} LONG {name}", 3_000) for name in names),
+            outputs=[f"{name}_text" for name in names],
+            name="rules",
+        )
+        await page.goto(f"{url}/#/engines")
+        tree = page.get_by_role("group", name="Running calls and what they share")
+        branch = tree.locator("li li").first.locator("xpath=ancestor::li[1]")
+        await expect(branch).to_contain_text("held once for 2 calls")
+        await expect(branch.get_by_role("link")).to_have_text(list(names))
+        await expect(tree).to_contain_text("frees next")
+        await tab_to(page, tree.get_by_role("link", name="driver"))
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", name="rules")).to_be_visible()
+        await page.get_by_role("button", name="Cancel", exact=True).click()
+        await expect(page.locator(".heading .status")).to_contain_text("cancelled")
+
+
 async def test_programs_are_searched_filtered_and_paged() -> None:
     service = ScriptedService()
     async with over_socket(app_of(service)) as url, browser_page() as page:

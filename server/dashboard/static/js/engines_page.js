@@ -47,6 +47,7 @@ function engineCard(id) {
   const prompts = splitBar(["computed", "shared", "cache", "recomputed"]);
   const rate = sparkline();
   const holders = h("div", {});
+  const tree = h("div", { class: "kv", role: "group", "aria-labelledby": `tree-${id}` });
   const facts = h("p", { class: "note" });
   const forecast = h("p", {});
   const eviction = h("p", {});
@@ -58,10 +59,12 @@ function engineCard(id) {
       h("div", {}, h("h3", {}, "KV memory"), memory.element, forecast, eviction),
       h("div", {}, h("h3", {}, "Prompt tokens since the start"), prompts.element,
         h("h3", {}, "Output tokens per second"), rate.element)),
+    h("h3", { id: `tree-${id}` }, "Running calls and what they share"), tree,
     h("h3", {}, "Held by"), holders,
   );
   let before = null;
   let shownHolders = "";
+  let shownTree = "";
 
   function update(engine, activity) {
     const { counters } = engine;
@@ -75,6 +78,9 @@ function engineCard(id) {
     if (before && before.epoch === engine.epoch)
       rate.add((1000 * (counters.num_decoded_tokens - before.decoded)) / (now - before.at));
     before = { at: now, decoded: counters.num_decoded_tokens, epoch: engine.epoch };
+    const branches = JSON.stringify(activity.tree);
+    if (branches !== shownTree) replace(tree, treeOf(activity));
+    shownTree = branches;
     const key = JSON.stringify(activity.programs);
     if (key === shownHolders) return;
     shownHolders = key;
@@ -93,6 +99,48 @@ function engineCard(id) {
   }
 
   return { element, update };
+}
+
+/** The branches of the running calls as nested lists; a branch is held once for all its calls. */
+function treeOf({ tree: branches, peak_tokens: peak }) {
+  if (!branches.length) return h("p", { class: "note" }, "No call runs.");
+  const first = Math.min(...branches.slice(1).map(endsIn), ...branches.flatMap((branch) => branch.calls.map(endsIn)));
+  const lists = [];
+  branches.forEach((branch) => {
+    const unnamed = branch.num_calls - branch.calls.length - childrenOf(branches, branch).reduce((sum, child) => sum + child.num_calls, 0);
+    const list = h("ul", {},
+      branch.calls.map((call) => h("li", {}, bar("held", call.tokens, peak),
+        h("a", { href: `#/programs/${encodeURIComponent(call.program)}` }, call.node), `: ${count(call.tokens, "token")} of its own`, freeing(call, first))),
+      unnamed > 0 ? h("li", { class: "note" }, `${count(unnamed, "call")} not listed`) : null);
+    lists.length = branch.depth;
+    if (branch.depth)
+      lists[branch.depth - 1].append(h("li", {}, bar("shared", branch.tokens, peak),
+        `${count(branch.tokens, "token")} held once for ${count(branch.num_calls, "call")}`, freeing(branch, first), list));
+    lists.push(list);
+  });
+  return lists[0];
+}
+
+function childrenOf(branches, branch) {
+  const rest = branches.slice(branches.indexOf(branch) + 1);
+  const end = rest.findIndex((other) => other.depth <= branch.depth);
+  return (end < 0 ? rest : rest.slice(0, end)).filter((other) => other.depth === branch.depth + 1);
+}
+
+function endsIn(part) {
+  return part.steps_left ?? Infinity;
+}
+
+function freeing(part, first) {
+  if (part.steps_left === null) return null;
+  const isFirst = part.steps_left === first;
+  return h("span", { class: isFirst ? "frees next" : "frees" }, `${isFirst ? "frees next, " : ""}after at most ${count(part.steps_left, "step")}`);
+}
+
+function bar(kind, tokens, all) {
+  const part = h("i", { class: kind });
+  setVars(part, { "--part": `${all ? Math.min(100, (100 * tokens) / all) : 0}%` });
+  return h("span", { class: "meter", "aria-hidden": "true" }, part);
 }
 
 function holdersTable(activity) {
