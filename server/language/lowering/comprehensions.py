@@ -101,12 +101,12 @@ class ComprehensionLowerer:
         item_name = self._lowerer.emitter.unique(item or "item")
         self._lowerer.emitter.bound.add(item_name)
         if item is not None:
-            inner.bindings[item] = var(item_name)
+            inner.bind(item, var(item_name))
         if index is None:
             return inner, item_name, None
         index_name = self._lowerer.emitter.unique(index)
         self._lowerer.emitter.bound.add(index_name)
-        inner.bindings[index] = var(index_name, "number")
+        inner.bind(index, var(index_name, "number"))
         return inner, item_name, index_name
 
     def _each(

@@ -146,17 +146,17 @@ def _try_loop(
         for name, value in before.items():
             kind: Kind = "any" if name in unknown or value.kind == "null" else value.kind
             kind = "text" if kind == "stream" else kind
-            inner.bindings[name] = var(variables[name], kind)
+            inner.bind(name, var(variables[name], kind))
             emitter.bound.add(variables[name])
-        inner.bindings[BREAK] = Value(False, "bool")
+        inner.bind(BREAK, Value(False, "bool"))
         item_name = emitter.unique(loop.item)
         emitter.bound.add(item_name)
-        inner.bindings[loop.item] = var(item_name)
+        inner.bind(loop.item, var(item_name))
         index_name = None
         if loop.counter is not None:
             index_name = emitter.unique(loop.counter)
             emitter.bound.add(index_name)
-            inner.bindings[loop.counter] = var(index_name, "number")
+            inner.bind(loop.counter, var(index_name, "number"))
         statements.reads.carried.update(before.keys())
         statements.run(node.body, inner)
         statements.reads.carried.subtract(before.keys())
@@ -216,12 +216,10 @@ def _bind_results(
         kind: Kind = "any"
         if isinstance(after, Value) and (after.kind == value.kind or value.kind == "null"):
             kind = after.kind
-        scope.bindings[name] = var(variables[name], kind)
+        scope.bind(name, var(variables[name], kind))
     for name in assigned - before.keys():
-        scope.bindings[name] = Unassigned(
-            "has a value only inside of the loop, which may have no round: assign it before the "
-            "loop"
-        )
+        reason = "has a value only inside of the loop, which may have no round: assign it before "
+        scope.bind(name, Unassigned(f"{reason}the loop"))
 
 
 # --- loops over streams -----------------------------------------------------------------------
@@ -239,9 +237,8 @@ def _lower_stream(
         raise UnsupportedSourceError(message, position_of(node.iter))
     partial = {"partial": source}
     inner = scope.branch()
-    inner.bindings[chunk] = Unassigned(
-        "is one chunk of the stream: add it to a text, as `text += chunk`, or write `yield chunk`"
-    )
+    reason = "is one chunk of the stream: add it to a text, as `text += chunk`, or write "
+    inner.bind(chunk, Unassigned(f"{reason}`yield chunk`"))
     collected: dict[str, Value] = {}
     for statement in node.body:
         with statements.emitter.at(statement):
@@ -253,12 +250,12 @@ def _lower_stream(
                     message = f"`{target}` must be a text, to which one chunk is added"
                     raise SourceArgumentError("language.type", message, position_of(statement))
                 collected[target] = before
-                inner.bindings[target] = _extended(before, partial)
+                inner.bind(target, _extended(before, partial))
                 continue
             _yield_in_stream(statements, statement, chunk, stream, inner)
     for text, before in collected.items():
         scope.assign(text, _extended(before, stream.expression))
-    scope.bindings[chunk] = Unassigned("has a value only inside of the loop")
+    scope.bind(chunk, Unassigned("has a value only inside of the loop"))
 
 
 def _extended(before: Value, text: Any) -> Value:

@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias
 from ...program.checks import is_name
 from ..errors import Position, SourceNameError, position_of
 from ..options import Kind
-from ..syntax import walk
 from .emitter import Emitter
 from .values import Value, var
 
@@ -86,38 +85,26 @@ def assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
     while stack:
         node = stack.pop()
         match node:
-            case ast.FunctionDef():
-                continue
-            case ast.Name(id=name, ctx=ast.Store()):
+            case ast.Name(id=name):
                 names.add(name)
+            case ast.Assign(targets=targets) | ast.Tuple(elts=targets) | ast.List(elts=targets):
+                stack += targets
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                stack.append(target)
             case ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "append"))):
                 names.add(name)
-            case ast.stmt() | ast.Tuple() | ast.ExceptHandler() | ast.withitem():
-                stack.extend(each for each in vars(node).values() if isinstance(each, ast.AST))
-                stack.extend(
-                    item
-                    for each in vars(node).values()
-                    if isinstance(each, list)
-                    for item in each
-                    if isinstance(item, ast.AST)
-                )
+            case ast.If(body=body, orelse=otherwise):
+                stack += [*body, *otherwise]
+            case ast.For(target=target, body=body, orelse=otherwise):
+                stack += [target, *body, *otherwise]
+            case ast.With(items=items, body=body):
+                stack += [each.optional_vars for each in items if each.optional_vars is not None]
+                stack += body
+            case ast.Try(body=body, handlers=handlers):
+                stack += [*body, *(each for handler in handlers for each in handler.body)]
             case _:
                 pass
     return names
-
-
-def read_names(nodes: Iterable[ast.AST]) -> Counter[str]:
-    """Return how often each name is read in nodes."""
-    reads: Counter[str] = Counter()
-    for node in walk(list(nodes)):
-        # Most nodes of a text come here several times: a `match` takes twice as long.
-        if isinstance(node, ast.AugAssign):
-            node, is_read = node.target, True
-        else:
-            is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        if is_read and isinstance(node, ast.Name):
-            reads[node.id] += 1
-    return reads
 
 
 class NameScope:
@@ -132,6 +119,9 @@ class NameScope:
     ) -> None:
         self.emitter = emitter
         self.bindings: dict[str, Binding] = dict(bindings or {})
+        """Read only: `bind` changes them."""
+        self.changed: dict[str, None] = {}
+        """The names that were bound in this scope, in order."""
         self.result_hint: str | None = None
         """In a function: the variable that its result may get."""
         self.is_function = False
@@ -155,7 +145,7 @@ class NameScope:
         """Make a name an input of the program."""
         self.inputs.add(name)
         self.emitter.reserve(name)
-        self.bindings[name] = var(name, kind)
+        self.bind(name, var(name, kind))
 
     def function(self, bindings: Mapping[str, Binding]) -> NameScope:
         """Return the scope of a function that is called here: it sees the main program."""
@@ -220,6 +210,11 @@ class NameScope:
 
     # --- assigning ------------------------------------------------------------------------
 
+    def bind(self, name: str, binding: Binding) -> None:
+        """Let a name mean something else from here on."""
+        self.bindings[name] = binding
+        self.changed[name] = None
+
     def version(self, name: str) -> str:
         """Return the variable of a new version of a name.
 
@@ -241,15 +236,15 @@ class NameScope:
         """
         if value.is_inline and name not in self._forward:
             self._num_versions[name] += variable is None
-            self.bindings[name] = value
+            self.bind(name, value)
             return
         if value.variable is not None and value.variable == variable:
-            self.bindings[name] = value
+            self.bind(name, value)
             return
         variable = variable or self.version(name)
         made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
         definition = value.expression if value.definition is None else value.definition
-        self.bindings[name] = made._replace(definition=definition)
+        self.bind(name, made._replace(definition=definition))
 
     def check_forward(self, name: str, job: str, position: Position) -> None:
         """Check an assignment of a name that was read before it.

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..options import Kind
 from . import loops
-from .blocks import Branch, NameReads, merge_branches
+from .blocks import Branch, LoopReads, merge_branches
 from .calls import is_answer_text
 from .emitter import Emitter
 from .expressions import ExpressionLowerer
@@ -44,7 +44,7 @@ _INPUT_KINDS: Final[dict[str, Kind]] = {
 class StatementLowerer:
     """Lowers the statements of one text."""
 
-    def __init__(self, emitter: Emitter, reads: NameReads, signatures: Signatures | None) -> None:
+    def __init__(self, emitter: Emitter, reads: LoopReads, signatures: Signatures | None) -> None:
         self.emitter = emitter
         self.reads = reads
         self.expressions = ExpressionLowerer(emitter, signatures, self._inline)
@@ -72,21 +72,22 @@ class StatementLowerer:
         Raises:
             LanguageError: at the first statement that is not valid.
         """
+        outer = self.emitter.position
         for index, statement in enumerate(statements):
-            rest = statements[index + 1 :]
-            with self.emitter.at(statement):
-                if isinstance(statement, ast.If):
-                    if can_jump(statement):
-                        self._branch(statement, scope, rest)
-                        return
-                    self._branch(statement, scope, [])
-                elif isinstance(statement, _JUMPS):
-                    if rest:
-                        message = "the statements after this one never run: remove them"
-                        raise UnsupportedSourceError(message, position_of(rest[0]))
-                    self._jump(statement, scope)
-                else:
-                    self._lower(statement, scope)
+            self.emitter.position = position_of(statement)
+            if isinstance(statement, ast.If):
+                jumps = can_jump(statement)
+                self._branch(statement, scope, statements[index + 1 :] if jumps else [])
+                if jumps:
+                    break
+            elif isinstance(statement, _JUMPS):
+                if statement is not statements[-1]:
+                    message = "the statements after this one never run: remove them"
+                    raise UnsupportedSourceError(message, position_of(statements[index + 1]))
+                self._jump(statement, scope)
+            else:
+                self._lower(statement, scope)
+        self.emitter.position = outer
 
     def _lower(self, statement: ast.stmt, scope: NameScope) -> None:
         lowerer = self._lowerers.get(type(statement))
@@ -128,7 +129,7 @@ class StatementLowerer:
         if isinstance(node, ast.Continue):
             return
         if isinstance(node, ast.Break):
-            scope.bindings[BREAK] = Value(True, "bool")
+            scope.bind(BREAK, Value(True, "bool"))
             return
         assert isinstance(node, ast.Return)
         value = NULL
@@ -137,7 +138,7 @@ class StatementLowerer:
             if not scope.is_function and isinstance(node.value, ast.Call):
                 hint = self.emitter.unique("result")
             value = self.expressions.lower(node.value, scope, hint)
-        scope.bindings[RETURN] = value
+        scope.bind(RETURN, value)
         if not scope.is_function:
             self.emitter.has_results = True
 
@@ -329,7 +330,7 @@ class StatementLowerer:
                 message = "write `with job() as name:`"
                 raise UnsupportedSourceError(message, position_of(item.optional_vars))
             nodes = tuple(each.id for each in emitter.block[start:] if each.job == name)
-            scope.bindings[item.optional_vars.id] = JobHandle(name, nodes)
+            scope.bind(item.optional_vars.id, JobHandle(name, nodes))
 
     def _options(
         self, keywords: list[ast.keyword], scope: NameScope, known: tuple[str, ...]
@@ -359,7 +360,7 @@ class StatementLowerer:
         if isinstance(scope.bindings.get(node.name), Value):
             message = f"`{node.name}` is a variable already: choose another name"
             raise SourceNameError("language.undefined_name", message, position_of(node))
-        scope.bindings[node.name] = FunctionSource(node)
+        scope.bind(node.name, FunctionSource(node))
 
 
 _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
