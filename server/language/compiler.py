@@ -165,9 +165,17 @@ def _returned(emitter: Emitter, result: Value) -> list[str]:
     expression = result.expression
     if result.variable is None and isinstance(expression, dict) and "object" in expression:
         return [
-            emitter.materialized(Value(item), key) for key, item in expression["object"].items()
+            _named(emitter, Value(item), key) for key, item in expression["object"].items()
         ]
     return [emitter.materialized(result, "result")]
+
+
+def _named(emitter: Emitter, value: Value, key: str) -> str:
+    """Return the variable of a value that `return` gives a name."""
+    if value.variable == key:
+        return key
+    name: str = emitter.expr(value.expression, key).expression["var"]
+    return name
 
 
 def _unwrap(

@@ -77,7 +77,7 @@ def lower_for(statements: StatementRunner, node: ast.For, scope: NameScope) -> N
         message = f"`for` needs a list or a stream, got {items.kind}"
         raise SourceArgumentError("language.type", message, position_of(node.iter))
     _refuse_return(node)
-    loop = _Loop(items, item or "item", index, _bound(items, items_node))
+    loop = _Loop(items, item or "item", index, _bound(items, items_node), {})
     # A name can have another kind after a round than before the loop. The body is then compiled
     # again, with that kind unknown.
     unknown: set[str] = set()
@@ -94,6 +94,8 @@ class _Loop(NamedTuple):
     counter: str | None
     rounds: tuple[int, bool]
     """The greatest number of rounds, and whether there certainly is one."""
+    variables: dict[str, str]
+    """The variables of the names that are carried, once they have one."""
 
 
 def _bound(items: Value, node: ast.expr) -> tuple[int, bool]:
@@ -139,7 +141,10 @@ def _try_loop(
     needed = statements.reads.outside([node])
     assigned = assigned_names(node.body) - {loop.item, loop.counter or loop.item}
     before = carried_names(scope, assigned, needed, runs=loop.rounds[1])
-    variables = {name: emitter.unique(name) for name in before}
+    variables = loop.variables
+    for name in before:
+        if name not in variables:
+            variables[name] = scope.version(name)
     jobs = dict(emitter.jobs)
     with emitter.body() as (block, flow):
         inner = scope.branch()

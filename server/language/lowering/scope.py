@@ -234,17 +234,31 @@ class NameScope:
             value: its value.
             variable: the variable that `version` made for the value, if it needs one.
         """
-        if value.is_inline and name not in self._forward:
-            self._num_versions[name] += variable is None
+        if value.variable is not None and value.variable == variable:
             self.bind(name, value)
             return
-        if value.variable is not None and value.variable == variable:
+        if value.is_inline and name not in self._forward and not self._needs_own(value, variable):
+            self._num_versions[name] += variable is None
             self.bind(name, value)
             return
         variable = variable or self.version(name)
         made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
         definition = value.expression if value.definition is None else value.definition
         self.bind(name, made._replace(definition=definition))
+
+    def _needs_own(self, value: Value, variable: str | None) -> bool:
+        """Whether a name gets a variable of its own, so that a result has the author's name: the
+        value's variable has a name that the text does not assign.
+        """
+        is_named = self._uses is not None and variable in self._uses.assigned
+        return (
+            is_named
+            and self._uses is not None
+            and value.kind != "stream"
+            and value.variable is not None
+            and value.variable not in self._uses.assigned
+            and value.variable not in self.inputs
+        )
 
     def check_forward(self, name: str, job: str, position: Position) -> None:
         """Check an assignment of a name that was read before it.

@@ -56,6 +56,36 @@ def test_a_variable_keeps_its_name_and_earlier_versions_get_a_number() -> None:
     assert nodes["text"]["prompt"] == [{"input": "text_2"}, {"output": "text"}]
 
 
+ROUNDS = "answer = ''\nfor i in range(3):\n    answer = gen(f'{i}{answer}')\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{ROUNDS}yield {{'a': answer}}",
+        f"{ROUNDS}answer = gen(answer)\nyield {{'a': answer}}",
+        f"{ROUNDS}for i in range(2):\n    answer += gen('more')\nyield {{'a': answer}}",
+        f"{ROUNDS}return answer",
+        f"{ROUNDS}return {{'answer': answer}}",
+        "for i in range(2):\n    answer = gen(f'{i}')\nyield {'a': answer}",
+        "answer = 0\nfor i in range(2):\n    answer = gen(f'{i}{answer}')\nyield {'a': answer}",
+        "answer = []\nfor i in range(2):\n    answer.append(gen(f'{i}'))\nyield {'a': answer}",
+        "try:\n    answer = gen('x', timeout=1)\nexcept Timeout:\n    answer = ''\nyield answer",
+        "with job():\n    for i in range(2):\n        answer = gen(f'{i}')\nyield {'a': answer}",
+        "def f(x):\n    answer = ''\n    for i in range(2):\n        answer = gen(f'{answer}{x}')\n"
+        "    return answer\nanswer = f('q')\nyield {'a': answer}",
+        "text = gen('a')\nreturn {'answer': text}",
+    ],
+)
+def test_a_result_has_the_name_that_the_author_gave_it(source: str) -> None:
+    assert compiled(source).outputs == ["answer"]
+
+
+def test_an_earlier_value_that_was_yielded_is_listed_with_a_number() -> None:
+    source = "a = gen('1')\nyield {'first': a}\na = gen('2')\nyield {'second': a}"
+    assert compiled(source).outputs == ["a_2", "a"]
+
+
 def test_a_variable_of_a_later_job_can_be_read() -> None:
     source = """
 with job():
