@@ -164,9 +164,7 @@ def _returned(emitter: Emitter, result: Value) -> list[str]:
     """Return the output variables of `return`: one for each key of a dict."""
     expression = result.expression
     if result.variable is None and isinstance(expression, dict) and "object" in expression:
-        return [
-            _named(emitter, Value(item), key) for key, item in expression["object"].items()
-        ]
+        return [_named(emitter, Value(item), key) for key, item in expression["object"].items()]
     return [emitter.materialized(result, "result")]
 
 

@@ -198,6 +198,9 @@ def _try_loop(
     )
     emitter.mark_control(name, [flow])
     _bind_results(scope, before, inner, variables, assigned)
+    for name in {loop.item, loop.counter or loop.item} - {"_"}:
+        reason = "has a value only inside of the loop: assign it to another name there"
+        scope.bind(name, Unassigned(reason))
     return set()
 
 

@@ -168,6 +168,15 @@ class NameScope:
             return self._outer.find(name)
         return PREDEFINED.get(name) if found is None else found
 
+    def is_assigned(self, name: str) -> bool:
+        """Whether a name has a meaning here, or gets one later in the text."""
+        if self.find(name) is not None:
+            return True
+        scope: NameScope | None = self
+        while scope is not None and scope._uses is None:
+            scope = scope._outer
+        return scope is not None and scope._uses is not None and name in scope._uses.assigned
+
     def read(self, node: ast.Name) -> Value:
         """Return the value of a name.
 
@@ -197,8 +206,9 @@ class NameScope:
             hint = "it is assigned only later: move the assignment up"
         else:
             similar = difflib.get_close_matches(name, self.known_names(), n=1)
-            hint = f"did you mean `{similar[0]}`? " if similar else ""
-            hint += f"Assign it, or declare it as an input: `{name}: str`"
+            hint = f"assign it, or declare it as an input: `{name}: str`"
+            if similar:
+                hint = f"did you mean `{similar[0]}`? Otherwise {hint}"
         raise SourceNameError(
             "language.undefined_name", f"`{name}` is not defined: {hint}", position_of(node)
         )

@@ -159,28 +159,51 @@ class StatementLowerer:
 
     def _assign_name(self, name: str, node: ast.expr, scope: NameScope) -> None:
         scope.check_forward(name, self.emitter.flow.job, position_of(node))
-        hint = None
-        if isinstance(node, ast.Call) or (
-            isinstance(node, ast.Subscript) and is_answer_text(node, scope)
-        ):
-            hint = scope.version(name)
+        hint = self._own_variable(name, node, scope)
         value = self.expressions.lower(node, scope, hint)
         scope.assign(name, value, hint)
 
+    def _own_variable(self, name: str, node: ast.expr, scope: NameScope) -> str | None:
+        """Return a variable for the value of an expression that makes a node, or may make one."""
+        makes_node = isinstance(node, ast.Call | ast.IfExp | ast.ListComp) or (
+            isinstance(node, ast.Subscript) and is_answer_text(node, scope)
+        )
+        return scope.version(name) if makes_node else None
+
     def _unpack(self, targets: list[ast.expr], node: ast.Assign, scope: NameScope) -> None:
-        value = self.expressions.lower(node.value, scope)
-        items = value.expression
-        if isinstance(items, list) and len(items) != len(targets):
-            message = f"{len(targets)} names for {len(items)} values"
-            raise SourceArgumentError("language.argument", message, position_of(node))
-        if not isinstance(items, list):
-            base = {"var": self.emitter.materialized(value, "parts")}
-            items = [{"get": [base, index]} for index in range(len(targets))]
-        for target, item in zip(targets, items, strict=True):
+        names = []
+        for target in targets:
             if not isinstance(target, ast.Name):
                 message = "only names can be assigned"
                 raise UnsupportedSourceError(message, position_of(target))
-            scope.assign(target.id, Value(item))
+            names.append(target.id)
+        if isinstance(node.value, ast.Tuple | ast.List):
+            self._assign_each(names, node.value.elts, node, scope)
+            return
+        value = self.expressions.lower(node.value, scope)
+        items = value.expression
+        if isinstance(items, list):  # of a function
+            _check_count(names, items, node)
+        else:
+            base = {"var": self.emitter.materialized(value, "parts")}
+            items = [{"get": [base, index]} for index in range(len(names))]
+        for name, item in zip(names, items, strict=True):
+            scope.assign(name, Value(item), scope.version(name))
+
+    def _assign_each(
+        self, names: list[str], items: list[ast.expr], node: ast.Assign, scope: NameScope
+    ) -> None:
+        """Lower `a, b = x, y`: all values first."""
+        _check_count(names, items, node)
+        variables = [
+            self._own_variable(name, item, scope) for name, item in zip(names, items, strict=True)
+        ]
+        values = [
+            self.expressions.lower(item, scope, variable)
+            for item, variable in zip(items, variables, strict=True)
+        ]
+        for name, value, variable in zip(names, values, variables, strict=True):
+            scope.assign(name, value, variable)
 
     def _augmented(self, node: ast.AugAssign, scope: NameScope) -> None:
         if not isinstance(node.target, ast.Name):
@@ -370,6 +393,12 @@ _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
     "priority": lambda value: type(value) is int and -100 <= value <= 100,
     "timeout": lambda value: type(value) in (int, float) and 0 < value <= 7 * 86_400,
 }
+
+
+def _check_count(names: list[str], values: list[Any], node: ast.Assign) -> None:
+    if len(names) != len(values):
+        message = f"{len(names)} names for {len(values)} values"
+        raise SourceArgumentError("language.argument", message, position_of(node))
 
 
 def is_decorator(node: ast.expr, name: str) -> bool:

@@ -75,10 +75,32 @@ ROUNDS = "answer = ''\nfor i in range(3):\n    answer = gen(f'{i}{answer}')\n"
         "def f(x):\n    answer = ''\n    for i in range(2):\n        answer = gen(f'{answer}{x}')\n"
         "    return answer\nanswer = f('q')\nyield {'a': answer}",
         "text = gen('a')\nreturn {'answer': text}",
+        "answer = [gen(x) for x in ['a', 'b']]\nyield answer",
+        "answer, other = gen('a'), gen('b')\nyield {'a': answer}",
+        "def f(x):\n    return gen(x), gen(x + '1')\nanswer, other = f('q')\nyield {'a': answer}",
+        "first = gen('a')\nanswer = gen('b') if first == 'x' else 'none'\nyield {'a': answer}",
     ],
 )
 def test_a_result_has_the_name_that_the_author_gave_it(source: str) -> None:
     assert compiled(source).outputs == ["answer"]
+
+
+def test_the_variable_of_a_loop_has_no_value_after_it() -> None:
+    for before in ("", "i = 7\n"):
+        error = error_of(f"{before}for i in range(3):\n    a = gen(f'{{i}}')\nyield {{'i': i}}")
+        assert error.code == "language.maybe_unassigned"
+        assert "only inside of the loop" in error.message
+
+
+@pytest.mark.parametrize(
+    ("call", "named"), [("rag('x')", "rag"), ("json.loads('1')", "json.loads")]
+)
+def test_an_unknown_function_is_refused_with_those_that_exist(call: str, named: str) -> None:
+    error = error_of(f"yield {call}", signatures={"lookup": ("key",)})
+    assert error.code == "language.unknown_function"
+    assert f"unknown function `{named}`" in error.message
+    assert "parse_json" in error.message
+    assert "lookup" in error.message
 
 
 def test_an_earlier_value_that_was_yielded_is_listed_with_a_number() -> None:
@@ -304,13 +326,13 @@ def test_a_comprehension_with_calls_is_a_map_and_without_is_an_expression() -> N
         "sizes = [len(text) for text in texts]\n"
         "yield {'texts': texts, 'sizes': sizes}"
     )
-    assert nodes["items"]["max_width"] == 4
+    assert nodes["texts"]["max_width"] == 4
     assert "each" in nodes["sizes"]["expr"]
 
 
 def test_a_conditional_expression_with_calls_runs_one_of_them() -> None:
     nodes = nodes_of("a = gen('x')\nb = gen('y') if a == 'z' else 'none'\nyield b")
-    assert [node["op"] for node in nodes["chosen"]["then"]] == ["generate"]
+    assert [node["op"] for node in nodes["b"]["then"]] == ["generate"]
 
 
 def test_handlers_have_codes() -> None:
