@@ -20,7 +20,7 @@ from .comprehensions import ComprehensionLowerer
 from .emitter import Emitter
 from .interfaces import Inliner, Signatures
 from .scope import NameScope
-from .values import NULL, NotConstantError, Value, as_text, common_kind, text_of
+from .values import NULL, NotConstantError, Value, as_text, common_kind, element, text_of
 
 _NUMERIC: Final[dict[type[ast.operator], tuple[str, str]]] = {
     ast.Sub: ("sub", "-"),
@@ -257,7 +257,7 @@ class ExpressionLowerer:
         if value.kind in ("text", "stream"):
             message = "the index of a text must be a literal number: write text[0], or text[a:b]"
             raise SourceArgumentError("language.type", message, position_of(node.slice))
-        return Value({"get": [value.expression, index]})
+        return element(value, index)
 
     def _slice(self, value: Value, node: ast.Slice, scope: NameScope) -> Value:
         if node.step is not None:

@@ -11,6 +11,7 @@ from conure.server.language.compiler import compile_source, locate
 from conure.server.language.errors import LanguageError, SourceNameError
 from conure.server.program.decode import revalidate
 from conure.server.program.errors import ProgramError
+from conure.server.program.expressions.evaluate import evaluate
 from conure.server.program.graph.graph import Graph
 from conure.server.program.ir import Program, Submission
 from conure.server.program.nodes.bodies import walk
@@ -101,6 +102,15 @@ def test_an_unknown_function_is_refused_with_those_that_exist(call: str, named: 
     assert f"unknown function `{named}`" in error.message
     assert "parse_json" in error.message
     assert "lookup" in error.message
+
+
+@pytest.mark.parametrize("read", ["history[0]['context']", "history[0].get('context')"])
+def test_the_context_of_a_message_in_a_list_is_its_content(read: str) -> None:
+    history = "history = [{'role': 'user', 'context': 'hello'}]"
+    nodes = nodes_of(f"{history}\nyield {{'first': {read}}}")
+    assert evaluate(nodes["history"]["expr"], {}) == [{"role": "user", "content": "hello"}]
+    values = {"history": evaluate(nodes["history"]["expr"], {})}
+    assert evaluate(nodes["yield"]["value"], values) == {"first": "hello"}
 
 
 def test_an_earlier_value_that_was_yielded_is_listed_with_a_number() -> None:
