@@ -340,8 +340,12 @@ def put_procedure(
     if extra:
         message = f"a procedure is stored without `{extra[0]}`: pass it to `run_procedure`"
         raise ProgramError("procedure.argument", message, path=extra[0])
-    body = {key: given[key] for key in ("program", "source", "language") if key in given}
-    fields = {**body, "alias": alias} | ({} if pin_s is None else {"pin_s": pin_s})
+    body: dict[str, Any] = {
+        key: given[key] for key in ("program", "source", "language") if key in given
+    }
+    fields: dict[str, Any] = {**body, "alias": alias}
+    if pin_s is not None:
+        fields["pin_s"] = pin_s
     request = Request("PUT", _procedure_path(name), msgspec.json.encode(fields))
     return (yield from fetch(request, retry, StoredProcedure))
 

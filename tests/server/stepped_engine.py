@@ -47,6 +47,9 @@ class SteppedEngine(EngineConnection):
     core: EngineCore
     steps: list[list[Row]]
     before_step: Callable[[], None]
+    pending: protocol.StepReport | None
+    """What the server has not received yet."""
+    is_stepping: bool
 
     @classmethod
     async def start(cls, name: str, epoch: int, command: Any, **options: Any) -> SteppedEngine:
@@ -58,8 +61,8 @@ class SteppedEngine(EngineConnection):
         engine._record(runner)
         constraints = _create_constraint_compiler(runner)
         engine.core = EngineCore(runner, epoch, constraints=constraints)
-        engine._pending_report: protocol.StepReport | None = None
-        engine._is_stepping = False
+        engine.pending = None
+        engine.is_stepping = False
         engine._alive = True
         engine._handle_hello(engine.core.hello())
         return engine
@@ -80,18 +83,18 @@ class SteppedEngine(EngineConnection):
         commands, self._outgoing = self._outgoing, []
         for command in commands:
             self.core.apply(command)
-        if not self._is_stepping:
-            self._is_stepping = True
+        if not self.is_stepping:
+            self.is_stepping = True
             asyncio.get_running_loop().call_soon(self._step)
 
     def _step(self) -> None:
         self.before_step()
         report = self.core.step()
-        before, self._pending_report = self._pending_report, report
+        before, self.pending = self.pending, report
         if before is not None:
             self._handle_steps([before])
-        if self._pending_report is None and self.core.is_idle and not self._outgoing:
-            self._is_stepping = False
+        if self.pending is None and self.core.is_idle and not self._outgoing:
+            self.is_stepping = False
             return
         asyncio.get_running_loop().call_soon(self._step)
 
