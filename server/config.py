@@ -197,6 +197,25 @@ class Config(EngineConfig, frozen=True, kw_only=True):
             bounds=(1, 10_000_000),
         ),
     ] = 100_000
+    pin_share: Annotated[
+        float,
+        Option(
+            help="share of an engine's KV blocks that pinned prefixes of stored procedures may "
+            "keep; 0: no pins",
+            group="limits",
+            metavar="X",
+            bounds=(0, 0.5),
+        ),
+    ] = 0.1
+    pin_hours: Annotated[
+        float,
+        Option(
+            help="hours for which a prefix may be pinned",
+            group="limits",
+            metavar="H",
+            bounds=(0.01, 8760),
+        ),
+    ] = 24.0
     max_wait_s: Annotated[
         float,
         Option(

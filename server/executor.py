@@ -50,6 +50,7 @@ from .prompts.served_model import ServedModel
 from .runtime.admission.call_quota import CallQuota
 from .runtime.admission.intake import ProgramIntake
 from .runtime.admission.load import LoadLimits, LoadMonitor
+from .runtime.calls.pins import PinKeeper
 from .runtime.persistence.journal_retention import retain
 from .runtime.persistence.program_directory import ProgramDirectory, run_variable_status
 from .runtime.persistence.resumption import Resumption
@@ -105,8 +106,15 @@ class Executor(ProgramReader):
             self.services, self.programs, self._constraints, self._create_run
         )
         self._sources = SourceCompiler(self._functions.registry.signatures)
-        self.procedures = ProcedureCatalog(self._intake, self.programs, self._sources)
-        self.explainer = ProgramExplainer(self._intake, self.programs, self.services)
+        self._pins = PinKeeper(self.services, share=config.pin_share)
+        self.procedures = ProcedureCatalog(
+            self._intake,
+            self.programs,
+            self._sources,
+            self._pins,
+            max_pin_s=3600 * config.pin_hours,
+        )
+        self.explainer = ProgramExplainer(self._intake, self.programs, self.services, self._pins)
         self.traces = TraceExporter(self.programs)
         self._config = config
         self._metrics = ServerMetrics()
@@ -149,6 +157,7 @@ class Executor(ProgramReader):
         self._background.append(
             asyncio.create_task(retain(journal, self.programs, _retention_limits(config)))
         )
+        self._background.append(asyncio.create_task(self.procedures.keep_pins()))
         if not journal.report.is_thorough:
             self._background.append(asyncio.create_task(check_journal(journal)))
 
@@ -368,6 +377,7 @@ class Executor(ProgramReader):
             engines=await self.engines(),
             num_engines=self._config.num_engines,
             journal=self.programs.journal.status(),
+            pins=self._pins.totals,
         )
         return self._metrics.render(snapshot)
 

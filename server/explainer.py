@@ -10,8 +10,10 @@ from .program.errors import NotFoundError
 from .program.explanation.explain import ModelLimits, explain, with_actual
 from .program.explanation.records import ProgramExplanation
 from .program.graph.graph import graph_of
-from .program.ir import Submission
+from .program.ir import ProcedureNode, Submission
+from .program.nodes.bodies import walk
 from .runtime.admission.intake import ProgramIntake
+from .runtime.calls.pins import PinKeeper
 from .runtime.persistence.program_directory import ProgramDirectory
 from .runtime.services import RuntimeServices
 
@@ -20,18 +22,24 @@ class ProgramExplainer:
     """Implements `ExplanationService`."""
 
     def __init__(
-        self, intake: ProgramIntake, programs: ProgramDirectory, services: RuntimeServices
+        self,
+        intake: ProgramIntake,
+        programs: ProgramDirectory,
+        services: RuntimeServices,
+        pins: PinKeeper,
     ) -> None:
         self._intake = intake
         self._programs = programs
         self._services = services
+        self._pins = pins
 
     async def explain(
         self, submission: Submission, *, body: bytes, tenant: str
     ) -> ProgramExplanation:
         """Explain a program without running it."""
         submission, graph = await self._intake.check(submission, body, tenant)
-        return await asyncio.to_thread(explain, submission, graph, self._limits())
+        explanation = await asyncio.to_thread(explain, submission, graph, self._limits())
+        return self._with_pins(explanation, submission, tenant)
 
     async def explain_run(self, program: str, *, tenant: str) -> ProgramExplanation:
         """Explain a submitted program with its figures."""
@@ -42,7 +50,19 @@ class ProgramExplainer:
         submission = msgspec.json.decode(stored.body, type=Submission)
         graph = graph_of(submission)
         explanation = await asyncio.to_thread(explain, submission, graph, self._limits())
-        return with_actual(explanation, status)
+        return with_actual(self._with_pins(explanation, submission, tenant), status)
+
+    def _with_pins(
+        self, explanation: ProgramExplanation, submission: Submission, tenant: str
+    ) -> ProgramExplanation:
+        """Return an explanation with the pins of the procedures that a program calls or is."""
+        called = [
+            node.procedure.partition("@")[2]
+            for _, node in walk(submission.program.nodes, "")
+            if isinstance(node, ProcedureNode)
+        ]
+        pins = self._pins.costs_of(tenant, [*called, explanation.version])
+        return msgspec.structs.replace(explanation, pins=pins)
 
     def _limits(self) -> ModelLimits:
         model = self._services.model

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from .program.ir import Deadline, GenerateNode
 from .program.status import Receipt
+from .runtime.calls.pins import PinTotals
 from .runtime.program_state import ProgramState
 from .service import EngineInfo
 from .store.journal import JournalStatus
@@ -41,6 +42,7 @@ class MetricsSnapshot(NamedTuple):
     num_engines: int
     """Configured number of engines."""
     journal: JournalStatus
+    pins: PinTotals = PinTotals()
 
 
 class ServerMetrics:
@@ -172,6 +174,7 @@ class _SnapshotCollector(Collector):
         yield _gauge("conure_engines", "Engines that respond.", len(snapshot.engines))
         yield _gauge("conure_engines_wanted", "Configured number of engines.", snapshot.num_engines)
         yield from _engine_families(snapshot.engines)
+        yield from _pin_families(snapshot.pins)
         journal = snapshot.journal
         yield _gauge(
             "conure_journal_healthy", "Whether the last commit succeeded.", journal.healthy
@@ -189,6 +192,25 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(name, text, value=value)
+
+
+def _pin_families(pins: PinTotals) -> Iterator[Metric]:
+    yield _gauge("conure_pins", "Pinned versions of procedures.", pins.num_pins)
+    yield _gauge("conure_pinned_tokens", "Tokens of pinned prefixes.", pins.num_tokens)
+    yield _gauge(
+        "conure_pinned_blocks",
+        "KV blocks that pinned prefixes keep on all engines.",
+        pins.num_held_blocks,
+    )
+    yield _counter(
+        "conure_pin_computed_tokens", "Tokens computed for pins.", pins.num_computed_tokens
+    )
+    yield _counter("conure_pins_expired", "Pins that ended by their time.", pins.num_expired)
+    yield _counter(
+        "conure_pins_released",
+        "Times that an engine's pins were released because its memory was short.",
+        pins.num_releases,
+    )
 
 
 def _engine_families(engines: Iterable[EngineInfo]) -> Iterator[Metric]:

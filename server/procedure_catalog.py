@@ -1,16 +1,19 @@
-"""Stores procedures, moves their aliases, and submits them as programs."""
+"""Stores procedures, moves their aliases, pins their prefixes, and submits them as programs."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import msgspec
 from msgspec import UNSET
 
 from .language.compiler import locate
 from .language.submission import SourceCompiler
-from .program.errors import NotFoundError, ProgramError
-from .program.ir import Program, SourceSubmission, Submission
+from .program.errors import ConureError, NotFoundError, ProgramError
+from .program.graph.graph import graph_of
+from .program.ir import GenerateNode, Program, SourceSubmission, Submission
+from .program.nodes.bodies import walk
 from .program.procedures import (
     Procedure,
     PutProcedure,
@@ -20,20 +23,36 @@ from .program.procedures import (
     version_of,
 )
 from .program.status import Accepted
+from .prompts.constant_prefix import constant_prefix
+from .prompts.served_model import ServedModel
 from .runtime.admission.intake import ProgramIntake
 from .runtime.admission.preparation import expand_program
+from .runtime.calls.pins import PinKeeper, PinKey, maximal
 from .runtime.persistence.program_directory import ProgramDirectory
+from .store.journal import PinRecord
+
+logger = logging.getLogger(__name__)
+
+PIN_CHECK_S = 1.0
 
 
 class ProcedureCatalog:
     """Implements `ProcedureService`."""
 
     def __init__(
-        self, intake: ProgramIntake, programs: ProgramDirectory, sources: SourceCompiler
+        self,
+        intake: ProgramIntake,
+        programs: ProgramDirectory,
+        sources: SourceCompiler,
+        pins: PinKeeper,
+        *,
+        max_pin_s: float,
     ) -> None:
         self._intake = intake
         self._programs = programs
         self._sources = sources
+        self._pins = pins
+        self._max_pin_s = max_pin_s
 
     async def put(self, name: str, put: PutProcedure, *, tenant: str) -> StoredProcedure:
         """Store a procedure."""
@@ -44,7 +63,11 @@ class ProcedureCatalog:
             if put.source is UNSET:
                 raise
             raise locate(error, given) from None
+        if put.pin_s is not None:
+            prefixes = await self._check_pin(tenant, procedure, put.pin_s)
         await self._intake.library.store(tenant, procedure, put.alias)
+        if put.pin_s is not None:
+            await self._pin(tenant, procedure, prefixes, put.pin_s)
         return await self.find(procedure.reference, tenant=tenant)
 
     async def _program(self, put: PutProcedure) -> Program:
@@ -92,12 +115,69 @@ class ProcedureCatalog:
         await library.move_alias(tenant, procedure, alias)
         return await self.find(procedure.reference, tenant=tenant)
 
+    # --- pins -----------------------------------------------------------------------------
+
+    async def pin(self, reference: str, pin_s: float | None, *, tenant: str) -> StoredProcedure:
+        """Pin the constant prefixes of a version; None: remove its pin."""
+        procedure = await self._intake.library.find(tenant, reference)
+        if pin_s is not None:
+            prefixes = await self._check_pin(tenant, procedure, pin_s)
+            await self._pin(tenant, procedure, prefixes, pin_s)
+        elif self._pins.unpin(PinKey(tenant, procedure.name, procedure.version)):
+            await self._append_pin(tenant, procedure, 0.0)
+        return await self.find(procedure.reference, tenant=tenant)
+
+    async def _check_pin(self, tenant: str, procedure: Procedure, pin_s: float) -> list[list[int]]:
+        """Return the prefixes of a procedure, which can be pinned for a time."""
+        if pin_s > self._max_pin_s:
+            raise ProgramError(
+                "procedure.pin_time",
+                f"a prefix can be pinned for {self._max_pin_s:g} s, got {pin_s:g}: ask for less, "
+                "or start the server with a larger --pin-hours",
+                path="pin_s",
+            )
+        prefixes = await asyncio.to_thread(_prefixes, procedure, self._pins.model)
+        self._pins.check_room(PinKey(tenant, procedure.name, procedure.version), prefixes)
+        return prefixes
+
+    async def _pin(
+        self, tenant: str, procedure: Procedure, prefixes: list[list[int]], pin_s: float
+    ) -> None:
+        """Pin prefixes, once the pin is durable."""
+        expires_at = self._pins.now() + pin_s
+        await self._append_pin(tenant, procedure, expires_at)
+        self._pins.pin(PinKey(tenant, procedure.name, procedure.version), prefixes, expires_at)
+
+    async def _append_pin(self, tenant: str, procedure: Procedure, expires_at: float) -> None:
+        record = PinRecord(
+            tenant=tenant, name=procedure.name, version=procedure.version, expires_at=expires_at
+        )
+        await self._programs.journal.append([record], fail_fast=True)
+
+    async def keep_pins(self) -> None:
+        """Fill the pins of the journal, and check all pins until cancelled."""
+        for record in await self._programs.journal.list_pins(self._pins.now()):
+            reference = f"{record.name}@{record.version}"
+            try:
+                procedure = await self._intake.library.find(record.tenant, reference)
+                prefixes = await asyncio.to_thread(_prefixes, procedure, self._pins.model)
+                key = PinKey(record.tenant, record.name, record.version)
+                self._pins.pin(key, prefixes, record.expires_at)
+            except ConureError as error:
+                logger.warning("the prefix of %s is not pinned again: %s", reference, error)
+        while True:
+            await asyncio.sleep(PIN_CHECK_S)
+            self._pins.check()
+
+    # --- reading and running --------------------------------------------------------------
+
     async def find(self, reference: str, *, tenant: str) -> StoredProcedure:
         """Return one version of a procedure."""
         found = await self._intake.library.find(tenant, reference)
         listing = await self._programs.journal.list_procedures(tenant, found.name)
         aliases = [alias for _, alias, version in listing.aliases if version == found.version]
-        return stored_procedure(found, aliases)
+        pin = self._pins.cost(PinKey(tenant, found.name, found.version))
+        return stored_procedure(found, aliases, pin)
 
     async def list_all(self, *, tenant: str) -> list[StoredProcedure]:
         """Return all versions of all procedures."""
@@ -106,7 +186,12 @@ class ProcedureCatalog:
         for name, alias, version in listing.aliases:
             aliases.setdefault((name, version), []).append(alias)
         return [
-            StoredProcedure(name=name, version=version, aliases=aliases.get((name, version), []))
+            StoredProcedure(
+                name=name,
+                version=version,
+                aliases=aliases.get((name, version), []),
+                pin=self._pins.cost(PinKey(tenant, name, version)) or UNSET,
+            )
             for name, version, _ in listing.versions
         ]
 
@@ -128,3 +213,12 @@ class ProcedureCatalog:
             idempotency_key=idempotency_key,
             is_expanded=True,
         )
+
+
+def _prefixes(procedure: Procedure, model: ServedModel) -> list[list[int]]:
+    """Return the constant beginnings of the prompts of a procedure."""
+    definitions = graph_of(Submission(program=procedure.program)).definitions
+    calls = [
+        node for _, node in walk(procedure.program.nodes, "") if isinstance(node, GenerateNode)
+    ]
+    return maximal(constant_prefix(call, definitions, model) for call in calls)

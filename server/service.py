@@ -115,6 +115,21 @@ class ProcedureService(Protocol):
         """
         ...
 
+    async def pin(self, reference: str, pin_s: float | None, *, tenant: str) -> StoredProcedure:
+        """Keep the constant beginnings of a version's prompts on the engines for a time.
+
+        Args:
+            reference: the version.
+            pin_s: seconds from now; None: remove the pin.
+            tenant: owner of the procedure.
+
+        Raises:
+            NotFoundError: if there is no such version.
+            ProgramError: `procedure.pin_time`, `procedure.pin_empty`.
+            ConflictError: `procedure.pin_limit`.
+        """
+        ...
+
     async def find(self, reference: str, *, tenant: str) -> StoredProcedure:
         """Return one version of a procedure, by `name@version`, `name:alias` or `name`.
 

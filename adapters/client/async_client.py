@@ -190,7 +190,12 @@ class AsyncClient(AsyncBaseClient):
         return await self._do(exchange.explain(body, self._retry))
 
     async def store_procedure(
-        self, name: str, program: Submittable, *, alias: str | None = DEFAULT_ALIAS
+        self,
+        name: str,
+        program: Submittable,
+        *,
+        alias: str | None = DEFAULT_ALIAS,
+        pin_s: float | None = None,
     ) -> StoredProcedure:
         """Store a version of a procedure on the server.
 
@@ -199,13 +204,17 @@ class AsyncClient(AsyncBaseClient):
             program: a program as a record or as JSON, or a text in the decoder language. Its
                 inputs are the parameters, its outputs are the results.
             alias: the alias that names this version from now on; None: no alias.
+            pin_s: seconds for which the engines keep the constant beginnings of its prompts in
+                their KV; None: as before.
 
         Raises:
-            ProgramError: if the program is invalid.
+            ProgramError: if the program is invalid, or cannot be pinned.
             ConflictError: `procedure.signature` if the alias names a version with other
                 parameters or results.
         """
-        return await self._do(exchange.put_procedure(name, program, self._retry, alias=alias))
+        return await self._do(
+            exchange.put_procedure(name, program, self._retry, alias=alias, pin_s=pin_s)
+        )
 
     async def move_alias(self, name: str, alias: str, version: str) -> StoredProcedure:
         """Let an alias of a procedure name another version with the same parameters and results.

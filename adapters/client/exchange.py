@@ -327,7 +327,12 @@ def trace(program: str, retry: Retry, *, token_ids: bool) -> Flow[list[dict[str,
 
 
 def put_procedure(
-    name: str, program: Submittable, retry: Retry, *, alias: str | None
+    name: str,
+    program: Submittable,
+    retry: Retry,
+    *,
+    alias: str | None,
+    pin_s: float | None = None,
 ) -> Flow[StoredProcedure]:
     """Store a version of a procedure."""
     given = submission_body(program)
@@ -335,8 +340,13 @@ def put_procedure(
     if extra:
         message = f"a procedure is stored without `{extra[0]}`: pass it to `run_procedure`"
         raise ProgramError("procedure.argument", message, path=extra[0])
-    body = {key: given[key] for key in ("program", "source", "language") if key in given}
-    request = Request("PUT", _procedure_path(name), msgspec.json.encode({**body, "alias": alias}))
+    body: dict[str, Any] = {
+        key: given[key] for key in ("program", "source", "language") if key in given
+    }
+    fields: dict[str, Any] = {**body, "alias": alias}
+    if pin_s is not None:
+        fields["pin_s"] = pin_s
+    request = Request("PUT", _procedure_path(name), msgspec.json.encode(fields))
     return (yield from fetch(request, retry, StoredProcedure))
 
 

@@ -92,6 +92,8 @@ class EngineConnection(asyncio.Protocol):
         self.epoch = epoch
         self.num_free = 0
         self.num_cached = 0
+        self._lowest = 0
+        """Free and cached blocks in the step since the last request in which they were fewest."""
         self.num_steps = 0
         self.answered_at = time.monotonic()
         self._hang_s = hang_s
@@ -185,6 +187,11 @@ class EngineConnection(asyncio.Protocol):
         """Free and cached blocks, as last reported, without those that fills in flight will use."""
         num_inflight = -(-self._num_inflight_tokens // self.hello.limits.block_size)
         return self.num_free + self.num_cached - num_inflight
+
+    def take_lowest_available(self) -> int:
+        """Return the least number of available blocks since the last call."""
+        lowest, self._lowest = min(self._lowest, self.num_available), self.num_available
+        return lowest
 
     @property
     def is_memory_constrained(self) -> bool:
@@ -332,7 +339,7 @@ class EngineConnection(asyncio.Protocol):
             )
             return
         self._hello.set_result(hello)
-        self.num_free = hello.limits.num_blocks
+        self.num_free = self._lowest = hello.limits.num_blocks
 
     def _handle_steps(self, steps: list[protocol.StepReport]) -> None:
         """Deliver the reports of steps. If the loop was late, those of several steps at once."""
@@ -340,6 +347,7 @@ class EngineConnection(asyncio.Protocol):
             self.num_free = step.num_free
             self.num_cached = step.num_cached
             self.num_steps = step.number
+            self._lowest = min(self._lowest, step.num_free + step.num_cached)
         for report in join_tokens([step.reports for step in steps]):
             match report:
                 case protocol.Tokens():

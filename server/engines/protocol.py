@@ -47,6 +47,10 @@ class Engine(Protocol):
         """Blocks that no context refers to and no command in flight will use."""
         ...
 
+    def take_lowest_available(self) -> int:
+        """Return the least `num_available` since the last call of this method."""
+        ...
+
     @property
     def is_memory_constrained(self) -> bool:
         """Whether the engine may have to evict soon."""

@@ -12,8 +12,10 @@ LanguageError. No part of the text is executed.
 from __future__ import annotations
 
 import ast
+import contextlib
+import gc
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Final, Literal, NoReturn, TypeAlias
 
 from msgspec.structs import replace
@@ -33,7 +35,7 @@ from .errors import (
     UnsupportedSourceError,
     position_of,
 )
-from .lowering.blocks import NameReads
+from .lowering.blocks import LoopReads
 from .lowering.emitter import Emitter
 from .lowering.functions import output_segment, parameters_of, trimmed
 from .lowering.generation import prompt_segments
@@ -99,13 +101,30 @@ def compile_source(
         LanguageError: with line and column.
     """
     try:
-        if language == "template":
-            return _compile_template(source, inputs, name)
-        return _compile_decoder(source, inputs, signatures, name)
+        with _without_collector():
+            if language == "template":
+                return _compile_template(source, inputs, name)
+            return _compile_decoder(source, inputs, signatures, name)
     except RecursionError:
         raise SourceTooLargeError(
             "language.too_large", "the text is nested too deeply", Position(1, 1)
         ) from None
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause the collector of cycles: a syntax tree is thousands of objects and has no cycles, but
+    each few hundred of them start a search, sometimes through all objects of the process.
+
+    Several threads may do this at a time: one that found the collector enabled enables it again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # --- Python's syntax --------------------------------------------------------------------------
@@ -114,10 +133,10 @@ def compile_source(
 def _compile_decoder(
     source: str, inputs: Collection[str], signatures: Signatures | None, name: str
 ) -> Program:
-    tree = parse(source)
+    tree, reads = parse(source)
     body, declared, program_name = _unwrap(tree.body)
     emitter = Emitter()
-    statements = StatementLowerer(emitter, NameReads(tree), signatures)
+    statements = StatementLowerer(emitter, LoopReads(reads), signatures)
     scope = NameScope(emitter, NameUses(body))
     variables = _declare_inputs(statements, scope, declared, inputs)
     if program_name is not None:
@@ -145,10 +164,16 @@ def _returned(emitter: Emitter, result: Value) -> list[str]:
     """Return the output variables of `return`: one for each key of a dict."""
     expression = result.expression
     if result.variable is None and isinstance(expression, dict) and "object" in expression:
-        return [
-            emitter.materialized(Value(item), key) for key, item in expression["object"].items()
-        ]
+        return [_named(emitter, Value(item), key) for key, item in expression["object"].items()]
     return [emitter.materialized(result, "result")]
+
+
+def _named(emitter: Emitter, value: Value, key: str) -> str:
+    """Return the variable of a value that `return` gives a name."""
+    if value.variable == key:
+        return key
+    name: str = emitter.expr(value.expression, key).expression["var"]
+    return name
 
 
 def _unwrap(

@@ -16,7 +16,6 @@ can be read while it is generated. `any` is unknown."""
 
 MAX_LIST_ITEMS = 8
 MAX_LIST_TEXT = 120
-LIST_TOKENS = 1_024
 LIST_SCHEMA: Final[dict[str, Json]] = {
     "type": "array",
     "items": {"type": "string", "maxLength": MAX_LIST_TEXT},
@@ -107,7 +106,6 @@ def _add_constraint(output: dict[str, Any], name: str, value: Json, position: Po
         return "any" if field == "json_schema" else "text"
     if value == "list":
         output["constraint"] = Constraint(json_schema=LIST_SCHEMA)
-        output.setdefault("max_tokens", LIST_TOKENS)
         return "list"
     if value not in _TYPES:
         known = ", ".join(sorted({*_TYPES, "list"} - {"string"}))

@@ -14,7 +14,9 @@ import contextlib
 import math
 import re
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from .errors import (
     LanguageError,
@@ -53,14 +55,18 @@ _MARKS: frozenset[type[ast.AST]] = frozenset(
     }
 )  # fmt: skip
 """Allowed nodes without fields. All other operators are checked."""
-_LEAVES: frozenset[type[ast.AST]] = frozenset({ast.Constant, ast.Name, *_MARKS})
 _PLAIN_FIELDS = frozenset(
-    {"arg", "attr", "conversion", "ctx", "id", "is_async", "kind", "name", "type_comment"}
+    {"arg", "attr", "conversion", "ctx", "id", "is_async", "kind", "name", "simple", "type_comment"}
 )
 """Fields of allowed nodes that never contain a node to check."""
 _CHILD_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
     kind: tuple(name for name in kind._fields if name not in _PLAIN_FIELDS) for kind in _ALLOWED
-}
+} | {ast.Constant: ()}
+
+_CHECKED: frozenset[type[ast.AST]] = frozenset(
+    {ast.Constant, ast.FormattedValue, ast.comprehension}
+)
+"""Allowed nodes of which some forms are not allowed."""
 
 _INSTEAD: dict[type[ast.AST], str] = {
     ast.While: "`while` loops have no bound: write `for _ in range(10):` and "
@@ -102,8 +108,31 @@ _REWRITTEN = re.compile(
 _MAY_BE_REWRITTEN = re.compile(r"^[ \t]*(?:StartNewJob|wait[ \t])", re.MULTILINE)
 
 
-def parse(source: str) -> ast.Module:
-    """Return the checked syntax tree of a source text.
+class NameReads:
+    """The lines of a text that read each name, in ascending order."""
+
+    def __init__(self, lines: dict[str, list[int]]) -> None:
+        self._lines = {name: sorted(each) for name, each in lines.items()}
+
+    def count(self, name: str) -> int:
+        """Return how often the text reads a name."""
+        return len(self._lines.get(name, ()))
+
+    def count_between(self, name: str, first: int, last: int) -> int:
+        """Return how often a range of lines, both ends included, reads a name."""
+        lines = self._lines.get(name, [])
+        return bisect_right(lines, last) - bisect_left(lines, first)
+
+
+class SourceTree(NamedTuple):
+    """A text that has been parsed and checked."""
+
+    module: ast.Module
+    reads: NameReads
+
+
+def parse(source: str) -> SourceTree:
+    """Return the checked syntax tree of a source text, and where it reads names.
 
     Raises:
         SourceTooLargeError: `language.too_large`.
@@ -115,8 +144,7 @@ def parse(source: str) -> ast.Module:
         raise SourceSyntaxError("language.syntax", "the text has a null character", _START)
     text = rewrite(source)
     tree = _parse_python(text)
-    _check_tree(tree, text)
-    return tree
+    return SourceTree(tree, _check_tree(tree, text))
 
 
 def check_size(source: str) -> None:
@@ -182,14 +210,17 @@ def _parse_python(text: str) -> ast.Module:
         ) from None
 
 
-def _check_tree(tree: ast.Module, text: str) -> None:
+def _check_tree(tree: ast.Module, text: str) -> NameReads:
     """Check all nodes level by level, and convert their columns to characters.
+
+    All of a text's nodes pass through this loop once: it also records where names are read.
 
     Raises:
         LanguageError: at the first construct, in the order of the text, that is not allowed.
     """
     lines = None if text.isascii() else text.split("\n")
     faults: list[LanguageError] = []
+    reads: dict[str, list[int]] = {}
     level: list[ast.AST] = [tree]
     num_nodes = depth = 0
     while level:
@@ -201,14 +232,23 @@ def _check_tree(tree: ast.Module, text: str) -> None:
         for node in level:
             if lines is not None:
                 _convert_column(node, lines)
-            fault = _fault_of(node)
-            if fault is not None:
-                faults.append(fault)
-            else:
-                below.extend(children(node))
+            kind = type(node)
+            if kind is ast.Name:
+                if type(node.ctx) is ast.Load:  # type: ignore[attr-defined]
+                    reads.setdefault(node.id, []).append(node.lineno)  # type: ignore[attr-defined]
+                continue
+            if kind not in _ALLOWED or kind in _CHECKED:
+                fault = _fault_of(node)
+                if fault is not None:
+                    faults.append(fault)
+                    continue
+            below += children(node)
+            if kind is ast.AugAssign and isinstance(target := vars(node)["target"], ast.Name):
+                reads.setdefault(target.id, []).append(target.lineno)
         level = below
     if faults:
         raise min(faults, key=lambda fault: (fault.line, fault.column))
+    return NameReads(reads)
 
 
 def _too_large(node: ast.AST, *, is_deep: bool) -> SourceTooLargeError:
@@ -221,17 +261,14 @@ def _too_large(node: ast.AST, *, is_deep: bool) -> SourceTooLargeError:
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes directly below a node, except operators and contexts of names."""
-    kind = type(node)
-    if kind in _LEAVES:
-        return []
+    """Return the nodes directly below an allowed node, except operators and contexts of names."""
     found: list[ast.AST] = []
     fields = vars(node)
-    for name in _CHILD_FIELDS.get(kind, kind._fields):
+    for name in _CHILD_FIELDS[type(node)]:
         child = fields.get(name)
         if type(child) is list:
-            found += [item for item in child if isinstance(item, ast.AST)]
-        elif type(child) not in _MARKS and isinstance(child, ast.AST):
+            found += [item for item in child if item is not None]  # a key may be missing
+        elif child is not None and type(child) not in _MARKS:
             found.append(child)
     return found
 

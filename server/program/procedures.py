@@ -75,6 +75,23 @@ class Procedure(Struct, frozen=True, kw_only=True):
         return signature_of(self.program)
 
 
+class PinnedPrefix(Struct, frozen=True, kw_only=True):
+    """What it costs that engines keep the constant beginnings of a procedure's prompts."""
+
+    expires_at: float
+    """Unix time at which the pin ends."""
+    tokens: int
+    """Of all beginnings, in whole blocks, each block once."""
+    blocks: int
+    """KV blocks that these tokens take on each engine."""
+    engines: list[str]
+    """The engines that keep them now: all, unless memory is short."""
+    computed_tokens: int
+    """Prompt tokens that were computed for the pin, on all engines."""
+    block_seconds: float
+    """KV blocks multiplied by the time that they were kept, on all engines."""
+
+
 class StoredProcedure(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A stored procedure, as the server describes it."""
 
@@ -86,6 +103,8 @@ class StoredProcedure(Struct, frozen=True, omit_defaults=True, kw_only=True):
     results: dict[str, Variable] = {}
     calls: int = 0
     """LLM calls in the program, each body counted once."""
+    pin: PinnedPrefix | UnsetType = UNSET
+    """Unset: the version is not pinned."""
     program: Program | UnsetType = UNSET
     """Only in the description of one version."""
 
@@ -99,6 +118,15 @@ class PutProcedure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Of `source`."""
     alias: AliasName | None = DEFAULT_ALIAS
     """The alias that names this version from now on; null: none."""
+    pin_s: Annotated[float, Meta(gt=0)] | None = None
+    """Seconds for which engines keep the constant beginnings of its prompts; null: as before."""
+
+
+class PutPin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of `PUT /v1/procedures/{reference}/pin`."""
+
+    pin_s: Annotated[float, Meta(gt=0)]
+    """Seconds from now."""
 
 
 class PutAlias(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -159,7 +187,9 @@ def signature_of(program: Program) -> ProcedureSignature:
     )
 
 
-def stored_procedure(procedure: Procedure, aliases: list[str]) -> StoredProcedure:
+def stored_procedure(
+    procedure: Procedure, aliases: list[str], pin: PinnedPrefix | None = None
+) -> StoredProcedure:
     """Return the description of one version."""
     signature = procedure.signature
     return StoredProcedure(
@@ -169,6 +199,7 @@ def stored_procedure(procedure: Procedure, aliases: list[str]) -> StoredProcedur
         parameters=signature.parameters,
         results=signature.results,
         calls=count_calls(procedure.program.nodes),
+        pin=UNSET if pin is None else pin,
         program=procedure.program,
     )
 

@@ -63,6 +63,7 @@ from .records import (
     EventRecord,
     JournalError,
     JournalStatus,
+    PinRecord,
     ProcedureListing,
     ProcedureRecord,
     ProgramListing,
@@ -88,6 +89,7 @@ __all__ = [
     "Journal",
     "JournalError",
     "JournalStatus",
+    "PinRecord",
     "ProcedureRecord",
     "ProgramListing",
     "ProgramRecord",
@@ -314,6 +316,10 @@ class Journal:
     async def list_procedures(self, tenant: str, name: str | None) -> ProcedureListing:
         """Return the versions and aliases of a procedure, or of all procedures of a tenant."""
         return await self._reader.read(partial(reader.list_procedures, tenant=tenant, name=name))
+
+    async def list_pins(self, now: float) -> list[PinRecord]:
+        """Return the pins of all tenants that end after a time."""
+        return await self._reader.read(partial(reader.list_pins, now=now))
 
     async def list_programs(
         self, tenant: str, *, status: str | None, before: int, limit: int, search: str = ""

@@ -30,6 +30,7 @@ from .records import (
     EndRecord,
     EventRecord,
     JournalError,
+    PinRecord,
     ProcedureListing,
     ProcedureRecord,
     ProgramListing,
@@ -177,6 +178,19 @@ def list_procedures(
         given,
     ).fetchall()
     return ProcedureListing(versions=versions, aliases=aliases)
+
+
+def list_pins(connection: sqlite3.Connection, now: float) -> list[PinRecord]:
+    """Return the pins of all tenants that end after a time."""
+    rows = connection.execute(
+        "SELECT tenant, name, version, expires_at FROM procedure_pin WHERE expires_at > ? "
+        "ORDER BY expires_at",
+        (now,),
+    ).fetchall()
+    return [
+        PinRecord(tenant=tenant, name=name, version=version, expires_at=expires_at)
+        for tenant, name, version, expires_at in rows
+    ]
 
 
 def list_programs(

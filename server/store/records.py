@@ -73,6 +73,16 @@ class AliasRecord(Struct, frozen=True, kw_only=True):
     version: str
 
 
+class PinRecord(Struct, frozen=True, kw_only=True):
+    """Until when the prefixes of a procedure's version are pinned; replaces an earlier record."""
+
+    tenant: str
+    name: str
+    version: str
+    expires_at: float
+    """Unix time; 0: the pin was removed."""
+
+
 class ProcedureListing(Struct, frozen=True, kw_only=True):
     """Versions and aliases of procedures, without their programs."""
 
@@ -160,6 +170,7 @@ Record: TypeAlias = (
     | EndRecord
     | ProcedureRecord
     | AliasRecord
+    | PinRecord
     | WatchRecord
     | DeleteRecord
 )

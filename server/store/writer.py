@@ -47,6 +47,7 @@ from .records import (
     EndRecord,
     EventRecord,
     JournalError,
+    PinRecord,
     ProcedureRecord,
     ProgramRecord,
     Record,
@@ -108,6 +109,11 @@ _STATEMENTS: tuple[tuple[type[Record], str], ...] = (
         AliasRecord,
         "INSERT INTO procedure_alias (tenant, name, alias, version) VALUES (?, ?, ?, ?) "
         "ON CONFLICT DO UPDATE SET version = excluded.version",
+    ),
+    (
+        PinRecord,
+        "INSERT INTO procedure_pin (tenant, name, version, expires_at) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT DO UPDATE SET expires_at = excluded.expires_at",
     ),
 )
 _TABLE_OF: dict[type[Record], str] = {
@@ -401,7 +407,7 @@ class JournalWriter:
                     case EventRecord():
                         last_seq = max(last_seq, record.seq)
                         changed[record.program] = None
-                    case ProcedureRecord() | AliasRecord():
+                    case ProcedureRecord() | AliasRecord() | PinRecord():
                         pass  # belongs to no program
                     case _:
                         changed[record.program] = None
@@ -565,6 +571,8 @@ def _row(record: Record) -> tuple[object, ...]:
             return (record.tenant, record.name, record.version, record.created_at, record.program)
         case AliasRecord():
             return record.tenant, record.name, record.alias, record.version
+        case PinRecord():
+            return record.tenant, record.name, record.version, record.expires_at
 
 
 def _name(record: Record) -> str:
@@ -578,7 +586,7 @@ def _name(record: Record) -> str:
             return f"event {record.seq} of {record.program}"
         case EndRecord():
             return f"end of {record.program}"
-        case ProcedureRecord() | AliasRecord():
+        case ProcedureRecord() | AliasRecord() | PinRecord():
             return f"procedure {record.name}@{record.version}"
         case AppendRecord():
             return f"nodes of {record.program}"

@@ -323,6 +323,7 @@ async def test_openapi_has_every_route_with_schemas() -> None:
         "/v1/procedures/{name}",
         "/v1/procedures/{name}/aliases/{alias}",
         "/v1/procedures/{reference}",
+        "/v1/procedures/{reference}/pin",
         "/v1/procedures/{reference}/run",
         "/v1/submit",
         "/v1/set",

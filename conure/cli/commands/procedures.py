@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 default=DEFAULT_ALIAS,
                 help="alias that names this version from now on (default: %(default)s)",
             )
+            action.add_argument(
+                "--pin-s",
+                type=float,
+                metavar="S",
+                help="keep the constant beginnings of its prompts in the engines' KV for S seconds",
+            )
         if name == "alias":
             action.add_argument("alias", metavar="ALIAS", help="name of the alias")
             action.add_argument("version", metavar="VERSION", help="32 hexadecimal digits")
@@ -74,7 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _put(client: Client, arguments: argparse.Namespace) -> None:
     body = read_submission(arguments.file, (), needs_all=False)
-    stored = client.store_procedure(arguments.name, body, alias=arguments.alias)
+    stored = client.store_procedure(
+        arguments.name, body, alias=arguments.alias, pin_s=arguments.pin_s
+    )
     sys.stdout.write(f"{_reference(stored)}\n")
 
 

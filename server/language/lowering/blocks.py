@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...program.ir import Node
+from ..syntax import NameReads
 from .emitter import Emitter, Flow
-from .scope import BREAK, RETURN, Binding, NameScope, Unassigned, read_names
+from .scope import BREAK, RETURN, Binding, NameScope, Unassigned
 from .values import NULL, Value, common_kind, var
 
 
@@ -25,29 +26,45 @@ class Branch(NamedTuple):
     scope: NameScope
 
 
-class NameReads:
-    """How often the whole text reads each name."""
+class LoopReads:
+    """Which names the text reads after some of its statements."""
 
-    def __init__(self, tree: ast.AST) -> None:
-        self.total = read_names([tree])
+    def __init__(self, reads: NameReads) -> None:
+        self._reads = reads
         self.carried: Counter[str] = Counter()
         """Names of the loops around the statement: the next round may read them."""
 
-    def outside(self, nodes: Iterable[ast.AST]) -> NeededNames:
-        """Return which names are read outside of some statements, or in a later round of them."""
-        return NeededNames(self.total, read_names(nodes), self.carried)
+    def outside(self, statements: Iterable[ast.stmt]) -> NeededNames:
+        """Return which names are read outside of some statements, or in a later round of them.
+
+        Args:
+            statements: a statement with a body, and statements up to the ends of their blocks.
+                They therefore have their lines to themselves.
+        """
+        ranges: list[tuple[int, int]] = []
+        for each in statements:
+            last = each.lineno if each.end_lineno is None else each.end_lineno
+            if ranges and ranges[-1][1] + 1 >= each.lineno >= ranges[-1][0]:
+                ranges[-1] = (ranges[-1][0], last)
+            else:
+                ranges.append((each.lineno, last))
+        return NeededNames(self._reads, ranges, self.carried)
 
 
 class NeededNames(NamedTuple):
     """The names that are needed after some statements."""
 
-    total: Counter[str]
-    inside: Counter[str]
+    reads: NameReads
+    ranges: list[tuple[int, int]]
+    """The lines of the statements."""
     carried: Counter[str]
 
     def has(self, name: str) -> bool:
         """Return whether a name is needed."""
-        return self.total[name] > self.inside[name] or self.carried[name] > 0
+        if self.carried[name] > 0:
+            return True
+        inside = sum(self.reads.count_between(name, *each) for each in self.ranges)
+        return self.reads.count(name) > inside
 
 
 def merge_branches(
@@ -65,39 +82,32 @@ def merge_branches(
     Returns: the variables to merge, to the variable of each branch.
     """
     merges: dict[str, list[str]] = {}
-    for name in _changed_names(scope, branches):
+    changed = {name: None for branch in branches for name in branch.scope.changed}
+    for name in changed:
         bindings = [branch.scope.bindings.get(name) for branch in branches]
         if name in (BREAK, RETURN):
             bindings = [NULL if each is None else each for each in bindings]
         elif not needed.has(name):
-            scope.bindings[name] = Unassigned(f"is visible only inside of the {what}")
+            scope.bind(name, Unassigned(f"is visible only inside of the {what}"))
             continue
         values = [each for each in bindings if isinstance(each, Value)]
         if len(values) < len(branches):
-            scope.bindings[name] = Unassigned(
+            reason = (
                 f"may have no value here, because one branch of the {what} does not assign it: "
                 f"assign it before the {what}, or in every branch"
             )
+            scope.bind(name, Unassigned(reason))
             continue
         if all(value == values[0] for value in values):
-            scope.bindings[name] = values[0]
+            scope.bind(name, values[0])
             continue
         variable = scope.version(name.replace("%", "has_"))
         merges[variable] = []
         for branch, value in zip(branches, values, strict=True):
             with emitter.inside(branch.block):
                 merges[variable].append(emitter.materialized(value, name.strip("%")))
-        scope.bindings[name] = var(variable, common_kind([value.kind for value in values]))
+        scope.bind(name, var(variable, common_kind([value.kind for value in values])))
     return merges
-
-
-def _changed_names(scope: NameScope, branches: Sequence[Branch]) -> list[str]:
-    changed: dict[str, None] = {}
-    for branch in branches:
-        for name, binding in branch.scope.bindings.items():
-            if scope.bindings.get(name) is not binding:
-                changed[name] = None
-    return list(changed)
 
 
 def carried_names(

@@ -108,6 +108,14 @@ def _lower_attribute(
         assert isinstance(function.value, ast.Name)
         name = f"{function.value.id}.{function.attr}"
         return _lower_native(lowerer, node, name, scope, hint)
+    module = function.value
+    if (
+        isinstance(module, ast.Name)
+        and function.attr not in METHODS
+        and lowerer.signatures is not None
+        and not scope.is_assigned(module.id)
+    ):
+        _parameters(lowerer, node, f"{module.id}.{function.attr}", scope)
     if node.keywords:
         message = f"`{function.attr}` takes no named arguments"
         raise SourceArgumentError("language.argument", message, position_of(node))
@@ -158,10 +166,13 @@ def _parameters(lowerer: Lowerer, node: ast.Call, name: str, scope: NameScope) -
     if name in lowerer.signatures:
         return list(lowerer.signatures[name])
     known = [*lowerer.signatures, *FUNCTIONS, *_CALLS, *scope.known_names()]
-    similar = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean `{similar[0]}`?" if similar else "write a `def`, or use a function of"
-    if not similar:
-        hint += f" the server: {', '.join(sorted(lowerer.signatures)) or 'it has none'}"
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    hint = (
+        f"did you mean `{similar[0]}`?"
+        if similar
+        else f"write a `def`; the language has {', '.join(FUNCTIONS)}, and the server "
+        f"{', '.join(sorted(lowerer.signatures)) or 'no functions'}"
+    )
     message = f"unknown function `{name}`: {hint}"
     raise SourceNameError("language.unknown_function", message, position_of(node))
 

@@ -25,7 +25,7 @@ class ComprehensionLowerer:
     def __init__(self, lowerer: Lowerer) -> None:
         self._lowerer = lowerer
 
-    def conditional(self, node: ast.IfExp, scope: NameScope) -> Value:
+    def conditional(self, node: ast.IfExp, scope: NameScope, hint: str | None = None) -> Value:
         """Lower `a if c else b` to an `if` node, unless both sides are constants."""
         test = self._lowerer.lower(node.test, scope)
         if self._lowerer.is_pure or not (_reads(node.body) or _reads(node.orelse)):
@@ -43,7 +43,7 @@ class ComprehensionLowerer:
                 names.append(emitter.materialized(value, "side"))
                 kinds.append(value.kind)
             bodies.append(block)
-        result = emitter.unique("chosen")
+        result = hint or emitter.unique("chosen")
         emitter.add(
             IfNode(
                 id=result,
@@ -56,7 +56,7 @@ class ComprehensionLowerer:
         )
         return var(result, common_kind(kinds))
 
-    def comprehension(self, node: ast.ListComp, scope: NameScope) -> Value:
+    def comprehension(self, node: ast.ListComp, scope: NameScope, hint: str | None = None) -> Value:
         if len(node.generators) > 1:
             message = "a comprehension has one `for`: write a comprehension inside of it"
             raise UnsupportedSourceError(message, position_of(node.generators[1].target))
@@ -70,7 +70,7 @@ class ComprehensionLowerer:
         if self._lowerer.is_pure:
             message = "move the call out of the condition: assign it to a name first"
             raise UnsupportedSourceError(message, position_of(node.elt))
-        return self._map(items, width, (item, index), node.elt, scope)
+        return self._map(items, width, (item, index), node.elt, scope, hint)
 
     def _items(self, node: ast.expr, scope: NameScope) -> tuple[Value, int | None]:
         """Return the list of a loop, and the greatest length that the text states."""
@@ -101,12 +101,12 @@ class ComprehensionLowerer:
         item_name = self._lowerer.emitter.unique(item or "item")
         self._lowerer.emitter.bound.add(item_name)
         if item is not None:
-            inner.bindings[item] = var(item_name)
+            inner.bind(item, var(item_name))
         if index is None:
             return inner, item_name, None
         index_name = self._lowerer.emitter.unique(index)
         self._lowerer.emitter.bound.add(index_name)
-        inner.bindings[index] = var(index_name, "number")
+        inner.bind(index, var(index_name, "number"))
         return inner, item_name, index_name
 
     def _each(
@@ -146,6 +146,7 @@ class ComprehensionLowerer:
         names: tuple[str | None, str | None],
         node: ast.expr,
         scope: NameScope,
+        hint: str | None,
     ) -> Value:
         emitter = self._lowerer.emitter
         inner, item_name, index_name = self._bound(*names, scope)
@@ -156,7 +157,7 @@ class ComprehensionLowerer:
             message = "a function in a comprehension cannot `yield`, `kill` or wait: its items run "
             message += "in parallel; write a `for` loop"
             raise UnsupportedSourceError(message, position_of(node))
-        result = emitter.unique("items")
+        result = hint or emitter.unique("items")
         optional: dict[str, Any] = {} if index_name is None else {"index": index_name}
         emitter.add(
             MapNode(

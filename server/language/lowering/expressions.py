@@ -20,7 +20,7 @@ from .comprehensions import ComprehensionLowerer
 from .emitter import Emitter
 from .interfaces import Inliner, Signatures
 from .scope import NameScope
-from .values import NULL, NotConstantError, Value, as_text, common_kind, text_of
+from .values import NULL, NotConstantError, Value, as_text, common_kind, element, text_of
 
 _NUMERIC: Final[dict[type[ast.operator], tuple[str, str]]] = {
     ast.Sub: ("sub", "-"),
@@ -65,9 +65,10 @@ class ExpressionLowerer:
             ast.UnaryOp: self._unary,
             ast.BoolOp: self._logical,
             ast.Compare: self._compare,
-            ast.IfExp: lists.conditional,
-            ast.ListComp: lists.comprehension,
         }
+        self._named_lowerers: dict[
+            type[ast.expr], Callable[[Any, NameScope, str | None], Value]
+        ] = {ast.IfExp: lists.conditional, ast.ListComp: lists.comprehension}
 
     def lower(self, node: ast.expr, scope: NameScope, hint: str | None = None) -> Value:
         """Return the value of an expression.
@@ -85,6 +86,9 @@ class ExpressionLowerer:
             return calls.lower_call(self, node, scope, hint)
         if isinstance(node, ast.Subscript) and calls.is_answer_text(node, scope):
             return calls.lower_answer_text(self, node, scope, hint)
+        named = self._named_lowerers.get(type(node))
+        if named is not None:
+            return named(node, scope, hint)
         lowerer = self._lowerers.get(type(node))
         if lowerer is None:
             message = f"`{type(node).__name__}` cannot be used as a value"
@@ -253,7 +257,7 @@ class ExpressionLowerer:
         if value.kind in ("text", "stream"):
             message = "the index of a text must be a literal number: write text[0], or text[a:b]"
             raise SourceArgumentError("language.type", message, position_of(node.slice))
-        return Value({"get": [value.expression, index]})
+        return element(value, index)
 
     def _slice(self, value: Value, node: ast.Slice, scope: NameScope) -> Value:
         if node.step is not None:

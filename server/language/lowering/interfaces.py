@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...program.content import Expression, Json
-from .blocks import NameReads
+from .blocks import LoopReads
 from .emitter import Emitter
 from .scope import FunctionSource, NameScope
 from .values import Value
@@ -57,7 +57,7 @@ class StatementRunner(Protocol):
     """Compiles statements."""
 
     emitter: Emitter
-    reads: NameReads
+    reads: LoopReads
 
     @property
     def expressions(self) -> Lowerer:

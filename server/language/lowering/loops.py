@@ -77,7 +77,7 @@ def lower_for(statements: StatementRunner, node: ast.For, scope: NameScope) -> N
         message = f"`for` needs a list or a stream, got {items.kind}"
         raise SourceArgumentError("language.type", message, position_of(node.iter))
     _refuse_return(node)
-    loop = _Loop(items, item or "item", index, _bound(items, items_node))
+    loop = _Loop(items, item or "item", index, _bound(items, items_node), {})
     # A name can have another kind after a round than before the loop. The body is then compiled
     # again, with that kind unknown.
     unknown: set[str] = set()
@@ -94,6 +94,8 @@ class _Loop(NamedTuple):
     counter: str | None
     rounds: tuple[int, bool]
     """The greatest number of rounds, and whether there certainly is one."""
+    variables: dict[str, str]
+    """The variables of the names that are carried, once they have one."""
 
 
 def _bound(items: Value, node: ast.expr) -> tuple[int, bool]:
@@ -139,24 +141,27 @@ def _try_loop(
     needed = statements.reads.outside([node])
     assigned = assigned_names(node.body) - {loop.item, loop.counter or loop.item}
     before = carried_names(scope, assigned, needed, runs=loop.rounds[1])
-    variables = {name: emitter.unique(name) for name in before}
+    variables = loop.variables
+    for name in before:
+        if name not in variables:
+            variables[name] = scope.version(name)
     jobs = dict(emitter.jobs)
     with emitter.body() as (block, flow):
         inner = scope.branch()
         for name, value in before.items():
             kind: Kind = "any" if name in unknown or value.kind == "null" else value.kind
             kind = "text" if kind == "stream" else kind
-            inner.bindings[name] = var(variables[name], kind)
+            inner.bind(name, var(variables[name], kind))
             emitter.bound.add(variables[name])
-        inner.bindings[BREAK] = Value(False, "bool")
+        inner.bind(BREAK, Value(False, "bool"))
         item_name = emitter.unique(loop.item)
         emitter.bound.add(item_name)
-        inner.bindings[loop.item] = var(item_name)
+        inner.bind(loop.item, var(item_name))
         index_name = None
         if loop.counter is not None:
             index_name = emitter.unique(loop.counter)
             emitter.bound.add(index_name)
-            inner.bindings[loop.counter] = var(index_name, "number")
+            inner.bind(loop.counter, var(index_name, "number"))
         statements.reads.carried.update(before.keys())
         statements.run(node.body, inner)
         statements.reads.carried.subtract(before.keys())
@@ -193,6 +198,9 @@ def _try_loop(
     )
     emitter.mark_control(name, [flow])
     _bind_results(scope, before, inner, variables, assigned)
+    for name in {loop.item, loop.counter or loop.item} - {"_"}:
+        reason = "has a value only inside of the loop: assign it to another name there"
+        scope.bind(name, Unassigned(reason))
     return set()
 
 
@@ -216,12 +224,10 @@ def _bind_results(
         kind: Kind = "any"
         if isinstance(after, Value) and (after.kind == value.kind or value.kind == "null"):
             kind = after.kind
-        scope.bindings[name] = var(variables[name], kind)
+        scope.bind(name, var(variables[name], kind))
     for name in assigned - before.keys():
-        scope.bindings[name] = Unassigned(
-            "has a value only inside of the loop, which may have no round: assign it before the "
-            "loop"
-        )
+        reason = "has a value only inside of the loop, which may have no round: assign it before "
+        scope.bind(name, Unassigned(f"{reason}the loop"))
 
 
 # --- loops over streams -----------------------------------------------------------------------
@@ -239,9 +245,8 @@ def _lower_stream(
         raise UnsupportedSourceError(message, position_of(node.iter))
     partial = {"partial": source}
     inner = scope.branch()
-    inner.bindings[chunk] = Unassigned(
-        "is one chunk of the stream: add it to a text, as `text += chunk`, or write `yield chunk`"
-    )
+    reason = "is one chunk of the stream: add it to a text, as `text += chunk`, or write "
+    inner.bind(chunk, Unassigned(f"{reason}`yield chunk`"))
     collected: dict[str, Value] = {}
     for statement in node.body:
         with statements.emitter.at(statement):
@@ -253,12 +258,12 @@ def _lower_stream(
                     message = f"`{target}` must be a text, to which one chunk is added"
                     raise SourceArgumentError("language.type", message, position_of(statement))
                 collected[target] = before
-                inner.bindings[target] = _extended(before, partial)
+                inner.bind(target, _extended(before, partial))
                 continue
             _yield_in_stream(statements, statement, chunk, stream, inner)
     for text, before in collected.items():
         scope.assign(text, _extended(before, stream.expression))
-    scope.bindings[chunk] = Unassigned("has a value only inside of the loop")
+    scope.bind(chunk, Unassigned("has a value only inside of the loop"))
 
 
 def _extended(before: Value, text: Any) -> Value:

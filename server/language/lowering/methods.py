@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ...program.content import Expression
 from ..errors import Position, SourceArgumentError, SourceNameError
 from ..options import Kind
-from .values import Value, as_text, text_of
+from .values import Value, as_text, element, text_of
 
 
 class PureFunction(NamedTuple):
@@ -74,9 +74,9 @@ def _first(arguments: Sequence[Value]) -> Value:
 
 def _get(arguments: Sequence[Value]) -> Value:
     base, key, *default = arguments
-    found: Expression = {"get": [base.expression, key.expression]}
     if key.expression in ("content", "context") and base.kind == "message":
         return text_of(base)
+    found = element(base, key.expression).expression
     return Value({"first": [found, default[0].expression]} if default else found)
 
 

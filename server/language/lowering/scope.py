@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias
 from ...program.checks import is_name
 from ..errors import Position, SourceNameError, position_of
 from ..options import Kind
-from ..syntax import walk
 from .emitter import Emitter
 from .values import Value, var
 
@@ -86,38 +85,26 @@ def assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
     while stack:
         node = stack.pop()
         match node:
-            case ast.FunctionDef():
-                continue
-            case ast.Name(id=name, ctx=ast.Store()):
+            case ast.Name(id=name):
                 names.add(name)
+            case ast.Assign(targets=targets) | ast.Tuple(elts=targets) | ast.List(elts=targets):
+                stack += targets
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                stack.append(target)
             case ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "append"))):
                 names.add(name)
-            case ast.stmt() | ast.Tuple() | ast.ExceptHandler() | ast.withitem():
-                stack.extend(each for each in vars(node).values() if isinstance(each, ast.AST))
-                stack.extend(
-                    item
-                    for each in vars(node).values()
-                    if isinstance(each, list)
-                    for item in each
-                    if isinstance(item, ast.AST)
-                )
+            case ast.If(body=body, orelse=otherwise):
+                stack += [*body, *otherwise]
+            case ast.For(target=target, body=body, orelse=otherwise):
+                stack += [target, *body, *otherwise]
+            case ast.With(items=items, body=body):
+                stack += [each.optional_vars for each in items if each.optional_vars is not None]
+                stack += body
+            case ast.Try(body=body, handlers=handlers):
+                stack += [*body, *(each for handler in handlers for each in handler.body)]
             case _:
                 pass
     return names
-
-
-def read_names(nodes: Iterable[ast.AST]) -> Counter[str]:
-    """Return how often each name is read in nodes."""
-    reads: Counter[str] = Counter()
-    for node in walk(list(nodes)):
-        # Most nodes of a text come here several times: a `match` takes twice as long.
-        if isinstance(node, ast.AugAssign):
-            node, is_read = node.target, True
-        else:
-            is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        if is_read and isinstance(node, ast.Name):
-            reads[node.id] += 1
-    return reads
 
 
 class NameScope:
@@ -132,6 +119,9 @@ class NameScope:
     ) -> None:
         self.emitter = emitter
         self.bindings: dict[str, Binding] = dict(bindings or {})
+        """Read only: `bind` changes them."""
+        self.changed: dict[str, None] = {}
+        """The names that were bound in this scope, in order."""
         self.result_hint: str | None = None
         """In a function: the variable that its result may get."""
         self.is_function = False
@@ -155,7 +145,7 @@ class NameScope:
         """Make a name an input of the program."""
         self.inputs.add(name)
         self.emitter.reserve(name)
-        self.bindings[name] = var(name, kind)
+        self.bind(name, var(name, kind))
 
     def function(self, bindings: Mapping[str, Binding]) -> NameScope:
         """Return the scope of a function that is called here: it sees the main program."""
@@ -177,6 +167,15 @@ class NameScope:
         if found is None and self._outer is not None:
             return self._outer.find(name)
         return PREDEFINED.get(name) if found is None else found
+
+    def is_assigned(self, name: str) -> bool:
+        """Whether a name has a meaning here, or gets one later in the text."""
+        if self.find(name) is not None:
+            return True
+        scope: NameScope | None = self
+        while scope is not None and scope._uses is None:
+            scope = scope._outer
+        return scope is not None and scope._uses is not None and name in scope._uses.assigned
 
     def read(self, node: ast.Name) -> Value:
         """Return the value of a name.
@@ -207,8 +206,9 @@ class NameScope:
             hint = "it is assigned only later: move the assignment up"
         else:
             similar = difflib.get_close_matches(name, self.known_names(), n=1)
-            hint = f"did you mean `{similar[0]}`? " if similar else ""
-            hint += f"Assign it, or declare it as an input: `{name}: str`"
+            hint = f"assign it, or declare it as an input: `{name}: str`"
+            if similar:
+                hint = f"did you mean `{similar[0]}`? Otherwise {hint}"
         raise SourceNameError(
             "language.undefined_name", f"`{name}` is not defined: {hint}", position_of(node)
         )
@@ -219,6 +219,11 @@ class NameScope:
         return known if self._outer is None else known + self._outer.known_names()
 
     # --- assigning ------------------------------------------------------------------------
+
+    def bind(self, name: str, binding: Binding) -> None:
+        """Let a name mean something else from here on."""
+        self.bindings[name] = binding
+        self.changed[name] = None
 
     def version(self, name: str) -> str:
         """Return the variable of a new version of a name.
@@ -239,17 +244,31 @@ class NameScope:
             value: its value.
             variable: the variable that `version` made for the value, if it needs one.
         """
-        if value.is_inline and name not in self._forward:
-            self._num_versions[name] += variable is None
-            self.bindings[name] = value
-            return
         if value.variable is not None and value.variable == variable:
-            self.bindings[name] = value
+            self.bind(name, value)
+            return
+        if value.is_inline and name not in self._forward and not self._needs_own(value, variable):
+            self._num_versions[name] += variable is None
+            self.bind(name, value)
             return
         variable = variable or self.version(name)
         made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
         definition = value.expression if value.definition is None else value.definition
-        self.bindings[name] = made._replace(definition=definition)
+        self.bind(name, made._replace(definition=definition))
+
+    def _needs_own(self, value: Value, variable: str | None) -> bool:
+        """Whether a name gets a variable of its own, so that a result has the author's name: the
+        value's variable has a name that the text does not assign.
+        """
+        is_named = self._uses is not None and variable in self._uses.assigned
+        return (
+            is_named
+            and self._uses is not None
+            and value.kind != "stream"
+            and value.variable is not None
+            and value.variable not in self._uses.assigned
+            and value.variable not in self.inputs
+        )
 
     def check_forward(self, name: str, job: str, position: Position) -> None:
         """Check an assignment of a name that was read before it.

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..options import Kind
 from . import loops
-from .blocks import Branch, NameReads, merge_branches
+from .blocks import Branch, LoopReads, merge_branches
 from .calls import is_answer_text
 from .emitter import Emitter
 from .expressions import ExpressionLowerer
@@ -44,7 +44,7 @@ _INPUT_KINDS: Final[dict[str, Kind]] = {
 class StatementLowerer:
     """Lowers the statements of one text."""
 
-    def __init__(self, emitter: Emitter, reads: NameReads, signatures: Signatures | None) -> None:
+    def __init__(self, emitter: Emitter, reads: LoopReads, signatures: Signatures | None) -> None:
         self.emitter = emitter
         self.reads = reads
         self.expressions = ExpressionLowerer(emitter, signatures, self._inline)
@@ -72,21 +72,22 @@ class StatementLowerer:
         Raises:
             LanguageError: at the first statement that is not valid.
         """
+        outer = self.emitter.position
         for index, statement in enumerate(statements):
-            rest = statements[index + 1 :]
-            with self.emitter.at(statement):
-                if isinstance(statement, ast.If):
-                    if can_jump(statement):
-                        self._branch(statement, scope, rest)
-                        return
-                    self._branch(statement, scope, [])
-                elif isinstance(statement, _JUMPS):
-                    if rest:
-                        message = "the statements after this one never run: remove them"
-                        raise UnsupportedSourceError(message, position_of(rest[0]))
-                    self._jump(statement, scope)
-                else:
-                    self._lower(statement, scope)
+            self.emitter.position = position_of(statement)
+            if isinstance(statement, ast.If):
+                jumps = can_jump(statement)
+                self._branch(statement, scope, statements[index + 1 :] if jumps else [])
+                if jumps:
+                    break
+            elif isinstance(statement, _JUMPS):
+                if statement is not statements[-1]:
+                    message = "the statements after this one never run: remove them"
+                    raise UnsupportedSourceError(message, position_of(statements[index + 1]))
+                self._jump(statement, scope)
+            else:
+                self._lower(statement, scope)
+        self.emitter.position = outer
 
     def _lower(self, statement: ast.stmt, scope: NameScope) -> None:
         lowerer = self._lowerers.get(type(statement))
@@ -128,7 +129,7 @@ class StatementLowerer:
         if isinstance(node, ast.Continue):
             return
         if isinstance(node, ast.Break):
-            scope.bindings[BREAK] = Value(True, "bool")
+            scope.bind(BREAK, Value(True, "bool"))
             return
         assert isinstance(node, ast.Return)
         value = NULL
@@ -137,7 +138,7 @@ class StatementLowerer:
             if not scope.is_function and isinstance(node.value, ast.Call):
                 hint = self.emitter.unique("result")
             value = self.expressions.lower(node.value, scope, hint)
-        scope.bindings[RETURN] = value
+        scope.bind(RETURN, value)
         if not scope.is_function:
             self.emitter.has_results = True
 
@@ -158,28 +159,51 @@ class StatementLowerer:
 
     def _assign_name(self, name: str, node: ast.expr, scope: NameScope) -> None:
         scope.check_forward(name, self.emitter.flow.job, position_of(node))
-        hint = None
-        if isinstance(node, ast.Call) or (
-            isinstance(node, ast.Subscript) and is_answer_text(node, scope)
-        ):
-            hint = scope.version(name)
+        hint = self._own_variable(name, node, scope)
         value = self.expressions.lower(node, scope, hint)
         scope.assign(name, value, hint)
 
+    def _own_variable(self, name: str, node: ast.expr, scope: NameScope) -> str | None:
+        """Return a variable for the value of an expression that makes a node, or may make one."""
+        makes_node = isinstance(node, ast.Call | ast.IfExp | ast.ListComp) or (
+            isinstance(node, ast.Subscript) and is_answer_text(node, scope)
+        )
+        return scope.version(name) if makes_node else None
+
     def _unpack(self, targets: list[ast.expr], node: ast.Assign, scope: NameScope) -> None:
-        value = self.expressions.lower(node.value, scope)
-        items = value.expression
-        if isinstance(items, list) and len(items) != len(targets):
-            message = f"{len(targets)} names for {len(items)} values"
-            raise SourceArgumentError("language.argument", message, position_of(node))
-        if not isinstance(items, list):
-            base = {"var": self.emitter.materialized(value, "parts")}
-            items = [{"get": [base, index]} for index in range(len(targets))]
-        for target, item in zip(targets, items, strict=True):
+        names = []
+        for target in targets:
             if not isinstance(target, ast.Name):
                 message = "only names can be assigned"
                 raise UnsupportedSourceError(message, position_of(target))
-            scope.assign(target.id, Value(item))
+            names.append(target.id)
+        if isinstance(node.value, ast.Tuple | ast.List):
+            self._assign_each(names, node.value.elts, node, scope)
+            return
+        value = self.expressions.lower(node.value, scope)
+        items = value.expression
+        if isinstance(items, list):  # of a function
+            _check_count(names, items, node)
+        else:
+            base = {"var": self.emitter.materialized(value, "parts")}
+            items = [{"get": [base, index]} for index in range(len(names))]
+        for name, item in zip(names, items, strict=True):
+            scope.assign(name, Value(item), scope.version(name))
+
+    def _assign_each(
+        self, names: list[str], items: list[ast.expr], node: ast.Assign, scope: NameScope
+    ) -> None:
+        """Lower `a, b = x, y`: all values first."""
+        _check_count(names, items, node)
+        variables = [
+            self._own_variable(name, item, scope) for name, item in zip(names, items, strict=True)
+        ]
+        values = [
+            self.expressions.lower(item, scope, variable)
+            for item, variable in zip(items, variables, strict=True)
+        ]
+        for name, value, variable in zip(names, values, variables, strict=True):
+            scope.assign(name, value, variable)
 
     def _augmented(self, node: ast.AugAssign, scope: NameScope) -> None:
         if not isinstance(node.target, ast.Name):
@@ -329,7 +353,7 @@ class StatementLowerer:
                 message = "write `with job() as name:`"
                 raise UnsupportedSourceError(message, position_of(item.optional_vars))
             nodes = tuple(each.id for each in emitter.block[start:] if each.job == name)
-            scope.bindings[item.optional_vars.id] = JobHandle(name, nodes)
+            scope.bind(item.optional_vars.id, JobHandle(name, nodes))
 
     def _options(
         self, keywords: list[ast.keyword], scope: NameScope, known: tuple[str, ...]
@@ -359,7 +383,7 @@ class StatementLowerer:
         if isinstance(scope.bindings.get(node.name), Value):
             message = f"`{node.name}` is a variable already: choose another name"
             raise SourceNameError("language.undefined_name", message, position_of(node))
-        scope.bindings[node.name] = FunctionSource(node)
+        scope.bind(node.name, FunctionSource(node))
 
 
 _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
@@ -369,6 +393,12 @@ _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {
     "priority": lambda value: type(value) is int and -100 <= value <= 100,
     "timeout": lambda value: type(value) in (int, float) and 0 < value <= 7 * 86_400,
 }
+
+
+def _check_count(names: list[str], values: list[Any], node: ast.Assign) -> None:
+    if len(names) != len(values):
+        message = f"{len(names)} names for {len(values)} values"
+        raise SourceArgumentError("language.argument", message, position_of(node))
 
 
 def is_decorator(node: ast.expr, name: str) -> bool:

@@ -74,6 +74,18 @@ def text_of(value: Value) -> Value:
     return Value(value.expression, "text") if value.kind == "stream" else value
 
 
+def element(value: Value, key: Expression) -> Value:
+    """Return the element of a list or dict.
+
+    A message has `content` where the text wrote `context`. So `context` of a value that may be a
+    message, as an element of a list, is its `content` unless it has a `context` of its own.
+    """
+    found: Expression = {"get": [value.expression, key]}
+    if key == "context":
+        found = {"first": [found, {"get": [value.expression, "content"]}]}
+    return Value(found)
+
+
 def as_text(value: Value) -> Expression:
     """Return an expression that converts a value to text, as prompts do."""
     value = text_of(value)

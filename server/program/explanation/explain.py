@@ -27,9 +27,6 @@ from .prompts import CallPrompt, CountTokens, PromptReader, prompt_tokens, share
 from .records import Edge, ExplainedNode, ProgramExplanation, WorstCase
 from .worst_case import Repetition, largest, repetitions
 
-DEFAULT_MAX_TOKENS = 512
-"""Of an output without `max_tokens`, if the context leaves as much."""
-
 
 class ModelLimits(NamedTuple):
     """What an explanation needs of the model."""
@@ -166,7 +163,8 @@ def _max_output(node: GenerateNode, model: ModelLimits) -> int:
         limits = [each.max_tokens for each in node.prompt if each.output is not UNSET]
     else:
         limits = [] if node.output is UNSET else [node.output.max_tokens]
-    total = sum(DEFAULT_MAX_TOKENS if limit is None else limit for limit in limits)
+    # Without a limit, an output may have what its prompt leaves of the context.
+    total = sum(model.max_len if limit is None else limit for limit in limits)
     return min(total, model.max_len)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from ..procedures import PinnedPrefix
 from ..status import Count, OutputTokens, PromptTokens, Receipt
 
 
@@ -99,4 +100,6 @@ class ProgramExplanation(Struct, frozen=True, omit_defaults=True, kw_only=True):
     shared: list[SharedSpan] = []
     worst_case: WorstCase
     advice: list[Advice] = []
+    pins: dict[str, PinnedPrefix] = {}
+    """The pinned prefixes of the stored procedures among its nodes, by `name@version`."""
     receipt: Receipt | UnsetType = UNSET

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 from msgspec import UNSET
 
@@ -39,6 +40,7 @@ def _text_lines(explanation: ProgramExplanation) -> Iterator[str]:
     for title, lines in (
         ("task groups:", [f"{key}: {', '.join(v)}" for key, v in explanation.groups.items()]),
         ("shared prompt beginnings:", list(_shared_lines(explanation))),
+        ("pinned prefixes:", list(_pin_lines(explanation))),
         ("advice:", list(_advice_lines(explanation))),
         ("actual:", list(_actual_lines(explanation))),
     ):
@@ -75,6 +77,15 @@ def _shared_lines(explanation: ProgramExplanation) -> Iterator[str]:
         yield (
             f"{', '.join(span.calls)}: {_tokens(span.prefix)}, {span.times:,} times, "
             f"saves {span.saved_tokens:,}"
+        )
+
+
+def _pin_lines(explanation: ProgramExplanation) -> Iterator[str]:
+    for reference, pin in explanation.pins.items():
+        until = datetime.fromtimestamp(pin.expires_at, UTC).isoformat(" ", "seconds")
+        yield (
+            f"{reference}: {pin.tokens:,} tokens in {pin.blocks:,} KV blocks on each of "
+            f"{len(pin.engines)} engines until {until}; {pin.computed_tokens:,} tokens computed"
         )
 
 

@@ -6,14 +6,20 @@ import re
 from typing import Any
 
 import msgspec
-from litestar import Request, get, post, put
+from litestar import Request, delete, get, post, put
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 from msgspec import Struct
 
 from ...program.decode import decode_json
 from ...program.nodes.procedure import REFERENCE_PATTERN
-from ...program.procedures import PutAlias, PutProcedure, RunProcedure, StoredProcedure
+from ...program.procedures import (
+    PutAlias,
+    PutPin,
+    PutProcedure,
+    RunProcedure,
+    StoredProcedure,
+)
 from ...program.status import Accepted
 from ..openapi import error_responses, json_body, success_response
 from ..request_context import RequestError, read_json, service_of, tenant_of
@@ -63,6 +69,32 @@ async def put_alias(
     return await service_of(request).procedures.put_alias(
         name, alias, body.version, tenant=tenant_of(request)
     )
+
+
+@put(
+    "/v1/procedures/{reference:str}/pin",
+    operation_class=json_body(PutPin),
+    responses=error_responses(404, 409),
+    tags=["procedures"],
+)
+async def put_pin(request: Request[Any, Any, Any], reference: FromPath[str]) -> StoredProcedure:
+    """Keep the constant beginnings of a version's prompts in the engines' KV for a time."""
+    _check(_REFERENCE, reference, "a reference")
+    body: PutPin = decode_json(await read_json(request), PutPin)
+    procedures = service_of(request).procedures
+    return await procedures.pin(reference, body.pin_s, tenant=tenant_of(request))
+
+
+@delete(
+    "/v1/procedures/{reference:str}/pin",
+    status_code=200,
+    responses=error_responses(404),
+    tags=["procedures"],
+)
+async def delete_pin(request: Request[Any, Any, Any], reference: FromPath[str]) -> StoredProcedure:
+    """Remove the pin of a version; safe to repeat."""
+    _check(_REFERENCE, reference, "a reference")
+    return await service_of(request).procedures.pin(reference, None, tenant=tenant_of(request))
 
 
 @get("/v1/procedures", tags=["procedures"])
@@ -123,5 +155,13 @@ def _check(pattern: re.Pattern[str], text: str, kind: str) -> None:
         )
 
 
-ROUTES = (put_procedure, put_alias, list_procedures, read_procedure, run_procedure)
-BODIES = (PutProcedure, PutAlias, RunProcedure)
+ROUTES = (
+    put_procedure,
+    put_alias,
+    put_pin,
+    delete_pin,
+    list_procedures,
+    read_procedure,
+    run_procedure,
+)
+BODIES = (PutProcedure, PutAlias, PutPin, RunProcedure)

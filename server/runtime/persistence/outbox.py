@@ -32,6 +32,7 @@ from ...store.journal import (
     EndRecord,
     EventRecord,
     Journal,
+    PinRecord,
     ProcedureRecord,
     ProgramRecord,
     Record,
@@ -316,7 +317,7 @@ def _size(record: Record) -> int:
             return len(record.program)
         case AliasRecord():
             return len(record.alias)
-        case WatchRecord() | DeleteRecord():
+        case PinRecord() | WatchRecord() | DeleteRecord():
             return 0
 
 

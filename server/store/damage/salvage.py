@@ -194,10 +194,11 @@ def _mark_damaged(
 
 
 def _copy_procedures(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
-    """Copy stored procedures and their aliases, if they are readable."""
+    """Copy stored procedures, their aliases and their pins, if they are readable."""
     for table, columns in (
         ("procedure", "tenant, name, version, created_at, program"),
         ("procedure_alias", "tenant, name, alias, version"),
+        ("procedure_pin", "tenant, name, version, expires_at"),
     ):
         marks = ", ".join("?" * len(columns.split(",")))
         with contextlib.suppress(sqlite3.DatabaseError):

@@ -11,6 +11,7 @@ from conure.server.language.compiler import compile_source, locate
 from conure.server.language.errors import LanguageError, SourceNameError
 from conure.server.program.decode import revalidate
 from conure.server.program.errors import ProgramError
+from conure.server.program.expressions.evaluate import evaluate
 from conure.server.program.graph.graph import Graph
 from conure.server.program.ir import Program, Submission
 from conure.server.program.nodes.bodies import walk
@@ -54,6 +55,67 @@ def test_the_undefined_default_result_is_refused_by_name() -> None:
 def test_a_variable_keeps_its_name_and_earlier_versions_get_a_number() -> None:
     nodes = nodes_of("text = gen('a')\ntext = gen(text)\nyield text")
     assert nodes["text"]["prompt"] == [{"input": "text_2"}, {"output": "text"}]
+
+
+ROUNDS = "answer = ''\nfor i in range(3):\n    answer = gen(f'{i}{answer}')\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{ROUNDS}yield {{'a': answer}}",
+        f"{ROUNDS}answer = gen(answer)\nyield {{'a': answer}}",
+        f"{ROUNDS}for i in range(2):\n    answer += gen('more')\nyield {{'a': answer}}",
+        f"{ROUNDS}return answer",
+        f"{ROUNDS}return {{'answer': answer}}",
+        "for i in range(2):\n    answer = gen(f'{i}')\nyield {'a': answer}",
+        "answer = 0\nfor i in range(2):\n    answer = gen(f'{i}{answer}')\nyield {'a': answer}",
+        "answer = []\nfor i in range(2):\n    answer.append(gen(f'{i}'))\nyield {'a': answer}",
+        "try:\n    answer = gen('x', timeout=1)\nexcept Timeout:\n    answer = ''\nyield answer",
+        "with job():\n    for i in range(2):\n        answer = gen(f'{i}')\nyield {'a': answer}",
+        "def f(x):\n    answer = ''\n    for i in range(2):\n        answer = gen(f'{answer}{x}')\n"
+        "    return answer\nanswer = f('q')\nyield {'a': answer}",
+        "text = gen('a')\nreturn {'answer': text}",
+        "answer = [gen(x) for x in ['a', 'b']]\nyield answer",
+        "answer, other = gen('a'), gen('b')\nyield {'a': answer}",
+        "def f(x):\n    return gen(x), gen(x + '1')\nanswer, other = f('q')\nyield {'a': answer}",
+        "first = gen('a')\nanswer = gen('b') if first == 'x' else 'none'\nyield {'a': answer}",
+    ],
+)
+def test_a_result_has_the_name_that_the_author_gave_it(source: str) -> None:
+    assert compiled(source).outputs == ["answer"]
+
+
+def test_the_variable_of_a_loop_has_no_value_after_it() -> None:
+    for before in ("", "i = 7\n"):
+        error = error_of(f"{before}for i in range(3):\n    a = gen(f'{{i}}')\nyield {{'i': i}}")
+        assert error.code == "language.maybe_unassigned"
+        assert "only inside of the loop" in error.message
+
+
+@pytest.mark.parametrize(
+    ("call", "named"), [("rag('x')", "rag"), ("json.loads('1')", "json.loads")]
+)
+def test_an_unknown_function_is_refused_with_those_that_exist(call: str, named: str) -> None:
+    error = error_of(f"yield {call}", signatures={"lookup": ("key",)})
+    assert error.code == "language.unknown_function"
+    assert f"unknown function `{named}`" in error.message
+    assert "parse_json" in error.message
+    assert "lookup" in error.message
+
+
+@pytest.mark.parametrize("read", ["history[0]['context']", "history[0].get('context')"])
+def test_the_context_of_a_message_in_a_list_is_its_content(read: str) -> None:
+    history = "history = [{'role': 'user', 'context': 'hello'}]"
+    nodes = nodes_of(f"{history}\nyield {{'first': {read}}}")
+    assert evaluate(nodes["history"]["expr"], {}) == [{"role": "user", "content": "hello"}]
+    values = {"history": evaluate(nodes["history"]["expr"], {})}
+    assert evaluate(nodes["yield"]["value"], values) == {"first": "hello"}
+
+
+def test_an_earlier_value_that_was_yielded_is_listed_with_a_number() -> None:
+    source = "a = gen('1')\nyield {'first': a}\na = gen('2')\nyield {'second': a}"
+    assert compiled(source).outputs == ["a_2", "a"]
 
 
 def test_a_variable_of_a_later_job_can_be_read() -> None:
@@ -274,13 +336,13 @@ def test_a_comprehension_with_calls_is_a_map_and_without_is_an_expression() -> N
         "sizes = [len(text) for text in texts]\n"
         "yield {'texts': texts, 'sizes': sizes}"
     )
-    assert nodes["items"]["max_width"] == 4
+    assert nodes["texts"]["max_width"] == 4
     assert "each" in nodes["sizes"]["expr"]
 
 
 def test_a_conditional_expression_with_calls_runs_one_of_them() -> None:
     nodes = nodes_of("a = gen('x')\nb = gen('y') if a == 'z' else 'none'\nyield b")
-    assert [node["op"] for node in nodes["chosen"]["then"]] == ["generate"]
+    assert [node["op"] for node in nodes["b"]["then"]] == ["generate"]
 
 
 def test_handlers_have_codes() -> None:
