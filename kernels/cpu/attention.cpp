@@ -5,9 +5,10 @@
 // threads, by positions. A unit reads its keys and values once, in tiles of kTile tokens: it packs
 // a tile into the words that the products take (simd.h), and multiplies it with groups of rows that
 // fit into the registers: scores, softmax, weighted values. Rows are queries times the heads of
-// a group. For few rows, bfloat16 stays in pairs, which are packed faster; for many it is packed as
-// floats, which are multiplied faster (linear.cpp). Maxima and sums follow the tiles (online softmax, Milakov and Gimelshein 2018) in
-// float32. A query in a single unit is finished there; otherwise its partials are merged.
+// a group. Pairs of bfloat16 are packed faster than floats. Where floats are multiplied faster
+// (linear.cpp), only few rows use pairs. Maxima and sums follow the tiles (online softmax, Milakov
+// and Gimelshein 2018) in float32. A query in a single unit is finished there; otherwise its
+// partials are merged.
 //
 // In batch-invariant mode only whole rows are items, so the sums of a query run over the same tiles
 // of its own positions in any step. Keys that it does not see have weight 0, which changes no bit.
@@ -49,6 +50,7 @@ struct AttentionArguments {
   int64_t window;  // 0: none
   int64_t dtype;
   int64_t is_invariant;
+  int64_t prefers_pairs;  // pairs of bfloat16 are multiplied faster than floats
   float scale, softcap;  // softcap 0: none
 };
 
@@ -481,10 +483,11 @@ static void attend(const AttentionArguments& a, const Threads& threads, Workspac
     const Unit& unit = w.units[task];
     char* scratch = memory + worker * worker_bytes;
     // In another step, the query may be in a unit of another size.
-    if (a.is_invariant || unit.num_entries * group > kNarrowRows)
-      Wide(a, w, sums, scratch).run(unit);
-    else
+    const bool is_narrow = !a.is_invariant && unit.num_entries * group <= kNarrowRows;
+    if (a.prefers_pairs || is_narrow)
       Narrow(a, w, sums, scratch).run(unit);
+    else
+      Wide(a, w, sums, scratch).run(unit);
   });
   if (!num_slots) return;
   parallel_for(threads, a.plan->query_start[a.plan->num_rows], [&](int64_t query, int64_t) {

@@ -31,7 +31,7 @@ from . import library
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers of data types, `Dtype` in simd.h."""
-_ATTENTION: Final = struct.Struct("@P" + 4 * "Pqq" + "P4qqqqff")
+_ATTENTION: Final = struct.Struct("@P" + 4 * "Pqq" + "P8qff")
 """`AttentionArguments` in attention.cpp."""
 _STORE: Final = struct.Struct("@PqqPqqPqqq")
 """`StoreArguments` in kv_store.cpp."""
@@ -44,14 +44,23 @@ _THREADS: Final = struct.Struct("@Pq")
 class NativeLibrary:
     """The functions of the library of one instruction set."""
 
-    def __init__(self, instructions: library.InstructionSet) -> None:
+    def __init__(
+        self, instructions: library.InstructionSet, *, prefers_pairs: bool | None = None
+    ) -> None:
         """Load the library.
+
+        Args:
+            instructions: One of `library.supported()`.
+            prefers_pairs: Multiply pairs of bfloat16 rather than floats; None asks
+                `library.prefers_pairs`.
 
         Raises:
             LibraryUnavailableError: if there is none and it cannot be compiled.
         """
         functions = library.load(instructions)
-        self.instructions: Final = instructions
+        if prefers_pairs is None:
+            prefers_pairs = library.prefers_pairs(instructions)
+        self.prefers_pairs: Final = prefers_pairs
         self._parallel: Final = _parallel_function()
         for name in ("store", "rotate_store", "add_norm", "silu_mul", "linear"):
             _declare(functions, name, ctypes.c_char_p, ctypes.c_char_p)
@@ -126,6 +135,7 @@ class CpuKernels:
             window or 0,
             DTYPES[query.dtype],
             self._is_invariant,
+            self._native.prefers_pairs,
             scale,
             softcap or 0.0,
         )

@@ -1,4 +1,7 @@
-"""Products with bfloat16 weights on a CPU without a matrix unit, by the C++ kernels."""
+"""Products with bfloat16 weights on a CPU without a matrix unit, by the C++ kernels.
+
+The kernels multiply two inputs at a time: an odd number of inputs is extended by a zero.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .attention import NativeLibrary
 
@@ -25,25 +29,27 @@ class PackedLinear:
         self._native: Final = native
         self._bias: Final = bias
         self._num_outputs, self._num_inputs = weight.shape
-        weight = weight.contiguous()
+        weight = functional.pad(weight, (0, self._num_inputs % 2)).contiguous()
         functions = native.functions
-        size = functions.conure_packed_words(self._num_inputs, self._num_outputs)
+        size = functions.conure_packed_words(weight.shape[1], self._num_outputs)
         self._packed: Final = torch.empty(size, dtype=torch.int32)
         functions.conure_pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape[::-1])
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return [T, N] from inputs [T, K] contiguous."""
-        num_rows = len(inputs)
+        if self._num_inputs % 2:
+            inputs = functional.pad(inputs, (0, 1))
+        num_rows, num_inputs = inputs.shape
         out = inputs.new_empty(num_rows, self._num_outputs)
-        wide = torch.empty(num_rows, self._num_inputs)
+        wide = None if self._native.prefers_pairs else torch.empty(num_rows, num_inputs)
         arguments = _LINEAR.pack(
             inputs.data_ptr(),
             self._packed.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
             out.data_ptr(),
-            wide.data_ptr(),
+            0 if wide is None else wide.data_ptr(),
             num_rows,
-            self._num_inputs,
+            num_inputs,
             self._num_outputs,
         )
         self._native.functions.conure_linear(arguments, self._native.threads())
@@ -51,8 +57,9 @@ class PackedLinear:
 
     def unpack(self) -> Tensor:
         """Return the weight, [N, K]."""
-        weight = torch.empty(self._num_outputs, self._num_inputs, dtype=torch.bfloat16)
+        num_inputs = self._num_inputs + self._num_inputs % 2
+        weight = torch.empty(self._num_outputs, num_inputs, dtype=torch.bfloat16)
         self._native.functions.conure_unpack(
-            self._packed.data_ptr(), weight.data_ptr(), self._num_inputs, self._num_outputs
+            self._packed.data_ptr(), weight.data_ptr(), num_inputs, self._num_outputs
         )
-        return weight
+        return weight[:, : self._num_inputs].contiguous()
