@@ -20,8 +20,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "parallel.h"
-#include "simd.h"
+#include "operations.h"
 
 namespace conure {
 
@@ -30,29 +29,6 @@ constexpr int kMaxRows = 128;
 constexpr int64_t kMinChunk = 256;  // positions; shorter units cost more than they balance
 constexpr int kUnitsPerThread = 4;
 constexpr int kNarrowRows = 8;  // up to so many, packing pairs is faster than multiplying floats
-
-struct Plan {  // the fields of Python's Plan and of its prefix tree
-  const int64_t *num_new, *kv_len, *tables, *query_start;
-  const int64_t *row_order, *first, *end, *begin_block, *end_block, *private_start_block;
-  int64_t num_rows, num_ranges, table_stride, block_size;
-};
-
-struct Vectors {  // [tokens, heads, size], strides in elements
-  void* data;
-  int64_t token_stride, head_stride;
-};
-
-struct AttentionArguments {
-  const Plan* plan;
-  Vectors query, keys, values, out;
-  const float* sinks;  // [H] or null
-  int64_t heads, kv_heads, key_dim, value_dim;
-  int64_t window;  // 0: none
-  int64_t dtype;
-  int64_t is_invariant;
-  int64_t prefers_pairs;  // pairs of bfloat16 are multiplied faster than floats
-  float scale, softcap;  // softcap 0: none
-};
 
 struct Entry {  // a query of an item
   int64_t query, position;

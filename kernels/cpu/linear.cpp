@@ -11,22 +11,12 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "parallel.h"
-#include "simd.h"
+#include "operations.h"
 
 namespace conure {
 
 constexpr int kPanel = kRegisterColumns * kLanes;
 constexpr int64_t kTasksPerThread = 4;
-
-struct LinearArguments {
-  const BFloat16* inputs;  // [T, K]
-  const uint32_t* packed;  // [N / kPanel, K / 2, kPanel]
-  const BFloat16* bias;    // [N] or null
-  BFloat16* out;           // [T, N]
-  float* wide;             // [T, K], overwritten with the inputs; null multiplies pairs
-  int64_t num_rows, num_inputs, num_outputs;
-};
 
 template <class W, int R>
 static inline void multiply_rows(const LinearArguments& a, int64_t row, const uint32_t* panel,
