@@ -2,15 +2,20 @@
 
     python benchmarks/engine.py                                      Conure alone
     python benchmarks/engine.py --vllm /path/to/env/bin/python       and vLLM, in process
+    python benchmarks/engine.py --vllm ... --llama /path/to/env/bin/python \
+        --config benchmarks/serving/qwen2_05b.json --workload small
+                                         one computation of a 0.5 B model, and llama.cpp as well
     python benchmarks/engine.py --model FOLDER --peer http://host:port
                                          and any OpenAI-compatible server, over HTTP
 
 Without --model, a folder with seeded random weights is created (24 M parameters, a Llama over
 bytes, bfloat16), which any program that reads Hugging Face folders can load; `--keep FOLDER`
-keeps it for a peer. The systems alternate within each round, and the order alternates between
-rounds; a ratio compares two consecutive runs. Decoding is greedy and ignores the end of text, so
-that every answer has its full length. The first round is not counted. All systems do the same
-work, and nothing is subtracted. Each time is also compared with a lower bound.
+keeps it for a peer. `serving/cases.py` describes the workloads.
+
+The systems alternate within each round, and the order alternates between rounds; a ratio compares
+runs of the same round. Decoding is greedy and ignores the end of text, so that every answer has its
+full length. The first round is not counted. All systems do the same work, and nothing is
+subtracted. Each time is also compared with a lower bound.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,7 +42,7 @@ from temporary_server import served
 HERE = Path(__file__).parent
 SETTLE_S = 0.5
 """Threads of the previous system may spin for 0.2 s after their last operation."""
-PLACES = frozenset({"model", "keep", "config", "vllm", "peer", "out"})
+PLACES = frozenset({"model", "keep", "config", "vllm", "llama", "peer", "out"})
 """Options that name places on this machine; they are not part of the record."""
 
 
@@ -83,9 +88,13 @@ def _sides(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[
         sides.append(Process("conure", sys.executable, "ours.py", folder, options.threads))
         stack.callback(sides[-1].close)
         if options.vllm:
-            process = Process("vllm", options.vllm, "vllm_process.py", folder, options.threads)
-            stack.callback(process.close)
-            sides.append(process)
+            sides.append(Process("vllm", options.vllm, "vllm_process.py", folder, options.threads))
+            stack.callback(sides[-1].close)
+        if options.llama:
+            sides.append(
+                Process("llama.cpp", options.llama, "llama_process.py", folder, options.threads)
+            )
+            stack.callback(sides[-1].close)
     return sides
 
 
@@ -96,14 +105,7 @@ def _run(sides: list[System], options: argparse.Namespace) -> list[tuple[cases.C
     """Serve every case of every round by every system."""
     found: dict[str, Found] = defaultdict(lambda: defaultdict(list))
     latest: dict[str, cases.Case] = {}
-    source = cases.rounds(
-        options.seed,
-        requests=options.requests,
-        prefix=options.prefix,
-        suffix=options.suffix,
-        short=options.short,
-        output=options.output,
-    )
+    source = _rounds(options)
     for number in range(options.rounds + 1):
         for case in next(source):
             latest[case.name] = case
@@ -113,6 +115,21 @@ def _run(sides: list[System], options: argparse.Namespace) -> list[tuple[cases.C
                 if number:
                     found[case.name][side.name].append(answer)
     return [(case, found[name]) for name, case in latest.items()]
+
+
+def _rounds(options: argparse.Namespace) -> Iterator[list[cases.Case]]:
+    if options.workload == "small":
+        return cases.small_rounds(
+            options.seed, requests=options.requests, prompt=options.prompt, output=options.output
+        )
+    return cases.rounds(
+        options.seed,
+        requests=options.requests,
+        prefix=options.prefix,
+        suffix=options.suffix,
+        short=options.short,
+        output=options.output,
+    )
 
 
 def _summary(
@@ -128,10 +145,13 @@ def _summary(
             "percent_of_floor": 100 * least / statistics.median(a.seconds for a in answers),
             "first_token_s": _spread(firsts) if firsts else None,
         }
-    if len(found) == 2:
-        ours, theirs = found.values() if next(iter(found)) == "conure" else [*found.values()][::-1]
-        pairs = [b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True)]
-        summary["ratio"] = _spread(pairs)
+    summary["ratios"] = {
+        name: _spread(
+            [b.seconds / a.seconds for a, b in zip(found["conure"], answers, strict=True)]
+        )
+        for name, answers in found.items()
+        if name != "conure"
+    }
     return summary
 
 
@@ -149,11 +169,11 @@ def _print(record: dict[str, Any]) -> None:
         print(f"{row['case']}  (floor {row['floor_s']:.3f} s)")
         for name, side in row["sides"].items():
             rate, first = side["tokens_per_s"], side["first_token_s"]
-            line = f"  {name:8} {_shown(rate, '.0f')} tokens/s"
+            line = f"  {name:9} {_shown(rate, '.0f')} tokens/s"
             line += f"  {side['percent_of_floor']:.0f} % of the floor's speed"
             print(line + (f"  first token {_shown(first, '.3f')} s" if first else ""))
-        if "ratio" in row:
-            print(f"  ours / theirs {_shown(row['ratio'], '.2f')}")
+        for name, ratio in row["ratios"].items():
+            print(f"  conure / {name} {_shown(ratio, '.2f')}")
 
 
 def _shown(spread: dict[str, float], form: str) -> str:
@@ -170,6 +190,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     peers = parser.add_mutually_exclusive_group()
     peers.add_argument("--vllm", help="a Python that can import vllm")
     peers.add_argument("--peer", help="URL of an OpenAI-compatible server on the same folder")
+    parser.add_argument("--llama", help="a Python that can import llama_cpp and gguf")
+    parser.add_argument("--workload", choices=("shared", "small"), default="shared")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=1)
@@ -178,6 +200,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         ("prefix", 1500),
         ("suffix", 32),
         ("short", 256),
+        ("prompt", 1024),
         ("output", 64),
     ):
         parser.add_argument(f"--{name}", type=int, default=number)

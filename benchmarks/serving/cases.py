@@ -1,9 +1,17 @@
 """The requests of a benchmark round, and the share of their prompts that is common.
 
+`rounds` yields the workload of a server:
+
     shared cold     one new prefix, different suffixes
     shared warm     the same prefix again, other suffixes
     unshared short  nothing in common
     unshared long   nothing in common, prompts as long as the shared ones
+
+`small_rounds` yields what a single computation costs:
+
+    decode alone      one short prompt
+    decode together   several short prompts, nothing in common
+    prefill           one long prompt and one token
 
 Prompts are ids of printable bytes, generated from a seed, so that they are the same tokens when
 sent as text to a byte tokenizer. No two rounds have a prompt in common.
@@ -16,6 +24,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 LETTERS = range(32, 127)
+SHORT = 16
+"""Tokens of a prompt that costs next to nothing."""
 
 
 class Case(NamedTuple):
@@ -59,5 +69,19 @@ def rounds(
                 ("shared warm", [shared + draw(suffix) for _ in range(requests)], prefix),
                 ("unshared short", [draw(short) for _ in range(requests)], 0),
                 ("unshared long", [draw(prefix + suffix) for _ in range(requests)], 0),
+            )
+        ]
+
+
+def small_rounds(seed: int, *, requests: int, prompt: int, output: int) -> Iterator[list[Case]]:
+    """Yield the cases of each round; lengths are in tokens."""
+    rng = random.Random(seed)
+    while True:
+        yield [
+            Case(name, [rng.choices(LETTERS, k=length) for _ in range(num)], num_output, 0, False)
+            for name, num, length, num_output in (
+                ("decode alone", 1, SHORT, output),
+                ("decode together", requests, SHORT, output),
+                ("prefill", 1, prompt, 1),
             )
         ]

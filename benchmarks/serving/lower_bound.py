@@ -33,7 +33,10 @@ class Model(NamedTuple):
     """The sizes of a model that determine its time."""
 
     num_weights: int
-    """Weights that each token is multiplied with."""
+    """Weights of the layers, with which each token is multiplied."""
+    num_output_weights: int
+    """Weights of the output layer, with which each token is multiplied that is followed by a
+    generated one."""
     element_bytes: int
     kv_bytes: int
     """Keys and values of one token in all layers."""
@@ -51,7 +54,8 @@ def read(folder: Path) -> Model:
     layers = config["num_hidden_layers"]
     element = 4 if config.get("dtype") == "float32" else 2
     return Model(
-        layers * layer + hidden * config["vocab_size"],
+        layers * layer,
+        hidden * config["vocab_size"],
         element,
         layers * 2 * kv_heads * dim * element,
         hidden,
@@ -74,12 +78,15 @@ def measure(model: Model, threads: int) -> Machine:
 
 def seconds(case: Case, model: Model, machine: Machine) -> float:
     """Return the lower bound of a case in seconds."""
-    prompt_s = 2 * model.num_weights * case.num_distinct / machine.products_per_s
+    products = 2 * model.num_weights * case.num_distinct
+    products += 2 * model.num_output_weights * len(case.prompts)
+    prompt_s = products / machine.products_per_s
     num_kv = case.num_prefix + sum(len(p) - case.num_prefix for p in case.prompts)
     # The first token of an output is part of the prefill.
     steps = case.max_tokens - 1
     grown = len(case.prompts) * steps * (steps + 1) / 2
-    num_bytes = float(steps * model.num_weights * model.element_bytes)
+    num_weights = model.num_weights + model.num_output_weights
+    num_bytes = float(steps * num_weights * model.element_bytes)
     num_bytes += (steps * num_kv + grown) * model.kv_bytes
     return prompt_s + num_bytes / machine.bytes_per_s
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from conure.kernels.cpu.decoder import NativeLayer, NativeLayers
 from conure.kernels.cpu.linear import PackedLinear
 from conure.kernels.elementwise import ElementwiseOperations
 
@@ -35,6 +36,8 @@ from .probe import LayerKVSpec
 
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear]
 """Packs a bfloat16 weight and its bias for a faster product than that of torch."""
+MakeNativeLayers: TypeAlias = Callable[..., NativeLayers]
+"""`NativeLayers` for one library; see its arguments."""
 FAMILIES: Final = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
@@ -95,6 +98,13 @@ class Projection:
             out: Tensor = library._linear_pointwise(inputs, weight, self._bias, "none", [], "")
             return out
         return functional.linear(inputs, weight, self._bias)
+
+    @property
+    def packed(self) -> PackedLinear | None:
+        """The weight, if the C++ kernels can multiply with it in one call with others."""
+        weight = self._weight
+        is_even = isinstance(weight, PackedLinear) and weight.num_inputs % 2 == 0
+        return weight if isinstance(weight, PackedLinear) and is_even else None
 
     def restore(self) -> None:
         """Return the weights to the modules."""
@@ -161,6 +171,36 @@ class FusedDecoder:
             self._layers = [_layer(layer, project) for layer in decoder.layers]
             is_shared = model.lm_head.weight is decoder.embed_tokens.weight
             self._output = project(model.lm_head, is_shared=is_shared)
+        self._native_layers: NativeLayers | None = None
+
+    def compile_layers(
+        self,
+        make: MakeNativeLayers,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        windows: Sequence[int | None],
+    ) -> None:
+        """Run all layers in one call from now on, if all weights are packed for the kernels.
+
+        Args:
+            make: Makes the call.
+            caches: Keys and values of each layer, which every step must use.
+            windows: Attention window of each layer.
+        """
+        layers: list[NativeLayer] = []
+        norms = self._norms_after_layers()
+        for layer, norm, pair, window in zip(self._layers, norms, caches, windows, strict=True):
+            qkv, out, gate_up, down = (
+                projection.packed
+                for projection in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            )
+            if qkv is None or out is None or gate_up is None or down is None:
+                return
+            layers.append(
+                NativeLayer(
+                    qkv, out, gate_up, down, layer.head_norm, layer.after, norm, pair, window
+                )
+            )
+        self._native_layers = make(layers, self._angles, eps=self._eps, scale=self._scale)
 
     def __call__(
         self, ids: Tensor, positions: Tensor, last: Tensor, attention: Attention
@@ -176,13 +216,22 @@ class FusedDecoder:
         Returns:
             [len(last), V].
         """
-        operations, eps = self._operations, self._eps
         hidden = functional.embedding(ids, self._embedding)
-        normed = functional.rms_norm(hidden, (hidden.shape[1],), self._layers[0].before, eps)
-        next_norms = [layer.before for layer in self._layers[1:]]
-        for index, (layer, norm) in enumerate(
-            zip(self._layers, [*next_norms, self._norm], strict=True)
-        ):
+        first = self._layers[0].before
+        normed = functional.rms_norm(hidden, (hidden.shape[1],), first, self._eps)
+        if self._native_layers is None:
+            normed = self._run_layers(hidden, normed, positions, attention)
+        else:
+            self._native_layers(hidden, normed, positions, attention.slots, attention.plan)
+        return self._output(normed.index_select(0, last))
+
+    def _run_layers(
+        self, hidden: Tensor, normed: Tensor, positions: Tensor, attention: Attention
+    ) -> Tensor:
+        """Run the layers operation by operation; return the norm after the last one."""
+        operations, eps = self._operations, self._eps
+        norms = self._norms_after_layers()
+        for index, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
             query = operations.rotate_store(
                 layer.qkv(normed),
                 positions,
@@ -196,7 +245,10 @@ class FusedDecoder:
             normed = operations.add_norm(hidden, layer.out(attended), layer.after, eps)
             gated = operations.silu_mul(layer.gate_up(normed))
             normed = operations.add_norm(hidden, layer.down(gated), norm, eps)
-        return self._output(normed.index_select(0, last))
+        return normed
+
+    def _norms_after_layers(self) -> list[Tensor]:
+        return [*(layer.before for layer in self._layers[1:]), self._norm]
 
     def restore(self) -> None:
         """Return the weights to the model."""

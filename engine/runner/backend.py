@@ -20,9 +20,10 @@ from torch import Tensor
 from conure.kernels import elementwise, ops, sampling
 from conure.kernels.cpu import library
 from conure.kernels.cpu.attention import NativeLibrary
+from conure.kernels.cpu.decoder import NativeLayers
 from conure.kernels.cpu.linear import PackedLinear
 
-from ..models.fused_decoder import Pack
+from ..models.fused_decoder import MakeNativeLayers, Pack
 from ..protocol import EngineError
 from .cuda_graphs import CudaGraphs, Record
 
@@ -50,6 +51,8 @@ class Backend:
     """Samples the tokens of random rows."""
     pack: Pack | None = None
     """Packs weights for products that are faster than torch's; None where there are none."""
+    make_layers: MakeNativeLayers | None = None
+    """Runs all layers with packed weights in one call; None where there is no such call."""
     record: Record | None = None
     """Records decode steps; None where recording saves nothing."""
     copy_to_host: CopyToHostAsync | None = None
@@ -103,11 +106,13 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
         try:
             found = library.find(instructions)
             native = NativeLibrary(found)
+            make_layers = partial(NativeLayers, native, is_invariant=name == "invariant")
             return Backend(
                 device,
                 ops.implementation(name, found.name),
                 fused=elementwise.implementation("cpu", found.name),
                 pack=None if library.has_matrix_unit() else partial(PackedLinear, native),
+                make_layers=make_layers,
             )
         except ValueError as error:
             raise EngineError("engine.bad_option", f"cpu_instructions: {error}") from error

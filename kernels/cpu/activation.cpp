@@ -2,18 +2,11 @@
 
 #include <algorithm>
 
-#include "parallel.h"
-#include "simd.h"
+#include "operations.h"
 
 namespace conure {
 
 constexpr int64_t kTokensPerTask = 8;
-
-struct GateArguments {
-  const void* mixed;  // [T, 2 * width]: gate, up
-  void* out;          // [T, width]
-  int64_t num_tokens, width, dtype;
-};
 
 template <class T>
 static void silu_mul(const GateArguments& a, const Threads& threads) {

@@ -5,9 +5,10 @@
 // threads, by positions. A unit reads its keys and values once, in tiles of kTile tokens: it packs
 // a tile into the words that the products take (simd.h), and multiplies it with groups of rows that
 // fit into the registers: scores, softmax, weighted values. Rows are queries times the heads of
-// a group. For few rows, bfloat16 stays in pairs, which are packed faster; for many it is packed as
-// floats, which are multiplied faster (linear.cpp). Maxima and sums follow the tiles (online softmax, Milakov and Gimelshein 2018) in
-// float32. A query in a single unit is finished there; otherwise its partials are merged.
+// a group. Pairs of bfloat16 are packed faster than floats. Where floats are multiplied faster
+// (linear.cpp), only few rows use pairs. Maxima and sums follow the tiles (online softmax, Milakov
+// and Gimelshein 2018) in float32. A query in a single unit is finished there; otherwise its
+// partials are merged.
 //
 // In batch-invariant mode only whole rows are items, so the sums of a query run over the same tiles
 // of its own positions in any step. Keys that it does not see have weight 0, which changes no bit.
@@ -19,8 +20,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "parallel.h"
-#include "simd.h"
+#include "operations.h"
 
 namespace conure {
 
@@ -29,28 +29,6 @@ constexpr int kMaxRows = 128;
 constexpr int64_t kMinChunk = 256;  // positions; shorter units cost more than they balance
 constexpr int kUnitsPerThread = 4;
 constexpr int kNarrowRows = 8;  // up to so many, packing pairs is faster than multiplying floats
-
-struct Plan {  // the fields of Python's Plan and of its prefix tree
-  const int64_t *num_new, *kv_len, *tables, *query_start;
-  const int64_t *row_order, *first, *end, *begin_block, *end_block, *private_start_block;
-  int64_t num_rows, num_ranges, table_stride, block_size;
-};
-
-struct Vectors {  // [tokens, heads, size], strides in elements
-  void* data;
-  int64_t token_stride, head_stride;
-};
-
-struct AttentionArguments {
-  const Plan* plan;
-  Vectors query, keys, values, out;
-  const float* sinks;  // [H] or null
-  int64_t heads, kv_heads, key_dim, value_dim;
-  int64_t window;  // 0: none
-  int64_t dtype;
-  int64_t is_invariant;
-  float scale, softcap;  // softcap 0: none
-};
 
 struct Entry {  // a query of an item
   int64_t query, position;
@@ -238,10 +216,13 @@ class UnitRunner {
     read_queries(unit);
     std::fill_n(state_, num_rows, Partial{-INFINITY, 0.0f});
     std::fill_n(sums_, num_rows * value_width(a_), 0.0f);
-    int num = locate(unit, unit.begin), next;
-    for (int64_t at = unit.begin; at < unit.end; at += kTile, num = next) {
+    locate(unit, unit.begin);
+    prefetch(a_.keys, unit.kv_head, a_.key_dim, 0, kTile);
+    prefetch(a_.values, unit.kv_head, a_.value_dim, 0, kTile);
+    for (int64_t at = unit.begin; at < unit.end; at += kTile) {
+      const int num = num_next_;
       std::copy_n(next_slots_, num, slots_);
-      next = locate(unit, at + kTile);
+      locate(unit, at + kTile);
       pack_keys(unit.kv_head, num);
       pack_values(unit.kv_head, num);
       for (int64_t row = 0; row < num_rows; row += kRegisterRows)
@@ -276,25 +257,23 @@ class UnitRunner {
     }
   }
 
-  // Finds and prefetches the tile at a position; returns its number of tokens.
-  int locate(const Unit& unit, int64_t at) {
-    const int num = int(std::clamp<int64_t>(unit.end - at, 0, kTile));
+  // Finds the tile at a position, which is prefetched while another one is packed.
+  void locate(const Unit& unit, int64_t at) {
+    num_next_ = int(std::clamp<int64_t>(unit.end - at, 0, kTile));
     const int64_t size = a_.plan->block_size;
     int64_t block = at / size, offset = at % size;
-    for (int i = 0; i < num; i++) {
-      const int64_t slot = next_slots_[i] = unit.item->table[block] * size + offset;
+    for (int i = 0; i < num_next_; i++) {
+      next_slots_[i] = unit.item->table[block] * size + offset;
       if (++offset == size) offset = 0, block++;
-      prefetch(a_.keys, slot, unit.kv_head, a_.key_dim);
-      prefetch(a_.values, slot, unit.kv_head, a_.value_dim);
     }
-    return num;
   }
 
-  static void prefetch(const Vectors& cache, int64_t slot, int64_t head, int64_t size) {
-    const T* vector = static_cast<const T*>(cache.data) + slot * cache.token_stride +
-                      head * cache.head_stride;
-    for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T)))
-      __builtin_prefetch(vector + i, 0, 2);
+  // Prefetches some tokens of the next tile. All at once would exceed what a core waits for.
+  void prefetch(const Vectors& cache, int64_t kv_head, int64_t size, int first, int end) const {
+    const T* base = static_cast<const T*>(cache.data) + kv_head * cache.head_stride;
+    for (int i = first; i < std::min(end, num_next_); i++)
+      for (int64_t e = 0; e < size; e += 64 / int64_t(sizeof(T)))
+        __builtin_prefetch(base + next_slots_[i] * cache.token_stride + e, 0, 2);
   }
 
   static WordVec load_words(const T* source, int64_t num) {
@@ -311,6 +290,7 @@ class UnitRunner {
     const T* base = static_cast<const T*>(a_.keys.data) + kv_head * a_.keys.head_stride;
     for (int first = 0; first < num; first += kLanes) {
       const T* key[kLanes];
+      prefetch(a_.keys, kv_head, a_.key_dim, first, first + kLanes);
       for (int i = 0; i < kLanes; i++)  // columns after the last key repeat it
         key[i] = base + slots_[std::min(first + i, num - 1)] * a_.keys.token_stride;
       for (int64_t word = 0; word < depth(a_); word += kLanes) {
@@ -334,6 +314,7 @@ class UnitRunner {
     for (int i = 0; i < num; i += W::kStep) {
       uint32_t* target = values_ + i / W::kStep * width;
       const T* value = base + slots_[i] * a_.values.token_stride;
+      prefetch(a_.values, kv_head, dim, i, i + W::kStep);
       if constexpr (W::kStep == 1) {
         for_vectors(dim, [&](int64_t e, auto load, auto) {
           store_vector(target + e, load(value + e));
@@ -464,6 +445,7 @@ class UnitRunner {
   float* sums_;
   Partial* state_;
   int64_t slots_[kTile], next_slots_[kTile];
+  int num_next_;
 };
 
 template <class T>
@@ -481,10 +463,11 @@ static void attend(const AttentionArguments& a, const Threads& threads, Workspac
     const Unit& unit = w.units[task];
     char* scratch = memory + worker * worker_bytes;
     // In another step, the query may be in a unit of another size.
-    if (a.is_invariant || unit.num_entries * group > kNarrowRows)
-      Wide(a, w, sums, scratch).run(unit);
-    else
+    const bool is_narrow = !a.is_invariant && unit.num_entries * group <= kNarrowRows;
+    if (a.prefers_pairs || is_narrow)
       Narrow(a, w, sums, scratch).run(unit);
+    else
+      Wide(a, w, sums, scratch).run(unit);
   });
   if (!num_slots) return;
   parallel_for(threads, a.plan->query_start[a.plan->num_rows], [&](int64_t query, int64_t) {

@@ -31,12 +31,12 @@ from . import library
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers of data types, `Dtype` in simd.h."""
-_ATTENTION: Final = struct.Struct("@P" + 4 * "Pqq" + "P4qqqqff")
-"""`AttentionArguments` in attention.cpp."""
+_ATTENTION: Final = struct.Struct("@P" + 4 * "Pqq" + "P8qff")
+"""`AttentionArguments` in operations.h."""
 _STORE: Final = struct.Struct("@PqqPqqPqqq")
 """`StoreArguments` in kv_store.cpp."""
 _PLAN: Final = struct.Struct("@10P4q")
-"""`Plan` in attention.cpp."""
+"""`Plan` in operations.h."""
 _THREADS: Final = struct.Struct("@Pq")
 """`Threads` in parallel.h."""
 
@@ -44,14 +44,23 @@ _THREADS: Final = struct.Struct("@Pq")
 class NativeLibrary:
     """The functions of the library of one instruction set."""
 
-    def __init__(self, instructions: library.InstructionSet) -> None:
+    def __init__(
+        self, instructions: library.InstructionSet, *, prefers_pairs: bool | None = None
+    ) -> None:
         """Load the library.
+
+        Args:
+            instructions: One of `library.supported()`.
+            prefers_pairs: Multiply pairs of bfloat16 rather than floats; None asks
+                `library.prefers_pairs`.
 
         Raises:
             LibraryUnavailableError: if there is none and it cannot be compiled.
         """
         functions = library.load(instructions)
-        self.instructions: Final = instructions
+        if prefers_pairs is None:
+            prefers_pairs = library.prefers_pairs(instructions)
+        self.prefers_pairs: Final = prefers_pairs
         self._parallel: Final = _parallel_function()
         for name in ("store", "rotate_store", "add_norm", "silu_mul", "linear"):
             _declare(functions, name, ctypes.c_char_p, ctypes.c_char_p)
@@ -61,6 +70,14 @@ class NativeLibrary:
         functions.conure_packed_words.argtypes = sizes
         functions.conure_packed_words.restype = ctypes.c_int64
         _declare(functions, "attention", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+        _declare(
+            functions,
+            "decoder",
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_void_p,
+        )
         _declare(functions, "free_workspace", ctypes.c_void_p)
         functions.conure_new_workspace.restype = ctypes.c_void_p
         self.functions: Final = functions
@@ -70,15 +87,22 @@ class NativeLibrary:
         return _THREADS.pack(self._parallel, torch.get_num_threads())
 
 
+class Workspace:
+    """Memory of the attention kernel, kept from call to call; for one thread at a time."""
+
+    def __init__(self, native: NativeLibrary) -> None:
+        functions = native.functions
+        self.address: Final[int] = functions.conure_new_workspace()
+        weakref.finalize(self, functions.conure_free_workspace, self.address)
+
+
 class CpuKernels:
     """CPU implementation; its workspace must be used by one thread at a time."""
 
     def __init__(self, native: NativeLibrary, *, is_invariant: bool = False) -> None:
         self._native: Final = native
         self._is_invariant: Final = is_invariant
-        functions = native.functions
-        self._workspace: Final = functions.conure_new_workspace()
-        weakref.finalize(self, functions.conure_free_workspace, self._workspace)
+        self._workspace: Final = Workspace(native)
 
     def attention(
         self,
@@ -110,7 +134,7 @@ class CpuKernels:
         if sinks is not None:
             sinks = sinks.float().contiguous()
         arguments = _ATTENTION.pack(
-            _plan_address(plan),
+            plan_address(plan),
             query.data_ptr(),
             *query.stride()[:2],
             key_cache.data_ptr(),
@@ -126,10 +150,13 @@ class CpuKernels:
             window or 0,
             DTYPES[query.dtype],
             self._is_invariant,
+            self._native.prefers_pairs,
             scale,
             softcap or 0.0,
         )
-        self._native.functions.conure_attention(arguments, self._native.threads(), self._workspace)
+        self._native.functions.conure_attention(
+            arguments, self._native.threads(), self._workspace.address
+        )
         return out
 
     def merge(self, outputs: Tensor, lse: Tensor, slots: Tensor, *, sinks: Tensor | None) -> Tensor:
@@ -189,8 +216,8 @@ def _parallel_function() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _plan_address(plan: Plan) -> int:
-    """Return the address of a `Plan` of attention.cpp, which all layers of a step share.
+def plan_address(plan: Plan) -> int:
+    """Return the address of a `Plan` of operations.h, which all layers of a step share.
 
     `plan.derived` keeps the arrays alive whose addresses it contains.
     """

@@ -13,11 +13,11 @@ from torch import Tensor
 from .attention import DTYPES, NativeLibrary
 
 _NORM: Final = struct.Struct("@4P3qf")
-"""`NormArguments` in norm.cpp."""
+"""`NormArguments` in operations.h."""
 _GATE: Final = struct.Struct("@2P3q")
-"""`GateArguments` in activation.cpp."""
+"""`GateArguments` in operations.h."""
 _ROTATE: Final = struct.Struct("@7P" + 2 * "Pqq" + "5qf")
-"""`RotateArguments` in kv_store.cpp."""
+"""`RotateArguments` in operations.h."""
 
 
 class CpuElementwise:

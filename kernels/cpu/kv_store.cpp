@@ -4,17 +4,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "parallel.h"
-#include "simd.h"
+#include "operations.h"
 
 namespace conure {
 
 constexpr int64_t kTokensPerTask = 16;
-
-struct Cache {  // [slots, heads, size], strides in elements
-  void* data;
-  int64_t slot_stride, head_stride;
-};
 
 struct StoreArguments {  // raw copies of [T, heads, size]
   const char* source;
@@ -23,17 +17,6 @@ struct StoreArguments {  // raw copies of [T, heads, size]
   int64_t cache_slot_stride, cache_head_stride;  // bytes
   const int64_t* slots;
   int64_t num_tokens, heads, vector_bytes;
-};
-
-struct RotateArguments {
-  const void* mixed;  // [T, H + 2 K, D]: queries, keys, values
-  const int64_t *positions, *slots;
-  const void *cos, *sin;  // [L, D]; the sines of the first half are negated
-  const void* head_norm;  // [H + K, D] or null
-  void* query;            // [T, H, D]
-  Cache keys, values;
-  int64_t num_tokens, heads, kv_heads, dim, dtype;
-  float eps;
 };
 
 template <class T>
@@ -71,8 +54,8 @@ static void rotate_store(const RotateArguments& a, const Threads& threads) {
       const T* cos = static_cast<const T*>(a.cos) + a.positions[t] * a.dim;
       const T* sin = static_cast<const T*>(a.sin) + a.positions[t] * a.dim;
       T* query = static_cast<T*>(a.query) + t * a.heads * a.dim;
-      T* key = static_cast<T*>(a.keys.data) + a.slots[t] * a.keys.slot_stride;
-      T* value = static_cast<T*>(a.values.data) + a.slots[t] * a.values.slot_stride;
+      T* key = static_cast<T*>(a.keys.data) + a.slots[t] * a.keys.token_stride;
+      T* value = static_cast<T*>(a.values.data) + a.slots[t] * a.values.token_stride;
       for (int64_t h = 0; h < num_rotated; h++) {
         const T* norm = a.head_norm ? static_cast<const T*>(a.head_norm) + h * a.dim : nullptr;
         T* target = h < a.heads ? query + h * a.dim : key + (h - a.heads) * a.keys.head_stride;

@@ -1,51 +1,48 @@
-// Products with bfloat16 weights in float32: out = inputs * weight^T + bias.
+// Products with bfloat16 weights: out = inputs * weight^T + bias.
 //
-// Processors without a matrix unit add two float32 products per cycle and lane, and one pair of
-// bfloat16 products every second cycle (Golden Cove: 175 and 87 GFLOP/s per core), so weights are
-// stored in 16 bits and multiplied in 32. A weight is packed in panels of kPanel columns: for each
-// input, words of two columns that are kLanes apart, which a shift and a mask turn into floats.
+// A weight is packed in panels of kPanel outputs: words of 32 bits (simd.h), each with the weights
+// of one output and two consecutive inputs. Such a pair is multiplied by one instruction, or a shift
+// and a mask turn it into two floats. AMD processors multiply pairs twice as fast as floats, Intel's
+// without a matrix unit multiply floats twice as fast as pairs; see library.prefers_pairs.
 // Each result is one sum over the inputs in order, whatever the number of rows.
 //
-// Shapes: T rows - K inputs - N outputs.
+// Shapes: T rows - K inputs, even - N outputs.
 
 #include <algorithm>
 #include <cstdlib>
 
-#include "parallel.h"
-#include "simd.h"
+#include "operations.h"
 
 namespace conure {
 
 constexpr int kPanel = kRegisterColumns * kLanes;
 constexpr int64_t kTasksPerThread = 4;
 
-struct LinearArguments {
-  const BFloat16* inputs;  // [T, K]
-  const uint32_t* packed;  // [N / kPanel, K, kPanel / 2]
-  const BFloat16* bias;    // [N] or null
-  BFloat16* out;           // [T, N]
-  float* wide;             // [T, K], overwritten with the inputs
-  int64_t num_rows, num_inputs, num_outputs;
-};
-
-template <int R>
+template <class W, int R>
 static inline void multiply_rows(const LinearArguments& a, int64_t row, const uint32_t* panel,
                                  int64_t column) {
   constexpr int C = kRegisterColumns;
   Vec total[R][C] = {};
-  const float* inputs = a.wide + row * a.num_inputs;
-  for (int64_t k = 0; k < a.num_inputs; k++) {
-    Vec weight[C];
+  const auto* inputs = reinterpret_cast<const uint32_t*>(
+      W::kStep == 1 ? static_cast<const void*>(a.wide + row * a.num_inputs)
+                    : static_cast<const void*>(a.inputs + row * a.num_inputs));
+  const int64_t stride = a.num_inputs / W::kStep;  // words of a row
+  for (int64_t k = 0; k < a.num_inputs / 2; k++) {
+    WordVec weight[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c += 2) {
-      WordVec words = load_vector<WordVec>(panel + (k * C + c) * kLanes / 2);
-      weight[c] = bit_cast<Vec>(words << 16);
-      weight[c + 1] = bit_cast<Vec>(words & 0xFFFF0000u);
-    }
+    for (int c = 0; c < C; c++) weight[c] = load_vector<WordVec>(panel + k * kPanel + c * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++) total[r][c] += weight[c] * inputs[r * a.num_inputs + k];
+      for (int c = 0; c < C; c++) {
+        if constexpr (W::kStep == 2) {
+          total[r][c] = W::dot(total[r][c], weight[c], inputs[r * stride + k]);
+        } else {
+          total[r][c] = W::dot(total[r][c], weight[c] << 16, inputs[r * stride + 2 * k]);
+          total[r][c] =
+              W::dot(total[r][c], weight[c] & 0xFFFF0000u, inputs[r * stride + 2 * k + 1]);
+        }
+      }
   }
   for (int c = 0; c < C; c++) {
     const int64_t first = column + c * kLanes;
@@ -57,11 +54,37 @@ static inline void multiply_rows(const LinearArguments& a, int64_t row, const ui
   }
 }
 
-template <int R = kRegisterRows>
+template <class W, int R = kRegisterRows>
 static void multiply_panel(const LinearArguments& a, int64_t row, int64_t end,
                            const uint32_t* panel, int64_t column) {
-  for (; row + R <= end; row += R) multiply_rows<R>(a, row, panel, column);
-  if constexpr (R > 1) multiply_panel<R - 1>(a, row, end, panel, column);
+  for (; row + R <= end; row += R) multiply_rows<W, R>(a, row, panel, column);
+  if constexpr (R > 1) multiply_panel<W, R - 1>(a, row, end, panel, column);
+}
+
+static void widen_inputs(const LinearArguments& a, const Threads& threads) {
+  constexpr int64_t kRowsPerTask = 64;
+  parallel_for(threads, (a.num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int64_t) {
+    const int64_t first = task * kRowsPerTask * a.num_inputs;
+    const int64_t end = std::min((task + 1) * kRowsPerTask, a.num_rows) * a.num_inputs;
+    for_vectors(end - first, [&](int64_t i, auto load, auto store) {
+      store(a.wide + first + i, load(a.inputs + first + i));
+    });
+  });
+}
+
+template <class W>
+static void multiply_all(const LinearArguments& a, const Threads& threads) {
+  const int64_t num_panels = (a.num_outputs + kPanel - 1) / kPanel;
+  // Few outputs on many threads: the rows are divided too.
+  const int64_t groups = (a.num_rows + kRegisterRows - 1) / kRegisterRows;
+  const int64_t wanted = (threads.count * kTasksPerThread + num_panels - 1) / num_panels;
+  const int64_t size = (groups + wanted - 1) / wanted * kRegisterRows;
+  const int64_t num_blocks = (a.num_rows + size - 1) / size;
+  parallel_for(threads, num_panels * num_blocks, [&](int64_t task, int64_t) {
+    const int64_t panel = task / num_blocks, row = task % num_blocks * size;
+    multiply_panel<W>(a, row, std::min(row + size, a.num_rows),
+                      a.packed + panel * a.num_inputs / 2 * kPanel, panel * kPanel);
+  });
 }
 
 }  // namespace conure
@@ -70,61 +93,39 @@ extern "C" {
 
 int64_t conure_packed_words(int64_t num_inputs, int64_t num_outputs) {
   using namespace conure;
-  return (num_outputs + kPanel - 1) / kPanel * num_inputs * kPanel / 2;
+  return (num_outputs + kPanel - 1) / kPanel * num_inputs / 2 * kPanel;
 }
 
 // weight: [N, K]; packed: as many words as conure_packed_words.
 void conure_pack(const uint16_t* weight, uint32_t* packed, int64_t num_inputs,
                  int64_t num_outputs) {
   using namespace conure;
-  for (int64_t panel = 0; panel * kPanel < num_outputs; panel++)
-    for (int64_t k = 0; k < num_inputs; k++)
-      for (int c = 0; c < kRegisterColumns; c += 2)
-        for (int lane = 0; lane < kLanes; lane++) {
-          const int64_t low = panel * kPanel + c * kLanes + lane, high = low + kLanes;
-          const auto bits = [&](int64_t column) -> uint32_t {
-            return column < num_outputs ? weight[column * num_inputs + k] : 0;
-          };
-          *packed++ = bits(low) | bits(high) << 16;
-        }
+  for (int64_t first = 0; first < num_outputs; first += kPanel)
+    for (int64_t k = 0; k < num_inputs; k += 2)
+      for (int64_t column = first; column < first + kPanel; column++)
+        *packed++ = column < num_outputs ? weight[column * num_inputs + k] |
+                                               uint32_t(weight[column * num_inputs + k + 1]) << 16
+                                         : 0;
 }
 
 // The inverse of conure_pack.
 void conure_unpack(const uint32_t* packed, uint16_t* weight, int64_t num_inputs,
                    int64_t num_outputs) {
   using namespace conure;
-  for (int64_t panel = 0; panel * kPanel < num_outputs; panel++)
-    for (int64_t k = 0; k < num_inputs; k++)
-      for (int c = 0; c < kRegisterColumns; c += 2)
-        for (int lane = 0; lane < kLanes; lane++, packed++) {
-          const int64_t low = panel * kPanel + c * kLanes + lane, high = low + kLanes;
-          if (low < num_outputs) weight[low * num_inputs + k] = uint16_t(*packed);
-          if (high < num_outputs) weight[high * num_inputs + k] = uint16_t(*packed >> 16);
-        }
+  for (int64_t first = 0; first < num_outputs; first += kPanel)
+    for (int64_t k = 0; k < num_inputs; k += 2)
+      for (int64_t column = first; column < first + kPanel; column++, packed++) {
+        if (column >= num_outputs) continue;
+        weight[column * num_inputs + k] = uint16_t(*packed);
+        weight[column * num_inputs + k + 1] = uint16_t(*packed >> 16);
+      }
 }
 
-void conure_linear(const conure::LinearArguments* arguments, const conure::Threads* threads) {
+void conure_linear(const conure::LinearArguments* a, const conure::Threads* threads) {
   using namespace conure;
-  const LinearArguments& a = *arguments;
-  if (!a.num_rows) return;
-  constexpr int64_t kRowsPerTask = 64;
-  parallel_for(*threads, (a.num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int64_t) {
-    const int64_t first = task * kRowsPerTask * a.num_inputs;
-    const int64_t end = std::min((task + 1) * kRowsPerTask, a.num_rows) * a.num_inputs;
-    for_vectors(end - first, [&](int64_t i, auto load, auto store) {
-      store(a.wide + first + i, load(a.inputs + first + i));
-    });
-  });
-  const int64_t num_panels = (a.num_outputs + kPanel - 1) / kPanel;
-  // Few outputs on many threads: the rows are divided too.
-  const int64_t groups = (a.num_rows + kRegisterRows - 1) / kRegisterRows;
-  const int64_t wanted = (threads->count * kTasksPerThread + num_panels - 1) / num_panels;
-  const int64_t size = (groups + wanted - 1) / wanted * kRegisterRows;
-  const int64_t num_blocks = (a.num_rows + size - 1) / size;
-  parallel_for(*threads, num_panels * num_blocks, [&](int64_t task, int64_t) {
-    const int64_t panel = task / num_blocks, row = task % num_blocks * size;
-    multiply_panel(a, row, std::min(row + size, a.num_rows),
-                   a.packed + panel * a.num_inputs * kPanel / 2, panel * kPanel);
-  });
+  if (!a->num_rows) return;
+  if (!a->wide) return multiply_all<Words<BFloat16>>(*a, *threads);
+  widen_inputs(*a, *threads);
+  multiply_all<Floats>(*a, *threads);
 }
 }

@@ -3,20 +3,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "parallel.h"
-#include "simd.h"
+#include "operations.h"
 
 namespace conure {
 
 constexpr int64_t kTokensPerTask = 16;
-
-struct NormArguments {
-  void* hidden;                // [T, width], overwritten
-  const void *delta, *weight;  // [T, width], [width]
-  void* out;                   // [T, width]
-  int64_t num_tokens, width, dtype;
-  float eps;
-};
 
 template <class T>
 static void add_norm(const NormArguments& a, const Threads& threads) {

@@ -15,6 +15,7 @@ from conure.engine.protocol import SamplingParams
 from conure.engine.runner import torch_runner
 from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.kernels.cpu import library
 
 from .. import shrunk
 
@@ -106,6 +107,20 @@ def test_bfloat16_error_is_not_above_the_modules(
         for use_fused_decoder in (True, False)
     ]
     assert errors[0] <= 1.2 * errors[1]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_layers_in_one_call_equal_single_operations(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "has_matrix_unit", lambda: False)
+    folder = shrunk.write(tmp_path, name.split()[0], **PLAIN[name])
+    together, apart = runner_of(folder, "bfloat16"), runner_of(folder, "bfloat16")
+    assert together._fused_decoder is not None
+    assert apart._fused_decoder is not None
+    assert together._fused_decoder._native_layers is not None
+    apart._fused_decoder._native_layers = None
+    assert torch.equal(logits_of(together, monkeypatch), logits_of(apart, monkeypatch))
 
 
 def test_weights_exist_once_and_can_be_restored(tmp_path: Path) -> None:

@@ -60,6 +60,18 @@ def test_processor_with_matrix_unit_is_recognised(tmp_path: Path) -> None:
     assert not library.has_matrix_unit(cpuinfo_with(tmp_path, "flags : avx512_bf16"))
 
 
+def test_pairs_are_preferred_on_amd_only(tmp_path: Path) -> None:
+    amd = cpuinfo_with(tmp_path, "vendor_id : AuthenticAMD")
+    pairs, floats = (
+        next(each for each in library.INSTRUCTION_SETS if each.name == name)
+        for name in ("avx512bf16", "avx512")
+    )
+    assert library.prefers_pairs(pairs, amd)
+    assert not library.prefers_pairs(floats, amd)
+    intel = cpuinfo_with(tmp_path, "vendor_id : GenuineIntel")
+    assert not library.prefers_pairs(pairs, intel)
+
+
 def test_instructions_that_the_processor_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"this processor has the instruction sets .*, got 'sse9'"):
         ops.implementation("cpu", "sse9")

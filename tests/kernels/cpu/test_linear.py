@@ -9,10 +9,18 @@ from conure.kernels.cpu import library
 from conure.kernels.cpu.attention import NativeLibrary
 from conure.kernels.cpu.linear import PackedLinear
 
+VARIANTS = [
+    (each.name, prefers_pairs)
+    for each in library.supported()
+    for prefers_pairs in (False, True)
+    if not prefers_pairs or each.name.endswith("bf16")
+]
 
-@pytest.fixture(params=[each.name for each in library.supported()])
+
+@pytest.fixture(params=VARIANTS, ids=str)
 def native(request: pytest.FixtureRequest) -> NativeLibrary:
-    return NativeLibrary(library.find(request.param))
+    name, prefers_pairs = request.param
+    return NativeLibrary(library.find(name), prefers_pairs=prefers_pairs)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 6, 7, 16, 70])

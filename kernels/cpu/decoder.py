@@ -1,0 +1,148 @@
+"""The layers of a bfloat16 Llama-like decoder in one call of the C++ kernels.
+
+Computes the same as the operations of `linear`, `elementwise` and `attention` one by one.
+
+Shapes: as in `decoder.cpp`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..planning.plan import Plan
+from .attention import NativeLibrary, Workspace, plan_address
+from .linear import PackedLinear
+
+_LAYER: Final = struct.Struct("@" + 4 * "PPq" + "5Pq")
+"""`Layer` in decoder.cpp."""
+_DECODER: Final = struct.Struct("@3P10qff")
+"""`DecoderArguments` in decoder.cpp."""
+_STEP: Final = struct.Struct("@9P2q")
+"""`StepArguments` in decoder.cpp."""
+_NO_WINDOW: Final = 2**62
+
+
+class NativeLayer(NamedTuple):
+    """The weights and caches of one layer."""
+
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    head_norm: Tensor | None
+    """[H + K, D], or None for no norm of heads."""
+    norm_after_attention: Tensor
+    """[W]."""
+    norm_after_mlp: Tensor
+    """[W], the norm before the next layer."""
+    caches: tuple[Tensor, Tensor]
+    """Keys and values, [N, B, K, D], with the same strides in all layers."""
+    window: int | None
+
+
+class NativeLayers:
+    """All layers of a decoder; used by one thread at a time."""
+
+    def __init__(
+        self,
+        native: NativeLibrary,
+        layers: Sequence[NativeLayer],
+        angles: tuple[Tensor, Tensor],
+        *,
+        eps: float,
+        scale: float,
+        is_invariant: bool,
+    ) -> None:
+        """Take the layers.
+
+        Args:
+            native: The library.
+            layers: All layers, of the same shape.
+            angles: Cosines and sines, as in `elementwise.rotate_store`.
+            eps: Epsilon of all norms.
+            scale: Factor of the scores.
+            is_invariant: See `attention`.
+        """
+        first = layers[0]
+        keys = first.caches[0]
+        kv_heads, dim = keys.shape[2:]
+        query_width, width, inner = (
+            product.num_inputs for product in (first.out, first.qkv, first.down)
+        )
+        self._native: Final = native
+        self._workspace: Final = Workspace(native)
+        self._widths: Final = (
+            max(first.qkv.num_outputs, first.gate_up.num_outputs),
+            max(2 * query_width, inner),
+            width,
+        )
+        self._widest_input: Final = max(query_width, width, inner)
+        packed = ctypes.create_string_buffer(b"".join(map(_pack, layers)))
+        # Keeps what the arguments point to.
+        self._alive: Final = (tuple(layers), angles, packed)
+        self._arguments: Final = _DECODER.pack(
+            ctypes.addressof(packed),
+            *(table.data_ptr() for table in angles),
+            len(layers),
+            width,
+            inner,
+            query_width // dim,
+            kv_heads,
+            dim,
+            *keys.stride()[1:3],
+            is_invariant,
+            native.prefers_pairs,
+            eps,
+            scale,
+        )
+
+    def __call__(
+        self, hidden: Tensor, normed: Tensor, positions: Tensor, slots: Tensor, plan: Plan
+    ) -> None:
+        """Run all layers.
+
+        Args:
+            hidden: [T, W] bfloat16, overwritten.
+            normed: [T, W], the norm of `hidden` before the first layer; overwritten with the norm
+                after the last one.
+            positions: [T] int64.
+            slots: [T] int64 slots of the new keys and values.
+            plan: Plan of the step.
+        """
+        num = len(hidden)
+        scratch = [hidden.new_empty(num, width) for width in self._widths]
+        wide = None
+        if not self._native.prefers_pairs:
+            wide = torch.empty(num, self._widest_input)
+        step = _STEP.pack(
+            plan_address(plan),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            hidden.data_ptr(),
+            normed.data_ptr(),
+            *(buffer.data_ptr() for buffer in scratch),
+            0 if wide is None else wide.data_ptr(),
+            num,
+            int(plan.kv_len.max()),
+        )
+        self._native.functions.conure_decoder(
+            self._arguments, step, self._native.threads(), self._workspace.address
+        )
+
+
+def _pack(layer: NativeLayer) -> bytes:
+    products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    return _LAYER.pack(
+        *(field for product in products for field in product.addresses()),
+        0 if layer.head_norm is None else layer.head_norm.data_ptr(),
+        layer.norm_after_attention.data_ptr(),
+        layer.norm_after_mlp.data_ptr(),
+        *(cache.data_ptr() for cache in layer.caches),
+        _NO_WINDOW if layer.window is None else layer.window,
+    )
