@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .holds import ProgramsAhead, RunningPrograms
 from .memory_forecast import PeakMemoryForecast, Residency, SharedResidency
 from .request import ResourceRequest
 
@@ -87,6 +88,8 @@ class EngineReservations:
         next shorter prefix."""
         self.num_cached_tokens = 0
         self._forecast = PeakMemoryForecast(steps)
+        self._get_step = steps or int
+        self._programs = RunningPrograms()
 
     @property
     def peak(self) -> int:
@@ -171,6 +174,18 @@ class EngineReservations:
         self.num_calls += 1
         self.num_latency_critical += request.is_latency_critical
         return Reservation(request, residency, self._evict())
+
+    def start_call(self, request: ResourceRequest, rank: float) -> None:
+        """Count a call of a program; `end_call` follows `release`."""
+        self._programs.start(request, rank, self._get_step())
+
+    def end_call(self, request: ResourceRequest) -> None:
+        """Count a call of a program that ended."""
+        self._programs.end(request.program)
+
+    def programs_ahead(self, rank: float) -> ProgramsAhead:
+        """Return the programs that run here and rank before a call."""
+        return self._programs.ahead_of(rank, self._get_step())
 
     def on_prefill_done(self, reservation: Reservation) -> bool:
         """Restart the forecast of a call whose output begins now; return whether it ends later."""

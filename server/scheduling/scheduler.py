@@ -16,6 +16,7 @@ Invariants:
 - A call waits, is reserved on exactly one engine, or is unknown here.
 - On the engine that will run it, no call overtakes a call of better rank in its queue.
 - The head of a queue always has an engine that drains for it. As ranks age, no call starves.
+- A program that has not begun may be held behind programs of better rank (see `holds`).
 - An idle engine accepts any call that its context length allows.
 """
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .engine_index import EngineIndex, TaskGroupState
+from .holds import OpeningPrograms
 from .policy import DEFAULT_POLICY, EngineCandidate, Policy, explain, policy_named
 from .request import ResourceRequest
 from .reservations import EngineReservations, Reservation
@@ -150,6 +152,7 @@ class Scheduler:
         self._index = EngineIndex()
         self._task_groups: dict[tuple[str, str], TaskGroupState] = {}
         self._queues = (_WaitQueue(), _WaitQueue())
+        self._openings = OpeningPrograms()
         self._order = itertools.count()
         self._is_scheduled = False
         self._is_paused = False
@@ -173,6 +176,8 @@ class Scheduler:
             for queue in self._queues
             if (head := queue.head_of_line) is not None
         ]
+        held = (call for calls in self._openings.held.values() for call in calls)
+        entries += [(call.rank, call.order, call) for call in held]
         waiting = (entry for entry in entries if not entry[2].is_released)
         return [call.request for _, _, call in heapq.nsmallest(limit, waiting)]
 
@@ -238,6 +243,7 @@ class Scheduler:
         call.order = next(self._order)
         queue.push(call)
         queue.num_waiting += 1
+        self._openings.wait(request)
         if request.group is not None:
             key = (request.program, request.group)
             group = self._task_groups.setdefault(key, TaskGroupState())
@@ -276,6 +282,7 @@ class Scheduler:
         # A lost engine is not in the index, and its reservations are gone with it.
         if self._index.engines.get(engine.engine) is engine:
             self._index.release(engine, call.reservation)
+            engine.end_call(call.request)
             self._mark_dirty(engine.engine)
             if call.request.group is not None:
                 self._leave_task_group(call.request, engine.engine)
@@ -321,6 +328,7 @@ class Scheduler:
                 assert first is not None
                 if first[2] is not head:
                     self._release_engine(head)  # A call of better rank has arrived.
+        self._requeue_held()
         while not self._is_paused:
             entries = [
                 (entry, queue)
@@ -331,6 +339,11 @@ class Scheduler:
                 return
             entry, queue = min(entries, key=lambda each: each[0][:2])
             self._serve_first(entry[2], queue)
+
+    def _requeue_held(self) -> None:
+        """Put one call of every held program into its queue again, where the round decides on it."""
+        for call in self._openings.pop_first():
+            self._queue_of(call.request).push(call)
 
     def _serve_first(self, call: QueuedCall, queue: _WaitQueue) -> None:
         """Start the first call of a queue, reserve an engine for it, or block the queue."""
@@ -345,6 +358,12 @@ class Scheduler:
             request, group, call.reserved_engine, only
         )
         self.num_decisions += 1
+        if candidates and call.reserved_engine is None and self._openings.may_hold(request):
+            candidates = [each for each in candidates if not self._is_held(call, each)]
+            if not candidates:
+                heapq.heappop(queue.heap)
+                self._openings.hold(call)
+                return
         if not candidates or not candidates[0].has_room:
             call.last_failed_round = queue.scheduling_round
             if call.reserved_engine is not None:
@@ -364,6 +383,14 @@ class Scheduler:
             for other in self._queues:
                 other.is_blocked = False
         self._start(call, best, num_with_room=len(candidates), num_considered=num_considered)
+
+    def _is_held(self, call: QueuedCall, candidate: EngineCandidate) -> bool:
+        """Return whether the policy holds the program of a call back from an engine."""
+        ahead = candidate.reservations.programs_ahead(call.rank)
+        if not ahead.num_programs:
+            return False
+        opening = self._openings.opening(call.request, candidate.num_shared_tokens)
+        return self.policy.holds(opening, ahead, self.service_time)
 
     def _cheapest(
         self, request: ResourceRequest, candidates: list[EngineCandidate]
@@ -403,6 +430,11 @@ class Scheduler:
         self._leave_queue(call)
         call.reservations = candidate.reservations
         call.reservation = self._index.reserve(engine, request)
+        call.reservations.start_call(request, call.rank)
+        if request.opens_program:
+            self._openings.begun(request.program)
+            for other in self._openings.pop_rest(request.program):
+                self._queue_of(other.request).push(other)
         self._mark_dirty(
             engine
         )  # Calls that share a prefix with this one need less room there now.
@@ -421,6 +453,7 @@ class Scheduler:
     def _leave_queue(self, call: QueuedCall) -> None:
         request = call.request
         self._queue_of(request).num_waiting -= 1
+        self._openings.leave(request)
         if request.group is not None:
             group = self._task_groups[request.program, request.group]
             group.num_waiting -= 1
