@@ -38,7 +38,7 @@ def chain_of(program: dict[str, Any], model: MakeModel) -> Runnable[Any, Any]:
         level = depth[node["id"]] = max(
             (depth[each] + 1 for each in reads | set(node.get("after", ()))), default=0
         )
-        template = "".join(part.get("text") or "{%s}" % part["input"] for part in parts)
+        template = "".join(part.get("text") or f"{{{part['input']}}}" for part in parts)
         call = PromptTemplate.from_template(template) | model(output["max_tokens"])
         if level == len(stages):
             stages.append({})

@@ -115,9 +115,7 @@ def work_of(url: str) -> Work:
 
 
 @contextmanager
-def side_of(
-    name: str, url: str, round_trip_s: float, peer_model: str | None
-) -> Iterator[Side]:
+def side_of(name: str, url: str, round_trip_s: float, peer_model: str | None) -> Iterator[Side]:
     """Yield a system; chains reach their server through a proxy that adds the round trip."""
     if name in ("requests", "whole"):
 
@@ -159,7 +157,8 @@ def side_of(
                 )
 
         async def run_all(sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
-            return await run_chains(sent, seed, model, accelerate if name == "accelerated" else None)
+            wrap = accelerate if name == "accelerated" else None
+            return await run_chains(sent, seed, model, wrap)
 
         yield Side(name, url, run_all)
 
@@ -260,7 +259,8 @@ def run_cell(
 
 def line_of(key: dict[str, Any], cell: dict[str, dict[str, Any]]) -> str:
     """Return one line for the terminal."""
-    parts = [f"{key['workload']:26} x{key['programs']} {key['pool']:3} % {key['round_trip_ms']:g} ms"]
+    setting = f"x{key['programs']} {key['pool']:3} % {key['round_trip_ms']:g} ms"
+    parts = [f"{key['workload']:26} {setting}"]
     first = next(iter(cell.values()))
     for system, figures in cell.items():
         for kind, seconds in figures["programs"].items():

@@ -86,8 +86,8 @@ def workload(name: str, seed: int) -> list[ScheduledProgram]:
 
 def at_once(name: str, seed: int, number: int) -> list[ScheduledProgram]:
     """Return a workload for several users at once. Each has other lengths and texts."""
-    found = []
-    for user in range(number):
-        for sent in workload(name, seed * number + user):
-            found.append(sent._replace(plan=sent.plan.copy(user)))
-    return found
+    return [
+        sent._replace(plan=sent.plan.copy(user))
+        for user in range(number)
+        for sent in workload(name, seed * number + user)
+    ]

@@ -341,7 +341,7 @@ class Scheduler:
             self._serve_first(entry[2], queue)
 
     def _requeue_held(self) -> None:
-        """Put one call of every held program into its queue again, where the round decides on it."""
+        """Let this round decide again on every held program, by one of its calls."""
         for call in self._openings.pop_first():
             self._queue_of(call.request).push(call)
 

@@ -124,8 +124,6 @@ def _parts(node: GenerateNode) -> list[_Part]:
     return [_Part(each.text, each.input, each.output) for each in segments]
 
 
-def _seconds(
-    pace: ServiceTimeEstimator, num_chars: int, num_tokens: int, num_output: int
-) -> float:
+def _seconds(pace: ServiceTimeEstimator, num_chars: int, num_tokens: int, num_output: int) -> float:
     num_prompt = round(num_chars * pace.tokens_per_char) + num_tokens
     return pace.estimate_work_s(num_prompt, num_output)
