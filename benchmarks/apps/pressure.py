@@ -6,6 +6,9 @@
     accelerated  the same chain with `accelerate`
     peer         the same chain on `ChatOpenAI` and another server (--peer)
 
+    whole-without-order, -holds, -order-and-holds
+                 `whole` without the order by remaining work, without held programs, without both
+
 The pool is a share of the working set: the most blocks that `requests` holds at once when memory
 is unlimited. Each system has a server of its own with equal options, all get the same prompts in
 a round and write the same number of tokens, and no two rounds have texts in common. The first
@@ -26,7 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +50,11 @@ PLAYED = (
     *("--time-per-output-token", "3.5e-3", "--step-tokens", "512"),
 )
 """Steps sleep about as long as those of the seeded model take."""
-SYSTEMS = ("requests", "whole", "langchain", "accelerated", "peer")
+WITHOUT = "whole-without-"
+SYSTEMS = (
+    *("requests", "whole", "langchain", "accelerated", "peer"),
+    *(f"{WITHOUT}{part}" for part in ("order", "holds", "order-and-holds")),
+)
 SAME_PROMPTS = (("requests", "whole"), ("langchain", "accelerated"))
 """Systems that send the same text to the same model."""
 
@@ -117,12 +124,12 @@ def work_of(url: str) -> Work:
 @contextmanager
 def side_of(name: str, url: str, round_trip_s: float, peer_model: str | None) -> Iterator[Side]:
     """Yield a system; chains reach their server through a proxy that adds the round trip."""
-    if name in ("requests", "whole"):
+    if name == "requests" or name.startswith("whole"):
 
         async def run(sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-                client = Client(http, whole=name == "whole", round_trip_s=round_trip_s)
+                client = Client(http, whole=name != "requests", round_trip_s=round_trip_s)
                 return await client.run(sent, seed)
 
         yield Side(name, url, run)
@@ -161,6 +168,14 @@ def side_of(name: str, url: str, round_trip_s: float, peer_model: str | None) ->
             return await run_chains(sent, seed, model, wrap)
 
         yield Side(name, url, run_all)
+
+
+def _server(name: str, options: Sequence[str]) -> AbstractContextManager[str]:
+    """Start the server of a system."""
+    if name.startswith(WITHOUT):
+        program = (str(Path(__file__).with_name("ablated_server.py")), name.removeprefix(WITHOUT))
+        return served(*options, program=program)
+    return served(*options)
 
 
 def working_set(engine: Sequence[str], name: str, programs: int) -> int:
@@ -294,7 +309,7 @@ def main(arguments: Sequence[str]) -> int:
                     urls = {
                         each: options.peer
                         if each == "peer"
-                        else stack.enter_context(served(*engine, *limits))
+                        else stack.enter_context(_server(each, (*engine, *limits)))
                         for each in systems
                     }
                     for trip_ms in options.round_trip:
