@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import json
 import math
+import signal
 import statistics
 import sys
 import time
@@ -292,6 +293,8 @@ def line_of(key: dict[str, Any], cell: dict[str, dict[str, Any]]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the cells, print a line each, write the record."""
     options = _parse(arguments)
+    # `timeout` sends SIGTERM; the servers must end with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     systems = options.system or ["requests", "whole"]
     model = (options.model, *SEEDED[1:]) if options.model else SEEDED
     engine = (*(PLAYED if options.played else model), *options.option)

@@ -15,14 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .request import ResourceRequest
 
-if TYPE_CHECKING:
-    from .scheduler import QueuedCall
-
 MAX_HELD_PROGRAMS = 16
+
+
+class WaitingCall(Protocol):
+    """A call in a queue."""
+
+    request: ResourceRequest
+    is_released: bool
+
+
+C = TypeVar("C", bound=WaitingCall)
 
 
 class Opening(NamedTuple):
@@ -88,10 +95,10 @@ class _OpeningCalls:
 
 
 @dataclass(slots=True)
-class OpeningPrograms:
+class OpeningPrograms(Generic[C]):
     """The programs of one server that wait to begin."""
 
-    held: dict[str, list[QueuedCall]] = field(default_factory=dict)
+    held: dict[str, list[C]] = field(default_factory=dict)
     """Calls that wait outside of their queue's heap, by program."""
     _waiting: dict[str, _OpeningCalls] = field(default_factory=dict)
 
@@ -135,11 +142,11 @@ class OpeningPrograms:
             num_shared = (known.num_calls - 1) * request.prefixes[0].num_tokens
         return Opening(max(known.num_tokens - num_shared, 0), len(self._waiting))
 
-    def hold(self, call: QueuedCall) -> None:
+    def hold(self, call: C) -> None:
         """Hold a call that was taken from its heap."""
         self.held.setdefault(call.request.program, []).append(call)
 
-    def pop_first(self) -> Iterator[QueuedCall]:
+    def pop_first(self) -> Iterator[C]:
         """Yield one held call of each program that is to be decided on again, and remove it.
 
         Released calls are dropped.
@@ -153,6 +160,6 @@ class OpeningPrograms:
             else:
                 del self.held[program]
 
-    def pop_rest(self, program: str) -> list[QueuedCall]:
+    def pop_rest(self, program: str) -> list[C]:
         """Remove and return the held calls of a program that begins."""
         return [call for call in self.held.pop(program, ()) if not call.is_released]

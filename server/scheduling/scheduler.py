@@ -152,7 +152,7 @@ class Scheduler:
         self._index = EngineIndex()
         self._task_groups: dict[tuple[str, str], TaskGroupState] = {}
         self._queues = (_WaitQueue(), _WaitQueue())
-        self._openings = OpeningPrograms()
+        self._openings: OpeningPrograms[QueuedCall] = OpeningPrograms()
         self._order = itertools.count()
         self._is_scheduled = False
         self._is_paused = False
@@ -328,7 +328,8 @@ class Scheduler:
                 assert first is not None
                 if first[2] is not head:
                     self._release_engine(head)  # A call of better rank has arrived.
-        self._requeue_held()
+        for call in self._openings.pop_first():  # It decides on all held calls of its program.
+            self._queue_of(call.request).push(call)
         while not self._is_paused:
             entries = [
                 (entry, queue)
@@ -339,11 +340,6 @@ class Scheduler:
                 return
             entry, queue = min(entries, key=lambda each: each[0][:2])
             self._serve_first(entry[2], queue)
-
-    def _requeue_held(self) -> None:
-        """Let this round decide again on every held program, by one of its calls."""
-        for call in self._openings.pop_first():
-            self._queue_of(call.request).push(call)
 
     def _serve_first(self, call: QueuedCall, queue: _WaitQueue) -> None:
         """Start the first call of a queue, reserve an engine for it, or block the queue."""
