@@ -14,7 +14,7 @@ is unlimited. Each system has a server of its own with equal options, all get th
 a round and write the same number of tokens, and no two rounds have texts in common. The first
 round is not counted. Systems that share an engine must write the same texts.
 
-    python benchmarks/apps/pressure.py [--only WORKLOAD] [--system NAME] [--programs N ...]
+    python benchmarks/pressure/run.py [--only WORKLOAD] [--system NAME] [--programs N ...]
         [--pool PERCENT ...] [--round-trip MS ...] [--rounds N] [--played]
         [--model FOLDER] [--peer URL] [--peer-model NAME] [--option=OPTION ...] [--out FILE]
 """
@@ -135,10 +135,10 @@ def side_of(name: str, url: str, round_trip_s: float, peer_model: str | None) ->
 
         yield Side(name, url, run)
         return
-    from apps.chains import MakeModel, run_chains
     from conure.adapters.client import Client as ConureClient
     from conure.adapters.langchain import ChatConure, accelerate
     from conure.cli.delayed_connection import delayed
+    from pressure.chains import MakeModel, run_chains
 
     with ExitStack() as stack:
         far = stack.enter_context(delayed(url, round_trip_s)) if round_trip_s else url

@@ -1,6 +1,6 @@
 """`conure` without one part of its scheduling policy.
 
-python benchmarks/apps/ablated_server.py PART COMMAND [OPTION ...]
+python benchmarks/pressure/ablated_server.py PART COMMAND [OPTION ...]
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
-from .client import Answer
-from .scaled_workloads import ScheduledProgram
+from apps.client import Answer
+from apps.scaled_workloads import ScheduledProgram
 
 MakeModel = Callable[[int], BaseChatModel]
 """Returns a model whose answers have exactly that many tokens."""
