@@ -46,7 +46,7 @@ class ProgramsAhead(NamedTuple):
 
     num_programs: int
     num_steps: int
-    """Steps until the last of them ends, if nothing delays them."""
+    """Steps until the last of them ends, if nothing delays them; at least 1."""
 
 
 @dataclass(slots=True)
@@ -62,16 +62,24 @@ class RunningPrograms:
     def __init__(self) -> None:
         self._programs: dict[str, _RunningProgram] = {}
 
+    def __len__(self) -> int:
+        """Return the number of programs."""
+        return len(self._programs)
+
     def start(self, request: ResourceRequest, rank: float, step: int) -> None:
         """Count a call that starts at a step of the engine."""
-        end_step = step + max(request.num_remaining_steps, request.num_output)
         known = self._programs.get(request.program)
         if known is None:
-            self._programs[request.program] = _RunningProgram(1, rank, end_step)
-            return
+            known = self._programs[request.program] = _RunningProgram(0, rank, 0)
         known.num_calls += 1
         known.rank = min(known.rank, rank)
-        known.end_step = max(known.end_step, end_step)
+        self.begin_decode(request, step)
+
+    def begin_decode(self, request: ResourceRequest, step: int) -> None:
+        """Note that a call has all steps of its output before it."""
+        known = self._programs[request.program]
+        num_steps = max(request.num_remaining_steps, request.num_output)
+        known.end_step = max(known.end_step, step + num_steps)
 
     def end(self, program: str) -> None:
         """Count a call that ended."""
@@ -83,7 +91,7 @@ class RunningPrograms:
     def ahead_of(self, rank: float, step: int) -> ProgramsAhead:
         """Return the programs of better rank than a call, at a step of the engine."""
         ahead = [each.end_step for each in self._programs.values() if each.rank < rank]
-        return ProgramsAhead(len(ahead), max(max(ahead, default=step) - step, 0))
+        return ProgramsAhead(len(ahead), max(max(ahead, default=step) - step, 1))
 
 
 @dataclass(slots=True)

@@ -138,7 +138,10 @@ class Policy(Protocol):
     def holds(
         self, opening: Opening, ahead: ProgramsAhead, service_time: ServiceTimeEstimator
     ) -> bool:
-        """Return whether a program should not begin while the programs ahead of it run."""
+        """Return whether a program should not begin while the programs ahead of it run.
+
+        More programs ahead, or fewer steps, never turn a hold into a start.
+        """
         ...
 
 

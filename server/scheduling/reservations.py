@@ -153,8 +153,9 @@ class EngineReservations:
         peak = self._forecast.peak_with(request.num_output, num_new_tokens, shared)
         return peak <= self.capacity
 
-    def reserve(self, request: ResourceRequest) -> Reservation:
+    def reserve(self, request: ResourceRequest, rank: float = 0.0) -> Reservation:
         """Reserve the tokens of a call that starts here."""
+        self._programs.start(request, rank, self._get_step())
         num_new = self.num_new_tokens(request)
         self.reserved_tokens += num_new
         shared: list[SharedResidency] = []
@@ -175,13 +176,10 @@ class EngineReservations:
         self.num_latency_critical += request.is_latency_critical
         return Reservation(request, residency, self._evict())
 
-    def start_call(self, request: ResourceRequest, rank: float) -> None:
-        """Count a call of a program; `end_call` follows `release`."""
-        self._programs.start(request, rank, self._get_step())
-
-    def end_call(self, request: ResourceRequest) -> None:
-        """Count a call of a program that ended."""
-        self._programs.end(request.program)
+    @property
+    def num_programs(self) -> int:
+        """Return the number of programs with a call here."""
+        return len(self._programs)
 
     def programs_ahead(self, rank: float) -> ProgramsAhead:
         """Return the programs that run here and rank before a call."""
@@ -189,11 +187,13 @@ class EngineReservations:
 
     def on_prefill_done(self, reservation: Reservation) -> bool:
         """Restart the forecast of a call whose output begins now; return whether it ends later."""
+        self._programs.begin_decode(reservation.request, self._get_step())
         return self._forecast.extend(reservation.residency, reservation.request.num_output)
 
     def release(self, reservation: Reservation) -> list[bytes]:
         """Release a call's tokens; return the keys of prefixes that the engine no longer holds."""
         request = reservation.request
+        self._programs.end(request.program)
         self._forecast.remove(reservation.residency)
         gone: list[bytes] = []
         num_released = request.num_unshared_tokens + self._num_padding

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .engine_index import EngineIndex, TaskGroupState
-from .holds import OpeningPrograms
+from .holds import OpeningPrograms, ProgramsAhead
 from .policy import DEFAULT_POLICY, EngineCandidate, Policy, explain, policy_named
 from .request import ResourceRequest
 from .reservations import EngineReservations, Reservation
@@ -282,7 +282,6 @@ class Scheduler:
         # A lost engine is not in the index, and its reservations are gone with it.
         if self._index.engines.get(engine.engine) is engine:
             self._index.release(engine, call.reservation)
-            engine.end_call(call.request)
             self._mark_dirty(engine.engine)
             if call.request.group is not None:
                 self._leave_task_group(call.request, engine.engine)
@@ -354,25 +353,23 @@ class Scheduler:
             request, group, call.reserved_engine, only
         )
         self.num_decisions += 1
-        if candidates and call.reserved_engine is None and self._openings.may_hold(request):
-            candidates = [each for each in candidates if not self._is_held(call, each)]
-            if not candidates:
-                heapq.heappop(queue.heap)
-                self._openings.hold(call)
-                return
-        if not candidates or not candidates[0].has_room:
+        best = self._cheapest(call, candidates)
+        if best is None and candidates:
+            heapq.heappop(queue.heap)
+            self._openings.hold(call)
+            return
+        if best is None or not best.has_room:
             call.last_failed_round = queue.scheduling_round
             if call.reserved_engine is not None:
                 heapq.heappop(queue.heap)
                 queue.head_of_line = call
                 return
-            if queue.head_of_line is None and candidates:
+            if queue.head_of_line is None and best is not None:
                 heapq.heappop(queue.heap)
-                self._reserve_engine(call, queue, self._cheapest(request, candidates))
+                self._reserve_engine(call, queue, best)
             else:
                 queue.is_blocked = True
             return
-        best = self._cheapest(request, candidates)
         heapq.heappop(queue.heap)
         if call.reserved_engine is not None:
             self._release_engine(call)
@@ -380,21 +377,32 @@ class Scheduler:
                 other.is_blocked = False
         self._start(call, best, num_with_room=len(candidates), num_considered=num_considered)
 
+    def _cheapest(
+        self, call: QueuedCall, candidates: list[EngineCandidate]
+    ) -> EngineCandidate | None:
+        """Return the cheapest engine on which the call's program may begin or has begun."""
+        request, cost, service_time = call.request, self.policy.cost, self.service_time
+        may_hold = call.reserved_engine is None and self._openings.may_hold(request)
+        if len(candidates) > 1:
+            candidates = sorted(
+                candidates, key=lambda candidate: cost(request, candidate, service_time)
+            )
+        for candidate in candidates:
+            if not may_hold or not self._is_held(call, candidate):
+                return candidate
+        return None
+
     def _is_held(self, call: QueuedCall, candidate: EngineCandidate) -> bool:
         """Return whether the policy holds the program of a call back from an engine."""
-        ahead = candidate.reservations.programs_ahead(call.rank)
-        if not ahead.num_programs:
-            return False
+        engine, holds, pace = candidate.reservations, self.policy.holds, self.service_time
         opening = self._openings.opening(call.request, candidate.num_shared_tokens)
-        return self.policy.holds(opening, ahead, self.service_time)
-
-    def _cheapest(
-        self, request: ResourceRequest, candidates: list[EngineCandidate]
-    ) -> EngineCandidate:
-        if len(candidates) == 1:
-            return candidates[0]
-        cost, service_time = self.policy.cost, self.service_time
-        return min(candidates, key=lambda candidate: cost(request, candidate, service_time))
+        # The reason that is strongest for any call on this engine, before looking at each program.
+        if not engine.num_programs or not holds(
+            opening, ProgramsAhead(engine.num_programs, 1), pace
+        ):
+            return False
+        ahead = engine.programs_ahead(call.rank)
+        return bool(ahead.num_programs) and holds(opening, ahead, pace)
 
     def _reserve_engine(
         self, call: QueuedCall, queue: _WaitQueue, candidate: EngineCandidate
@@ -425,8 +433,7 @@ class Scheduler:
         request, engine = call.request, candidate.reservations.engine
         self._leave_queue(call)
         call.reservations = candidate.reservations
-        call.reservation = self._index.reserve(engine, request)
-        call.reservations.start_call(request, call.rank)
+        call.reservation = self._index.reserve(engine, request, call.rank)
         if request.opens_program:
             self._openings.begun(request.program)
             for other in self._openings.pop_rest(request.program):

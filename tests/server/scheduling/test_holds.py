@@ -40,6 +40,35 @@ def test_hold_saves_more_than_it_costs() -> None:
     assert not holds(opens, ahead._replace(num_steps=100), pace)
 
 
+@given(
+    opens=st.builds(Opening, st.integers(0, 10**6), st.integers(1, 10**5)),
+    ahead=st.builds(ProgramsAhead, st.integers(1, 1_000), st.integers(1, 10**5)),
+    more=st.integers(0, 1_000),
+)
+def test_more_programs_or_fewer_steps_ahead_keep_a_hold(
+    opens: Opening, ahead: ProgramsAhead, more: int
+) -> None:
+    fewer_steps = max(ahead.num_steps - more, 1)
+    for policy in POLICIES.values():
+        if policy.holds(opens, ahead, SLOW_PREFILL):
+            assert policy.holds(
+                opens, ProgramsAhead(ahead.num_programs + more, fewer_steps), SLOW_PREFILL
+            )
+
+
+async def test_program_whose_output_has_not_begun_counts_from_then_on() -> None:
+    step = 0
+    harness = slow_harness()
+    harness.add_engine(capacity=1_000, max_sequences=16, steps=lambda: step)
+    ahead = harness.submit("ahead", rank=1.0, need=60, num_output=30)
+    await run_loop()
+    step = 29  # The prompt took as many steps as the output may.
+    harness.scheduler.prefill_done(ahead)
+    opening(harness, "p", 2.0)
+    await run_loop()
+    assert harness.started_names == ["ahead", "p"], "30 steps, four times, against 90 tokens"
+
+
 def test_other_policies_hold_nothing() -> None:
     for name in set(POLICIES) - {"conure"}:
         assert not POLICIES[name].holds(Opening(10**6, 1), ProgramsAhead(100, 0), SLOW_PREFILL)
