@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import signal
@@ -62,6 +63,17 @@ SAME_PROMPTS = (("requests", "whole"), ("langchain", "accelerated"))
 Run = Callable[[Sequence[ScheduledProgram], str], Awaitable[list[Answer]]]
 
 
+class Setting(NamedTuple):
+    """What all systems of a cell have in common."""
+
+    workload: str
+    programs: int
+    pool: int
+    """Percent of the working set; 100 is memory that is never full."""
+    blocks: int
+    round_trip_ms: float
+
+
 class Work(NamedTuple):
     """What a server has done since its start."""
 
@@ -87,10 +99,10 @@ class Result(NamedTuple):
     work: Work
 
 
-def measure(side: Side, name: str, seed: int, programs: int, round_trip_s: float) -> Result:
+def measure(side: Side, setting: Setting, seed: int) -> Result:
     """Run a workload once on one system."""
-    sent = at_once(name, seed, programs)
-    texts = f"{name} {seed} {programs} {round_trip_s}".replace(" ", "-")
+    sent = at_once(setting.workload, seed, setting.programs)
+    texts = f"{setting} {seed}".replace(" ", "-")
 
     async def run() -> list[Answer]:
         return await side.run(sent, texts)
@@ -257,15 +269,13 @@ def check_texts(results: dict[str, Result]) -> None:
                     raise SystemExit(f"{one} and {other} wrote different texts")
 
 
-def run_cell(
-    sides: Sequence[Side], name: str, *, rounds: int, programs: int, round_trip_s: float
-) -> dict[str, dict[str, Any]]:
+def run_cell(sides: Sequence[Side], setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
     """Run all systems round by round, in an order that alternates."""
     found: dict[str, list[Result]] = {side.name: [] for side in sides}
     for seed in range(rounds + 1):
         results = {}
         for side in sides if seed % 2 else sides[::-1]:
-            results[side.name] = measure(side, name, seed, programs, round_trip_s)
+            results[side.name] = measure(side, setting, seed)
         check_texts(results)
         if seed:
             for each, result in results.items():
@@ -273,10 +283,10 @@ def run_cell(
     return {each: summary(results) for each, results in found.items()}
 
 
-def line_of(key: dict[str, Any], cell: dict[str, dict[str, Any]]) -> str:
+def line_of(setting: Setting, cell: dict[str, dict[str, Any]]) -> str:
     """Return one line for the terminal."""
-    setting = f"x{key['programs']} {key['pool']:3} % {key['round_trip_ms']:g} ms"
-    parts = [f"{key['workload']:26} {setting}"]
+    name, programs, pool, _, round_trip_ms = setting
+    parts = [f"{name:26} x{programs} {pool:3} % {round_trip_ms:g} ms"]
     first = next(iter(cell.values()))
     for system, figures in cell.items():
         for kind, seconds in figures["programs"].items():
@@ -290,6 +300,48 @@ def line_of(key: dict[str, Any], cell: dict[str, dict[str, Any]]) -> str:
     return " | ".join(parts)
 
 
+def settings_of(options: argparse.Namespace, engine: Sequence[str]) -> Iterator[Setting]:
+    """Yield the settings; a working set is measured where a pool depends on it."""
+    for name, programs in itertools.product(options.only or SCALED, options.programs):
+        peak = 0
+        if min(options.pool) < 100:
+            peak = working_set((*engine, "--context-len", str(CONTEXT_LEN)), name, programs)
+        for pool in options.pool:
+            share = max(math.ceil(peak * pool / 100), longest_call(name, programs))
+            for round_trip_ms in options.round_trip:
+                blocks = ROOMY if pool == 100 else share
+                yield Setting(name, programs, pool, blocks, round_trip_ms)
+
+
+class Servers:
+    """The servers of all systems; those with full memory are kept for other workloads."""
+
+    def __init__(self, engine: Sequence[str], peer: str | None, stack: ExitStack) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._roomy = stack
+        self._small = stack.enter_context(ExitStack())
+        self._urls: dict[tuple[str, int], str] = {}
+
+    def url(self, system: str, blocks: int) -> str:
+        """Return the server of a system, started if it does not run."""
+        if system == "peer":
+            assert self._peer is not None, "checked with the options"
+            return self._peer
+        if (system, blocks) not in self._urls:
+            context_len = min(CONTEXT_LEN, blocks * BLOCK)
+            limits = ("--num-blocks", str(blocks), "--context-len", str(context_len))
+            stack = self._roomy if blocks == ROOMY else self._small
+            server = _server(system, (*self._engine, *limits))
+            self._urls[system, blocks] = stack.enter_context(server)
+        return self._urls[system, blocks]
+
+    def end_small(self) -> None:
+        """Stop the servers with little memory."""
+        self._small.close()
+        self._urls = {key: url for key, url in self._urls.items() if key[1] == ROOMY}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the cells, print a line each, write the record."""
     options = _parse(arguments)
@@ -299,49 +351,26 @@ def main(arguments: Sequence[str]) -> int:
     model = (options.model, *SEEDED[1:]) if options.model else SEEDED
     engine = (*(PLAYED if options.played else model), *options.option)
     record: list[dict[str, Any]] = []
-    for name in options.only or SCALED:
-        for programs in options.programs:
-            common = (*engine, "--context-len", str(CONTEXT_LEN))
-            peak = working_set(common, name, programs)
-            for pool in options.pool:
-                share = max(math.ceil(peak * pool / 100), longest_call(name, programs))
-                blocks = ROOMY if pool == 100 else share
-                context_len = min(CONTEXT_LEN, blocks * BLOCK)
-                limits = ("--num-blocks", str(blocks), "--context-len", str(context_len))
-                with ExitStack() as stack:
-                    urls = {
-                        each: options.peer
-                        if each == "peer"
-                        else stack.enter_context(_server(each, (*engine, *limits)))
-                        for each in systems
-                    }
-                    for trip_ms in options.round_trip:
-                        key = {
-                            "workload": name,
-                            "programs": programs,
-                            "pool": pool,
-                            "blocks": blocks,
-                            "working_set": peak,
-                            "round_trip_ms": trip_ms,
-                        }
-                        with ExitStack() as inner:
-                            sides = [
-                                inner.enter_context(
-                                    side_of(each, urls[each], trip_ms / 1e3, options.peer_model)
-                                )
-                                for each in systems
-                            ]
-                            cell = run_cell(
-                                sides,
-                                name,
-                                rounds=options.rounds,
-                                programs=programs,
-                                round_trip_s=trip_ms / 1e3,
-                            )
-                        print(line_of(key, cell), flush=True)
-                        record.append(key | {"systems": cell})
-                        if options.out:
-                            options.out.write_text(json.dumps(record, indent=1) + "\n")
+    with ExitStack() as stack:
+        servers = Servers(engine, options.peer, stack)
+        latest = ROOMY
+        for setting in settings_of(options, engine):
+            if setting.blocks != latest:
+                servers.end_small()
+            latest = setting.blocks
+            trip_s = setting.round_trip_ms / 1e3
+            with ExitStack() as chains:
+                sides = [
+                    chains.enter_context(
+                        side_of(each, servers.url(each, latest), trip_s, options.peer_model)
+                    )
+                    for each in systems
+                ]
+                cell = run_cell(sides, setting, options.rounds)
+            print(line_of(setting, cell), flush=True)
+            record.append({**setting._asdict(), "systems": cell})
+            if options.out:
+                options.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
@@ -360,8 +389,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--option", action="append", default=[], help="passed to `conure serve`")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     options = parser.parse_args(arguments)
-    if options.peer and options.system and "peer" not in options.system:
-        parser.error("--peer has no effect without --system peer")
+    if (options.peer is not None) != ("peer" in (options.system or ())):
+        parser.error("--peer and --system peer need each other")
     return options
 
 
