@@ -147,34 +147,35 @@ def side_of(name: str, url: str, round_trip_s: float, peer_model: str | None) ->
 
         yield Side(name, url, run)
         return
+    from langchain_core.language_models import BaseChatModel
+
     from conure.adapters.client import Client as ConureClient
     from conure.adapters.langchain import ChatConure, accelerate
     from conure.cli.delayed_connection import delayed
-    from pressure.chains import MakeModel, run_chains
+    from pressure.chains import run_chains
 
     with ExitStack() as stack:
         far = stack.enter_context(delayed(url, round_trip_s)) if round_trip_s else url
-        model: MakeModel
-        if name == "peer":
-            from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
+        client = None if name == "peer" else stack.enter_context(ConureClient(far))
 
-            def model(max_tokens: int) -> Any:
-                return ChatOpenAI(
-                    base_url=f"{far}/v1",
-                    api_key="none",
-                    model=peer_model or "default",
-                    temperature=0,
-                    max_tokens=max_tokens,
-                    extra_body={"ignore_eos": True},
-                    max_retries=0,
-                )
-        else:
-            client = stack.enter_context(ConureClient(far))
+        def conure_model(max_tokens: int) -> BaseChatModel:
+            return ChatConure(client=client, temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
-            def model(max_tokens: int) -> Any:
-                return ChatConure(
-                    client=client, temperature=0, max_tokens=max_tokens, ignore_eos=True
-                )
+        def foreign_model(max_tokens: int) -> BaseChatModel:
+            from langchain_openai import ChatOpenAI  # type: ignore[import-not-found,unused-ignore]
+
+            found: BaseChatModel = ChatOpenAI(
+                base_url=f"{far}/v1",
+                api_key="none",
+                model=peer_model or "default",
+                temperature=0,
+                max_tokens=max_tokens,
+                extra_body={"ignore_eos": True},
+                max_retries=0,
+            )
+            return found
+
+        model = foreign_model if name == "peer" else conure_model
 
         async def run_all(sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
             wrap = accelerate if name == "accelerated" else None
