@@ -50,19 +50,23 @@ class TemporaryServer(NamedTuple):
     """The folder of its journal."""
 
 
+CONURE = ("-m", "conure.cli.main")
+"""Arguments of Python that run the command line."""
+
+
 @contextlib.contextmanager
-def served(*options: str) -> Iterator[str]:
+def served(*options: str, program: Sequence[str] = CONURE) -> Iterator[str]:
     """Start `conure serve` with these options and yield its URL once it is ready.
 
     Raises:
         StartError: If the server ends or does not become ready in time.
     """
-    with started(*options) as server:
+    with started(*options, program=program) as server:
         yield server.url
 
 
 @contextlib.contextmanager
-def started(*options: str) -> Iterator[TemporaryServer]:
+def started(*options: str, program: Sequence[str] = CONURE) -> Iterator[TemporaryServer]:
     """Start `conure serve` as `served` does, and yield its process and folder, too.
 
     Raises:
@@ -71,7 +75,7 @@ def started(*options: str) -> Iterator[TemporaryServer]:
     with tempfile.TemporaryDirectory(prefix="conure-") as data:
         arguments = ["serve", "--port", "0", "--data", data, *options]
         process = subprocess.Popen(
-            [sys.executable, "-m", "conure.cli.main", *arguments],
+            [sys.executable, *program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     kind: str
     took_s: float
     texts: dict[str, str]
-    """The text of every call."""
+    """The texts of its calls; whole programs have those of outputs only."""
 
 
 class Client:
@@ -64,8 +64,9 @@ class Client:
     async def _send_whole(self, program: dict[str, Any]) -> dict[str, str]:
         accepted = await self._ask("POST", "/v1/programs", json={"program": program})
         url = accepted["url"]
-        await asyncio.gather(*(self._get(url, name) for name in program["outputs"]))
-        return {}
+        names = program["outputs"]
+        texts = await asyncio.gather(*(self._get(url, name) for name in names))
+        return dict(zip(names, texts, strict=True))
 
     async def _get(self, url: str, name: str) -> str:
         found = await self._ask("GET", f"{url}/variables/{name}", params={"wait_s": WAIT_S})

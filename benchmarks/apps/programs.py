@@ -47,6 +47,30 @@ class Plan:
             msgspec.convert({"nodes": self.nodes, "outputs": self.outputs}, Program), self.lengths
         )
 
+    def copy(self, number: int) -> Plan:
+        """Return the application of another user: texts of its own, the same shared texts.
+
+        System prompts and instructions are shared; the names of own texts contain `/` or a space,
+        or are `task`.
+        """
+
+        def renamed(name: str) -> str:
+            is_own = "/" in name or " " in name or name == "task"
+            return f"{number}/{name}" if is_own else name
+
+        nodes = [
+            node
+            | {
+                "prompt": [
+                    part | {"text": renamed(part["text"])} if "text" in part else part
+                    for part in node["prompt"]
+                ]
+            }
+            for node in self.nodes
+        ]
+        lengths = {renamed(name): length for name, length in self.lengths.items()}
+        return Plan(nodes, self.outputs, lengths)
+
     def written(self, seed: str) -> dict[str, Any]:
         """Return the program with generated texts.
 

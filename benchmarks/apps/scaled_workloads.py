@@ -82,3 +82,12 @@ SCALED: dict[str, Callable[[random.Random], Iterator[ScheduledProgram]]] = {
 def workload(name: str, seed: int) -> list[ScheduledProgram]:
     """Return the programs of a workload for a seed."""
     return list(SCALED[name](random.Random(f"{name} {seed}")))
+
+
+def at_once(name: str, seed: int, number: int) -> list[ScheduledProgram]:
+    """Return a workload for several users at once. Each has other lengths and texts."""
+    return [
+        sent._replace(plan=sent.plan.copy(user))
+        for user in range(number)
+        for sent in workload(name, seed * number + user)
+    ]

@@ -89,10 +89,10 @@ class EngineIndex:
             self._reserved.discard(engine)
             self._reindex(self.engines[engine])
 
-    def reserve(self, engine: str, request: ResourceRequest) -> Reservation:
+    def reserve(self, engine: str, request: ResourceRequest, rank: float) -> Reservation:
         """Reserve the tokens of a call that starts on an engine."""
         reservations = self.engines[engine]
-        reservation = reservations.reserve(request)
+        reservation = reservations.reserve(request, rank)
         for prefix in request.prefixes:
             self._prefix_holders.setdefault(prefix.key, {})[engine] = None
         self._remove_holder(engine, reservation.evicted)

@@ -1,11 +1,12 @@
 """Scheduling policies: in which order calls wait, and which engine a call gets.
 
-A policy consists of three pure functions over records, so that policies can be compared on one
+A policy consists of four pure functions over records, so that policies can be compared on one
 workload with the same queues, reservations and engines:
 
     visible_state    hides the parts of a request that the policy does not use
     rank             the call's position in the queue; a smaller rank runs first
     cost             the cost of running a call on an engine; the lowest cost wins
+    holds            whether a program should not begin while others run on an engine
 
     fcfs            request by request: in order of arrival, on the engine with the most room
     parrot          OSDI'24, section 5.4, Algorithm 1: applications in order, a task group
@@ -26,6 +27,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
+from .holds import Opening, ProgramsAhead
 from .request import PriorityInputs, ResourceRequest
 from .reservations import EngineReservations
 from .service_time import ServiceTimeEstimator
@@ -44,6 +46,10 @@ LENGTH_PENALTY = 0.25
 """Delay of a program per second of its own length, up to `MAX_LENGTH_S`. Short programs go
 first."""
 MAX_LENGTH_S = 600.0
+WORK_PENALTY = 2.0
+"""Delay of a program per second of engine time that its remaining calls need, up to `MAX_WORK_S`.
+Programs that end soon go first."""
+MAX_WORK_S = 60.0
 PRIORITY_S = 60.0
 """Delay or advance per step of priority."""
 MAX_TENANT_OVERUSE_DELAY_S = 30.0
@@ -56,6 +62,8 @@ MAX_DEPTH = 100
 
 LONG_CALL_TOKENS = 2_048
 """Calls of this size and larger are worth sending to their prefix (Autellix, section 4.3)."""
+HOLD_MARGIN = 4.0
+"""How many times more a hold must save than it costs: later arrivals prolong it."""
 BACKGROUND_WEIGHT = 0.1
 """Weight of a second of a call that no reader waits for, relative to one that a reader waits
 for."""
@@ -127,8 +135,27 @@ class Policy(Protocol):
         """
         ...
 
+    def holds(
+        self, opening: Opening, ahead: ProgramsAhead, service_time: ServiceTimeEstimator
+    ) -> bool:
+        """Return whether a program should not begin while the programs ahead of it run.
 
-class FcfsPolicy:
+        More programs ahead, or fewer steps, never turn a hold into a start.
+        """
+        ...
+
+
+class NeverHolds:
+    """Lets every program begin as soon as an engine has room."""
+
+    def holds(
+        self, opening: Opening, ahead: ProgramsAhead, service_time: ServiceTimeEstimator
+    ) -> bool:
+        """Return False."""
+        return False
+
+
+class FcfsPolicy(NeverHolds):
     """First come, first served: request by request, like a server without programs."""
 
     name = "fcfs"
@@ -152,7 +179,7 @@ class FcfsPolicy:
         return (-candidate.num_free_tokens,)
 
 
-class LeastAttainedPolicy:
+class LeastAttainedPolicy(NeverHolds):
     """Programs that received the least service first (PLAS), with aging instead of promotion."""
 
     name = "least-attained"
@@ -180,7 +207,7 @@ class LeastAttainedPolicy:
         return (-candidate.num_shared_tokens, -candidate.num_free_tokens)
 
 
-class ParrotPolicy:
+class ParrotPolicy(NeverHolds):
     """Algorithm 1 of the paper. Where it leaves a choice open, similar calls go together."""
 
     name = "parrot"
@@ -230,6 +257,7 @@ class ConurePolicy:
     patience_s = (
         MAX_PLACE_IN_LINE_S
         + LENGTH_PENALTY * MAX_LENGTH_S
+        + WORK_PENALTY * MAX_WORK_S
         + BACKGROUND_DELAY_S
         + MAX_TENANT_OVERUSE_DELAY_S
         + MAX_DEPTH * DEPTH_S
@@ -243,11 +271,13 @@ class ConurePolicy:
     def rank(self, inputs: PriorityInputs) -> Rank:
         """Rank programs in order of arrival, then by urgency.
 
-        Short programs rank slightly earlier, so that started programs end before others start. A
-        deadline advances a call and never delays it. The constants above define the weights.
+        Programs with little remaining work rank earlier (shortest remaining processing time), so
+        that started programs end before others start. A deadline advances a call and never delays
+        it. The constants above define the weights.
         """
         arrived_s = inputs.arrived_at_s
         length_penalty_s = LENGTH_PENALTY * min(inputs.total_s, MAX_LENGTH_S)
+        length_penalty_s += WORK_PENALTY * min(inputs.remaining_work_s, MAX_WORK_S)
         if inputs.kind == "latency":
             at_s = (
                 max(inputs.program_started_at_s, arrived_s - MAX_PLACE_IN_LINE_S) + length_penalty_s
@@ -308,6 +338,18 @@ class ConurePolicy:
             cost_s += max(shortage, 0) * service_time.prompt_token_s
         return (cost_s, -candidate.num_free_tokens)
 
+    def holds(
+        self, opening: Opening, ahead: ProgramsAhead, service_time: ServiceTimeEstimator
+    ) -> bool:
+        """Compare the seconds that a hold costs with those that it saves, over all programs.
+
+        To begin now delays every program ahead by the prefill. A hold delays every program that
+        waits to begin until the programs ahead have ended (Smith's rule on both choices).
+        """
+        cost_s = opening.num_waiting_programs * ahead.num_steps * service_time.bare_step_s
+        saved_s = ahead.num_programs * opening.num_prefill_tokens * service_time.prompt_token_s
+        return cost_s * HOLD_MARGIN < saved_s
+
 
 def _depth_bonus_s(inputs: PriorityInputs) -> float:
     return min(inputs.depth, MAX_DEPTH) * DEPTH_S
@@ -320,6 +362,8 @@ def _as_single_request(request: ResourceRequest) -> ResourceRequest:
         group=None,
         is_latency_critical=False,
         is_latency_sensitive=True,
+        opens_program=False,
+        num_remaining_steps=0,
         affinity_engine=None,
         num_affinity_tokens=0,
     )

@@ -53,6 +53,10 @@ class ResourceRequest:
     in counts."""
     is_latency_sensitive: bool = True
     """Whether a reader waits for this call, alone or as a member of its group."""
+    opens_program: bool = False
+    """Whether the program has several calls and none of them has started."""
+    num_remaining_steps: int = 0
+    """Decode steps from the start of this call to the end of its program, at most."""
     affinity_engine: str | None = None
     """The engine that holds a context of the program which is a prefix of this prompt."""
     num_affinity_tokens: int = 0
@@ -88,6 +92,8 @@ class PriorityInputs:
     deadline."""
     total_s: float = 0.0
     """Estimated duration of the whole program on idle engines, as far as known."""
+    remaining_work_s: float = 0.0
+    """Estimated engine time of all calls of the program that have not ended."""
     attained_s: float = 0.0
     """Seconds that ended calls of the program ran on engines."""
     tenant_overuse_s: float = 0.0

@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .holds import ProgramsAhead, RunningPrograms
 from .memory_forecast import PeakMemoryForecast, Residency, SharedResidency
 from .request import ResourceRequest
 
@@ -89,6 +90,8 @@ class EngineReservations:
         self.running: dict[Reservation, None] = {}
         """The reservations of running calls, in the order in which they started."""
         self._forecast = PeakMemoryForecast(steps)
+        self._get_step = steps or int
+        self._programs = RunningPrograms()
 
     @property
     def peak(self) -> int:
@@ -156,8 +159,9 @@ class EngineReservations:
         peak = self._forecast.peak_with(request.num_output, num_new_tokens, shared)
         return peak <= self.capacity
 
-    def reserve(self, request: ResourceRequest) -> Reservation:
+    def reserve(self, request: ResourceRequest, rank: float = 0.0) -> Reservation:
         """Reserve the tokens of a call that starts here."""
+        self._programs.start(request, rank, self._get_step())
         num_new = self.num_new_tokens(request)
         self.reserved_tokens += num_new
         shared: list[SharedResidency] = []
@@ -180,14 +184,25 @@ class EngineReservations:
         self.running[reservation] = None
         return reservation
 
+    @property
+    def num_programs(self) -> int:
+        """Return the number of programs with a call here."""
+        return len(self._programs)
+
+    def programs_ahead(self, rank: float) -> ProgramsAhead:
+        """Return the programs that run here and rank before a call."""
+        return self._programs.ahead_of(rank, self._get_step())
+
     def on_prefill_done(self, reservation: Reservation) -> bool:
         """Restart the forecast of a call whose output begins now; return whether it ends later."""
+        self._programs.begin_decode(reservation.request, self._get_step())
         return self._forecast.extend(reservation.residency, reservation.request.num_output)
 
     def release(self, reservation: Reservation) -> list[bytes]:
         """Release a call's tokens; return the keys of prefixes that the engine no longer holds."""
         request = reservation.request
         del self.running[reservation]
+        self._programs.end(request.program)
         self._forecast.remove(reservation.residency)
         gone: list[bytes] = []
         num_released = request.num_unshared_tokens + self._num_padding

@@ -16,6 +16,7 @@ Invariants:
 - A call waits, is reserved on exactly one engine, or is unknown here.
 - On the engine that will run it, no call overtakes a call of better rank in its queue.
 - The head of a queue always has an engine that drains for it. As ranks age, no call starves.
+- A program that has not begun may be held behind programs of better rank (see `holds`).
 - An idle engine accepts any call that its context length allows.
 """
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .engine_index import EngineIndex, TaskGroupState
+from .holds import OpeningPrograms, ProgramsAhead
 from .policy import DEFAULT_POLICY, EngineCandidate, Policy, explain, policy_named
 from .request import ResourceRequest
 from .reservations import EngineReservations, Reservation
@@ -150,6 +152,7 @@ class Scheduler:
         self._index = EngineIndex()
         self._task_groups: dict[tuple[str, str], TaskGroupState] = {}
         self._queues = (_WaitQueue(), _WaitQueue())
+        self._openings: OpeningPrograms[QueuedCall] = OpeningPrograms()
         self._order = itertools.count()
         self._is_scheduled = False
         self._is_paused = False
@@ -173,6 +176,8 @@ class Scheduler:
             for queue in self._queues
             if (head := queue.head_of_line) is not None
         ]
+        held = (call for calls in self._openings.held.values() for call in calls)
+        entries += [(call.rank, call.order, call) for call in held]
         waiting = (entry for entry in entries if not entry[2].is_released)
         return [call.request for _, _, call in heapq.nsmallest(limit, waiting)]
 
@@ -238,6 +243,7 @@ class Scheduler:
         call.order = next(self._order)
         queue.push(call)
         queue.num_waiting += 1
+        self._openings.wait(request)
         if request.group is not None:
             key = (request.program, request.group)
             group = self._task_groups.setdefault(key, TaskGroupState())
@@ -321,6 +327,8 @@ class Scheduler:
                 assert first is not None
                 if first[2] is not head:
                     self._release_engine(head)  # A call of better rank has arrived.
+        for call in self._openings.pop_first():  # It decides on all held calls of its program.
+            self._queue_of(call.request).push(call)
         while not self._is_paused:
             entries = [
                 (entry, queue)
@@ -345,19 +353,23 @@ class Scheduler:
             request, group, call.reserved_engine, only
         )
         self.num_decisions += 1
-        if not candidates or not candidates[0].has_room:
+        best = self._cheapest(call, candidates)
+        if best is None and candidates:
+            heapq.heappop(queue.heap)
+            self._openings.hold(call)
+            return
+        if best is None or not best.has_room:
             call.last_failed_round = queue.scheduling_round
             if call.reserved_engine is not None:
                 heapq.heappop(queue.heap)
                 queue.head_of_line = call
                 return
-            if queue.head_of_line is None and candidates:
+            if queue.head_of_line is None and best is not None:
                 heapq.heappop(queue.heap)
-                self._reserve_engine(call, queue, self._cheapest(request, candidates))
+                self._reserve_engine(call, queue, best)
             else:
                 queue.is_blocked = True
             return
-        best = self._cheapest(request, candidates)
         heapq.heappop(queue.heap)
         if call.reserved_engine is not None:
             self._release_engine(call)
@@ -366,12 +378,31 @@ class Scheduler:
         self._start(call, best, num_with_room=len(candidates), num_considered=num_considered)
 
     def _cheapest(
-        self, request: ResourceRequest, candidates: list[EngineCandidate]
-    ) -> EngineCandidate:
-        if len(candidates) == 1:
-            return candidates[0]
-        cost, service_time = self.policy.cost, self.service_time
-        return min(candidates, key=lambda candidate: cost(request, candidate, service_time))
+        self, call: QueuedCall, candidates: list[EngineCandidate]
+    ) -> EngineCandidate | None:
+        """Return the cheapest engine on which the call's program may begin or has begun."""
+        request, cost, service_time = call.request, self.policy.cost, self.service_time
+        may_hold = call.reserved_engine is None and self._openings.may_hold(request)
+        if len(candidates) > 1:
+            candidates = sorted(
+                candidates, key=lambda candidate: cost(request, candidate, service_time)
+            )
+        for candidate in candidates:
+            if not may_hold or not self._is_held(call, candidate):
+                return candidate
+        return None
+
+    def _is_held(self, call: QueuedCall, candidate: EngineCandidate) -> bool:
+        """Return whether the policy holds the program of a call back from an engine."""
+        engine, holds, pace = candidate.reservations, self.policy.holds, self.service_time
+        opening = self._openings.opening(call.request, candidate.num_shared_tokens)
+        # The reason that is strongest for any call on this engine, before looking at each program.
+        if not engine.num_programs or not holds(
+            opening, ProgramsAhead(engine.num_programs, 1), pace
+        ):
+            return False
+        ahead = engine.programs_ahead(call.rank)
+        return bool(ahead.num_programs) and holds(opening, ahead, pace)
 
     def _reserve_engine(
         self, call: QueuedCall, queue: _WaitQueue, candidate: EngineCandidate
@@ -402,7 +433,11 @@ class Scheduler:
         request, engine = call.request, candidate.reservations.engine
         self._leave_queue(call)
         call.reservations = candidate.reservations
-        call.reservation = self._index.reserve(engine, request)
+        call.reservation = self._index.reserve(engine, request, call.rank)
+        if request.opens_program:
+            self._openings.begun(request.program)
+            for other in self._openings.pop_rest(request.program):
+                self._queue_of(other.request).push(other)
         self._mark_dirty(
             engine
         )  # Calls that share a prefix with this one need less room there now.
@@ -421,6 +456,7 @@ class Scheduler:
     def _leave_queue(self, call: QueuedCall) -> None:
         request = call.request
         self._queue_of(request).num_waiting -= 1
+        self._openings.leave(request)
         if request.group is not None:
             group = self._task_groups[request.program, request.group]
             group.num_waiting -= 1

@@ -20,13 +20,12 @@ from ...scheduling.request import PriorityInputs
 from ..program_state import ProgramState
 from ..services import RuntimeServices
 from .outputs import output_specs
+from .remaining_work import RemainingWork
 
 MAX_NODES_RECOMPUTED = 128
 """Unended nodes up to which every append recomputes all priorities."""
 MAX_NODES_AT_ONCE = 2_000
 """Unended nodes beyond which the priorities of older nodes stay as they are."""
-CHARS_PER_TOKEN = 4
-"""Rough estimate for text that is not encoded yet."""
 
 
 class CallPriorities:
@@ -45,20 +44,28 @@ class CallPriorities:
         self._performance: dict[str, PerformanceObjective] = {}
         self._latest_starts: dict[str, float] = {}
         self._length_s: float | None = None
+        self._has_begun = False
+        self._remaining_steps: dict[str, int] | None = None
         self._new_nodes: dict[str, None] = {}
+        self._work = RemainingWork()
         self._sizes: dict[str, tuple[int, list[int]]] = {}
         """Tokens of a call's prompt and of each of its outputs, estimated."""
 
     def add_nodes(self, nodes: Iterable[str]) -> None:
         """Add new nodes. Their priorities are computed when the next call is created."""
-        self._new_nodes.update(dict.fromkeys(nodes))
-        self.live_nodes.update(dict.fromkeys(nodes))
+        known = dict.fromkeys(nodes)
+        self._new_nodes.update(known)
+        self.live_nodes.update(known)
+        graph = self._state.graph
+        calls = (node for each in known if isinstance(node := graph.nodes[each], GenerateNode))
+        self._work.add(calls, self._state.values)
 
     def remove_node(self, node_id: str) -> None:
         """Remove a node that has ended; safe to repeat."""
         self.live_nodes.pop(node_id, None)
         self._new_nodes.pop(node_id, None)
         self._sizes.pop(node_id, None)
+        self._work.remove(node_id)
 
     def recompute(self) -> None:
         """Compute the priorities of all live nodes."""
@@ -67,6 +74,7 @@ class CallPriorities:
         self._latest_starts = self._compute_latest_starts(slot_graph)
         if self._length_s is None and not self._state.is_open:
             self._length_s = self._compute_length_s(slot_graph)
+        self._remaining_steps = None
         self._new_nodes.clear()
 
     def update(self) -> bool:
@@ -105,6 +113,29 @@ class CallPriorities:
             body = graph.body_of(body.control)
         return performance
 
+    def begun(self) -> None:
+        """Note that a call of the program has started."""
+        self._has_begun = True
+
+    def opens_program(self) -> bool:
+        """Return whether the program has several calls and none of them has started."""
+        return not self._has_begun and not self._state.is_open and self._state.num_open_calls > 1
+
+    def num_remaining_steps(self, node_id: str) -> int:
+        """Return the decode steps from the start of a call to the end of its program, at most."""
+        if self._state.is_open or self._state.num_open_calls <= 1:
+            return 0
+        if self._remaining_steps is None:
+            live = SlotGraph.of(self._state.graph, self.live_nodes)
+            steps = get_remaining(self._state.graph, self._num_steps, slot_graph=live)
+            self._remaining_steps = {node: round(number) for node, number in steps.items()}
+        return self._remaining_steps.get(node_id, 0)
+
+    def _num_steps(self, slot: Slot) -> float:
+        """Return the steps of a slot; 0 if it is not an LLM call."""
+        node = self._state.graph.nodes[slot.node]
+        return self._size_of(node)[1][slot.index] if isinstance(node, GenerateNode) else 0.0
+
     def rank(self, node: GenerateNode, ready_at_s: float) -> Rank:
         """Return the rank of a call by the server's policy."""
         performance = self.performance(node.id)
@@ -115,6 +146,7 @@ class CallPriorities:
             arrived_at_s=ready_at_s,
             program_started_at_s=ready_at_s if is_open else self.service.started_at_s,
             total_s=self._program_length_s(node.id),
+            remaining_work_s=self._remaining_work_s(node.id),
             kind=performance.kind,
             depth=performance.depth,
             priority=node.priority,
@@ -130,6 +162,13 @@ class CallPriorities:
         return get_latest_starts(
             graph, self.estimate_s, deadline_s=deadline_s, slot_graph=slot_graph
         )
+
+    def _remaining_work_s(self, node_id: str) -> float:
+        """Return the engine time of the program's remaining calls, or of one in an open program."""
+        pace = self._scheduler.service_time
+        if self._state.is_open:
+            return self._work.call_seconds(node_id, pace)
+        return self._work.seconds(pace)
 
     def _program_length_s(self, node_id: str) -> float:
         """Return the duration of the program without others, computed with its first call.
@@ -152,14 +191,19 @@ class CallPriorities:
         node = self._state.graph.nodes[slot.node]
         if not isinstance(node, GenerateNode):
             return 0.0
+        num_prompt, outputs = self._size_of(node)
+        return self._scheduler.service_time.estimate_s(num_prompt, outputs[slot.index])
+
+    def _size_of(self, node: GenerateNode) -> tuple[int, list[int]]:
+        """Return the estimated tokens of a call's prompt and of each of its outputs."""
         known = self._sizes.get(node.id)
         if known is None:
             outputs = [
                 each.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS for each in output_specs(node)
             ]
-            known = self._sizes[node.id] = (num_static_chars(node) // CHARS_PER_TOKEN, outputs)
-        num_prompt, outputs = known
-        return self._scheduler.service_time.estimate_s(num_prompt, outputs[slot.index])
+            per_char = self._scheduler.service_time.tokens_per_char
+            known = self._sizes[node.id] = (round(num_static_chars(node) * per_char), outputs)
+        return known
 
 
 def num_static_chars(node: GenerateNode) -> int:

@@ -34,7 +34,7 @@ from ...scheduling.scheduler import Placement, QueuedCall
 from ...store.journal import ValueRecord
 from ..node_context import NodeContext
 from ..node_state import NodeState
-from .call_priorities import num_static_chars
+from .call_priorities import CallPriorities, num_static_chars
 from .call_recorder import CallRecorder
 from .fill_clock import FillTimer
 from .kv_context import CallKVContext, PromptPlan
@@ -69,6 +69,7 @@ class LLMCall:
         ready_at_s: float,
         rank: Rank,
         performance: PerformanceObjective,
+        priorities: CallPriorities,
         on_started: Callable[[], None],
         recorder: CallRecorder | None = None,
     ) -> None:
@@ -88,6 +89,7 @@ class LLMCall:
         self._plan = plan
         self._rank = rank
         self._performance = performance
+        self._priorities = priorities
         self._on_started = on_started
         self._request: QueuedCall | None = None
         self._kv = CallKVContext(
@@ -103,6 +105,8 @@ class LLMCall:
         self._is_slot_counted = False
         self._num_filling = 0
         """Tokens sent to the engine whose cost it has not reported."""
+        self._num_ahead = 0
+        """Tokens of other calls that the engine was to prefill when this call started."""
         self._clock = 0.0
         self._started_s = 0.0
         """When the current slot was sent to an engine, on the monotonic clock."""
@@ -177,6 +181,8 @@ class LLMCall:
         if self.node_state.num_retries:
             name += f"/{self.node_state.num_retries}"  # a retry draws a new seed
         self._sampling = final_sampling(output.sampling, max_tokens=budget, name=name)
+        pace = self._context.services.scheduler.service_time
+        pace.observe_prompt(sum(len(piece.text) for piece in rendered.pieces), len(encoded.ids))
         if slot == 0:
             self._kv.set_boundaries(tuple(encoded.tokens_before(end) for end in rendered.ends))
         self._is_slot_counted = False
@@ -200,6 +206,8 @@ class LLMCall:
             group=performance.group,
             is_latency_critical=is_waited and performance.group is None,
             is_latency_sensitive=is_waited,
+            opens_program=self.slot == 0 and self._priorities.opens_program(),
+            num_remaining_steps=self._priorities.num_remaining_steps(self.node.id),
             affinity_engine=affinity_engine,
             num_affinity_tokens=num_affinity_tokens,
         )
@@ -258,6 +266,10 @@ class LLMCall:
         self._content = None if output.tools is None else ContentStream(output.tools)
         context = self._kv.fill(engine, self.ids, self._prompt, self._on_report)
         self._num_filling = self._kv.num_sent
+        self._num_ahead = 0
+        if self._request is not None and self._request.reservations is not None:
+            queued = self._request.reservations.num_prefilling_tokens
+            self._num_ahead = max(queued - self._request.num_prefilling_tokens, 0)
         engine.send(
             protocol.GenerateCommand(
                 context,
@@ -267,6 +279,7 @@ class LLMCall:
                 group=self._performance.group,
             )
         )
+        self._priorities.begun()
         self._on_started()
         self._context.events.begin_text(output.variable, self.node.id, self.node.job, state.attempt)
         self._context.emit(
@@ -314,7 +327,8 @@ class LLMCall:
         scheduler = self._context.services.scheduler
         if self._request is not None:
             scheduler.prefill_done(self._request)
-        scheduler.service_time.observe_prefill(report.computed, now - started_s)
+        num_prefilled = report.computed + self._num_ahead if report.computed else 0
+        scheduler.service_time.observe_prefill(num_prefilled, now - started_s)
         if self._is_slot_counted:
             usage.recomputed += report.computed
             return

@@ -231,6 +231,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             ready_at_s=ready_at_s,
             rank=self._priorities.rank(node, ready_at_s),
             performance=self._priorities.performance(node.id),
+            priorities=self._priorities,
             on_started=self._schedule_next_use_update,
             recorder=CallRecorder(node_state, self.context) if self.state.options.trace else None,
         )

@@ -18,8 +18,10 @@ from conure.server.scheduling.policy import (
     MAX_LENGTH_S,
     MAX_PLACE_IN_LINE_S,
     MAX_TENANT_OVERUSE_DELAY_S,
+    MAX_WORK_S,
     POLICIES,
     PRIORITY_S,
+    WORK_PENALTY,
     EngineCandidate,
     Policy,
 )
@@ -54,6 +56,7 @@ priority_inputs = st.builds(
     priority=st.just(0),
     latest_start_s=st.none() | st.floats(-1e6, 2e6),
     total_s=seconds,
+    remaining_work_s=seconds,
     attained_s=seconds,
     tenant_overuse_s=st.floats(-1e3, 1e6),
 )
@@ -75,6 +78,7 @@ def test_long_waiting_call_is_not_overtaken(waiting: PriorityInputs, other: Prio
                 depth=waiting.depth,
                 latest_start_s=waiting.latest_start_s,
                 total_s=waiting.total_s,
+                remaining_work_s=waiting.remaining_work_s,
                 attained_s=waiting.attained_s,
                 tenant_overuse_s=waiting.tenant_overuse_s,
             )
@@ -101,6 +105,13 @@ def test_early_start_advances_rank_up_to_limit() -> None:
 def test_shorter_program_ranks_earlier() -> None:
     assert at("conure", total_s=40.0) == pytest.approx(LENGTH_PENALTY * 40.0)
     assert at("conure", total_s=1e9) == pytest.approx(LENGTH_PENALTY * MAX_LENGTH_S)
+
+
+def test_program_with_less_work_left_ranks_earlier() -> None:
+    assert at("conure", remaining_work_s=3.0) == pytest.approx(WORK_PENALTY * 3.0)
+    assert at("conure", remaining_work_s=1e9) == pytest.approx(WORK_PENALTY * MAX_WORK_S)
+    for name in set(POLICIES) - {"conure"}:
+        assert at(name, remaining_work_s=3.0) == at(name)
 
 
 def test_deadline_ranks_by_slack() -> None:

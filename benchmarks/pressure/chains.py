@@ -1,0 +1,69 @@
+"""The six applications as LangChain chains: a stage of parallel calls after another.
+
+Every call is a prompt template, a chat model and a text parser, as a developer would write it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from langchain_core.language_models import BaseChatModel
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import PromptTemplate
+from langchain_core.runnables import Runnable, RunnablePassthrough
+
+from apps.client import Answer
+from apps.scaled_workloads import ScheduledProgram
+
+MakeModel = Callable[[int], BaseChatModel]
+"""Returns a model whose answers have exactly that many tokens."""
+Wrap = Callable[[Runnable[Any, Any]], Runnable[Any, Any]]
+
+
+def chain_of(program: dict[str, Any], model: MakeModel) -> Runnable[Any, Any]:
+    """Return a chain that computes the variables of a program.
+
+    Args:
+        program: its nodes are in an order in which every node follows those that it reads.
+        model: makes the model of a call.
+    """
+    depth: dict[str, int] = {}
+    stages: list[dict[str, Runnable[Any, Any]]] = []
+    for node in program["nodes"]:
+        *parts, output = node["prompt"]
+        reads = {part["input"] for part in parts if "input" in part}
+        level = depth[node["id"]] = max(
+            (depth[each] + 1 for each in reads | set(node.get("after", ()))), default=0
+        )
+        template = "".join(part.get("text") or f"{{{part['input']}}}" for part in parts)
+        call = PromptTemplate.from_template(template) | model(output["max_tokens"])
+        if level == len(stages):
+            stages.append({})
+        stages[level][node["id"]] = call | StrOutputParser()
+    first, *others = (RunnablePassthrough.assign(**stage) for stage in stages)
+    whole: Runnable[Any, Any] = first
+    for other in others:
+        whole = whole | other
+    return whole
+
+
+async def run_chains(
+    sent: Sequence[ScheduledProgram], seed: str, model: MakeModel, wrap: Wrap | None = None
+) -> list[Answer]:
+    """Run programs as chains at their times; `wrap` changes each chain before it runs."""
+
+    async def run(each: ScheduledProgram) -> Answer:
+        program = each.plan.written(seed)
+        chain = chain_of(program, model)
+        if wrap is not None:
+            chain = wrap(chain)
+        await asyncio.sleep(each.at_s)
+        began = time.perf_counter()
+        found = await chain.ainvoke({})
+        took_s = time.perf_counter() - began
+        return Answer(each.kind, took_s, {name: found[name] for name in program["outputs"]})
+
+    return await asyncio.gather(*(run(each) for each in sent))
