@@ -176,6 +176,14 @@ class FusedDecoder:
         Returns:
             [len(last), V].
         """
+        return self.logits(self.hidden(ids, positions, attention), last)
+
+    def logits(self, hidden: Tensor, last: Tensor) -> Tensor:
+        """Return the logits [len(last), V] of hidden states [T, H] at some of the tokens."""
+        return self._output(hidden.index_select(0, last))
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Return the states [T, H] that the output layer reads; arguments as of `__call__`."""
         operations, eps = self._operations, self._eps
         hidden = functional.embedding(ids, self._embedding)
         normed = functional.rms_norm(hidden, (hidden.shape[1],), self._layers[0].before, eps)
@@ -196,7 +204,7 @@ class FusedDecoder:
             normed = operations.add_norm(hidden, layer.out(attended), layer.after, eps)
             gated = operations.silu_mul(layer.gate_up(normed))
             normed = operations.add_norm(hidden, layer.down(gated), norm, eps)
-        return self._output(normed.index_select(0, last))
+        return normed
 
     def restore(self) -> None:
         """Return the weights to the model."""

@@ -51,6 +51,7 @@ from ..sampling import batch
 from ..sampling.sampler import LogitOpsBatch, sample_tokens
 from . import backend as backends
 from . import device as devices
+from . import pooling
 from .base import CompletedStep, DeviceLostError, Handle, Runner, ScheduledSequence
 from .cuda_graphs import CudaGraphCache, bucket_size, bucket_sizes
 from .staging import Staging
@@ -170,7 +171,8 @@ class TorchModelRunner(Runner):
         self.special_tokens = checkpoint.special_tokens
         self.bos_id = checkpoint.bos_id
         self.eos_ids = checkpoint.eos_ids
-        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
+        embeddings = ("embeddings",) if config.embeddings else ()
+        self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)
         return model_config
 
     def _set_threads(self, threads: int | None) -> None:
@@ -188,11 +190,13 @@ class TorchModelRunner(Runner):
                 self._operations.copy_blocks(self._own_caches, *self._staging.put(pairs))
             return CompletedStep([])
         sampling_rows = [row for row in rows if row.sampling is not None]
+        pooled = pooling.pooled_tokens(rows)
         if not sampling_rows:
-            self._run_rows(rows, pairs, ())
-            return CompletedStep([])
+            _, _, sums = self._run_rows(rows, pairs, (), pooled)
+            return self._step_of_sums(sums, pooled)
         sampling = batch.make_batch(sampling_rows, self.eos_ids, self._num_logits)
-        logits, ops = self._run_rows(rows, pairs, () if sampling is None else sampling.ops)
+        extra = () if sampling is None else sampling.ops
+        logits, ops, sums = self._run_rows(rows, pairs, extra, pooled)
         if sampling is None:
             sampled = sample_tokens(logits, None)
         else:
@@ -201,9 +205,19 @@ class TorchModelRunner(Runner):
             )
         copy_to_host = self._backend.copy_to_host
         if copy_to_host is None:
+            self._step_of_sums(sums, pooled)
             return CompletedStep(batch.unpack(sampled.tolist(), sampling_rows, sampling))
         self._previous_ids = sampled[: len(sampling_rows)].long()
-        return _PendingStep(copy_to_host(sampled), sampling_rows, sampling)
+        step = _PendingStep(copy_to_host(sampled), sampling_rows, sampling)
+        return step if sums is None else _PendingSums(copy_to_host(sums), pooled, step)
+
+    def _step_of_sums(self, sums: Tensor | None, pooled: Sequence[pooling.PooledTokens]) -> Handle:
+        """Return a step that samples nothing; sums in main memory are unpacked at once."""
+        if sums is not None and self._backend.copy_to_host is not None:
+            return _PendingSums(self._backend.copy_to_host(sums), pooled, CompletedStep([]))
+        if sums is not None:
+            pooling.unpack(sums, pooled)
+        return CompletedStep([])
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -240,20 +254,22 @@ class TorchModelRunner(Runner):
         rows: Sequence[ScheduledSequence],
         pairs: Sequence[Integers],
         extra: Sequence[NDArray[Any]],
-    ) -> tuple[Tensor, list[Tensor]]:
+        pooled: Sequence[pooling.PooledTokens] = (),
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Copy a step to the device at once and run it.
 
         Args:
             rows: At least one.
             pairs: Sources and destinations of block copies that precede the step, or nothing.
             extra: Other arrays to copy to the device.
+            pooled: Tokens whose hidden states are summed.
 
         Returns:
-            Logits [S, V] of the rows that sample, and `extra` on the device.
+            Logits [S, V] of the rows that sample, `extra` on the device, and the sums [P, H].
         """
         packed = pack(rows, self._planner)
         size = None
-        if self._graphs is not None and packed.plan.num_queries == len(rows):
+        if self._graphs is not None and packed.plan.num_queries == len(rows) and not pooled:
             size = bucket_size(len(rows), self.limits.max_sequences)
         inputs = packed.arrays(self._padded_sizes(packed, size), self._scratch_block)
         pending = () if packed.pending is None else packed.pending
@@ -265,11 +281,16 @@ class TorchModelRunner(Runner):
             targets, sources = staged[end : end + 2]
             staged[0].index_copy_(0, targets, self._previous_ids.index_select(0, sources))
             end += 2
+        if pooled:
+            ids, positions, slots, last = staged[: len(inputs)]
+            attention = Attention(packed.plan, slots, self._caches, self._operations, self.layers)
+            logits, hidden = self._forward_hidden(ids, positions, last, attention)
+            return logits[: len(packed.last)], staged[end:], pooling.sums(hidden, pooled)
         forward = self._bind_forward(packed.plan, staged[: len(inputs)])
         if size is None or self._graphs is None:
-            return forward()[: len(packed.last)], staged[end:]
+            return forward()[: len(packed.last)], staged[end:], None
         logits = self._graphs.run((size, *self._prepare_plan(packed.plan)), forward)
-        return logits[: len(packed.last)], staged[end:]
+        return logits[: len(packed.last)], staged[end:], None
 
     @torch.inference_mode()
     def _logits(self, rows: Sequence[ScheduledSequence]) -> Tensor:
@@ -316,6 +337,18 @@ class TorchModelRunner(Runner):
         finally:
             attention_hook.CURRENT.reset(token)
         return logits if self._has_logits_to_keep else logits.index_select(0, last)
+
+    def _forward_hidden(
+        self, ids: Tensor, positions: Tensor, last: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits as `_forward`, and the states [T, H] that they are computed from."""
+        decoder = self._fused_decoder
+        if decoder is not None:
+            hidden = decoder.hidden(ids, positions, attention)
+            return decoder.logits(hidden, last), hidden
+        with pooling.last_hidden_states(self._model) as states:
+            logits = self._forward(ids, positions, last, attention)
+        return logits, states[0]
 
     @torch.inference_mode()
     def _calibrate(self, *, use_fused_decoder: bool) -> None:
@@ -408,3 +441,24 @@ class _PendingStep:
     def read(self) -> list[int]:
         """Wait for the copy; return the ids."""
         return batch.unpack(self.wait().tolist(), self.rows, self.sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingSums:
+    """A step whose sums of hidden states are being copied to the host; see `base.Handle`."""
+
+    wait: Callable[[], Tensor]
+    pooled: Sequence[pooling.PooledTokens]
+    step: Handle
+    """The ids of the step."""
+
+    @property
+    def is_ready(self) -> bool:
+        """False: the device is not asked."""
+        return False
+
+    def read(self) -> list[int]:
+        """Wait for the copies; set the sums of the rows, and return the ids."""
+        ids = self.step.read()
+        pooling.unpack(self.wait(), self.pooled)
+        return ids
