@@ -15,12 +15,14 @@ from .acceleration.accelerate import Accelerated, Explanation, accelerate
 from .chat.model import ChatConure
 from .compilation.compiled_chain import ChainOutcome, CompiledChain
 from .compilation.compiler import to_program
+from .embeddings import ConureEmbeddings
 
 __all__ = [
     "Accelerated",
     "ChainOutcome",
     "ChatConure",
     "CompiledChain",
+    "ConureEmbeddings",
     "Explanation",
     "accelerate",
     "to_program",

@@ -16,7 +16,17 @@ QueryPipeline, and `to_program` compiles one to a program that runs as a whole o
 
 from .acceleration.accelerate import accelerate, conure_run, explain
 from .acceleration.report import CallReport, Report
+from .embedding import ConureEmbedding
 from .llm.llm import Conure
 from .pipeline import to_program
 
-__all__ = ["CallReport", "Conure", "Report", "accelerate", "conure_run", "explain", "to_program"]
+__all__ = [
+    "CallReport",
+    "Conure",
+    "ConureEmbedding",
+    "Report",
+    "accelerate",
+    "conure_run",
+    "explain",
+    "to_program",
+]
