@@ -9,6 +9,9 @@ from conure.server.program.ir import Json, Sampling
 
 _SAMPLING: Final = frozenset(Sampling.__struct_fields__)
 _TOOL_FIELDS: Final = ("parallel_tool_calls", "tool_choice", "tools")
+_NOT_FOR_THE_MODEL: Final = ("model", "extra_headers")
+"""Arguments that are not part of an output. LlamaIndex's `DocumentContextExtractor` passes
+`extra_headers` for another provider to every LLM; calls of Conure share their requests."""
 
 
 def output_fields(
@@ -30,7 +33,7 @@ def output_fields(
             fields[name] = 0 if value else None
         elif name in _SAMPLING or name == "constraint":
             fields[name] = value
-        elif name not in _TOOL_FIELDS and name != "model" and value is not None:
+        elif name not in (*_TOOL_FIELDS, *_NOT_FOR_THE_MODEL) and value is not None:
             raise ValueError(f"unknown argument {name}={value!r} of Conure")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
