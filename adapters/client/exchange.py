@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
