@@ -12,8 +12,8 @@
 Every server is `conure serve --engine fake` with a proxy (`conure.cli.delayed_connection`) that
 adds the round trip. A call takes 20 ms; in `map` it takes as long as its answer. The ideal is the
 time of consecutive calls plus one round trip. Plain and accelerated chain run in turns; nothing is
-subtracted from times, and the first pair is not counted. Processor times are measured without the proxy; the cost is the difference to the
-same chain with an in-process model.
+subtracted from times, and the first pair is not counted. Processor times are measured without the
+proxy; the cost is the difference to the same chain with an in-process model.
 
 A figure is reported only if the accelerated chain returns the plain chain's output and all of
 its calls were planned.
