@@ -1,0 +1,25 @@
+"""Streamed calls of all clients leave no socket, thread, task, program or object behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_streams_leave_nothing_behind() -> None:
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "stream_soak.py"), "--calls", "800"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    figures = json.loads(made.stdout)
+    assert figures["calls"] == 800
+    assert figures["after"] == figures["before"]
+    assert figures["after"]["open_programs"] == figures["after"]["tasks"] == 0
