@@ -110,5 +110,6 @@ async def test_cut_answer_under_any_constraint_is_an_error(
 
 def test_cut_text_without_a_constraint_is_an_answer(client: Client) -> None:
     llm = ChatConure(client=client, temperature=0, max_tokens=2)
-    for arguments in ({}, {"response_format": {"type": "text"}}):
+    given: list[dict[str, Any]] = [{}, {"response_format": {"type": "text"}}]
+    for arguments in given:
         assert len(llm.invoke("x", **arguments).text) == 2
