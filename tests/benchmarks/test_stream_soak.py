@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_streams_leave_nothing_behind() -> None:
     made = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "stream_soak.py"), "--calls", "800"],
+        [sys.executable, "-m", "cookbook.stream_soak", "--calls", "400"],
+        cwd=ROOT / "benchmarks",
         capture_output=True,
         text=True,
         timeout=280,
@@ -20,6 +21,6 @@ def test_streams_leave_nothing_behind() -> None:
     )
     assert made.returncode == 0, made.stdout + made.stderr
     figures = json.loads(made.stdout)
-    assert figures["calls"] == 800
+    assert figures["calls"] == 400
     assert figures["after"] == figures["before"]
     assert figures["after"]["open_programs"] == figures["after"]["tasks"] == 0

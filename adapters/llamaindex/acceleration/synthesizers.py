@@ -38,7 +38,7 @@ from .plan_builder import NotPlanned, PlanBuilder, plain
 from .prompt_slots import fits, text_read
 
 
-class SpanlessPromptHelper(PromptHelper):
+class SpanlessTextPacker(PromptHelper):
     """Packs texts as `PromptHelper` does, without LlamaIndex's span of every split."""
 
     def get_text_splitter_given_prompt(self, *args: Any, **kwargs: Any) -> TokenTextSplitter:
@@ -241,7 +241,7 @@ def plan(
     if not all(isinstance(each, str | int | float) for each in builder.prompt_args.values()):
         raise NotPlanned(f"it is called with {sorted(builder.prompt_args)}")
     helper = synthesizer._prompt_helper.model_copy()
-    helper.__class__ = SpanlessPromptHelper
+    helper.__class__ = SpanlessTextPacker
     synthesizer = copy.copy(synthesizer)
     synthesizer._prompt_helper = helper
     texts = list(arguments["text_chunks"])

@@ -16,15 +16,13 @@ from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ProgramError
 
-from ...benchmark_package import load_package
-from .conformance import RESERVES_ANSWERS
+from ...benchmarks.package_loader import load_package
 from .oracle import OracleLLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ServiceManager is deprecated:DeprecationWarning"),
     # Of LlamaIndex's own BatchEvalRunner.
     pytest.mark.filterwarnings(r"ignore:asyncio_module\(\) is deprecated:DeprecationWarning"),
-    pytest.mark.skipif(not RESERVES_ANSWERS, reason="the apps are written for current cores"),
 ]
 
 apps: Any = load_package("cookbook/llamaindex_apps")

@@ -14,7 +14,7 @@ from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate, to_program
 from conure.server.program.errors import ProgramError
 
-from ...benchmark_package import load_package
+from ...benchmarks.package_loader import load_package
 
 cookbook: Callable[[ChatConure], dict[str, Any]] = load_package("cookbook/langchain_apps").cookbook
 
