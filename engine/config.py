@@ -128,6 +128,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             metavar="NAME",
         ),
     ] = "auto"
+    embeddings: Annotated[
+        bool,
+        _engine("answer /v1/embeddings with the mean of the model's last hidden states"),
+    ] = False
     batch_invariant: Annotated[
         bool,
         _engine(

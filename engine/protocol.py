@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class EngineError(Exception):
@@ -112,6 +112,18 @@ class GenerateCommand(Struct, frozen=True, array_like=True, tag="generate"):
     """Name of the task group, so that an engine may batch its calls together."""
 
 
+class Embed(Struct, frozen=True, array_like=True, tag="embed"):
+    """Average the model's last hidden states over the tokens of a new context.
+
+    The context shares no KV with others. Answered by one Embedded, which ends the context. Fails
+    on an engine without the capability `embeddings`.
+    """
+
+    context: int
+    tokens: list[int]
+    rank: float = 0.0
+
+
 class Free(Struct, frozen=True, array_like=True, tag="free"):
     """End a context. Contexts forked from it keep the KV that they share.
 
@@ -162,7 +174,7 @@ class ValidateConstraint(Struct, frozen=True, array_like=True, tag="check"):
 
 
 Command: TypeAlias = (
-    Fill | GenerateCommand | Free | Update | Abort | Status | Ping | ValidateConstraint
+    Fill | GenerateCommand | Embed | Free | Update | Abort | Status | Ping | ValidateConstraint
 )
 
 
@@ -200,7 +212,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     eos_ids: list[int]
     limits: EngineLimits
     capabilities: list[str]
-    """Supported features beyond greedy text: `tokens`, `logprobs`, `constraints`, `parts`, ..."""
+    """Features beyond greedy text: `tokens`, `logprobs`, `constraints`, `embeddings`, ..."""
     description: str = ""
 
 
@@ -216,6 +228,14 @@ class Filled(Struct, frozen=True, array_like=True, tag="filled"):
     """Tokens whose KV was found in the evictable cache."""
     recomputed: int = 0
     """Tokens computed again after eviction or preemption."""
+
+
+class Embedded(Struct, frozen=True, array_like=True, tag="embedded"):
+    """Result of an Embed. Its context no longer exists."""
+
+    context: int
+    values: list[float]
+    """[H] mean over all tokens of the hidden states that the output layer reads."""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -321,7 +341,9 @@ class Checked(Struct, frozen=True, array_like=True, tag="checked"):
     """Whether the text matches; None without a text."""
 
 
-Report: TypeAlias = Filled | Tokens | Finished | Failed | Aborted | StatusReport | Pong | Checked
+Report: TypeAlias = (
+    Filled | Embedded | Tokens | Finished | Failed | Aborted | StatusReport | Pong | Checked
+)
 
 
 # --- frames -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .config import Config
 from .engines.command_line import EngineCommandLine
 from .engines.connection import EngineStartError
 from .engines.constraint_validator import ConstraintValidator
+from .engines.embedder import Embedder
 from .engines.fleet import Fleet, FleetOptions
 from .engines.protocol import Engine
 from .explainer import ProgramExplainer
@@ -102,6 +103,7 @@ class Executor(ProgramReader):
         )
         self.programs = ProgramDirectory(self.services)
         self._constraints = ConstraintValidator(lambda: self.services.engines.values())
+        self.embedder = Embedder(lambda: self.services.engines.values())
         self._intake = ProgramIntake(
             self.services, self.programs, self._constraints, self._create_run
         )
@@ -331,13 +333,15 @@ class Executor(ProgramReader):
     def models(self) -> list[ModelInfo]:
         """Return the models that programs can name."""
         model = self.services.model
+        tools = () if model.tool_format is None else ("tools",)
+        embeddings = ("embeddings",) if self.embedder.is_supported else ()
         return [
             ModelInfo(
                 id=model.name,
                 context_len=model.max_len,
                 description=model.description,
                 created=int(model.loaded_at),
-                capabilities=() if model.tool_format is None else ("tools",),
+                capabilities=(*tools, *embeddings),
             )
         ]
 

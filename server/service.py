@@ -45,8 +45,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     created: int = 0
     """Unix time in seconds at which the model was loaded."""
     capabilities: tuple[str, ...] = ()
-    """Capabilities beyond text, for example `tools` if the chat template defines a format for
-    calls."""
+    """Capabilities beyond text: `tools` if the chat template defines a format for calls,
+    `embeddings` if the operator has switched them on."""
 
 
 class GrammarInfo(Struct, frozen=True, kw_only=True):
@@ -69,6 +69,24 @@ class TokenizedPrompt(Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Maximum tokens of one context, prompt and output together."""
     tokens: list[int]
+
+
+class EmbeddingService(Protocol):
+    """Embeds texts."""
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the operator has switched embeddings on."""
+        ...
+
+    async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the mean of the last hidden states [H] over the tokens of each text.
+
+        Raises:
+            PromptError: `prompt.too_long`.
+            UnavailableError: `engine.none` if no engine answers.
+        """
+        ...
 
 
 class Readiness(Struct, frozen=True, kw_only=True):
@@ -229,7 +247,39 @@ class ServiceLifecycle(Protocol):
         ...
 
 
-class Service(ServiceLifecycle, Protocol):
+class ModelService(Protocol):
+    """The models of a server, their tokenizers and embeddings."""
+
+    def models(self) -> list[ModelInfo]:
+        """Return the models that programs can name, the default model first."""
+        ...
+
+    @property
+    def embedder(self) -> EmbeddingService:
+        """Embeddings of texts."""
+        ...
+
+    async def tokenize(
+        self, model: str, prompt: str | list[Message], *, tools: list[dict[str, Json]], bos: bool
+    ) -> TokenizedPrompt:
+        """Return the token ids of a text, or of messages as a call would send them.
+
+        Raises:
+            ProgramError: for an unknown model, or tools that it cannot call.
+            PromptError: if the prompt cannot be encoded.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids of the default model.
+
+        Raises:
+            ProgramError: if the model does not have an id.
+        """
+        ...
+
+
+class Service(ServiceLifecycle, ModelService, Protocol):
     """Runs programs for tenants."""
 
     @property
@@ -423,17 +473,6 @@ class Service(ServiceLifecycle, Protocol):
         """
         ...
 
-    async def tokenize(
-        self, model: str, prompt: str | list[Message], *, tools: list[dict[str, Json]], bos: bool
-    ) -> TokenizedPrompt:
-        """Return the token ids of a text, or of messages as a call would send them.
-
-        Raises:
-            ProgramError: for an unknown model, or tools that it cannot call.
-            PromptError: if the prompt cannot be encoded.
-        """
-        ...
-
     async def usage(self, *, tenant: str, since: str | None, until: str | None) -> UsageReport:
         """Sum the receipts of a tenant's programs that ended between two days (UTC), both
         inclusive.
@@ -455,18 +494,6 @@ class Service(ServiceLifecycle, Protocol):
 
     def functions(self) -> list[FunctionSignature]:
         """Return the functions that `call` nodes may name, by name."""
-        ...
-
-    def models(self) -> list[ModelInfo]:
-        """Return the models that programs can name, the default model first."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids of the default model.
-
-        Raises:
-            ProgramError: if the model does not have an id.
-        """
         ...
 
     async def engines(self) -> list[EngineInfo]:

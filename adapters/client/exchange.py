@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
@@ -59,6 +59,8 @@ T = TypeVar("T")
 POLL_S = 20.0
 """Duration of one long poll; a longer wait is split into several."""
 
+EMBEDDING_BATCH: Final = 64
+"""Texts of one request."""
 EVENT_STREAM: Final = "text/event-stream"
 EVENT_HEADERS: Final = {"accept": EVENT_STREAM, "accept-encoding": "identity"}
 
@@ -196,6 +198,14 @@ class OutageTimer:
         return delay_s
 
 
+class OpenAIError(msgspec.Struct, frozen=True):
+    """The error of a route in OpenAI's shape."""
+
+    message: str = ""
+    code: str | None = None
+    param: str | None = None
+
+
 class ProblemBody(msgspec.Struct, frozen=True):
     """The fields of a problem+json body that the client reads."""
 
@@ -205,6 +215,8 @@ class ProblemBody(msgspec.Struct, frozen=True):
     path: str | None = None
     variable_status: str | None = None
     """Set if the requested variable has ended without a value."""
+    error: OpenAIError | None = None
+    """Instead of the other fields, on the routes of OpenAI's API."""
 
 
 def send(request: Request, retry: Retry) -> Flow[Reply]:
@@ -506,6 +518,23 @@ def post_json(path: str, body: Json, retry: Retry) -> Flow[Json]:
     return msgspec.json.decode(reply.body)
 
 
+def embed(
+    texts: Sequence[str], retry: Retry, *, model: str, dimensions: int | None
+) -> Flow[list[list[float]]]:
+    """Return the embeddings of texts, in requests of bounded size."""
+    vectors: list[list[float]] = []
+    for begin in range(0, len(texts), EMBEDDING_BATCH):
+        body: dict[str, Json] = {
+            "model": model,
+            "input": list(texts[begin : begin + EMBEDDING_BATCH]),
+        }
+        if dimensions is not None:
+            body["dimensions"] = dimensions
+        reply = yield from post_json("/v1/embeddings", body, retry)
+        vectors += [each["embedding"] for each in reply["data"]]
+    return vectors
+
+
 def _procedure_path(reference: str) -> str:
     return f"/v1/procedures/{quote(reference, safe='')}"
 
@@ -552,9 +581,13 @@ def error_of(reply: Reply) -> ConureError:
 def problem_of(reply: Reply) -> ProblemBody:
     """Return the problem+json body of a reply; an empty one if the body is something else."""
     try:
-        return msgspec.json.decode(reply.body, type=ProblemBody)
+        body = msgspec.json.decode(reply.body, type=ProblemBody)
     except msgspec.DecodeError:
         return ProblemBody()
+    if body.error is None or body.code:
+        return body
+    error = body.error
+    return ProblemBody(code=error.code or "", detail=error.message, path=error.param)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:

@@ -297,6 +297,21 @@ class Client(BaseClient):
         reply = self._do(exchange.post_json("/v1/tokenize", body, self._retry))
         return list(reply["tokens"])
 
+    def embed(
+        self, texts: Sequence[str], *, model: str = "default", dimensions: int | None = None
+    ) -> list[list[float]]:
+        """Return the embeddings of texts, vectors of length 1.
+
+        The server must have been started with `--embeddings`.
+
+        Args:
+            texts: none of them empty.
+            model: name of a model on the server.
+            dimensions: keep only the first components, at length 1 again.
+        """
+        flow = exchange.embed(texts, self._retry, model=model, dimensions=dimensions)
+        return self._do(flow)
+
     def _do(self, flow: Flow[T]) -> T:
         """Perform the requests and sleeps of a flow of `exchange`; return its result."""
         http = self._http()

@@ -16,6 +16,7 @@ try:
     from .chat.model import ChatConure
     from .compilation.compiled_chain import ChainOutcome, CompiledChain
     from .compilation.compiler import to_program
+    from .embeddings import ConureEmbeddings
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "langchain_core":
         raise
@@ -29,6 +30,7 @@ __all__ = [
     "ChainOutcome",
     "ChatConure",
     "CompiledChain",
+    "ConureEmbeddings",
     "Explanation",
     "accelerate",
     "to_program",

@@ -17,6 +17,7 @@ QueryPipeline, and `to_program` compiles one to a program that runs as a whole o
 try:
     from .acceleration.accelerate import accelerate, conure_run, explain
     from .acceleration.report import CallReport, Report
+    from .embedding import ConureEmbedding
     from .llm.llm import Conure
     from .pipeline import to_program
 except ModuleNotFoundError as error:
@@ -27,4 +28,13 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-__all__ = ["CallReport", "Conure", "Report", "accelerate", "conure_run", "explain", "to_program"]
+__all__ = [
+    "CallReport",
+    "Conure",
+    "ConureEmbedding",
+    "Report",
+    "accelerate",
+    "conure_run",
+    "explain",
+    "to_program",
+]

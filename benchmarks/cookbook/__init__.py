@@ -1,4 +1,5 @@
-"""Thirty LangChain apps in the patterns of public cookbooks.
+"""Apps in the patterns of public cookbooks: thirty for LangChain, fifteen for LlamaIndex.
 
-`chains` has the apps, `measure` the gain of `accelerate`.
+`langchain_apps` and `llamaindex_apps` have the apps, `cases` gives both one form, `measure` has the
+gain of `accelerate`, `stream_soak` what thousands of streamed calls leave behind.
 """

@@ -1,12 +1,13 @@
-"""Gain of `accelerate` for thirty apps in the patterns of public cookbooks (`chains`).
+"""Gain of `accelerate` for apps in the patterns of public cookbooks.
 
-    cd benchmarks; python -m cookbook.measure [--repeats N] [--round-trip S] [--only NAME ...]
+    cd benchmarks; python -m cookbook.measure [--rounds N] [--round-trip S] [--out FILE]
 
-Each app runs plain and accelerated in turns, with `invoke` and with `ainvoke`, on one server with
-`--engine fake` whose calls take 20 ms, behind a proxy that adds the round trip. A row has the
-median times in ms and their ratio, plain over accelerated; the last row has the geometric means,
+Each app runs plain and accelerated in turns, with blocking calls and with coroutines, on one server
+with `--engine fake` whose calls take 20 ms, behind a proxy that adds the round trip. A row has the
+median times in ms and their ratio, plain over accelerated; the last rows have the geometric means,
 the smallest ratios, and the share of calls that ran in the first program of their run. Nothing is
-subtracted; the first pair is not counted. An app whose two results differ ends the benchmark.
+subtracted; the first round is not counted. Rounds of all apps follow each other, so that a busy
+second of the machine meets one round of an app. An app whose results differ ends the benchmark.
 """
 
 from __future__ import annotations
@@ -14,120 +15,165 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import statistics
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from conure.adapters.client import Client
-from conure.adapters.langchain import Accelerated, ChatConure, accelerate
 from conure.cli.delayed_connection import delayed
 from temporary_server import served
 
-from .chains import App, cookbook
+from .cases import AsyncRun, Case, Run, langchain_cases, llamaindex_cases
+from .llamaindex_apps import SCRIPT
+
+CALL_S = 0.02
+FRAMEWORKS = {"langchain": langchain_cases, "llamaindex": llamaindex_cases}
 
 
-class Pair(NamedTuple):
-    """Times of one app, plain and accelerated."""
+class Pairs(NamedTuple):
+    """Seconds of one app in every round, plain and accelerated."""
 
     plain_s: list[float]
     fast_s: list[float]
 
     @property
-    def ratio(self) -> float:
-        """Median of plain over accelerated, of the pairs."""
-        return statistics.median(p / f for p, f in zip(self.plain_s, self.fast_s, strict=True))
+    def ratios(self) -> list[float]:
+        """Plain over accelerated, in every round."""
+        return [p / f for p, f in zip(self.plain_s, self.fast_s, strict=True)]
 
     def text(self) -> str:
-        """Return the medians in ms and the ratio."""
+        """Return the medians in ms and the median of the ratios."""
+        if not self.plain_s:
+            return f"{'-':>7} {'-':>7} {'-':>6} "
         plain, fast = (1000 * statistics.median(each) for each in self)
-        return f"{plain:7.0f} {fast:7.0f} {self.ratio:6.2f}x"
+        return f"{plain:7.0f} {fast:7.0f} {statistics.median(self.ratios):6.2f}x"
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+class Row(NamedTuple):
+    """The measurements of one app."""
+
+    case: Case
+    blocking: Pairs
+    awaited: Pairs
+
+
+def run_round(row: Row, *, is_counted: bool) -> None:
+    """Run an app once in all four ways."""
+    case = row.case
+    gc.collect()
+    if case.run is not None:
+        add(row.blocking, timed(case.run), timed(case.fast), is_counted=is_counted)
+    add(row.awaited, *asyncio.run(atimed_pair(case.arun, case.afast)), is_counted=is_counted)
+
+
+def add(
+    pairs: Pairs, plain: tuple[float, Any], fast: tuple[float, Any], *, is_counted: bool
+) -> None:
+    """Compare two results and record their times."""
+    if plain[1] != fast[1]:
+        raise SystemExit(f"plain: {plain[1]!r}\naccelerated: {fast[1]!r}")
+    if is_counted:
+        pairs.plain_s.append(plain[0])
+        pairs.fast_s.append(fast[0])
+
+
+def timed(run: Run) -> tuple[float, Any]:
     """Return the seconds of a run and its result."""
     start = time.perf_counter()
     made = run()
     return time.perf_counter() - start, made
 
 
-async def atimed(run: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
-    """`timed`, for coroutines."""
-    start = time.perf_counter()
-    made = await run()
-    return time.perf_counter() - start, made
+async def atimed_pair(plain: AsyncRun, fast: AsyncRun) -> list[tuple[float, Any]]:
+    """`timed` for two coroutines, one after the other."""
+    results = []
+    for run in (plain, fast):
+        start = time.perf_counter()
+        made = await run()
+        results.append((time.perf_counter() - start, made))
+    return results
 
 
-def compare(app: App, fast: Accelerated, repeats: int) -> Pair:
-    """Return the times with `invoke`."""
-    pair = Pair([], [])
-    for index in range(repeats + 1):
-        gc.collect()
-        plain_s, plain = timed(lambda: app.chain.invoke(app.given))
-        fast_s, made = timed(lambda: fast.invoke(app.given))
-        check(plain, made)
-        if index:
-            pair.plain_s.append(plain_s)
-            pair.fast_s.append(fast_s)
-    return pair
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Return the figures of the last lines."""
+    figures: dict[str, Any] = {}
+    for way in ("blocking", "awaited"):
+        of_app = [getattr(row, way).ratios for row in rows]
+        ratios = [statistics.median(each) for each in of_app if each]
+        if ratios:
+            figures[f"{way}_geometric_mean"] = round(statistics.geometric_mean(ratios), 3)
+            figures[f"{way}_smallest"] = round(min(ratios), 3)
+    counts = [row.case.counts() for row in rows]
+    figures["calls"] = sum(each.num_calls for each in counts)
+    figures["calls_planned"] = sum(each.num_planned for each in counts)
+    figures["calls_in_first_program"] = sum(each.num_in_first for each in counts)
+    return figures
 
 
-async def acompare(app: App, fast: Accelerated, repeats: int) -> Pair:
-    """Return the times with `ainvoke`."""
-    pair = Pair([], [])
-    for index in range(repeats + 1):
-        gc.collect()
-        plain_s, plain = await atimed(lambda: app.chain.ainvoke(app.given))
-        fast_s, made = await atimed(lambda: fast.ainvoke(app.given))
-        check(plain, made)
-        if index:
-            pair.plain_s.append(plain_s)
-            pair.fast_s.append(fast_s)
-    return pair
+def record(rows: list[Row]) -> list[dict[str, Any]]:
+    """Return the times of all rounds, in ms."""
+    return [
+        {
+            "app": row.case.name,
+            **{
+                f"{way}_{kind}_ms": [round(1000 * each, 1) for each in getattr(pairs, f"{kind}_s")]
+                for way, pairs in (("blocking", row.blocking), ("awaited", row.awaited))
+                for kind in ("plain", "fast")
+            },
+            **row.case.counts()._asdict(),
+        }
+        for row in rows
+    ]
 
 
-def check(plain: Any, made: Any) -> None:
-    """End the benchmark if two results differ."""
-    if plain != made:
-        raise SystemExit(f"plain: {plain!r}\naccelerated: {made!r}")
+@contextmanager
+def far_server(round_trip_s: float) -> Iterator[Client]:
+    """Yield a client of a temporary server behind the proxy."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
+        json.dump(SCRIPT, script)
+        script.flush()
+        options = ("--engine", "fake", "--time-per-call", str(CALL_S), "--script", script.name)
+        with (
+            served(*options) as url,
+            delayed(url, round_trip_s) as far,
+            Client(far) as client,
+        ):
+            yield client
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-trip", type=float, default=0.025)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS), choices=FRAMEWORKS)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows: list[tuple[Pair, Pair]] = []
-    num_calls = num_in_first = 0
-    with (
-        served("--engine", "fake", "--time-per-call", "0.02") as url,
-        delayed(url, options.round_trip) as far,
-        Client(far) as client,
-    ):
-        llm = ChatConure(client=client, temperature=0, max_tokens=400)
-        print(
-            f"{'app':20} {'plain':>7} {'fast':>7} {'sync':>7} {'plain':>7} {'fast':>7} {'async':>7}"
-        )
-        for name, app in cookbook(llm).items():
-            if options.only and name not in options.only:
-                continue
-            fast = accelerate(app.chain, model=llm)
-            row = (
-                compare(app, fast, options.repeats),
-                asyncio.run(acompare(app, fast, options.repeats)),
-            )
-            rows.append(row)
-            print(f"{name:20} {row[0].text()} {row[1].text()}", flush=True)
-            for run in fast.explain().runs:
-                num_calls += run.num_served + len(run.misses)
-                num_in_first += run.num_in_first_program
-    for label, pairs in zip(("sync", "async"), zip(*rows, strict=True), strict=True):
-        ratios = [pair.ratio for pair in pairs]
-        mean = statistics.geometric_mean(ratios)
-        print(f"{label}: geometric mean {mean:.2f}x, smallest {min(ratios):.2f}x")
-    print(f"{num_in_first} of {num_calls} calls ran in the first program of their run")
+    made: dict[str, Any] = {"round_trip_s": options.round_trip, "call_s": CALL_S}
+    with far_server(options.round_trip) as client:
+        for name in options.frameworks:
+            rows = [
+                Row(case, Pairs([], []), Pairs([], []))
+                for case in FRAMEWORKS[name](client)
+                if not options.only or case.name in options.only
+            ]
+            for number in range(options.rounds + 1):
+                for row in rows:
+                    run_round(row, is_counted=number > 0)
+            heads = 2 * f"{'plain':>7} {'fast':>7} {'ratio':>7} "
+            print(f"{name:22} {heads}")
+            for row in rows:
+                print(f"{row.case.name:22} {row.blocking.text()} {row.awaited.text()}")
+            made[name] = {"summary": summary(rows), "apps": record(rows)}
+            print("".join(f"  {key}: {value}\n" for key, value in summary(rows).items()))
+    if options.out:
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

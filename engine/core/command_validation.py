@@ -18,14 +18,20 @@ from .. import protocol
 from .context import Context
 
 
-def check_start(command: protocol.Fill | protocol.GenerateCommand, context: Context | None) -> None:
+def check_start(
+    command: protocol.Fill | protocol.GenerateCommand | protocol.Embed, context: Context | None
+) -> None:
     """Reject a command that its context cannot execute now. None is a new context.
 
     Raises:
-        EngineError: if the context is generating, or exists and the command forks it.
+        EngineError: if the context is generating, or exists and the command forks or embeds it.
     """
     if context is None:
         return
+    if isinstance(command, protocol.Embed):
+        raise protocol.EngineError(
+            "engine.busy", f"context {context.id} already exists; embed in a new context"
+        )
     if context.generation is not None:
         raise protocol.EngineError(
             "engine.busy", f"context {context.id} is generating; wait until it is finished"

@@ -75,6 +75,8 @@ class Context:
     pending_free: int | None = None
     """Set once the server has freed this context while forks still wait for its tokens: how many
     of its tokens stay cached when it is released."""
+    hidden_sum: list[float] | None = None
+    """[H] sum of the hidden states so far, if the context belongs to an Embed; see `pooling`."""
     is_released: bool = False
     is_queued: bool = False
     """Whether the context is in the engine's list of contexts with work."""

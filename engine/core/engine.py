@@ -29,6 +29,7 @@ from cachetools import LRUCache
 from .. import protocol
 from ..kv.manager import KVCacheManager
 from ..runner.base import CompletedStep, Runner, ScheduledSequence
+from . import pooling
 from .batch_scheduler import schedule_step
 from .command_validation import check_fork, check_length, check_start
 from .context import (
@@ -107,7 +108,7 @@ class EngineCore:
     def apply(self, command: protocol.Command) -> None:
         """Execute one command. The next `step` reports its results."""
         match command:
-            case protocol.Fill() | protocol.GenerateCommand():
+            case protocol.Fill() | protocol.GenerateCommand() | protocol.Embed():
                 try:
                     self._start(command)
                 except protocol.EngineError as error:
@@ -274,6 +275,7 @@ class EngineCore:
                 counters.computed += computed
                 counters.recomputed += recomputed
             context.num_computed = end
+            pooling.add(context, row)
             if generation is not generation_at_start and end > len(context.ids):
                 # The output was cut while the step ran.
                 kv.truncate(context, len(context.ids))
@@ -297,6 +299,11 @@ class EngineCore:
         while fill_counters[0].end is not None and fill_counters[0].end <= context.num_computed:
             counts = fill_counters.pop(0).counts
             self._may_have_idle = True
+            if context.hidden_sum is not None:
+                self._reports.append(pooling.embedded(context))
+                del self._contexts[context.id]
+                self._kv.release(context)
+                return
             if context.pending_free is None:
                 self._reports.append(
                     protocol.Filled(
@@ -332,8 +339,8 @@ class EngineCore:
 
     # --- contexts -----------------------------------------------------------------------
 
-    def _start(self, command: protocol.Fill | protocol.GenerateCommand) -> None:
-        """Start a Fill or a Generate.
+    def _start(self, command: protocol.Fill | protocol.GenerateCommand | protocol.Embed) -> None:
+        """Start a Fill, a Generate or an Embed.
 
         Raises:
             EngineError: if the command cannot be executed; the caller frees the context.
@@ -342,6 +349,9 @@ class EngineCore:
             raise protocol.EngineError(failure.code, failure.message)
         context = self._contexts.get(command.context)
         check_start(command, context)
+        is_pooled = isinstance(command, protocol.Embed)
+        if isinstance(command, protocol.Embed):
+            command = pooling.fill_of(command, self._runner.capabilities)
         parent = None
         if command.parent is not None:
             parent = self._contexts.get(command.parent)
@@ -352,6 +362,8 @@ class EngineCore:
             self._num_arrived += 1
             context = Context(command.context, command.salt, command.rank, self._num_arrived, ids)
             self._contexts[context.id] = context
+            if is_pooled:
+                pooling.begin(context)
         elif context.rank != command.rank:
             context.rank = command.rank
             self._is_sorted = False

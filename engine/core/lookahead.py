@@ -47,7 +47,7 @@ class InFlightStep:
     """Contexts that need no row: other rows compute their missing tokens."""
     handle: Handle
     is_cut: bool = False
-    """Whether a context had to wait for blocks, so that the step must be read next."""
+    """Whether a context had to wait, so that the step must be read next."""
     written_blocks: set[int] = field(default_factory=set)
     discarded: set[Context] = field(default_factory=set)
     """Contexts whose sampled id is not used."""
@@ -93,7 +93,7 @@ class LookaheadBatch(NamedTuple):
     complete: list[Context]
     """Contexts whose Fills need no row."""
     is_cut: bool
-    """Whether a context has to wait for blocks of another."""
+    """Whether a context has to wait for blocks of another, or for a sum of hidden states."""
 
 
 class _InFlightRow(NamedTuple):
@@ -153,6 +153,9 @@ def schedule_lookahead(
             break
         if context.is_released or context in waiting:
             continue
+        if context.hidden_sum is not None:
+            # The sum of a step in flight is not known: the next step starts when it was read.
+            return batch._replace(is_cut=True)
         row = running.get(context)
         max_new = 1
         if _decodes(context, row):

@@ -216,6 +216,14 @@ class FusedDecoder:
         Returns:
             [len(last), V].
         """
+        return self.logits(self.hidden(ids, positions, attention), last)
+
+    def logits(self, hidden: Tensor, last: Tensor) -> Tensor:
+        """Return the logits [len(last), V] of hidden states [T, H] at some of the tokens."""
+        return self._output(hidden.index_select(0, last))
+
+    def hidden(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Return the states [T, H] that the output layer reads; arguments as of `__call__`."""
         hidden = functional.embedding(ids, self._embedding)
         first = self._layers[0].before
         normed = functional.rms_norm(hidden, (hidden.shape[1],), first, self._eps)
@@ -223,7 +231,7 @@ class FusedDecoder:
             normed = self._run_layers(hidden, normed, positions, attention)
         else:
             self._native_layers(hidden, normed, positions, attention.slots, attention.plan)
-        return self._output(normed.index_select(0, last))
+        return normed
 
     def _run_layers(
         self, hidden: Tensor, normed: Tensor, positions: Tensor, attention: Attention

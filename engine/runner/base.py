@@ -52,6 +52,11 @@ class ScheduledSequence:
     allowed. It covers EOS and stop ids, too. None allows all ids."""
     logprob: TokenLogprob | None = None
     """Set by the runner if `sampling.logprobs` requests it."""
+    pool_from: int | None = None
+    """Set if the hidden states of the row are summed: the first position that counts."""
+    hidden_sum: list[float] | None = None
+    """Set with `pool_from` when the step is read: [H] sum over the new tokens from that position;
+    None if there is none."""
     previous_id_index: int | None = None
     """Set if the only new token is not in `ids` because the host has not read it yet: its index
     among the ids that the previous step samples."""

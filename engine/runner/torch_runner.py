@@ -52,6 +52,7 @@ from ..sampling import batch
 from ..sampling.sampler import LogitOpsBatch, sample_tokens
 from . import backend as backends
 from . import device as devices
+from . import pooling
 from .base import CompletedStep, DeviceLostError, Handle, Runner, ScheduledSequence
 from .cuda_graphs import MAX_RECORDINGS, RECORDING_BYTES, CudaGraphCache
 from .staging import Staging
@@ -172,7 +173,8 @@ class TorchModelRunner(Runner):
         self.special_tokens = checkpoint.special_tokens
         self.bos_id = checkpoint.bos_id
         self.eos_ids = checkpoint.eos_ids
-        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
+        embeddings = ("embeddings",) if config.embeddings else ()
+        self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)
         return model_config
 
     def _set_threads(self, threads: int | None) -> None:
@@ -190,15 +192,18 @@ class TorchModelRunner(Runner):
                 self._operations.copy_blocks(self._own_caches, *self._staging.put(pairs))
             return CompletedStep([])
         sampling_rows = [row for row in rows if row.sampling is not None]
+        pooled = pooling.pooled_tokens(rows)
         if not sampling_rows:
-            self._run_rows(rows, pairs, ())
-            return CompletedStep([])
+            _, _, sums = self._run_rows(rows, pairs, (), pooled=pooled)
+            return self._with_sums(CompletedStep([]), sums, pooled)
         if any(row.is_deferred for row in sampling_rows):
-            logits, _ = self._run_rows(rows, pairs, ())
+            assert not pooled, "lookahead leaves out contexts whose hidden states are summed"
+            logits, _, _ = self._run_rows(rows, pairs, ())
             return _DeferredStep(lambda: self._sample_later(logits, sampling_rows))
         sampling = batch.make_batch(sampling_rows, self.eos_ids, self._num_logits)
-        logits, ops = self._run_rows(rows, pairs, () if sampling is None else sampling.ops)
-        return self._sample(logits, sampling_rows, sampling, ops)
+        extra = () if sampling is None else sampling.ops
+        logits, ops, sums = self._run_rows(rows, pairs, extra, pooled=pooled)
+        return self._with_sums(self._sample(logits, sampling_rows, sampling, ops), sums, pooled)
 
     @torch.inference_mode()
     def _sample_later(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Handle:
@@ -233,6 +238,17 @@ class TorchModelRunner(Runner):
             return CompletedStep(batch.unpack(sampled.tolist(), rows, sampling))
         self._previous_ids = sampled[: len(rows)].long()
         return _PendingStep(copy_to_host(sampled), rows, sampling)
+
+    def _with_sums(
+        self, step: Handle, sums: Tensor | None, pooled: Sequence[pooling.PooledTokens]
+    ) -> Handle:
+        """Return a step that sets the sums of its rows, too; at once if they are in main memory."""
+        if sums is None:
+            return step
+        if self._backend.copy_to_host is not None:
+            return _PendingSums(self._backend.copy_to_host(sums), pooled, step)
+        pooling.unpack(sums, pooled)
+        return step
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -269,8 +285,10 @@ class TorchModelRunner(Runner):
         rows: Sequence[ScheduledSequence],
         pairs: Sequence[Integers],
         extra: Sequence[NDArray[Any]],
+        *,
         warmup_size: int | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+        pooled: Sequence[pooling.PooledTokens] = (),
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Copy a step to the device at once and run it.
 
         Args:
@@ -278,12 +296,13 @@ class TorchModelRunner(Runner):
             pairs: Sources and destinations of block copies that precede the step, or nothing.
             extra: Other arrays to copy to the device.
             warmup_size: Set to record a step that is padded to this number of tokens.
+            pooled: Tokens whose hidden states are summed.
 
         Returns:
-            Logits [S, V] of the rows that sample, and `extra` on the device.
+            Logits [S, V] of the rows that sample, `extra` on the device, and the sums [P, H].
         """
         packed = pack(rows, self._planner)
-        key = self._recording(packed.plan, warmup_size)
+        key = None if pooled else self._recording(packed.plan, warmup_size)
         size = None if key is None else key[0]
         inputs = packed.arrays(self._padded_sizes(packed, size), self._scratch_block)
         pending = () if packed.pending is None else packed.pending
@@ -295,18 +314,23 @@ class TorchModelRunner(Runner):
             targets, sources = staged[end : end + 2]
             staged[0].index_copy_(0, targets, self._previous_ids.index_select(0, sources))
             end += 2
+        if pooled:
+            ids, positions, slots, last = staged[: len(inputs)]
+            attention = Attention(packed.plan, slots, self._caches, self._operations, self.layers)
+            logits, hidden = self._forward_hidden(ids, positions, last, attention)
+            return logits[: len(packed.last)], staged[end:], pooling.sums(hidden, pooled)
         forward = self._bind_forward(packed.plan, staged[: len(inputs)])
         if key is None or self._graphs is None:
-            return forward()[: len(packed.last)], staged[end:]
+            return forward()[: len(packed.last)], staged[end:], None
         # All recordings write to one buffer: each would keep an output of its own.
         logits = self._graphs.run(
             key, lambda: self._recorded_logits[: len(staged[3])].copy_(forward())
         )
-        return logits[: len(packed.last)], staged[end:]
+        return logits[: len(packed.last)], staged[end:], None
 
     def _recording(
         self, plan: Plan, warmup_size: int | None
-    ) -> tuple[int, *tuple[Any, ...]] | None:
+    ) -> tuple[int, *tuple[Hashable, ...]] | None:
         """Return the key of a step's recording, which begins with the padded number of tokens.
 
         None for a step that runs eagerly: one that is too large, or one with a prompt that no
@@ -379,6 +403,18 @@ class TorchModelRunner(Runner):
         finally:
             attention_hook.CURRENT.reset(token)
         return logits if self._has_logits_to_keep else logits.index_select(0, last)
+
+    def _forward_hidden(
+        self, ids: Tensor, positions: Tensor, last: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits as `_forward`, and the states [T, H] that they are computed from."""
+        decoder = self._fused_decoder
+        if decoder is not None:
+            hidden = decoder.hidden(ids, positions, attention)
+            return decoder.logits(hidden, last), hidden
+        with pooling.last_hidden_states(self._model) as states:
+            logits = self._forward(ids, positions, last, attention)
+        return logits, states[0]
 
     @torch.inference_mode()
     def _calibrate(self, *, use_fused_decoder: bool) -> None:
@@ -501,3 +537,27 @@ class _DeferredStep:
         """Wait for the ids."""
         assert self.handle is not None, "a deferred step is sampled before it is read"
         return self.handle.read()
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingSums:
+    """A step whose sums of hidden states are being copied to the host; see `base.Handle`."""
+
+    wait: Callable[[], Tensor]
+    pooled: Sequence[pooling.PooledTokens]
+    step: Handle
+    """The ids of the step."""
+
+    @property
+    def is_ready(self) -> bool:
+        """False: the device is not asked."""
+        return False
+
+    def sample(self) -> None:
+        """Do nothing: such a step is not deferred."""
+
+    def read(self) -> list[int]:
+        """Wait for the copies; set the sums of the rows, and return the ids."""
+        ids = self.step.read()
+        pooling.unpack(self.wait(), self.pooled)
+        return ids

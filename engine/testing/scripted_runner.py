@@ -19,6 +19,9 @@ grammar.
 **Logprobs.** The sampled id has probability 1/2, and each further id, in order of ids, half of the
 probability of the one before.
 
+**Embeddings.** The hidden state of a token is `hidden_state(id)`, so that texts with the same bytes
+have the same embedding.
+
 **Time.** A step takes `time_per_prompt_token` for every prompt token, plus `time_per_output_token`
 if any row samples (a batch decodes in parallel), plus `time_per_call` if any row samples its first
 id. All in seconds, passed to `sleep`, which may be `VirtualClock().sleep`.
@@ -72,6 +75,8 @@ DEFAULT_LIMITS: Final = EngineLimits(
     context_len=8192, block_size=16, num_blocks=8192, step_tokens=2048, max_sequences=256
 )
 
+HIDDEN_SIZE: Final = 64
+
 _ALNUM: Final = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SPECIALS: Final = (END_OF_TEXT, TURN_START, TURN_END)
 
@@ -87,6 +92,11 @@ def default_text(ids: Sequence[int]) -> str:
         packed = array("L", ids)
     digest = blake2b(packed.tobytes(), digest_size=8).digest()
     return " ".join(WORDS[byte % len(WORDS)] for byte in digest[1 : 3 + digest[0] % 4])
+
+
+def hidden_state(token_id: int) -> list[float]:
+    """Return the state [`HIDDEN_SIZE`] of a token: 1 at the id modulo the size, otherwise 0."""
+    return [float(token_id % HIDDEN_SIZE == index) for index in range(HIDDEN_SIZE)]
 
 
 class ScriptEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,6 +145,7 @@ def create_runner(config: EngineConfig) -> FakeRunner:
         time_per_call=config.time_per_call,
         time_per_prompt_token=config.time_per_prompt_token,
         time_per_output_token=config.time_per_output_token,
+        has_embeddings=config.embeddings,
     )
 
 
@@ -163,6 +174,7 @@ class FakeRunner(Runner):
         time_per_output_token: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
         is_checked: bool = True,
+        has_embeddings: bool = True,
     ) -> None:
         """Create a runner with empty memory; without `is_checked`, memory is not simulated."""
         self.model = model
@@ -172,7 +184,8 @@ class FakeRunner(Runner):
         self.bos_id: int | None = None
         self.eos_ids: tuple[int, ...] = EOS_IDS
         self.limits = limits
-        self.capabilities: tuple[str, ...] = ("tokens", "logprobs")
+        embeddings = ("embeddings",) if has_embeddings else ()
+        self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)
         self.description = "scripted text, no model"
         self._answer = answer
         self._time_per_call = time_per_call
@@ -200,6 +213,9 @@ class FakeRunner(Runner):
             for row, given_row in zip(rows, given, strict=True)
             if row.sampling is not None
         ]
+        for row, given_row in zip(rows, given, strict=True):
+            if row.pool_from is not None:
+                given_row.hidden_sum = _hidden_sum(row)
         self._spend(rows)
         if any(row.is_deferred for row in rows):
             return _DeferredIds(lambda: self._sample(sampling_rows))
@@ -290,6 +306,13 @@ class _DeferredIds:
     def read(self) -> list[int]:
         """Return the ids."""
         return self._ids
+
+
+def _hidden_sum(row: ScheduledSequence) -> list[float] | None:
+    assert row.pool_from is not None
+    ids = row.ids[max(row.start, row.pool_from) : row.length]
+    states = [hidden_state(token_id) for token_id in ids]
+    return [sum(values) for values in zip(*states, strict=True)] if states else None
 
 
 def _next_allowed(script: bytes, output: Sequence[int], mask: bytes) -> int:

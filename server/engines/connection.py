@@ -39,6 +39,8 @@ PING_EVERY_S = 1.0
 STDERR_CHUNK_BYTES = 65_536
 MAX_LINE_BYTES = 4_096
 """Bytes of a line of the engine's stderr that are logged."""
+EMBEDDINGS_OWNER = ""
+"""Owner of contexts that belong to no program."""
 NUM_PONG_WAITS = 10
 """Intervals that the wait for a pong is divided into."""
 
@@ -57,6 +59,10 @@ class _PendingReplies:
     pongs: dict[int, asyncio.Future[protocol.Pong]] = field(default_factory=dict)
     statuses: dict[int, asyncio.Future[protocol.StatusReport]] = field(default_factory=dict)
     checks: dict[int, asyncio.Future[protocol.Checked]] = field(default_factory=dict)
+    embeddings: dict[int, asyncio.Future[protocol.Embedded | protocol.Failed]] = field(
+        default_factory=dict
+    )
+    """By context."""
 
     def fail(self, error: Exception) -> None:
         """Set an exception on all futures."""
@@ -64,6 +70,7 @@ class _PendingReplies:
             *self.pongs.values(),
             *self.statuses.values(),
             *self.checks.values(),
+            *self.embeddings.values(),
         ]
         for future in futures:
             if not future.done():
@@ -217,7 +224,7 @@ class EngineConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.extend(commands)
         for command in commands:
-            if isinstance(command, protocol.Fill):
+            if isinstance(command, protocol.Fill | protocol.Embed):
                 num_tokens = len(command.tokens)
                 self._inflight_fill_tokens[command.context] = (
                     self._inflight_fill_tokens.get(command.context, 0) + num_tokens
@@ -251,6 +258,21 @@ class EngineConnection(asyncio.Protocol):
         nonce = next(self._nonces)
         command = protocol.ValidateConstraint(nonce, constraint, text)
         return await self._ask(self._replies.checks, nonce, command)
+
+    async def embed(self, tokens: list[int], rank: float) -> protocol.Embedded | protocol.Failed:
+        """Embed a text; see `Engine`."""
+        pending = self._replies.embeddings
+
+        def listen(report: protocol.Report) -> None:
+            if isinstance(report, protocol.Embedded | protocol.Failed):
+                _resolve(pending, report.context, report)
+
+        context = self.new_context(listen, EMBEDDINGS_OWNER)
+        try:
+            return await self._ask(pending, context, protocol.Embed(context, tokens, rank))
+        finally:
+            pending.pop(context, None)
+            self.free(context)
 
     async def _ask(
         self, pending: dict[int, asyncio.Future[Reply]], nonce: int, command: protocol.Command

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from conure.engine import protocol
@@ -66,7 +67,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def num_contexts_by_owner(self) -> Mapping[str, int]:
+    def num_contexts_by_owner(self) -> Counter[str]:
         """Contexts that each owner has allocated and not freed."""
         ...
 
@@ -89,6 +90,14 @@ class Engine(Protocol):
 
     async def status(self) -> protocol.StatusReport:
         """Ask for the use of the engine's memory.
+
+        Raises:
+            ConnectionError: if the engine is lost before it answers.
+        """
+        ...
+
+    async def embed(self, tokens: list[int], rank: float) -> protocol.Embedded | protocol.Failed:
+        """Return the mean of the last hidden states over a text, in a context of its own.
 
         Raises:
             ConnectionError: if the engine is lost before it answers.

@@ -46,6 +46,7 @@ from conure.server.program.status import (
 )
 from conure.server.runtime.reporting.activity import ServerActivity
 from conure.server.service import (
+    EmbeddingService,
     EngineInfo,
     ExplanationService,
     GrammarInfo,
@@ -317,6 +318,10 @@ class ScriptedService:
 
     @property
     def traces(self) -> TraceService:
+        raise NotImplementedError
+
+    @property
+    def embedder(self) -> EmbeddingService:
         raise NotImplementedError
 
     def functions(self) -> list[FunctionSignature]:

@@ -21,7 +21,7 @@ from conure.server.program.status import Event
 from ...speculation.answer_stream import AnswerStream
 from .messages import call_chunks_of, from_wire, metadata_of, usage_of
 
-ALLOW_CUT_CALLS: Final = "allow_cut_calls"
+ALLOW_CUT_ANSWERS: Final = "allow_cut_answers"
 """Argument of a call whose parser reports answers that were cut."""
 
 
@@ -91,8 +91,8 @@ def result_of(answers: Sequence[CompleteAnswer]) -> ChatResult:
     return ChatResult(generations=generations, llm_output=output)
 
 
-def check_calls(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str, Any]) -> None:
-    """Check that no answer ends inside a tool call.
+def check_answers(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str, Any]) -> None:
+    """Check that no answer ends inside a tool call, or by its length under a constraint.
 
     Args:
         answer: the answers of a call, or a chunk of one.
@@ -101,16 +101,24 @@ def check_calls(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str, A
     Raises:
         RunError: `output.incomplete`.
     """
-    if not kwargs.get("tools") or kwargs.get(ALLOW_CUT_CALLS):
+    formats = (None, {"type": "text"})
+    is_constrained = bool(kwargs.get("constraint")) or kwargs.get("response_format") not in formats
+    has_tools = bool(kwargs.get("tools"))
+    if kwargs.get(ALLOW_CUT_ANSWERS) or not (has_tools or is_constrained):
         return
     is_call_required = kwargs.get("tool_choice") not in (None, "auto", "none")
     generations = answer.generations if isinstance(answer, ChatResult) else [answer]
     for message in (generation.message for generation in generations):
-        is_cut = message.response_metadata.get("finish_reason") == "length"
-        if is_cut and (_has_cut_call(message) or (is_call_required and not _has_call(message))):
-            usage = getattr(message, "usage_metadata", None) or {}
-            count = usage.get("output_tokens")
-            raise RunError("output.incomplete", cut_message(count, "its tool call was complete"))
+        if message.response_metadata.get("finish_reason") != "length":
+            continue
+        if has_tools and (_has_cut_call(message) or (is_call_required and not _has_call(message))):
+            what = "its tool call was complete"
+        elif is_constrained:
+            what = "it satisfied its constraint"
+        else:
+            continue
+        usage = getattr(message, "usage_metadata", None) or {}
+        raise RunError("output.incomplete", cut_message(usage.get("output_tokens"), what))
 
 
 def cut_message(num_tokens: int | None, before: str) -> str:

@@ -23,7 +23,7 @@ _SAMPLING_FIELDS = frozenset(Sampling.__struct_fields__)
 _TOOL_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls")
 _IGNORED_ARGUMENTS = frozenset(
     {
-        "allow_cut_calls",
+        "allow_cut_answers",
         "ls_structured_output_format",
         "model",
         "n",

@@ -43,7 +43,7 @@ from ...client.connection import attach_arguments
 from ...speculation.answer_stream import AnswerStream
 from ..acceleration.active_run import ACTIVE_RUN
 from ..acceleration.chain_run import ChainRun
-from .answer_chunks import CompleteAnswer, check_calls, chunks_of, result_of
+from .answer_chunks import CompleteAnswer, check_answers, chunks_of, result_of
 from .call_errors import application_error
 from .call_options import (
     choice_of,
@@ -224,7 +224,7 @@ class ChatConure(ChatSettings):
                 with cancel_unless_completed(run):
                     values = run.result(wait_s=self._poll_s(run))
                 result = self._result(call, values, run.id)
-            check_calls(result, kwargs)
+            check_answers(result, kwargs)
             return result
 
     async def _agenerate(
@@ -245,7 +245,7 @@ class ChatConure(ChatSettings):
                 async with acancel_unless_completed(run):
                     values = await run.result(wait_s=self._poll_s(run))
                 result = self._result(call, values, run.id)
-            check_calls(result, kwargs)
+            check_answers(result, kwargs)
             return result
 
     def _stream(
@@ -260,7 +260,7 @@ class ChatConure(ChatSettings):
         chunks = self._chunks(call) if chain_run is None else chain_run.chunks(node, self.timeout)
         with self._call_errors(call), contextlib.closing(chunks):
             for chunk in chunks:
-                check_calls(chunk, kwargs)
+                check_answers(chunk, kwargs)
                 if run_manager:
                     run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
@@ -278,7 +278,7 @@ class ChatConure(ChatSettings):
         with self._call_errors(call):
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    check_calls(chunk, kwargs)
+                    check_answers(chunk, kwargs)
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk

@@ -31,7 +31,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from conure.server.program.ir import Json
 
-from .answer_chunks import ALLOW_CUT_CALLS, cut_message
+from .answer_chunks import ALLOW_CUT_ANSWERS, cut_message
 from .call_options import check_types
 
 Method: TypeAlias = Literal["json_schema", "json_mode", "function_calling"]
@@ -79,6 +79,7 @@ def _json_answer(
     bound = model.bind(
         response_format=response_format,
         ls_structured_output_format={"kwargs": tracing_kwargs, "schema": schema},
+        **{ALLOW_CUT_ANSWERS: True},
     )
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         return bound, CompletePydanticParser(pydantic_object=cast(type[Any], schema))
@@ -95,7 +96,7 @@ def _tool_call(
         strict=strict,
         parallel_tool_calls=False,
         ls_structured_output_format=tracing,
-        **{ALLOW_CUT_CALLS: True},
+        **{ALLOW_CUT_ANSWERS: True},
     )
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         return bound, CompleteToolParser(tools=[schema], first_tool_only=True)

@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.extractors import (
     BaseExtractor,
+    DocumentContextExtractor,
     KeywordExtractor,
     QuestionsAnsweredExtractor,
     SummaryExtractor,
     TitleExtractor,
 )
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.schema import BaseNode, Document, TextNode
+from llama_index.core.schema import BaseNode, Document, Node, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
 
 from .plan_builder import NotPlanned, PlanBuilder
 from .prompt_slots import text_read
@@ -68,11 +71,39 @@ def plan_summaries(
         builder.add(template, {"context_str": text})
 
 
+def plan_contexts(
+    extractor: DocumentContextExtractor, builder: PlanBuilder, nodes: Sequence[BaseNode]
+) -> None:
+    """Plan one call per node whose document is stored in this process."""
+    if type(extractor.docstore) is not SimpleDocumentStore:
+        raise NotPlanned("its documents are in another process")
+    for node in nodes:
+        source = node.source_node
+        if (
+            source is None
+            or not isinstance(node, Node | TextNode)
+            or extractor.key in node.metadata
+        ):
+            continue
+        document = extractor.docstore.get_document(source.node_id, raise_error=False)
+        if not isinstance(document, Node | TextNode):
+            continue
+        texts = (
+            f"<document>{document.get_content()}</document>",
+            "Here is the chunk we want to situate within the whole document:\n"
+            f"<chunk>{node.get_content()}</chunk>\n{extractor.prompt}",
+        )
+        messages = [ChatMessage(role=MessageRole.USER, content=text) for text in texts]
+        options = {"max_tokens": extractor.max_output_tokens}
+        builder.add_request(builder.llm.chat_request(messages, options))
+
+
 PLANNERS: dict[type[BaseExtractor], Callable[[Any, PlanBuilder, Sequence[BaseNode]], None]] = {
     TitleExtractor: plan_titles,
     KeywordExtractor: plan_keywords,
     QuestionsAnsweredExtractor: plan_questions,
     SummaryExtractor: plan_summaries,
+    DocumentContextExtractor: plan_contexts,
 }
 """By exact class."""
 

@@ -99,9 +99,14 @@ class PlanBuilder:
             if made is None:
                 return None
             call = made
+        return self.add_request(call, frozenset(each.variable for each in reads), when)
+
+    def add_request(
+        self, call: ModelRequest, reads: frozenset[str] = frozenset(), when: Expression = None
+    ) -> PlannedCall:
+        """Add a call whose request is known; `reads` are variables that it reads."""
         variable = self._fresh(self._place.partition(".")[0])
-        names = frozenset(each.variable for each in reads)
-        planned = planned_call(variable, call, names, when, self._place)
+        planned = planned_call(variable, call, reads, when, self._place)
         self.calls.append(planned)
         return planned
 

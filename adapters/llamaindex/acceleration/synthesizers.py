@@ -12,10 +12,12 @@ Invariant: the planned calls are the calls that the synthesizer makes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
+from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.prompt_utils import get_biggest_prompt
 from llama_index.core.response_synthesizers import (
@@ -34,6 +36,19 @@ from llama_index.core.response_synthesizers.no_text import NoText
 from ...speculation.planned_call import PlannedCall
 from .plan_builder import NotPlanned, PlanBuilder, plain
 from .prompt_slots import fits, text_read
+
+
+class SpanlessTextPacker(PromptHelper):
+    """Packs texts as `PromptHelper` does, without LlamaIndex's span of every split."""
+
+    def get_text_splitter_given_prompt(self, *args: Any, **kwargs: Any) -> TokenTextSplitter:
+        """Return the splitter, whose `split_text` is the method within the span."""
+        splitter = super().get_text_splitter_given_prompt(*args, **kwargs)
+        method = splitter.split_text
+        # The method of the class stays; pydantic would refuse another attribute.
+        object.__setattr__(splitter, "split_text", getattr(method, "__wrapped__", method))
+        return splitter
+
 
 MARGIN = 8
 """How many tokens two joined texts may have more than the two separately."""
@@ -225,6 +240,10 @@ def plan(
     builder.prompt_args = {name: arguments[name] for name in arguments.keys() - own}
     if not all(isinstance(each, str | int | float) for each in builder.prompt_args.values()):
         raise NotPlanned(f"it is called with {sorted(builder.prompt_args)}")
+    helper = synthesizer._prompt_helper.model_copy()
+    helper.__class__ = SpanlessTextPacker
+    synthesizer = copy.copy(synthesizer)
+    synthesizer._prompt_helper = helper
     texts = list(arguments["text_chunks"])
     return list(planner(synthesizer, builder, arguments["query_str"], texts) or [])
 

@@ -1,7 +1,7 @@
 """Checks of an answer before LlamaIndex reads it.
 
-Invariant: an answer that was cut before it matched its schema, its parser or its tool is an error,
-never a value.
+Invariant: an answer that was cut before it matched its constraint, its parser or its tool is an
+error, never a value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .model_request import ModelRequest
 
 
 class CutAnswerError(RunError, ValueError):
-    """An answer was cut by its maximum length, under a schema, a parser or a tool.
+    """An answer was cut by its maximum length, under a constraint, a parser or a tool.
 
     LlamaIndex treats it as any answer that cannot be parsed: as a ValueError.
     """
@@ -38,9 +38,10 @@ def checked(final: FinalAnswer, call: ModelRequest, *, has_parser: bool) -> Fina
     """
     value = final.value
     if value.get("finish_reason") == "length":
-        constraint = call.output.get("constraint") or {}
-        if "json_schema" in constraint or has_parser:
+        if has_parser or "json_schema" in (call.output.get("constraint") or {}):
             raise _cut(value, "it was complete")
+        if call.output.get("constraint"):
+            raise _cut(value, "it satisfied its constraint")
         if call.extra.get("tools") and _has_cut_call(value, call.extra.get("tool_choice")):
             raise _cut(value, "its tool call was complete")
     tool_calls = value.get("tool_calls") or []

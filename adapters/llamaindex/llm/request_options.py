@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from llama_index.core.bridge.pydantic import BaseModel
+
 from conure.server.program.ir import Json, Sampling
 
 _SAMPLING: Final = frozenset(Sampling.__struct_fields__)
 _TOOL_FIELDS: Final = ("parallel_tool_calls", "tool_choice", "tools")
+_NOT_FOR_THE_MODEL: Final = ("model", "extra_headers")
+"""Arguments that are not part of an output. LlamaIndex's `DocumentContextExtractor` passes
+`extra_headers` for another provider to every LLM; calls of Conure share their requests."""
 
 
 def output_fields(
@@ -22,15 +27,21 @@ def output_fields(
         kwargs: arguments of the call, which override both.
 
     Raises:
-        ValueError: if an argument is unknown.
+        ValueError: if an argument is unknown, or has a value that cannot be honoured.
     """
+    if kwargs.get("constraint") is not None and kwargs.get("response_format") is not None:
+        raise ValueError("give either constraint or response_format, not both")
     fields = dict(settings)
     for name, value in {**additional, **kwargs}.items():
         if name == "logprobs" and isinstance(value, bool):
             fields[name] = 0 if value else None
         elif name in _SAMPLING or name == "constraint":
             fields[name] = value
-        elif name not in _TOOL_FIELDS and name != "model" and value is not None:
+        elif name == "response_format":
+            fields |= _format_fields(value)
+        elif name == "n":
+            _check_one_answer(value)
+        elif name not in (*_TOOL_FIELDS, *_NOT_FOR_THE_MODEL) and value is not None:
             raise ValueError(f"unknown argument {name}={value!r} of Conure")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
@@ -42,3 +53,33 @@ def tool_fields(kwargs: Mapping[str, Any]) -> dict[str, Json]:
     if not kwargs.get("tools"):
         return {}
     return {name: kwargs[name] for name in _TOOL_FIELDS if kwargs.get(name) is not None}
+
+
+def _format_fields(response_format: Any) -> dict[str, Json]:
+    """Return the constraint of an OpenAI response format, or of a pydantic class.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if response_format is None or response_format == {"type": "text"}:
+        return {}
+    if isinstance(response_format, type) and issubclass(response_format, BaseModel):
+        return {"constraint": {"json_schema": response_format.model_json_schema()}}
+    if isinstance(response_format, Mapping):
+        if response_format.get("type") == "json_object":
+            return {"constraint": {"json_schema": {"type": "object"}}}
+        described = response_format.get("json_schema")
+        if isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping):
+            return {"constraint": {"json_schema": dict(described["schema"])}}
+    raise ValueError(
+        "response_format must be {'type': 'json_schema', 'json_schema': {'schema': ...}}, "
+        f"{{'type': 'json_object'}} or a pydantic class, got {response_format!r}"
+    )
+
+
+def _check_one_answer(num_answers: Any) -> None:
+    if num_answers not in (None, 1):
+        raise ValueError(
+            f"an answer of LlamaIndex is one text, got n={num_answers!r}; call the LLM several "
+            "times, with other seeds"
+        )

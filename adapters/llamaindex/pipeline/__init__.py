@@ -7,7 +7,10 @@ importable on later cores.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from conure.server.program.errors import ProgramError
 
 if TYPE_CHECKING:
     from .core012 import QueryPipeline
@@ -22,9 +25,23 @@ def to_program(pipeline: QueryPipeline, *, name: str = "pipeline") -> CompiledPi
         name: of the program.
 
     Raises:
-        ImportError: if llama-index-core is not 0.12.
-        ProgramError: `to_program.unsupported`, with the module that cannot be compiled.
+        ProgramError: `to_program.unsupported`, with the module that cannot be compiled, or for an
+            app that is no QueryPipeline.
     """
+    if not _is_query_pipeline(pipeline):
+        raise ProgramError(
+            "to_program.unsupported",
+            f"a {type(pipeline).__name__} cannot be compiled: to_program takes a QueryPipeline, "
+            "which llama-index-core has up to version 0.12; use accelerate",
+        )
     from .program import CompiledPipeline
 
     return CompiledPipeline(pipeline, name)
+
+
+def _is_query_pipeline(app: Any) -> bool:
+    if find_spec("llama_index.core.query_pipeline") is None:
+        return False
+    from .core012 import QueryPipeline
+
+    return isinstance(app, QueryPipeline)

@@ -10,6 +10,6 @@ from . import embeddings, response_routes, routes
 from .errors import error_response
 
 ROUTES = (*routes.ROUTES, *response_routes.ROUTES, *embeddings.ROUTES)
-BODIES = (*routes.BODIES, *response_routes.BODIES)
+BODIES = (*routes.BODIES, *response_routes.BODIES, *embeddings.BODIES)
 
 __all__ = ["BODIES", "ROUTES", "error_response"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -82,3 +82,34 @@ def test_cut_tool_call_is_an_error(client: Client) -> None:
         bound.invoke("JSON")
     with pytest.raises(RunError, match="cut after 30 tokens before its tool call"):
         list(bound.stream("JSON"))
+
+
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"constraint": {"regex": "[a-z]{30}"}},
+    {"constraint": {"choices": ["x" * 30, "y" * 30]}},
+    {"constraint": {"lark": 'start: "x"~30'}},
+    {"response_format": {"type": "json_object"}},
+]
+
+
+@pytest.mark.parametrize("arguments", CONSTRAINTS, ids=["regex", "choices", "lark", "json_object"])
+async def test_cut_answer_under_any_constraint_is_an_error(
+    client: Client, arguments: dict[str, Any]
+) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=1).bind(**arguments)
+    for run in (llm.invoke, accelerate(llm).invoke, lambda text: [*llm.stream(text)]):
+        with pytest.raises(RunError, match="cut after 1 tokens before it satisfied") as cut:
+            run("x")
+        assert cut.value.code == "output.incomplete"
+    with pytest.raises(RunError, match="before it satisfied its constraint"):
+        await llm.ainvoke("x")
+    with pytest.raises(RunError, match="before it satisfied its constraint"):
+        [chunk async for chunk in llm.astream("x")]
+    await cast(Any, llm).bound.async_connection().close()
+
+
+def test_cut_text_without_a_constraint_is_an_answer(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=2)
+    given: list[dict[str, Any]] = [{}, {"response_format": {"type": "text"}}]
+    for arguments in given:
+        assert len(llm.invoke("x", **arguments).text) == 2

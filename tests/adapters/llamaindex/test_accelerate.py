@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ from llama_index.core.response_synthesizers import (
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Workflow, step
+from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.span.base import BaseSpan
+from llama_index_instrumentation.span_handlers import BaseSpanHandler
 
 from conure.adapters.client import Client, ServerUnreachableError
 from conure.adapters.llamaindex import Conure, Report, accelerate, explain
@@ -533,3 +536,45 @@ def test_app_is_not_modified(llm: Conure) -> None:
 def test_only_apps_are_accelerated(llm: Conure) -> None:
     with pytest.raises(TypeError, match="class Conure"):
         accelerate(llm)
+
+
+class SpanNames(BaseSpanHandler[BaseSpan]):
+    """Records the classes and methods of spans."""
+
+    names: list[str] = []  # noqa: RUF012 - pydantic copies it
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "SpanNames"
+
+    def new_span(self, id_: str, *args: Any, **kwargs: Any) -> None:
+        self.names.append(id_.partition("-")[0])
+
+    def prepare_to_exit_span(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def spans() -> Iterator[SpanNames]:
+    root = get_dispatcher()
+    handler = SpanNames()
+    root.add_span_handler(handler)
+    yield handler
+    root.span_handlers.remove(handler)
+
+
+@pytest.mark.parametrize("mode", [*PLANNED_MODES, "simple_summarize"])
+def test_spans_of_accelerated_synthesizer_are_the_same(
+    llm: Conure, spans: SpanNames, mode: str
+) -> None:
+    plain = get_response_synthesizer(llm=llm, response_mode=ResponseMode(mode))
+    plain.synthesize("Why?", nodes())
+    expected, spans.names[:] = sorted(spans.names), []
+    assert expected
+    fast = accelerate(plain)
+    fast.synthesize("Why?", nodes())
+    assert sorted(spans.names) == expected
+    assert explain(fast).num_planned > 0

@@ -6,12 +6,14 @@ Nothing keeps running on the server afterwards.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -19,7 +21,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from conure.adapters.client import Client
-from conure.adapters.llamaindex import Conure, accelerate
+from conure.adapters.llamaindex import Conure, accelerate, conure_run
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import (
@@ -223,3 +225,57 @@ async def test_server_shutdown_reaches_every_waiter(submitted: list[str]) -> Non
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [each for each in results if not isinstance(each, ConureError)] == []
         await llm._clients.aclose()
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"regex": "[a-z]{30}"}, {"choices": ["x" * 30, "y" * 30]}, {"lark": 'start: "x"~30'}],
+    ids=["regex", "choices", "lark"],
+)
+async def test_cut_answer_under_a_constraint_is_an_error(
+    make_llm: Callable[..., Conure], constraint: dict[str, Any]
+) -> None:
+    llm = make_llm(max_tokens=1)
+    with pytest.raises(ValueError, match="before it satisfied its constraint"):
+        llm.complete("x", constraint=constraint)
+    with pytest.raises(ValueError, match="before it satisfied its constraint"):
+        [*llm.stream_complete("x", constraint=constraint)]
+    with pytest.raises(ValueError, match="before it satisfied its constraint"), conure_run():
+        await llm.acomplete("x", constraint=constraint)
+
+
+class Point(BaseModel):
+    x: int
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        Point,
+        {"type": "json_schema", "json_schema": {"schema": Point.model_json_schema()}},
+        {"type": "json_object"},
+    ],
+)
+def test_response_format_is_a_constraint(
+    make_llm: Callable[..., Conure], response_format: Any
+) -> None:
+    answer = make_llm(max_tokens=400).complete("x", response_format=response_format, n=1)
+    assert isinstance(json.loads(answer.text), dict)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 3}, "got n=3; call the LLM several times"),
+        ({"response_format": {"type": "xml"}}, "response_format must be"),
+        (
+            {"response_format": {"type": "json_object"}, "constraint": {"regex": "a"}},
+            "either constraint or response_format",
+        ),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(
+    make_llm: Callable[..., Conure], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_llm().complete("x", **arguments)

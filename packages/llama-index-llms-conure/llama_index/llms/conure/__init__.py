@@ -6,6 +6,7 @@ Re-exports `conure.adapters.llamaindex`.
 from conure.adapters.llamaindex import (
     CallReport,
     Conure,
+    ConureEmbedding,
     Report,
     accelerate,
     conure_run,
@@ -13,4 +14,13 @@ from conure.adapters.llamaindex import (
     to_program,
 )
 
-__all__ = ["CallReport", "Conure", "Report", "accelerate", "conure_run", "explain", "to_program"]
+__all__ = [
+    "CallReport",
+    "Conure",
+    "ConureEmbedding",
+    "Report",
+    "accelerate",
+    "conure_run",
+    "explain",
+    "to_program",
+]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +14,9 @@ from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate, to_program
 from conure.server.program.errors import ProgramError
 
-_PATH = Path(__file__).parents[3] / "benchmarks" / "cookbook" / "chains.py"
-_SPEC = importlib.util.spec_from_file_location("cookbook_chains", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_MODULE = sys.modules.setdefault("cookbook_chains", importlib.util.module_from_spec(_SPEC))
-_SPEC.loader.exec_module(_MODULE)
-cookbook: Callable[[ChatConure], dict[str, Any]] = _MODULE.cookbook
+from ...benchmarks.package_loader import load_package
+
+cookbook: Callable[[ChatConure], dict[str, Any]] = load_package("cookbook/langchain_apps").cookbook
 
 NAMES = list(cookbook(ChatConure()))
 SEVERAL_PROGRAMS = {"router_function"}

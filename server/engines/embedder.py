@@ -1,0 +1,91 @@
+"""Embeddings of texts by the engines.
+
+An embedding is a function of its text: nothing is journaled, and a request that is lost is sent
+again. Texts are ranked like calls that arrive at the same time, and share the engines' steps with
+them.
+
+Invariants: at most `MAX_AT_ONCE` texts are at the engines, so that embeddings of many texts leave
+the engines' memory to calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from conure.engine import protocol
+
+from ..program.errors import ConureError, PromptError, UnavailableError
+from .protocol import Engine
+
+MAX_AT_ONCE: Final = 8
+MAX_ATTEMPTS: Final = 3
+"""A text is sent again if its engine is lost."""
+CAPABILITY: Final = "embeddings"
+
+
+class EmbeddingError(ConureError):
+    """An engine cannot embed a text."""
+
+    status = 502
+
+
+class Embedder:
+    """Sends texts to the engines that give embeddings."""
+
+    def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
+        """Create an embedder; `engines` returns the running engines."""
+        self._engines = engines
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether an engine gives embeddings."""
+        return any(CAPABILITY in engine.hello.capabilities for engine in self._engines())
+
+    async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the mean of the last hidden states [H] over the tokens of each text.
+
+        Args:
+            texts: token ids, at least one per text.
+
+        Raises:
+            PromptError: `prompt.too_long`.
+            EmbeddingError: the engine's error.
+            UnavailableError: `engine.none` if no engine answers.
+        """
+        rank = time.monotonic()
+        tasks = [asyncio.create_task(self._embed(list(text), rank)) for text in texts]
+        try:
+            return [await task for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _embed(self, text: list[int], rank: float) -> list[float]:
+        async with self._places:
+            for _ in range(MAX_ATTEMPTS):
+                engine = self._least_loaded()
+                if engine is None:
+                    break
+                try:
+                    reply = await engine.embed(text, rank)
+                except ConnectionError:
+                    continue
+                if isinstance(reply, protocol.Embedded):
+                    return reply.values
+                kind = PromptError if reply.code == "prompt.too_long" else EmbeddingError
+                raise kind(reply.code, reply.message)
+        raise UnavailableError("engine.none", "no engine answers; retry", retry_after_s=2)
+
+    def _least_loaded(self) -> Engine | None:
+        """Return the engine with the fewest contexts."""
+        able = [
+            engine
+            for engine in self._engines()
+            if engine.is_alive and CAPABILITY in engine.hello.capabilities
+        ]
+        return min(able, key=lambda engine: engine.num_contexts_by_owner.total(), default=None)
