@@ -204,7 +204,7 @@ class Config(EngineConfig, frozen=True, kw_only=True):
             "keep; 0: no pins",
             group="limits",
             metavar="X",
-            bounds=(0, 0.5),
+            bounds=(0, 1),
         ),
     ] = 0.1
     pin_hours: Annotated[
@@ -213,7 +213,7 @@ class Config(EngineConfig, frozen=True, kw_only=True):
             help="hours for which a prefix may be pinned",
             group="limits",
             metavar="H",
-            bounds=(0.01, 8760),
+            bounds=(0, 8760),
         ),
     ] = 24.0
     max_wait_s: Annotated[

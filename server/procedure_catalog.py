@@ -63,6 +63,7 @@ class ProcedureCatalog:
             if put.source is UNSET:
                 raise
             raise locate(error, given) from None
+        prefixes: list[list[int]] = []
         if put.pin_s is not None:
             prefixes = await self._check_pin(tenant, procedure, put.pin_s)
         await self._intake.library.store(tenant, procedure, put.alias)

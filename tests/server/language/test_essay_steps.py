@@ -109,7 +109,9 @@ async def test_critic_and_copilot_compute_every_token_of_their_prompts_once(
     source = source.replace(
         "max_tokens=16, temperature", "max_tokens=16, ignore_eos=True, temperature"
     )
-    settings = ENGINES[kind] | ({"model": "seeded", "dtype": "float32"} if kind == "real" else {})
+    settings: dict[str, Any] = ENGINES[kind] | (
+        {"model": "seeded", "dtype": "float32"} if kind == "real" else {}
+    )
     async with server_harness(tmp_path, block_size=1, **settings) as harness:
         program = await harness.submit_source(source, trace=True)
         status = await program.end()
