@@ -29,7 +29,8 @@ SALT_CHARS = 16
 
 def joined(sent: list[ScheduledProgram], seed: str) -> dict[str, Any]:
     """Return one program with the calls of all programs, which are all ready at the start."""
-    nodes, outputs = [], []
+    nodes: list[dict[str, Any]] = []
+    outputs: list[str] = []
     for number, each in enumerate(sent):
         program = each.plan.written(seed)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.runtime.calls.fill_clock import FillClock
+from conure.server.runtime.calls.fill_clock import FillClock, FillMark
 
 from ...inprocess import generate, server_harness
 
@@ -31,7 +31,8 @@ def test_parts_add_up_to_the_time_in_which_any_prompt_is_filled(
         for number, (began, took) in enumerate(fills)
         for event in ((began, 0, number), (began + took, 1, number))
     )
-    clock, marks, parts = FillClock(), {}, 0.0
+    clock, parts = FillClock(), 0.0
+    marks: dict[int, FillMark] = {}
     union, num_open, last = 0.0, 0, 0.0
     for at_s, is_end, number in times:
         union += (at_s - last) if num_open else 0.0
