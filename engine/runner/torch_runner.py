@@ -348,7 +348,9 @@ class TorchModelRunner(Runner):
         if found is None:
             return None
         key = (size, *found)
-        return key if is_recordable or graphs.has(key) else None
+        if not is_recordable and not graphs.has(key):
+            return None
+        return key
 
     @torch.inference_mode()
     def _logits(self, rows: Sequence[ScheduledSequence]) -> Tensor:
