@@ -14,12 +14,12 @@ import math
 import statistics
 import sys
 import time
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from apps import scenario
 from apps.plot import Bar, bars
-from apps.workloads import RECORDED, WORKLOADS, Point
+from apps.workloads import RECORDED, WORKLOADS, Point, Workload
 from robustness import tables
 from robustness.results import Results
 
@@ -85,9 +85,7 @@ def main() -> None:
         ):
             lines += [f"## {head}", "", *rows, ""]
         print("\n".join(lines), flush=True)
-    every = {
-        name: partial(run, scenario=scenario.HEAD) for name, run in WORKLOADS.items()
-    } | RECORDED
+    every = {name: _at_head(run) for name, run in WORKLOADS.items()} | RECORDED
     for name in arguments.only or every:
         began = time.perf_counter()
         by_seed = [list(every[name](seed)) for seed in range(arguments.seeds)]
@@ -105,6 +103,10 @@ def main() -> None:
             lines += [f"![{name}]({plot})", ""]
     if arguments.out is not None:
         (arguments.out / "tables.md").write_text("\n".join(lines))
+
+
+def _at_head(run: Workload) -> Callable[[int], Iterator[Point]]:
+    return lambda seed: run(seed, scenario.HEAD)
 
 
 if __name__ == "__main__":

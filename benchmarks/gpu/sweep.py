@@ -72,9 +72,9 @@ def run(record: StageRecord, device: torch.device, *, is_tiny: bool, rounds: int
     if factors:
         name = min(factors, key=lambda each: factors[each])
         record.note(f"fastest constants: {name}, {factors[name]:.3f} of the default's time")
-    for row in record.rows:
-        if row["name"] == OPERATIONS:
-            name = min(("default", "overlapping launches"), key=lambda each: row[each])
+    for figures in record.rows:
+        if figures["name"] == OPERATIONS:
+            name = min(("default", "overlapping launches"), key=lambda each: figures[each])
             record.note(f"fastest launches of operations: {name}")
 
 

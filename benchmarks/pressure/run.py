@@ -303,7 +303,9 @@ def line_of(setting: Setting, cell: dict[str, dict[str, Any]]) -> str:
 
 def settings_of(options: argparse.Namespace, engine: Sequence[str]) -> Iterator[Setting]:
     """Yield the settings; a working set is measured where a pool depends on it."""
-    for name, programs in itertools.product(options.only or SCALED, options.programs):
+    names: Sequence[str] = options.only or tuple(SCALED)
+    numbers: Sequence[int] = options.programs
+    for name, programs in itertools.product(names, numbers):
         peak = 0
         if min(options.pool) < 100:
             peak = working_set((*engine, "--context-len", str(CONTEXT_LEN)), name, programs)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -85,6 +85,15 @@ def create_runner(config: EngineConfig) -> TorchModelRunner:
     runner = TorchModelRunner(config)
     runner.warm()
     return runner
+
+
+class _RecordingKey(NamedTuple):
+    """What the recording of a step depends on."""
+
+    num_tokens: int
+    """Tokens of the step, padded."""
+    launches: tuple[Hashable, ...]
+    """One per group of layers."""
 
 
 class TorchModelRunner(Runner):
@@ -303,7 +312,7 @@ class TorchModelRunner(Runner):
         """
         packed = pack(rows, self._planner)
         key = None if pooled else self._recording(packed.plan, warmup_size)
-        size = None if key is None else key[0]
+        size = None if key is None else key.num_tokens
         inputs = packed.arrays(self._padded_sizes(packed, size), self._scratch_block)
         pending = () if packed.pending is None else packed.pending
         staged = self._staging.put([*inputs, *pairs, *pending, *extra])
@@ -328,10 +337,8 @@ class TorchModelRunner(Runner):
         )
         return logits[: len(packed.last)], staged[end:], None
 
-    def _recording(
-        self, plan: Plan, warmup_size: int | None
-    ) -> tuple[int, *tuple[Hashable, ...]] | None:
-        """Return the key of a step's recording, which begins with the padded number of tokens.
+    def _recording(self, plan: Plan, warmup_size: int | None) -> _RecordingKey | None:
+        """Return the key of a step's recording, with the padded number of tokens.
 
         None for a step that runs eagerly: one that is too large, or one with a prompt that no
         recording fits. Recordings of such steps are made by `warm` alone. Decode steps are
@@ -347,7 +354,7 @@ class TorchModelRunner(Runner):
         found = self._prepare_plan(plan, may_grow=is_recordable)
         if found is None:
             return None
-        key = (size, *found)
+        key = _RecordingKey(size, tuple(found))
         if not is_recordable and not graphs.has(key):
             return None
         return key

@@ -373,7 +373,7 @@ class EngineConnection(asyncio.Protocol):
         for report in join_tokens([step.reports for step in steps]):
             match report:
                 case protocol.Tokens():
-                    self._deliver(report.context, report)
+                    _deliver(self, report.context, report)
                 case protocol.Finished() if report.context in self._aborting:
                     # The output ended before the abort, which finds no output.
                     ended = protocol.Aborted(report.context, report.num_decoded, report.num_forced)
@@ -391,24 +391,7 @@ class EngineConnection(asyncio.Protocol):
                     _resolve(self._replies.checks, report.nonce, report)
                 case _:
                     self._num_inflight_tokens -= self._inflight_fill_tokens.pop(report.context, 0)
-                    self._deliver(report.context, report)
-
-    def _deliver(self, context: int, report: protocol.Report) -> None:
-        """Call the listener of a context. If it raises, its call fails as if the engine had failed
-        it; the rest of the frame belongs to other calls.
-        """
-        listener = self._listeners.get(context)
-        if listener is None:
-            return
-        try:
-            listener(report)
-        except Exception:
-            logger.exception("%s: the listener of context %d failed", self.name, context)
-            try:
-                listener(protocol.Failed(context, "server.internal", "internal server error"))
-            except Exception:
-                logger.exception("%s: cannot fail the call of context %d", self.name, context)
-                self.free(context)
+                    _deliver(self, report.context, report)
 
     def _flush(self) -> None:
         commands, self._outgoing = self._outgoing, []
@@ -464,6 +447,24 @@ def _forget(engine: EngineConnection, context: int) -> None:
         engine.num_contexts_by_owner[owner] -= 1
         if not engine.num_contexts_by_owner[owner]:
             del engine.num_contexts_by_owner[owner]
+
+
+def _deliver(engine: EngineConnection, context: int, report: protocol.Report) -> None:
+    """Call the listener of a context. If it raises, its call fails as if the engine had failed it;
+    the rest of the frame belongs to other calls.
+    """
+    listener = engine._listeners.get(context)
+    if listener is None:
+        return
+    try:
+        listener(report)
+    except Exception:
+        logger.exception("%s: the listener of context %d failed", engine.name, context)
+        try:
+            listener(protocol.Failed(context, "server.internal", "internal server error"))
+        except Exception:
+            logger.exception("%s: cannot fail the call of context %d", engine.name, context)
+            engine.free(context)
 
 
 async def _wait_for_pong(pong: asyncio.Future[protocol.Pong], hang_s: float) -> bool:

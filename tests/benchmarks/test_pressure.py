@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import AIMessage
+from langchain_core.prompt_values import PromptValue
 from langchain_core.runnables import RunnableLambda
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -37,7 +38,10 @@ def test_chain_computes_the_variables_of_its_program(plan: Any) -> None:
         values[node["id"]] = answer(prompt, output["max_tokens"])
 
     def model(max_tokens: int) -> Any:
-        return RunnableLambda(lambda prompt: AIMessage(answer(prompt.to_string(), max_tokens)))
+        def reply(prompt: PromptValue) -> AIMessage:
+            return AIMessage(answer(prompt.to_string(), max_tokens))
+
+        return RunnableLambda(reply)
 
     assert chain_of(program, model).invoke({}) == values
 

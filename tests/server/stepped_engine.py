@@ -36,6 +36,9 @@ class LateHandle:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
+    def sample(self) -> None:
+        self._handle.sample()
+
     def read(self) -> list[int]:
         return self._handle.read()
 

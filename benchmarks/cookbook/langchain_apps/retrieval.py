@@ -99,12 +99,17 @@ def step_back(kit: Kit) -> App:
     )
 
 
+def joined(texts: list[str]) -> str:
+    """Return texts as lines."""
+    return "\n".join(texts)
+
+
 def decomposition(kit: Kit) -> App:
     """Answer the parts of a question, then the whole."""
     parts: Runnable[Any, str] = (
         itemgetter("parts")
         | RunnableLambda(with_context).pipe(kit.answer()).map()
-        | RunnableLambda("\n".join)
+        | RunnableLambda(joined)
     )
     return App(
         RunnablePassthrough.assign(parts=kit.queries())

@@ -73,13 +73,18 @@ def translations(kit: Kit) -> App:
     return App(languages | kit.ask("Compare {French}, {German} and {Dutch}"), {"text": "good tea"})
 
 
+def joined(texts: list[str]) -> str:
+    """Return texts as paragraphs."""
+    return "\n\n".join(texts)
+
+
 def blog(kit: Kit) -> App:
     """Outline, write every section, and edit the whole."""
     sections: Runnable[Any, str] = (
         itemgetter("outline")
         | RunnableLambda(lines)
         | kit.ask("Write the section {heading}").map()
-        | RunnableLambda("\n\n".join)
+        | RunnableLambda(joined)
     )
     return App(
         RunnablePassthrough.assign(outline=kit.ask("Outline {topic}"))

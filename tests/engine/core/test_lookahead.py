@@ -337,7 +337,7 @@ def constrained_outputs(runner: Runner, seed: int) -> list[tuple[list[int], str,
         for _ in range(rng.randrange(4)):
             harness.step()
     harness.run()
-    found = []
+    found: list[tuple[list[int], str, str]] = []
     for name in names:
         outcome = harness.outcomes[name]
         found.append((outcome.ids, outcome.finished.text, outcome.finished.constraint))

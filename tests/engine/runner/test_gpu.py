@@ -41,7 +41,12 @@ def runner_of(
     folder: Path, where: str | backend.Backend, dtype: str = "float32", **options: Any
 ) -> TorchModelRunner:
     # Few tokens, so that there are few recordings.
-    chosen = {"step_tokens": 32, "num_blocks": 256, "block_size": BLOCK, "max_sequences": 6}
+    chosen: dict[str, Any] = {
+        "step_tokens": 32,
+        "num_blocks": 256,
+        "block_size": BLOCK,
+        "max_sequences": 6,
+    }
     chosen |= {"min_saved": 0, **options}
     return shrunk.runner_on(folder, where, dtype=dtype, **chosen)
 

@@ -42,7 +42,7 @@ def test_last_program_of_a_query_merges_its_partials(
     reference = ops.implementation("reference")
     heads = 4
     sinks = torch.linspace(-1.0, 2.0, heads) if options.get("has_sinks") else None
-    keywords = {"window": options.get("window"), "softcap": options.get("softcap")}
+    window, softcap = options.get("window"), options.get("softcap")
     num_merged = 0
     for seed in range(3):
         rows = random_rows(seed, levels=3, block_size=BLOCK)
@@ -51,15 +51,19 @@ def test_last_program_of_a_query_merges_its_partials(
         caches = random_caches(seed, rows, block_size=BLOCK, kv_heads=2, head_dim=16, value_dim=16)
         query = torch.randn(plan.num_queries, heads, 16, generator=generator)
         keys, values = (cache.float() for cache in caches)
-        wanted = reference.attention(query, keys, values, plan, scale=0.3, sinks=sinks, **keywords)
-        there = [each.to(device) for each in (query, keys, values)]
+        wanted = reference.attention(
+            query, keys, values, plan, scale=0.3, window=window, softcap=softcap, sinks=sinks
+        )
         for _ in range(2):  # the counters are zeros again
             found = operations.attention(
-                *there,
+                query.to(device),
+                keys.to(device),
+                values.to(device),
                 plan,
                 scale=0.3,
+                window=window,
+                softcap=softcap,
                 sinks=None if sinks is None else sinks.to(device),
-                **keywords,
             )
             assert (found.cpu() - wanted).abs().max().item() <= 5e-6
         (device_table,) = (each for each in kernels._tables.values() if each.plan is plan)
@@ -67,7 +71,7 @@ def test_last_program_of_a_query_merges_its_partials(
         assert not device_table.work.is_merged
         assert not device_table.current.counters.any()
     # Nothing is shared under a window, and windows are not cut.
-    assert (num_merged > 0) == (keywords["window"] is None)
+    assert (num_merged > 0) == (window is None)
 
 
 def test_constants_of_kernels_equal_the_work_table() -> None:

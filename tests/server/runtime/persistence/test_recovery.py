@@ -351,6 +351,7 @@ def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> LLMCall:
         ready_at_s=0.0,
         rank=Rank(0.0, ""),
         performance=PerformanceObjective("latency", None, 0),
+        priorities=SimpleNamespace(),  # type: ignore[arg-type]
         on_started=lambda: None,
     )
     record = ValueRecord(

@@ -6,7 +6,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from apps.deadline_mixes import Met, met, met_under, mix, profile, share_where
 from apps.programs import single
