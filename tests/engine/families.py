@@ -246,7 +246,7 @@ REFUSED: Final[dict[str, Refusal]] = {
     "bloom": Refusal(_OWN, {}, trial=_SOME),
     "codegen": Refusal(_OWN, _GPT, trial=_SOME),
     "deepseek_v32": Refusal("indexed_attention", {**_MLA, **_GROUPS}, trial="running a few tokens"),
-    "diffllama": Refusal("told apart", {}, is_known=False),
+    "diffllama": Refusal("cannot be distinguished", {}, is_known=False),
     "doge": Refusal("mask of its own", {}, is_known=False),
     "falcon": Refusal(_OWN, {"head_dim": ...}),
     "falcon_h1": Refusal(_STATE, _SSM, trial="more than keys and values"),
@@ -259,7 +259,7 @@ REFUSED: Final[dict[str, Refusal]] = {
         {**_MOE, **_SSM, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
         trial=_SOME,
     ),
-    "hrm_text": Refusal("told apart", {}, is_known=False),
+    "hrm_text": Refusal("cannot be distinguished", {}, is_known=False),
     "jamba": Refusal(
         _STATE,
         {

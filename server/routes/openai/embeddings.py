@@ -38,7 +38,7 @@ class EmbeddingsRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     model: Annotated[str, Meta(min_length=1, max_length=256)]
     input: TextInput | Annotated[list[TextInput | TokenId | TokenIds], Meta(max_length=MAX_TEXTS)]
     """A text, its token ids, or a list of texts or of token ids."""
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1_048_576)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     user: Json | UnsetType = UNSET
 

@@ -48,7 +48,7 @@ def test_layers_that_bypass_the_hook_are_rejected() -> None:
 def test_layers_with_equal_index_are_rejected() -> None:
     model = small("llama")
     model.model.layers[1].self_attn.layer_idx = 0
-    with pytest.raises(EngineError, match="told apart"):
+    with pytest.raises(EngineError, match="cannot be distinguished"):
         probe.probe(model, "it")
 
 
