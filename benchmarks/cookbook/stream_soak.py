@@ -6,7 +6,8 @@ LangChain, LlamaIndex and the `openai` package stream answers from one `conure s
 with blocking calls and with coroutines, plain and (LangChain, LlamaIndex) accelerated. Every tenth
 stream is left after its first piece. Afterwards, with all clients closed, nothing may be left: no
 socket, thread or task of this process, no open program and no socket of the server. Between the
-first half and the end, the number of Python objects may grow by 500, or by less than one per call.
+first half and the end, the number of Python objects may grow by 2,000, since caches fill, or by
+less than one per call.
 
 The exit code is 1 if something is left. Memory of both processes is reported, not judged: an
 allocator keeps freed memory.
@@ -247,7 +248,7 @@ def run(server: TemporaryServer, num_calls: int) -> dict[str, Any]:
         "memory_halfway": halfway._asdict(),
         "memory_at_the_end": end._asdict(),
         "objects_per_call": round((end.objects - halfway.objects) / num_halves, 3),
-        "is_clean": is_clean and end.objects - halfway.objects < max(500, num_halves),
+        "is_clean": is_clean and end.objects - halfway.objects < max(2_000, num_halves),
     }
 
 

@@ -145,8 +145,10 @@ def attention_constants(
     """
     is_exact = shape.dtype == torch.float32  # no tensor cores: registers are scarce
     tile = 32 if is_wide(shape) else 64
-    # The addresses of an odd group's rows take registers: with tiles of 64 keys the others spill.
-    is_short = has_odd_group(shape) and not is_exact
+    # The addresses of an odd group's rows take registers, and so do a window and sinks together:
+    # with tiles of 64 keys others spill.
+    has_both = variant.has_window and variant.has_sinks and not large
+    is_short = (has_odd_group(shape) or has_both) and not is_exact
     small_tile = 32 if is_short else tile
     small_stages = tuning.small_stages + (2 if small_tile < tile else 0)  # as many bytes in flight
     return {
