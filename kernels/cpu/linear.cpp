@@ -18,6 +18,19 @@ namespace conure {
 constexpr int kPanel = kRegisterColumns * kLanes;
 constexpr int64_t kTasksPerThread = 4;
 
+// Stores the first `num` results of a row. A copy of variable size costs as much as ten products.
+template <class T>
+static inline void store_columns(T* out, const Vec* total, const T* bias, int64_t num) {
+#pragma GCC unroll 8
+  for (int c = 0; c < kRegisterColumns; c++, out += kLanes, num -= kLanes) {
+    const int64_t first = c * kLanes;
+    if (num >= kLanes)
+      store(out, bias ? total[c] + load(bias + first) : total[c]);
+    else if (num > 0)
+      store_first(out, bias ? total[c] + load_first(bias + first, int(num)) : total[c], int(num));
+  }
+}
+
 template <class W, int R>
 static inline void multiply_rows(const LinearArguments& a, int64_t row, const uint32_t* panel,
                                  int64_t column) {
@@ -44,14 +57,10 @@ static inline void multiply_rows(const LinearArguments& a, int64_t row, const ui
         }
       }
   }
-  for (int c = 0; c < C; c++) {
-    const int64_t first = column + c * kLanes;
-    const int num = int(std::clamp<int64_t>(a.num_outputs - first, 0, kLanes));
-    if (!num) return;
-    const Vec bias = a.bias ? load_first(a.bias + first, num) : Vec{};
-    for (int r = 0; r < R; r++)
-      store_first(a.out + (row + r) * a.num_outputs + first, total[r][c] + bias, num);
-  }
+  const int64_t num_columns = std::min<int64_t>(a.num_outputs - column, kPanel);
+  for (int r = 0; r < R; r++)
+    store_columns(a.out + (row + r) * a.num_outputs + column, total[r],
+                  a.bias ? a.bias + column : nullptr, num_columns);
 }
 
 template <class W, int R = kRegisterRows>
