@@ -1,6 +1,6 @@
 """The figures of the README and of docs/start/benchmarks.md are those of the records.
 
-`python -m tests.docs.test_figures` writes the table of the engine from its record.
+`python -m tests.docs.test_figures` writes the tables of the engine from their records.
 """
 
 from __future__ import annotations
@@ -15,39 +15,57 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "start" / "benchmarks.md"
 README = (ROOT / "README.md").read_text("utf-8")
-RECORD = ROOT / "benchmarks" / "results" / "engine" / "cpu.json"
-TABLE = re.compile(r"(?<=<!-- engine -->\n).*(?=<!-- end of engine -->)", re.DOTALL)
+RECORDS = ROOT / "benchmarks" / "results" / "engine"
+TABLE = re.compile(r"(<!-- (engine|small) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
 LINK = re.compile(r"\]\((?:https://.*?/blob/main/|\.\./\.\./)?(benchmarks/results/[^)]+)\)")
 
 
-def cases() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))["cases"]
-    return [case for case in found if "ratio" in case]
+def cases(name: str) -> list[dict[str, Any]]:
+    """Return the cases of a record, the smallest ratio to vLLM first."""
+    found: list[dict[str, Any]] = json.loads((RECORDS / name).read_text("utf-8"))["cases"]
+    return sorted(found, key=lambda case: case["ratios"]["vllm"]["median"])
 
 
-def table() -> str:
-    """Return the rates of both engines and their ratio, the smallest first."""
+def spread(case: dict[str, Any], peer: str) -> str:
+    return "{median:.2f} ({min:.2f} to {max:.2f})".format(**case["ratios"][peer])
+
+
+def engine_table() -> str:
     lines = [
-        "| prompts | vLLM, tokens/s | Conure, tokens/s | Conure / vLLM (min to max) |",
-        "| --- | --- | --- | --- |",
+        "| prompts | vLLM, tokens/s | Conure, tokens/s | Conure / vLLM (range) | % of the floor |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for case in sorted(cases(), key=lambda case: case["ratio"]["median"]):
-        rates = {name: side["tokens_per_s"]["median"] for name, side in case["sides"].items()}
-        ratio = "{median:.2f} ({min:.2f} to {max:.2f})".format(**case["ratio"])
-        row = (case["case"], f"{rates['vllm']:.0f}", f"{rates['conure']:.0f}", ratio)
-        lines.append("| {} | {} | {} | {} |".format(*row))
+    for case in cases("cpu.json"):
+        vllm, conure = case["sides"]["vllm"], case["sides"]["conure"]
+        rates = (f"{side['tokens_per_s']['median']:.0f}" for side in (vllm, conure))
+        floors = " and ".join(f"{side['percent_of_floor']:.0f}" for side in (vllm, conure))
+        lines.append("| " + " | ".join([case["case"], *rates, spread(case, "vllm"), floors]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def test_the_table_of_the_engine_is_that_of_the_record() -> None:
-    found = TABLE.search(PAGE.read_text("utf-8"))
-    assert found is not None
-    assert found[0] == table(), "run `python -m tests.docs.test_figures`"
+def small_table() -> str:
+    lines = [
+        "| computation | Conure / vLLM (min to max) | Conure / llama.cpp (min to max) |",
+        "| --- | --- | --- |",
+    ]
+    for case in cases("cpu-small.json"):
+        ratios = (spread(case, "vllm"), spread(case, "llama.cpp"))
+        lines.append("| " + " | ".join([case["case"], *ratios]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"engine": engine_table, "small": small_table}
+
+
+def test_the_tables_of_the_engine_are_those_of_the_records() -> None:
+    found = {match[2]: match[3] for match in TABLE.finditer(PAGE.read_text("utf-8"))}
+    tables = {name: table() for name, table in TABLES.items()}
+    assert found == tables, "run `python -m tests.docs.test_figures`"
 
 
 def test_the_readme_has_the_range_of_the_record() -> None:
-    medians = [case["ratio"]["median"] for case in cases()]
-    row = next(line for line in README.splitlines() if "vLLM" in line and "engine.py" in line)
+    medians = [case["ratios"]["vllm"]["median"] for case in cases("cpu.json")]
+    row = next(line for line in README.splitlines() if "vLLM" in line and "cpu.json" in line)
     assert f"{min(medians):.2f} to {max(medians):.2f}" in row
 
 
@@ -68,4 +86,5 @@ def test_the_figures_of_a_row_are_in_its_record(line: str) -> None:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text("utf-8")), "utf-8")
+    text = PAGE.read_text("utf-8")
+    PAGE.write_text(TABLE.sub(lambda match: match[1] + TABLES[match[2]](), text), "utf-8")
