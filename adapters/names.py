@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 MAX_LENGTH: Final = 100
-"""Of the part taken from a hint; a number may be appended."""
+"""Maximum length of the part that is taken from a hint; a number may be appended."""
 
 
 def unique_name(hint: str, taken: set[str]) -> str:

@@ -14,7 +14,7 @@
     vllm     vLLM on the same requests
     sweep    constants of the attention kernel
 
-Each stage is a process of its own with a time limit. It writes `STAGE.json` after each row, so a
+Each stage is a separate process with a time limit. It writes `STAGE.json` after each row, so a
 stage that is stopped leaves what it has measured; `first_gpu.md` shows all stages in the folder,
 and `first_gpu.log` what they printed. Pieces that `gpu/pack.sh` collected are unpacked first.
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def start(stage: Stage, options: argparse.Namespace) -> bool:
-    """Run a stage in a process of its own; return whether it ended without a failure."""
+    """Run a stage in a separate process; return whether it ended without a failure."""
     limit_s = options.limit_s or stage.limit_s
     command = [sys.executable, __file__, "--run", stage.name, "--out", str(options.out)]
     command += ["--limit-s", str(limit_s), "--rounds", str(options.rounds)]

@@ -1,4 +1,4 @@
-"""KV lifetimes and recomputed tokens, relative to an oracle that knows the future.
+"""KV lifetimes and recomputed tokens, relative to an oracle with all future calls.
 
 The multi-agent workload runs as whole programs on the real server and engine core, with scripted
 text and fixed step times, in two thirds of the KV memory that it uses when memory is unlimited.

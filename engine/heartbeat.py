@@ -1,4 +1,4 @@
-"""The heartbeat of an engine process: one byte every half second, from a thread of its own.
+"""The heartbeat of an engine process: one byte every half second, from a separate thread.
 
 It shows the server that the process is running, also during a step that takes many seconds. Its end
 shows that the process is stopped. The thread needs the interpreter for microseconds; torch releases

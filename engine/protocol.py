@@ -250,7 +250,7 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 class Tokens(Struct, frozen=True, array_like=True, tag="tokens"):
     """New output of one Generate in this step.
 
-    Text lags behind ids while a stop string or a character is incomplete.
+    Text is delayed relative to ids while a stop string or a character is incomplete.
     """
 
     context: int

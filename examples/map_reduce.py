@@ -3,13 +3,13 @@
 The chain is ordinary LangChain: one small chain per report, all in parallel, and a last prompt
 that joins the findings. `to_program` turns it into one program: the server sees all calls at once,
 computes their common prompt prefix once, and starts the last call as soon as the last finding is
-complete. With `--by-request` LangChain runs the same chain, each call as a request of its own.
+complete. With `--by-request` LangChain runs the same chain, each call as a separate request.
 
     conure serve &
     python examples/map_reduce.py --save program.json
     python examples/map_reduce.py --by-request --compare program.json
 
-For a fair comparison, start the server anew before each of the two: the second run would find the
+For a fair comparison, restart the server before each of the two: the second run would find the
 cache of the first. Needs `pip install conure[langchain]`.
 """
 

@@ -1,4 +1,4 @@
-"""A router: a yes-or-no answer decides which question is asked next.
+"""A router: a yes-or-no answer decides which question is next.
 
 The other branch never starts. Start a server first: `conure serve`.
 """

@@ -15,7 +15,7 @@ one contiguous range that is read in place. `new_cache` returns a cache in the l
 implementation reads fastest; each implementation accepts any layout. The operations have no
 gradients and can be called in any grad mode.
 
-Out of scope: models and contexts; a plan says which queries read which blocks.
+Out of scope: models and contexts; a plan defines which queries read which blocks.
 
 Shapes: T queries or new tokens - H query heads - K KV heads - D head dim - E value head dim -
 B tokens of a block - N blocks - S partials - W maximum partials of one query.

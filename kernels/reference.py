@@ -1,8 +1,8 @@
-"""Reference implementation of the operations in plain torch, which defines their results.
+"""Reference implementation of the kernel operations in plain torch.
 
-Every row is computed separately, every query against all positions that it sees, without work
-items. Other implementations are tested against this one. It computes in the dtype of its
-arguments if that is float32 or float64, and in float32 for lower precisions.
+Defines the results of the operations: all other implementations are tested against it. Each row is
+computed separately and without work items, and each query attends to all positions that it sees.
+Computes in float64 for float64 arguments, otherwise in float32.
 
 Shapes: T queries or new tokens - H query heads - K KV heads - D head dim - E value head dim -
 B tokens of a block - N blocks - S partials - W maximum partials of one query.
@@ -47,14 +47,14 @@ def attention(
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        positions = torch.arange(length - (end - begin), length, device=query.device)[:, None]
-        keys_at = torch.arange(length, device=query.device)[None, :]
-        visible = keys_at <= positions
+        query_at = torch.arange(length - (end - begin), length, device=query.device)[:, None]
+        key_at = torch.arange(length, device=query.device)[None, :]
+        visible = key_at <= query_at
         if window is not None:
-            visible &= keys_at > positions - window
+            visible &= key_at > query_at - window
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
-            # A sink is one more score of each head, without a value.
+            # A sink adds one score to the softmax of each head, and no value.
             sink = sinks.to(scores)[:, None, None].expand(-1, end - begin, 1)
             scores = torch.cat([scores, sink], dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., :length]

@@ -283,7 +283,7 @@ class Executor(ProgramReader):
         status = await self.cancel(program, tenant=tenant)
         record = DeleteRecord(programs=(status.id,), is_secure=True)
         await _wait_durable(self.programs.journal.append([record]), "the deletion")
-        self.programs.forget(program)
+        self.programs.remove(program)
 
     async def put(
         self, program: str, variable: str, body: PutValue, *, tenant: str

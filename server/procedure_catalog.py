@@ -133,7 +133,7 @@ class ProcedureCatalog:
         if pin_s > self._max_pin_s:
             raise ProgramError(
                 "procedure.pin_time",
-                f"a prefix can be pinned for {self._max_pin_s:g} s, got {pin_s:g}: ask for less, "
+                f"a prefix can be pinned for {self._max_pin_s:g} s, got {pin_s:g}: request less, "
                 "or start the server with a larger --pin-hours",
                 path="pin_s",
             )

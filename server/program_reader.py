@@ -65,7 +65,7 @@ class ProgramReader:
                 raise NotFoundError("variable.not_found", message)
             return status
         run.state.check_variable(variable)
-        run.want(variable, objective)
+        run.demand(variable, objective)
         if wait_s > 0:
             await run.outbox.wait_for(variable, wait_s)
         return run_variable_status(run, variable)

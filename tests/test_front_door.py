@@ -86,5 +86,5 @@ print(conure.__version__)
 
 
 def test_an_uninstalled_checkout_has_a_version() -> None:
-    # A checkout that was installed keeps its metadata beside the package.
+    # A checkout that was installed keeps its metadata next to the package.
     assert python("-c", WITHOUT_METADATA, isolated=True) == "0+source"

@@ -47,7 +47,7 @@ def url() -> Iterator[str]:
 
 
 def run(example: Example, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run an example as the page says."""
+    """Run an example as the page describes."""
     suffix = {"python": ".py", "bash": ".sh", "": ".template"}[example.language]
     file = folder / (example.name + suffix)
     file.write_text(example.text.replace("conure.Client()", f"conure.Client({url!r})"), "utf-8")

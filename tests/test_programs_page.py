@@ -69,7 +69,7 @@ def output_of(printed: str, name: str) -> str:
 
 
 def shown(block: str) -> str:
-    """Return what the page says that a block gives."""
+    """Return the result of a block according to the page."""
     return re.split(r"gives `", PAGE.split(BLOCKS[block], 1)[1], maxsplit=1)[1].split("`", 1)[0]
 
 
@@ -108,9 +108,9 @@ def test_the_procedure_is_called_in_both_ways(url: str, tmp_path: Path) -> None:
 def test_the_client_step_is_requested_and_answered(url: str, tmp_path: Path) -> None:
     question, *answers = run_block("client", url, tmp_path).replace("}{", "}\n{").splitlines()
     named = ("name", "args", "output", "request_id", "attempt", "expires_at", "node")
-    asked = json.loads(question)
-    assert set(named) <= asked.keys()
-    assert (asked["name"], asked["args"]) == ("archive", {"of": "12 May"})
+    requested = json.loads(question)
+    assert set(named) <= requested.keys()
+    assert (requested["name"], requested["args"]) == ("archive", {"of": "12 May"})
     report, guard = map(json.loads, answers)
     assert report["value"].endswith("Tessa Brook.")
     assert guard == json.loads(shown("client"))

@@ -1,6 +1,6 @@
-"""The parts of `AsyncClient` that an event loop does differently from threads.
+"""The parts of `AsyncClient` that use the event loop: connections, and tasks for client steps.
 
-`sync_io` has the same interface for `Client`.
+`sync_io` has the same interface for `Client`, with threads.
 
 Invariants: a connection belongs to the event loop that opened it. A client that is used from
 several loops, in turn or at once, has separate connections for each.
@@ -48,7 +48,8 @@ class AsyncBaseClient:
             timeout_s: how long to wait for a reply, in addition to the time of a long poll.
             retry: when to repeat requests that are refused or get no answer.
             headers: sent with every request.
-            settings: of another client, whose application this client uses but does not close.
+            settings: settings of another client. This client uses the other client's application,
+                but does not close it.
         """
         self._settings = settings or ClientSettings(
             base_url, app=app, timeout_s=timeout_s, retry=retry, headers=headers
@@ -95,10 +96,10 @@ class AsyncBaseClient:
         local_app = self._settings.local_app
         if local_app is not None and not local_app.is_running:
             await asyncio.to_thread(local_app.start)
-            if loop in self._per_loop:
+            if loop in self._per_loop:  # another coroutine connected meanwhile
                 return self._per_loop[loop].http
         for other in [each for each in self._per_loop if each.is_closed()]:
-            del self._per_loop[other]  # closed without its asynchronous generators
+            del self._per_loop[other]  # the loop was closed without running `_lifetime` to its end
         http = httpx.AsyncClient(
             base_url=self._settings.base_url,
             headers=self._settings.headers,
@@ -126,7 +127,7 @@ class _LoopConnections(NamedTuple):
 
     http: httpx.AsyncClient
     lifetime: AsyncGenerator[None, None]
-    """Open as long as the connections are."""
+    """Closing this generator closes the connections."""
 
 
 class AsyncStepRunner:

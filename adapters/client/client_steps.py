@@ -1,4 +1,4 @@
-"""Client steps: the functions that a program asks its client to run.
+"""Client steps: the functions that a program requests from its client.
 
 Responsibility: read a program's events, return the function to run next, turn its result into the
 answer for the server, and collect the outputs and failures that the events report.

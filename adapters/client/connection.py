@@ -211,9 +211,9 @@ class EventReader:
         self._outage = OutageTimer(settings.retry)
         self._delay_s = 0.0
         self._is_empty = True
-        """The current connection has brought no event."""
+        """Whether no event was received on the current connection."""
         self._has_program_ended = False
-        """The program's status says so. Its last events may not have been read."""
+        """Whether the program's status is final. Its last events may still be unread."""
 
     def stream_arguments(self) -> dict[str, Any]:
         """Return the arguments of httpx's `stream` for the next connection."""

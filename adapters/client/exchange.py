@@ -396,7 +396,7 @@ def run_procedure(
 def submit_attached(
     body: Mapping[str, Any], retry: Retry, *, key: str | None, query: Mapping[str, Any]
 ) -> Flow[tuple[Accepted, Any]]:
-    """Submit a program and ask for its events as the reply.
+    """Submit a program, and request its events as the reply.
 
     Returns:
         The program, and the open response with its events; None if the server only accepted it.

@@ -1,11 +1,12 @@
-"""Selection of the failure to report among those of a program.
+"""Select the failure to report among the failures of a program.
 
-A program ends with one failure, but its events report others, too: failures that a `try` has
-handled, and failures inside the node that failed last. The root failure is the innermost failure
-inside the node that failed last. If the body and the handler of a `try` both failed, the root
-failure is that of the body, as in LangChain.
+A program ends with one failure, but its events also report failures that a `try` has handled, and
+failures inside the node that failed last. The *root failure* is the innermost failure inside the
+node that failed last. If the body and the handler of a `try` both failed, the root failure is the
+failure of the body, as in LangChain.
 
-The id of a node in an instance is the id in the program and the indices of the instance: `n.2.0`.
+The id of a node in an instance consists of its id in the program and the indices of the instance:
+`n.2.0`.
 
 Out of scope: conversion to exceptions.
 """
@@ -20,14 +21,14 @@ from ..nodes import iter_nodes
 
 
 class Failures:
-    """The failures of one program by node, the latest last."""
+    """The failures of one program by node, in the order of their events."""
 
     def __init__(self, program: Any = None) -> None:
         """Start without failures.
 
         Args:
-            program: the program, as a record or as JSON. If it is unknown (None), the root failure
-                of a `try` is that of its handler.
+            program: the program, as a record or as JSON. If it is None, the root failure of a
+                `try` is the failure of its handler.
         """
         self._problems: dict[str, Problem] = {}
         self._try_bodies = {
@@ -40,7 +41,7 @@ class Failures:
         return self._problems[node]
 
     def add(self, node: str, problem: Problem) -> None:
-        """Record a failure, and forget an earlier one of the same node."""
+        """Record a failure. It replaces an earlier failure of the same node."""
         self._problems.pop(node, None)
         self._problems[node] = problem
 
@@ -50,11 +51,11 @@ class Failures:
         seen: set[str] = set()
         while node is not None and node not in seen:
             seen.add(node)
-            node = self._cause(node) or node  # a node without a cause ends the search
+            node = self._cause(node) or node  # without a cause, the loop ends: `node` was seen
         return node
 
     def _cause(self, node: str) -> str | None:
-        """Return the node whose failure made this one fail, if it is known."""
+        """Return the node whose failure made `node` fail; None if it is unknown."""
         name, _, indices = node.partition(".")
         body = self._try_bodies.get(name)
         if body is not None:

@@ -1,11 +1,11 @@
-"""An event loop in a thread of its own, for requests that no caller waits for.
+"""An event loop in a separate thread, for requests that no caller waits for.
 
 `IOThread` belongs to one `Client`. Runs of accelerated chains send their requests and read their
 events there, so neither depends on the threads or event loops of the application, and a request
 that ends a run delays nothing.
 
 Invariants: the thread starts with the first task and does not keep the process alive. A process
-that is forked starts a thread of its own.
+that is forked starts its own thread.
 """
 
 from __future__ import annotations

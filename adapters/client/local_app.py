@@ -39,7 +39,7 @@ class ClosedError(RuntimeError):
 
 
 class LocalApp:
-    """Runs an ASGI application on a loop of its own."""
+    """Runs an ASGI application on a separate event loop."""
 
     def __init__(self, app: Application) -> None:
         self._app = app

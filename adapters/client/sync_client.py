@@ -90,7 +90,7 @@ class Client(BaseClient):
             options: how the program is run.
             open: keep the program open for `append`.
             idempotency_key: makes retries safe. Default: a random key.
-            follow: ask for the program's events in the reply, which saves a round trip. The next
+            follow: request the program's events as the reply, which saves a round trip. The next
                 call of `events` or `result` reads the events. The caller must make that call.
             types: the types of those events, as in `events`.
 

@@ -1,4 +1,4 @@
-"""A context variable for the active run, which tells a model call to which run it belongs."""
+"""A context variable for the active run, from which a model call finds its run."""
 
 from __future__ import annotations
 

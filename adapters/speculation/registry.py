@@ -7,8 +7,8 @@ reads have values. A call without a planned counterpart is added as it is made.
 Out of scope: requests, connections and frameworks. Listeners are called under the lock, from the
 thread that reports the event; they must not block.
 
-Invariants: a planned call is claimed at most once, and only by a call that asks the model exactly
-the same; each listener receives a result event or an exception. Thread-safe.
+Invariants: a planned call is claimed at most once, and only by a call with exactly the same request
+to the model; each listener receives a result event or an exception. Thread-safe.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class PlannedCallRegistry:
             self._update_keys()
 
     def claim(self, node: Mapping[str, Json]) -> CallRecord | None:
-        """Return the planned call that asks the model the same as `node`, once.
+        """Return the planned call with the same request to the model as `node`, once.
 
         Raises:
             ValueError: if the prompt cannot be encoded as UTF-8.

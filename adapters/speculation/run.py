@@ -6,8 +6,8 @@ coroutines of any event loop, in one run.
 Out of scope: what is sent (`outbox`) and what events mean (`registry`).
 
 Invariants: every call that is waited for ends with an answer or an exception, also if the server
-goes away. After the end of the run, its programs are closed or cancelled; a program whose client is
-gone ends by its lease. No method blocks but those that are documented to.
+becomes unreachable. After the end of the run, its programs are closed or cancelled; a program whose
+client has exited ends by its lease. Only methods that are documented to block do so.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class SpeculativeRun:
         Args:
             client: of the server.
             name: of the programs.
-            is_streamed: answers are wanted in pieces. Else texts are not requested from the
-                server before `follow_texts`.
+            is_streamed: whether answers are read as streams. Otherwise texts are not requested
+                from the server before `follow_texts`.
             may_grow: see `SpeculativeOutbox`.
             has_outputs: see `SpeculativeOutbox`.
             program_ids: see `SpeculativeOutbox`.

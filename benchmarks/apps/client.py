@@ -1,7 +1,7 @@
 """A client that runs applications in one of two ways: as whole programs, or request by request.
 
 Both ways use HTTP to one Conure server, with an added round trip: half before each request and
-half before each answer. Request by request, the client knows its graph and sends each call as a
+half before each answer. Request by request, the client has the graph and sends each call as a
 completion request when the answers that the call needs have arrived. Both ways send the model
 the same text.
 """

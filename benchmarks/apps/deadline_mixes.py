@@ -1,9 +1,9 @@
-"""Random mixes of programs, some of which have a deadline, and the deadlines that each order meets.
+"""Random mixes of programs, some with deadlines, and the deadlines that each order meets.
 
 A mix is 10 to 30 single calls, chains and map-reduce programs that arrive at random times on one or
 two engines. Three in ten have a deadline: a multiple of the time that the program takes alone.
 
-The oracle knows the durations of all calls. It runs calls with a deadline before all others, either
+The oracle has the durations of all calls. It runs calls with a deadline before all others, either
 by latest start or in order of arrival, whichever meets more deadlines of the mix. A *lone* order
 has no other calls at all, so no scheduler meets more than that.
 """

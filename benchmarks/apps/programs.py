@@ -48,7 +48,7 @@ class Plan:
         )
 
     def copy(self, number: int) -> Plan:
-        """Return the application of another user: texts of its own, the same shared texts.
+        """Return the application of another user: its own texts, and the same shared texts.
 
         System prompts and instructions are shared; the names of own texts contain `/` or a space,
         or are `task`.
@@ -190,7 +190,7 @@ def logged_coding(num_files: int, num_cycles: int = 4) -> Plan:
     """The rounds that figure 18 replays: a review or revision reads the whole codebase.
 
     The calls of a round therefore share their prompts except for the end. As in the replay, more
-    than eight branches reuse the same files, every branch has a design of its own, and all branches
+    than eight branches reuse the same files, every branch has its own design, and all branches
     continue from the first design. Files of the log's codebase that are not written are plain text.
     """
     lengths = {"task": LOG_PROMPTS["design"]}

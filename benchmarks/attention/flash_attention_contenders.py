@@ -1,6 +1,6 @@
 """FlashAttention 3 over paged keys and values, if vLLM's build of it can be imported.
 
-    fa3 paged    every request reads its whole context; the fastest rival without sharing
+    fa3 paged    every request reads its whole context; the fastest kernel without sharing
 
 The folder named by CONURE_FA3 holds vLLM 0.26's package. Only its attention is imported.
 """

@@ -1,6 +1,6 @@
 """vLLM on the serving cases, in process, on the same config and random weights.
 
-Written for vLLM 0.26. It imports nothing of Conure, so it runs in an environment of its own.
+Written for vLLM 0.26. It imports nothing of Conure, so it runs in a separate environment.
 Limits of sequences and tokens are those of our engine; prefix caching is on, its default.
 """
 

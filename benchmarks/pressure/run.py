@@ -10,7 +10,7 @@
                  `whole` without the order by remaining work, without held programs, without both
 
 The pool is a share of the working set: the most blocks that `requests` holds at once when memory
-is unlimited. Each system has a server of its own with equal options, all get the same prompts in
+is unlimited. Each system has its own server with equal options, all get the same prompts in
 a round and write the same number of tokens, and no two rounds have texts in common. The first
 round is not counted. Systems that share an engine must write the same texts.
 

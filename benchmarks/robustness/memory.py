@@ -2,8 +2,8 @@
 
 The three sums are over the same calls at the same times. *Shared*: a prefix that several running
 calls read counts once. *Unshared*: every call holds its whole prompt. *Kept*: what a call held
-stays until its program ends, as in a server that does not know which call reads it last; prefixes
-still count once.
+stays until its program ends, as in a server without the graph, which cannot find the last reader;
+prefixes still count once.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python benchmarks/serving/connections.py [--readers N] [--half-open N] [--json]
 
-A program with 20 MB of yields and 20 MB of values runs first. Then `readers` clients ask for its
-events and `readers` for its status, and read nothing; `half-open` clients send half of a request.
-Reported are the resident sizes of the server before, at the peak, and after all clients have left,
-and how long `/healthz` takes meanwhile. A client that reads nothing is disconnected after 30 s.
+A program with 20 MB of yields and 20 MB of values runs first. Then `readers` clients request its
+events and `readers` clients its status, and read nothing; `half-open` clients send half of a
+request. Reported are the resident sizes of the server before, at the peak, and after all clients
+have left, and how long `/healthz` takes meanwhile. A client that reads nothing is disconnected
+after 30 s.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def watched(pid: int, seconds: float) -> float:
 
 
 def measure(num_readers: int, num_half_open: int) -> dict[str, float]:
-    """Run the clients against a server of their own."""
+    """Run the clients against a new server."""
     with started("--engine", "fake") as server:
         with httpx.Client(base_url=server.url, timeout=60) as client:
             answer = client.post("/v1/programs", json=program()).raise_for_status().json()

@@ -2,10 +2,10 @@
 
     python benchmarks/serving/hostile.py [NAME...] [--json]
 
-Each request goes to a fresh `conure serve --engine fake`. Meanwhile, a client asks `/healthz` every
-20 ms; its longest wait is the longest pause of the event loop. The request is followed until its
-program has ended, or for `MAX_S` seconds. Memory and journal are the peak of the server process and
-the size of its files.
+Each request is sent to a new `conure serve --engine fake`. Meanwhile, a client requests `/healthz`
+every 20 ms; its longest wait is the longest pause of the event loop. The request is followed until
+its program has ended, or for `MAX_S` seconds. Memory and journal are the peak of the server
+process and the size of its files.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def follow(client: httpx.Client, request: HostileRequest) -> tuple[int, str]:
 
 
 def measure(name: str) -> Damage:
-    """Send one request to a server of its own."""
+    """Send one request to a new server."""
     request = REQUESTS[name]()
     with started("--engine", "fake") as server:
         heartbeat = Heartbeat(server.url)

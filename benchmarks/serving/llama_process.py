@@ -1,7 +1,7 @@
-"""llama.cpp as a process that answers rounds, in an environment of its own: see `ours.py`.
+"""llama.cpp as a process that answers rounds, in a separate environment; see `ours.py`.
 
 Runs under a Python that has `llama-cpp-python` and `gguf`, and not Conure. Prompts share nothing:
-each request is a sequence of its own, all of them are decoded together, and tokens are sampled by
+each request is a separate sequence, all sequences are decoded together, and tokens are sampled by
 llama.cpp.
 """
 

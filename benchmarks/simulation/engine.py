@@ -1,8 +1,8 @@
 """A cost model of an engine: prompts are prefilled one after another, outputs are decoded together.
 
-The model knows how long a prefill and a step take, but does not simulate single tokens and blocks.
-Between two changes of the running calls all of them advance alike, so an interval of steps is one
-event. Prompts are prefilled whole and in order of rank; outputs pause meanwhile.
+The model contains the durations of prefills and steps, but does not simulate single tokens and
+blocks. Between two changes of the running calls, all calls advance alike, so an interval of steps
+is one event. Prompts are prefilled whole and in order of rank; outputs pause meanwhile.
 
 A step reads the tokens that its calls hold. If the engine's kernels read a shared prefix once, it
 is counted once.

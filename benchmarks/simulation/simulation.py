@@ -3,9 +3,9 @@
 Real code determines how a program's calls become ready (`runtime.program_state`), their priority
 inputs (`graph.objectives`), the prefixes that they share (`prompt_prefix`), and where and when they
 run (`scheduling`). Modelled are the engines (`engine`), the client with its round trips, and the
-cache, which contains exactly what the scheduler's reservations say.
+cache, which contains exactly the contexts of the scheduler's reservations.
 
-A program is sent either as a whole, or request by request from a client that knows its graph and
+A program is sent either as a whole, or request by request from a client that has its graph and
 sends every call when its inputs are available, each with a round trip.
 
 Invariant: the same submissions always give the same times.

@@ -3,7 +3,7 @@
     python -m conure.cli.delayed_connection HOST PORT DELAY_S
 
 Prints its own port, then forwards connections to HOST:PORT until its standard input ends. It
-simulates the network between an application and its server, in a process of its own, so that it
+simulates the network between an application and its server, in a separate process, so that it
 takes no time of the application's process. Chunks keep their order, and no chunk waits for the
 delay of another.
 """

@@ -104,7 +104,7 @@ class ConstraintCompiler:
         The constraint is busy until its grammar is compiled, unless the grammar is cached.
 
         Raises:
-            EngineError: if a cached error says that the constraint is invalid.
+            EngineError: if the constraint is cached as invalid.
         """
         key = _key(source)
         constraint = ConstraintState(source, key, self._eos_ids, max_tokens)

@@ -9,9 +9,9 @@ Out of scope: threads, processes, contexts and steps.
 
 Invariants: compiling any string ends in a matcher or an EngineError.
 
-    constraint.invalid        not a grammar, or no text can satisfy it
+    constraint.invalid        not a grammar, or a grammar that no text matches
     constraint.too_large      longer than MAX_BYTES
-    constraint.too_complex    exceeds `limits` before its first choice
+    constraint.too_complex    exceeds `limits` before the first token that is not forced
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MAX_MESSAGE: Final = 300
 _NO_NEXT_TOKEN: Final = "NoExtensionBias"
 """The compiler's error if no token can follow."""
 _LONG_FORCED_TEXT: Final = "ff_tokens"
-"""In the compiler's error if more text is forced than it consumes at once."""
+"""Part of the compiler's error if a grammar forces more text than it processes at once."""
 
 
 class CompiledGrammar(NamedTuple):
     """A compiled grammar and its source."""
 
     matcher: LLMatcher
-    """At the start of the language. Copied for every output, never advanced itself."""
+    """The matcher before the first token. Each output advances a copy of it."""
     source: str
     """The constraint, or its relaxed form."""
 
@@ -65,10 +65,10 @@ def compile_grammar(tokenizer: LLTokenizer, constraint: str) -> CompiledGrammar:
 
 
 def check_first_choice(compiled: CompiledGrammar) -> None:
-    """Reject an empty language, and a grammar too complex to reach its first choice.
+    """Reject an empty language, and a grammar too complex to compute the mask of the first choice.
 
-    The compiler accepts a rule that only leads to itself. It builds its lexer when masks are
-    computed, which is when an ambiguous grammar grows.
+    Compilation detects neither: it accepts a rule that only leads to itself, and llguidance builds
+    the lexer states of an ambiguous grammar when it computes masks.
 
     Raises:
         EngineError: `constraint.invalid` or `constraint.too_complex`.
@@ -142,7 +142,7 @@ def schema_of(constraint: str) -> Any:
 
 
 def check_schema(schema: Any) -> None:
-    """Reject a value that is not a JSON schema: texts could not be validated against it.
+    """Reject a value that is not a JSON schema, because no text can be validated against it.
 
     Raises:
         EngineError: `constraint.invalid`.
@@ -207,12 +207,12 @@ def accepts(compiled: CompiledGrammar, tokens: Sequence[int]) -> bool:
 
 
 def byte_tokenizer(special: Sequence[str]) -> LLTokenizer:
-    """Return a tokenizer of 256 bytes and the given special tokens, within a millisecond."""
+    """Return a tokenizer of 256 bytes and the given special tokens. Takes less than 1 ms."""
     return LLTokenizer(llguidance.TokenizerWrapper(_ByteVocabulary(special)), eos_token=[256])
 
 
 class _ByteVocabulary:
-    """The interface that llguidance needs of a tokenizer, with its names."""
+    """The attributes of a tokenizer that llguidance reads, under the names that it expects."""
 
     bos_token_id = None
     eos_token_id = 256

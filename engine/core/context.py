@@ -73,8 +73,8 @@ class Context:
     num_waiting_forks: int = 0
     """Contexts whose `parent` is this one."""
     pending_free: int | None = None
-    """Set once the server has freed this context while forks still wait for its tokens: how many
-    of its tokens stay cached when it is released."""
+    """Set when the server frees this context while forks still wait for its tokens: how many tokens
+    stay cached when the context is released."""
     hidden_sum: list[float] | None = None
     """[H] sum of the hidden states so far, if the context belongs to an Embed; see `pooling`."""
     is_released: bool = False

@@ -438,7 +438,7 @@ class EngineCore:
                 self._kv.release(context)
         self._kv.rollback(step.written_blocks)
         if self._in_flight is not None:
-            # The step that started behind it is forgotten, and its rows run again.
+            # The step that was started after it is dropped, and its rows run again.
             self._kv.rollback(self._in_flight.written_blocks)
             self._in_flight = None
         self._may_have_idle = True

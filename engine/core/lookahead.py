@@ -143,7 +143,7 @@ def schedule_lookahead(
     if sum(row.num_new for row in in_flight.rows) > max(MAX_LOOKAHEAD_TOKENS, limits.max_sequences):
         return batch
     running = _rows_in_flight(in_flight)
-    # A Fill that the step in flight completes is answered before its context goes on.
+    # A Fill that the step in flight completes is answered before its context continues.
     waiting = {*in_flight.complete, *_stale(in_flight)}
     budget = limits.step_tokens
     max_decode_reserve = budget // 2

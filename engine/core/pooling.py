@@ -4,7 +4,7 @@ A context of an Embed is filled like any other, in one or several steps. Each st
 states of the tokens that no earlier step has added: a token that is computed again after a
 preemption counts once.
 
-Invariant: the context has a salt of its own, so that no token's KV comes from another context, and
+Invariant: the context has a separate salt, so that no token's KV comes from another context, and
 every token passes through the model.
 """
 

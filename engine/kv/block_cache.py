@@ -29,7 +29,7 @@ class BlockCache:
     def allocate(self, after: int = -1, num_wanted: int = 1) -> int | None:
         """Return a block with one reference, evicting cached blocks if needed, or None.
 
-        For the arguments see `BlockAllocator.allocate`. All wanted blocks are evicted before
+        For the arguments see `BlockAllocator.allocate`. All `num_wanted` blocks are evicted before
         the first is allocated: leaves are evicted in descending order, so allocating each one
         as it becomes free would reverse the order of the blocks.
         """

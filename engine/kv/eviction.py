@@ -50,7 +50,7 @@ class VictimQueue:
                     break  # The victim has a higher priority, and so have all others.
                 return self._victims.pop()
             elif self._refs[victim.blocks[-1]] == 1:
-                return victim  # It stays in the queue while it has blocks of its own.
+                return victim  # Stays in the queue while it has blocks that no other context uses.
             else:
                 self._shared.append(self._victims.pop())
         return self._next_shared(requester, step)

@@ -73,7 +73,7 @@ class PrefixSharing:
         num_shared = min(parent.num_computed, parent_len)
         depth = num_shared // self._block_size
         if depth > parent.depth:
-            # A step in flight runs the parent's last token again, in a block of its own.
+            # A step in flight runs the parent's last token again, in a separate block.
             depth = parent.depth
             num_shared = depth * self._block_size
         if num_shared:

@@ -2,7 +2,8 @@
 
 A node is one full block. Its key is the exact tuple of its tokens, so two prefixes share a
 node only if they are equal, even if their hashes collide. Its parent identifies the preceding
-tokens, on which KV depends too. Each salt has a root of its own: salts share nothing.
+tokens, on which KV depends too. Each salt has its own root, so contexts with different salts share
+nothing.
 
 Blocks of live contexts are in the tree as soon as they are *scheduled* to be computed, so
 that simultaneous arrivals with one prefix compute it once, even within one step

@@ -2,7 +2,7 @@
 
 A transformers model can run over paged keys and values if it behaves as a decoder over them. The
 probe runs a few tokens three times: through the hook; with the model's own eager attention; and
-through the hook again, with each token as a sequence of its own that continues stored keys and
+through the hook again, with each token as a separate sequence that continues stored keys and
 values, in a batch with unrelated tokens. The logits must match. This detects recurrent states,
 convolutions, positions that are counted instead of read, and masks and biases that bypass the hook.
 Effects that need long sequences, such as a sliding window, are checked against the config.
@@ -28,7 +28,7 @@ from . import attention_hook
 
 TOKENS: Final = 12
 NUM_PAST: Final = 4
-"""First tokens, which never run as sequences of their own, so that each sequence has a past."""
+"""Number of first tokens that never run as separate sequences, so that each sequence has a past."""
 NUM_UNRELATED: Final = 3
 """Unrelated tokens in the same batch."""
 
@@ -102,7 +102,7 @@ class _ProbeRun:
         if alone.isnan().any():
             return "its logits are NaN; the weights may be damaged"
         if not self._match(self._forward_eagerly(ids, positions), alone):
-            return "its logits through the hook differ from those of its own attention"
+            return "its logits differ between the hook and its own attention"
         # Now every token is a sequence that continues stored keys and values. In reversed order, no
         # token follows its predecessor in the batch.
         order = torch.arange(NUM_PAST, TOKENS).flip(0)
@@ -132,11 +132,11 @@ class _ProbeRun:
         if not isinstance(index, int) or index in self._visited:
             self._fault = "its attention layers cannot be distinguished"
         elif mask is not None:
-            self._fault = "it builds an attention mask of its own"
+            self._fault = "it builds its own attention mask"
         elif not getattr(module, "is_causal", True):
             self._fault = "it attends to later tokens too"
         elif length != key.shape[2] or length != value.shape[2]:
-            self._fault = "its attention does not see one key per token"
+            self._fault = "its attention does not have one key per token"
         if self._fault or index is None:
             return query.new_zeros(1, length, query.shape[1], value.shape[3])
         self._visited.append(index)

@@ -1,13 +1,15 @@
 """The runner interface: run one step over packed rows of paged contexts.
 
-The engine core decides which tokens of which contexts run, and in which blocks their KV is stored.
-A runner turns that into sampled ids. `scripted_runner` and `torch_runner` implement it; this module
-does not load torch.
+The engine core decides which tokens of which contexts run in a step, and in which blocks their KV
+is stored. A runner computes the step and samples the next ids. `scripted_runner` and `torch_runner`
+implement the interface; this module does not load torch.
 
-A step is *started*, and its ids are *read* later. On a device that computes asynchronously the next
-step can be started in between: its rows continue with tokens that the device has not sampled yet.
+A step is *started*, and its ids are *read* later. On a device that computes asynchronously, the
+core can start the next step before it reads the ids: rows of that step continue with tokens that
+the device has not sampled yet.
 
 Out of scope: ranks, forks, stop strings and text.
+
 Invariants: between steps a runner keeps no state of a context except KV in its blocks, so a context
 can be evicted and recomputed in other blocks at any time. Steps take effect in the order in which
 they were started: a block can be reused as soon as the last step that uses it was started.
@@ -28,8 +30,8 @@ from ..sampling.token_counts import TokenCounts
 class ScheduledSequence:
     """The tokens of one context in one step.
 
-    `ids[start : start + num_new]` are computed at these positions. The KV of `ids[:start]` is in
-    `blocks` already, or an earlier row of the same step writes it: rows may share blocks, and a
+    The step computes `ids[start : start + num_new]`, at these positions. The KV of `ids[:start]` is
+    in `blocks` already, or an earlier row of the same step writes it: rows may share blocks, and a
     runner stores all keys and values of a layer before it attends. `blocks` covers
     `start + num_new` tokens. The KV of token i is in `blocks[i // block_size]` at offset
     `i % block_size`.
@@ -44,7 +46,7 @@ class ScheduledSequence:
     sampling: SamplingParams | None = None
     """Set if the step reaches the end of a generating context and has to sample the next id."""
     num_prompt: int = 0
-    """With `sampling`: `ids[num_prompt:]` are the output of this Generate."""
+    """With `sampling`: number of ids before the output of the current Generate."""
     token_counts: TokenCounts | None = None
     """With `sampling`: token counts for penalties; None counts the tokens of the row."""
     mask: bytes | None = None
@@ -53,10 +55,10 @@ class ScheduledSequence:
     logprob: TokenLogprob | None = None
     """Set by the runner if `sampling.logprobs` requests it."""
     pool_from: int | None = None
-    """Set if the hidden states of the row are summed: the first position that counts."""
+    """Set if the hidden states of the row are summed: the first position to include."""
     hidden_sum: list[float] | None = None
-    """Set with `pool_from` when the step is read: [H] sum over the new tokens from that position;
-    None if there is none."""
+    """With `pool_from`, set when the step is read: [H] sum over the new tokens from that position
+    on; None if the row has no such tokens."""
     previous_id_index: int | None = None
     """Set if the only new token is not in `ids` because the host has not read it yet: its index
     among the ids that the previous step samples."""
@@ -108,7 +110,7 @@ class CompletedStep:
 
     @property
     def is_ready(self) -> bool:
-        """True."""
+        """Return True: the step is complete."""
         return True
 
     def sample(self) -> None:
@@ -140,13 +142,13 @@ class Runner(Protocol):
         """Copy blocks (source, destination), start the rows, and return a handle to their ids.
 
         Copies precede all writes. Rows are in the core's order, and a row may attend to KV that an
-        earlier row of the same call writes. The inputs in the rows are read before this method
-        returns, except that a step with deferred rows reads what sampling needs in
-        `Handle.sample`. It does not wait for earlier steps.
+        earlier row of the same call writes. This method reads the inputs in the rows before it
+        returns, but if any row is deferred, `Handle.sample` reads the inputs of sampling. Does not
+        wait for earlier steps.
 
-        The core handles EOS. A runner samples it like any id, but masks EOS and stop ids while
+        The core handles EOS. A runner samples EOS like any id, but masks EOS and stop ids while
         fewer than `min_tokens` were generated, and EOS under `ignore_eos`. A row with a `mask`
-        gets only ids that it allows, whatever its other sampling parameters are.
+        gets only ids that the mask allows, whatever its other sampling parameters are.
         """
         ...
 
@@ -157,7 +159,7 @@ class Runner(Protocol):
         return self.start(rows, copies).read()
 
     def check_device(self) -> None:
-        """Wait for the device after a failed step. Does nothing where no device can be lost.
+        """Wait for the device after a failed step. A runner without a device does nothing.
 
         Raises:
             DeviceLostError: if the device cannot be used by this process any more.

@@ -62,7 +62,7 @@ def describe(name: str, device: torch.device) -> str:
     """Return one line about a picked device, and how to pick another.
 
     Args:
-        name: The name that was asked for.
+        name: The requested name.
         device: The result of `pick`.
     """
     if device.type == "cuda":
@@ -74,7 +74,7 @@ def describe(name: str, device: torch.device) -> str:
     if not torch.cuda.device_count():
         return "device=cpu, because torch finds no CUDA device"
     reason = "batch_invariant needs it" if find_spec("triton") else "triton is not installed"
-    return f"device=cpu, because {reason}; device=cuda asks for the GPU"
+    return f"device=cpu, because {reason}; use device=cuda for the GPU"
 
 
 def check_dtype(name: str, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 All rows of a step run as one packed sequence `[1, T]` with explicit positions and without
 transformers' cache. At each attention layer the model calls the hook of `attention_hook`, which
 leads to this runner's caches, one pair per layer, and to the step's plan, shared by all layers:
-new keys and values are stored first, then every query attends to the blocks of its own context.
+new keys and values are stored first, then every query attends to the blocks of its context.
 Only rows that sample reach the output layer.
 
 On an accelerator, one copy carries the step's inputs to the device (`staging`), small steps are
@@ -111,7 +111,7 @@ class TorchModelRunner(Runner):
 
         Args:
             config: The engine's options.
-            backend: The device and its operations; None creates what the options ask for.
+            backend: The device and its operations; None creates both from the options.
             min_saved: Tokens of reading that a shared KV range must save.
             use_fused_decoder: Run supported decoders by `fused_decoder`, not by their modules.
 
@@ -331,7 +331,7 @@ class TorchModelRunner(Runner):
         forward = self._bind_forward(packed.plan, staged[: len(inputs)])
         if key is None or self._graphs is None:
             return forward()[: len(packed.last)], staged[end:], None
-        # All recordings write to one buffer: each would keep an output of its own.
+        # All recordings write to one buffer: otherwise each would keep its own output.
         logits = self._graphs.run(
             key, lambda: self._recorded_logits[: len(staged[3])].copy_(forward())
         )
@@ -475,7 +475,7 @@ class TorchModelRunner(Runner):
 
     @property
     def _cached_layers(self) -> list[probe.LayerKVSpec]:
-        """The layers that have caches of their own."""
+        """The layers that have their own caches."""
         return [layer for index, layer in enumerate(self.layers) if layer.source == index]
 
     def _token_bytes(self) -> list[int]:
@@ -515,7 +515,7 @@ class _PendingStep:
 
     @property
     def is_ready(self) -> bool:
-        """False: the device is not asked."""
+        """Return False: the state of the device is not queried."""
         return False
 
     def sample(self) -> None:
@@ -535,7 +535,7 @@ class _DeferredStep:
 
     @property
     def is_ready(self) -> bool:
-        """False: the step is not sampled yet, or the device is not asked."""
+        """Return False: the step is not sampled yet, or the state of the device is not queried."""
         return False
 
     def sample(self) -> None:
@@ -559,7 +559,7 @@ class _PendingSums:
 
     @property
     def is_ready(self) -> bool:
-        """False: the device is not asked."""
+        """Return False: the state of the device is not queried."""
         return False
 
     def sample(self) -> None:

@@ -1,14 +1,14 @@
 """Samples the next token of each row, on the device that holds the logits.
 
-Greedy rows take the largest logit. Random rows are sampled by `conure.kernels.sampling`, with a
-noise that is a function of (seed, position, token). So a sample depends neither on the other rows
+Greedy rows take the largest logit. Random rows are sampled by `conure.kernels.sampling`, with noise
+that is a function of (seed, position, token). A sample therefore depends neither on the other rows
 of the step, nor on the device, nor on how often a context was recomputed.
 
 Operations run in the order of transformers: repetition penalty; presence and frequency
 penalties, bias and banned tokens, which are all additions; masks; temperature; top-k; top-p;
 min-p. Reported logprobs are those of the unmodified logits.
 
-Out of scope: rows and their sampling parameters, which `batch` turns into a `LogitOpsBatch`.
+Out of scope: sampling parameters, which `batch` converts to a `LogitOpsBatch`.
 
 Invariants: no operation waits for a result of the device, so a step can be queued after one
 that is still running. Truncation keeps at least one token.
@@ -34,9 +34,9 @@ _REFERENCE: Final = ReferenceSampling()
 
 
 class LogitOpsBatch(NamedTuple, Generic[Array]):
-    """Operations on logits [S, V] before the largest one is taken.
+    """Operations on logits [S, V], applied before sampling.
 
-    A place is `row * V + token`, and occurs at most once per operation.
+    A place is the flat index `row * V + token`. It occurs at most once per operation.
     """
 
     penalty_places: Array
@@ -44,7 +44,7 @@ class LogitOpsBatch(NamedTuple, Generic[Array]):
     penalty_factors: Array
     """[E] float32."""
     bias_places: Array
-    """[E] int64, places whose logit is added to."""
+    """[E] int64, places to which a bias is added."""
     bias_values: Array
     """[E] float32; -inf bans the token."""
     mask_rows: Array

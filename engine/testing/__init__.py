@@ -2,5 +2,5 @@
 
 `scripted_runner` is the fake engine's runner, which checks its KV memory in `token_memory`.
 `random_model` creates the model `seeded`, and `dummy_checkpoint` writes a model with random weights
-for any config. `fake_cuda` is a CUDA device that checks what it is asked and computes nothing.
+for any config. `fake_cuda` is a CUDA device that checks its calls and computes nothing.
 """

@@ -40,7 +40,7 @@ def write(config: str, folder: Path, *, dtype: str = "auto", seed: int = weights
     Args:
         config: A folder with a config.json, or such a file under any name.
         folder: Created; must not exist.
-        dtype: `float32`, `bfloat16`, or `auto`: bfloat16 if the config asks for it.
+        dtype: `float32`, `bfloat16`, or `auto`: bfloat16 if the config requests it.
         seed: Seed of the weights.
 
     Raises:

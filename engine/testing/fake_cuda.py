@@ -44,11 +44,11 @@ NAME: Final = "NVIDIA H100 (fake)"
 MEMORY_BYTES: Final = 80 * 10**9
 PROCESSORS: Final = 132
 SHARED_BYTES: Final = 232_448
-"""Shared memory that a program can ask for on sm_90."""
+"""Maximum shared memory of a program on sm_90."""
 COMPILER: Final = ("c++", "-O0", "-std=c++20", "-shared", "-fPIC")
 GUARD: Final = Path(__file__).with_suffix(".cpp")
 _OPTIONS: Final = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl"})
-"""Keywords of a launch that are no arguments of the kernel."""
+"""Keywords of a launch that are not arguments of the kernel."""
 _MAX_INT32: Final = 2**31
 
 
@@ -147,7 +147,7 @@ class _ReadableMode(FakeTensorMode):
 
 
 class _Generator(torch.Generator):
-    """A generator of the CPU, whatever device it is asked for."""
+    """A generator of the CPU, for any requested device."""
 
     def __new__(cls, device: Any = None) -> _Generator:
         """Ignore the device."""
@@ -164,7 +164,7 @@ class _Event:
         """Do nothing."""
 
     def synchronize(self) -> None:
-        """Return at once; waiting is no operation of a capture."""
+        """Return at once; a capture cannot contain a wait."""
         self._device.refuse_while_capturing("waiting for an event")
 
     def query(self) -> bool:
@@ -368,7 +368,7 @@ def _replace_kernels(stack: contextlib.ExitStack, device: FakeCuda) -> None:
 
 
 class _Utilities:
-    """What Triton asks of a driver's library."""
+    """The functions of a driver's library that Triton calls."""
 
     _handles = itertools.count(1)
 

@@ -244,7 +244,7 @@ class FakeRunner(Runner):
             self._sleep(duration)
 
     def _sample(self, rows: Sequence[tuple[ScheduledSequence, ScheduledSequence]]) -> list[int]:
-        """Return the next ids of rows, given with all of their ids and as the core knows them."""
+        """Return the next ids of rows, each given with all its ids and as the core sent it."""
         sampled: list[int] = []
         for row, given_row in rows:
             sampling = row.sampling

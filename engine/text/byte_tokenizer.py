@@ -1,4 +1,4 @@
-"""Byte tokenizer and chat template of the models that have none of their own.
+"""Byte tokenizer and chat template of the models that lack their own.
 
 One token per byte, in order (id 65 is the byte "A"), then three special tokens. Any text has
 exactly one encoding, so tests and demonstrations can read ids by eye. The template is ChatML, as

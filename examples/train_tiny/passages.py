@@ -157,7 +157,7 @@ def _single(
     questions: Sequence[str],
     other: str,
 ) -> Fact:
-    """Return a fact with one value, which can be asked for, checked and put into JSON."""
+    """Return a fact with one value, which questions, checks and JSON can use."""
     wordings = _filled(questions, role=key)
     sentence = words.rng.choice(sentences).format(role=key, value=value)
     return Fact(key, sentence, value, (Question(Task.EXTRACT, wordings, value),), other)

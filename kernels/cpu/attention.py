@@ -51,7 +51,7 @@ class NativeLibrary:
 
         Args:
             instructions: One of `library.supported()`.
-            prefers_pairs: Multiply pairs of bfloat16 rather than floats; None asks
+            prefers_pairs: Multiply pairs of bfloat16 rather than floats; None uses
                 `library.prefers_pairs`.
 
         Raises:
@@ -206,7 +206,7 @@ def _parallel_function() -> int:
     """Return the address of GOMP_parallel in torch's OpenMP library; 0 if it has none.
 
     GNU's and LLVM's libraries have it. The symbol is looked up in the libraries that torch
-    depends on, because another copy would start threads of its own.
+    depends on, because another copy would start its own threads.
     """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:

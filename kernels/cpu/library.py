@@ -37,7 +37,7 @@ AUTO: Final = "auto"
 
 
 class LibraryUnavailableError(Exception):
-    """There is no library for this machine; the message says why, and how to get one."""
+    """No library exists for this machine; the message contains the reason and the remedy."""
 
 
 class InstructionSet(NamedTuple):

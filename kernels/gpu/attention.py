@@ -24,7 +24,7 @@ key has weight 0 and its value counts as 0.
 Shapes: T queries - H query heads - K KV heads - G = H / K - D, E head dims of keys, values -
 M rows of a tile - N keys of a tile - S slots of partials.
 """
-# Triton compiles kernels itself; a type checker does not know its rules.
+# Triton compiles kernels itself; type checkers do not implement its rules.
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class KernelConfiguration:
     aligned: tuple[str, ...] = field(default=())
     """Arguments that are divisible by 16: addresses, and strides in elements."""
     shape: AttentionShape | None = None
-    """Of attention."""
+    """The shape of an attention kernel; None for other kernels."""
 
 
 def padded_size(size: int) -> int:

@@ -1,8 +1,8 @@
 """Paged attention of FlashInfer, with the Triton kernels for everything that it does not support.
 
 FlashInfer reads the whole context of each row and shares nothing, so this implementation is a
-rival that shows what sharing is worth, and an alternative where nothing is shared. Its wrapper is
-planned once for each plan and kind of layer.
+comparison that shows the gain of sharing, and an alternative where nothing is shared. Its wrapper
+is planned once for each plan and kind of layer.
 
 Out of scope: recorded steps. FlashInfer's plan would have to be part of a recording, so the
 engine's decode steps use `triton`.

@@ -4,7 +4,7 @@ Invariants: only the given slots and blocks are written.
 
 Shapes: T new tokens - K KV heads - D, E head dims of keys, values - C pairs of blocks.
 """
-# Triton compiles kernels itself; a type checker does not know its rules.
+# Triton compiles kernels itself; type checkers do not implement its rules.
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class _DeviceBuffers:
 class _DeviceWorkTable:
     """The work table of one layer group on the device.
 
-    Steps that are replayed from a recording use buffers of their own: a prompt that needs more
+    Steps that are replayed from a recording use their own buffers: a prompt that needs more
     memory than any decode step replaces no buffer that a recording reads.
     """
 

@@ -9,7 +9,7 @@ Invariants: a slot that no query names is not read.
 Shapes: T queries - H query heads - E value head dim - S slots of partials - W partials of a
 query.
 """
-# Triton compiles kernels itself; a type checker does not know its rules.
+# Triton compiles kernels itself; type checkers do not implement its rules.
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Invariants: truncation keeps at least one token. Of equal logits the ones with s
 
 Shapes: S rows of scores - V tokens - N random rows - C truncated rows - P programs of a row.
 """
-# Triton compiles kernels itself; a type checker does not know its rules.
+# Triton compiles kernels itself; type checkers do not implement its rules.
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ PARTIAL_TOKENS: Final = 4
 
 
 class SplitCost(NamedTuple):
-    """The cost of a shared range: when it is worth a work item of its own."""
+    """The cost of a shared range, which decides whether it becomes a separate work item."""
 
     min_saved: int = MIN_SAVED_TOKENS
     """Tokens of reading that a shared range must save; 0 shares wherever possible."""

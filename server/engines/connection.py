@@ -62,7 +62,7 @@ class _PendingReplies:
     embeddings: dict[int, asyncio.Future[protocol.Embedded | protocol.Failed]] = field(
         default_factory=dict
     )
-    """By context."""
+    """Embeddings by context."""
 
     def fail(self, error: Exception) -> None:
         """Set an exception on all futures."""
@@ -233,12 +233,12 @@ class EngineConnection(asyncio.Protocol):
 
     def free(self, context: int, num_cached: int = 0) -> None:
         """Free a context and remove its listener; see `Engine`."""
-        _forget(self, context)
+        _remove_context(self, context)
         self.send(protocol.Free(context, num_cached))
 
     def abort(self, context: int, on_aborted: Callable[[protocol.Aborted | None], None]) -> None:
         """Abort and free a context; see `Engine`."""
-        _forget(self, context)
+        _remove_context(self, context)
         if not self._alive:
             on_aborted(None)
             return
@@ -247,17 +247,17 @@ class EngineConnection(asyncio.Protocol):
         self._flush()  # The engine reads frames between steps: a later frame may cost a step.
 
     async def status(self) -> protocol.StatusReport:
-        """Ask for the use of the engine's memory; see `Engine`."""
+        """Return the use of the engine's memory; see `Engine`."""
         nonce = next(self._nonces)
-        return await self._ask(self._replies.statuses, nonce, protocol.Status(nonce))
+        return await self._request(self._replies.statuses, nonce, protocol.Status(nonce))
 
     async def validate_constraint(
         self, constraint: str, text: str | None = None
     ) -> protocol.Checked:
-        """Ask about a constraint, and a text under it; see `Engine`."""
+        """Check a constraint, and a text against it; see `Engine`."""
         nonce = next(self._nonces)
         command = protocol.ValidateConstraint(nonce, constraint, text)
-        return await self._ask(self._replies.checks, nonce, command)
+        return await self._request(self._replies.checks, nonce, command)
 
     async def embed(self, tokens: list[int], rank: float) -> protocol.Embedded | protocol.Failed:
         """Embed a text; see `Engine`."""
@@ -269,12 +269,12 @@ class EngineConnection(asyncio.Protocol):
 
         context = self.new_context(listen, EMBEDDINGS_OWNER)
         try:
-            return await self._ask(pending, context, protocol.Embed(context, tokens, rank))
+            return await self._request(pending, context, protocol.Embed(context, tokens, rank))
         finally:
             pending.pop(context, None)
             self.free(context)
 
-    async def _ask(
+    async def _request(
         self, pending: dict[int, asyncio.Future[Reply]], nonce: int, command: protocol.Command
     ) -> Reply:
         """Send a command and wait for its reply.
@@ -439,8 +439,8 @@ class EngineConnection(asyncio.Protocol):
             on_aborted(None)
 
 
-def _forget(engine: EngineConnection, context: int) -> None:
-    """Remove the listener of a context, and what it counts for."""
+def _remove_context(engine: EngineConnection, context: int) -> None:
+    """Remove the listener of a context, and subtract the context from all counts."""
     engine._listeners.pop(context, None)
     engine._num_inflight_tokens -= engine._inflight_fill_tokens.pop(context, 0)
     if (owner := engine._owners.pop(context, None)) is not None:

@@ -1,9 +1,9 @@
 """Validation of constraints by an engine, before a program that uses them is accepted.
 
 Only engines have the constraint compiler and the sandbox to run it in. Answers are cached by the
-constraint's text, so that a repeated program asks nothing.
+constraint's text, so a repeated program sends no request to an engine.
 
-Invariants: a question takes at most `ANSWER_S`. Without an answer the program is accepted, because
+Invariants: a request takes at most `ANSWER_S`. Without an answer the program is accepted, because
 the engine validates again when the call runs.
 """
 
@@ -49,7 +49,7 @@ class ConstraintValidator:
         try:
             async with asyncio.timeout(BUDGET_S):
                 for path, grammar in constraints:
-                    answer = await self._ask_once(grammar)
+                    answer = await self._validate_cached(grammar)
                     if answer is not None and answer.code:
                         raise ProgramError(answer.code, answer.message, path=path)
         except TimeoutError:
@@ -61,22 +61,25 @@ class ConstraintValidator:
         Raises:
             UnavailableError: `engine.none` if no engine answers in time.
         """
-        answer = await (self._ask_once(grammar) if text is None else self._ask(grammar, text))
+        if text is None:
+            answer = await self._validate_cached(grammar)
+        else:
+            answer = await self._validate(grammar, text)
         if answer is None:
             raise UnavailableError("engine.none", "no engine answers; retry", retry_after_s=2)
         return answer
 
-    async def _ask_once(self, grammar: str) -> protocol.Checked | None:
+    async def _validate_cached(self, grammar: str) -> protocol.Checked | None:
         key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
         if (cached := self._answers.get(key)) is not None:
             return cached
-        answer = await self._ask(grammar, None)
+        answer = await self._validate(grammar, None)
         if answer is not None:
             self._answers[key] = answer
         return answer
 
-    async def _ask(self, grammar: str, text: str | None) -> protocol.Checked | None:
-        """Ask the first capable engine; return None if no engine answers."""
+    async def _validate(self, grammar: str, text: str | None) -> protocol.Checked | None:
+        """Validate on the first capable engine; return None if no engine answers."""
         for engine in self._engines():
             if engine.is_alive and "constraints" in engine.hello.capabilities:
                 try:

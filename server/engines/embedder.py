@@ -1,11 +1,11 @@
-"""Embeddings of texts by the engines.
+"""Embeddings of texts, computed by the engines.
 
-An embedding is a function of its text: nothing is journaled, and a request that is lost is sent
-again. Texts are ranked like calls that arrive at the same time, and share the engines' steps with
-them.
+An embedding is a function of its text: nothing is journaled, and a text whose engine is lost is
+sent again. A text has the rank of a call that arrives at the same time, and shares the engine's
+steps with calls.
 
-Invariants: at most `MAX_AT_ONCE` texts are at the engines, so that embeddings of many texts leave
-the engines' memory to calls.
+Invariants: at most `MAX_AT_ONCE` texts are on the engines, which limits the KV memory that
+embeddings take from calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .protocol import Engine
 
 MAX_AT_ONCE: Final = 8
 MAX_ATTEMPTS: Final = 3
-"""A text is sent again if its engine is lost."""
+"""How often a text is sent, if its engine is lost each time."""
 CAPABILITY: Final = "embeddings"
 
 
@@ -33,7 +33,7 @@ class EmbeddingError(ConureError):
 
 
 class Embedder:
-    """Sends texts to the engines that give embeddings."""
+    """Sends texts to the engines that compute embeddings."""
 
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         """Create an embedder; `engines` returns the running engines."""
@@ -42,7 +42,7 @@ class Embedder:
 
     @property
     def is_supported(self) -> bool:
-        """Whether an engine gives embeddings."""
+        """Whether an engine computes embeddings."""
         return any(CAPABILITY in engine.hello.capabilities for engine in self._engines())
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -54,7 +54,8 @@ class Embedder:
         Raises:
             PromptError: `prompt.too_long`.
             EmbeddingError: the engine's error.
-            UnavailableError: `engine.none` if no engine answers.
+            UnavailableError: `engine.none` if no engine that computes embeddings is alive, or each
+                attempt lost its engine.
         """
         rank = time.monotonic()
         tasks = [asyncio.create_task(self._embed(list(text), rank)) for text in texts]
@@ -82,10 +83,10 @@ class Embedder:
         raise UnavailableError("engine.none", "no engine answers; retry", retry_after_s=2)
 
     def _least_loaded(self) -> Engine | None:
-        """Return the engine with the fewest contexts."""
-        able = [
+        """Return the engine with the fewest contexts among those that compute embeddings."""
+        capable = [
             engine
             for engine in self._engines()
             if engine.is_alive and CAPABILITY in engine.hello.capabilities
         ]
-        return min(able, key=lambda engine: engine.num_contexts_by_owner.total(), default=None)
+        return min(capable, key=lambda engine: engine.num_contexts_by_owner.total(), default=None)

@@ -97,7 +97,7 @@ class Engine(Protocol):
         ...
 
     async def embed(self, tokens: list[int], rank: float) -> protocol.Embedded | protocol.Failed:
-        """Return the mean of the last hidden states over a text, in a context of its own.
+        """Return the mean of the last hidden states over a text, which gets its own context.
 
         Raises:
             ConnectionError: if the engine is lost before it answers.

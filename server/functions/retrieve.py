@@ -31,7 +31,7 @@ MAX_PASSAGE = 1_200
 MAX_RESULTS = 100
 MAX_WORDS = 64
 RESCAN_S = 2.0
-"""How old the list of files may be when a query uses it."""
+"""Maximum age of the list of files that a query uses."""
 SEARCH_S = 5.0
 
 _WORD = re.compile(r"\w+")
@@ -95,6 +95,7 @@ class FolderIndex:
         ]
 
     def _rescan(self) -> None:
+        """Index new and changed files, and remove deleted ones, if the last scan is too old."""
         now = time.monotonic()
         if now - self._scanned_at < RESCAN_S:
             return
@@ -152,13 +153,14 @@ def split_passages(text: str) -> Iterator[str]:
             if passage:
                 yield passage
                 passage = ""
+            # After the last blank; without one, in the middle of a word.
             cut = trimmed.rfind(" ", 1, MAX_PASSAGE) + 1 or MAX_PASSAGE
             yield trimmed[:cut].rstrip()
             trimmed = trimmed[cut:]
         if passage and len(passage) + len(trimmed) + 2 > MAX_PASSAGE:
             yield passage
             passage = ""
-        passage = f"{passage}\n\n{trimmed}" if passage and trimmed else passage or trimmed
+        passage = "\n\n".join(part for part in (passage, trimmed) if part)
     if passage:
         yield passage
 

@@ -67,7 +67,7 @@ class FunctionThreads:
 
 
 class _Running:
-    """A function in a thread of its own."""
+    """A function that runs in its own thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:
         self.done: asyncio.Future[Any] = loop.create_future()

@@ -181,7 +181,7 @@ def _unwrap(
 ) -> tuple[list[ast.stmt], list[InputDeclaration], str | None]:
     """Return the statements of the program, its inputs, and the name of its function.
 
-    A text is either statements, or functions of which one is decorated with `program`.
+    A text is either statements, or functions, one of them decorated with `program`.
     """
     programs = [
         statement

@@ -59,7 +59,7 @@ class CallOptions(NamedTuple):
     """Fields of the output: sampling and constraint."""
     node: dict[str, Any]
     kind: Kind
-    """Of the value; `any` for a call without a constraint."""
+    """Kind of the value; `any` for a call without a constraint."""
     is_stream: bool
 
 

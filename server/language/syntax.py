@@ -66,7 +66,7 @@ _CHILD_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
 _CHECKED: frozenset[type[ast.AST]] = frozenset(
     {ast.Constant, ast.FormattedValue, ast.comprehension}
 )
-"""Allowed nodes of which some forms are not allowed."""
+"""Allowed nodes with some forms that are not allowed."""
 
 _INSTEAD: dict[type[ast.AST], str] = {
     ast.While: "`while` loops have no bound: write `for _ in range(10):` and "
@@ -86,7 +86,7 @@ _INSTEAD: dict[type[ast.AST], str] = {
     ast.DictComp: "write a list comprehension of pairs: [[key, f(key)] for key in keys]",
     ast.GeneratorExp: "write a list comprehension: [f(x) for x in items]",
     ast.Starred: "`*` and `**` in lists, dicts and calls are not supported: write `a + b`",
-    ast.NamedExpr: "`:=` is not supported: assign in a line of its own",
+    ast.NamedExpr: "`:=` is not supported: assign on a separate line",
     ast.YieldFrom: "`yield from` is not supported: write a loop with `yield`",
     ast.Pow: "`**` is not supported: write the product",
     ast.Match: "`match` is not supported: write `if` and `elif`",
@@ -187,7 +187,7 @@ def _replace(match: re.Match[str]) -> str:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Ignore what Python says about spellings in a text, as an invalid escape sequence: the
+    """Ignore Python's warnings about spellings in a text, such as an invalid escape sequence: the
     author of the text does not read this process's output.
     """
     with warnings.catch_warnings():

@@ -48,7 +48,7 @@ class OutputSlot(NamedTuple):
 
     name: str
     options: dict[str, Json]
-    """As in a call of `gen`."""
+    """The same options as in a call of `gen`."""
     end: str
     """The marker that follows the output in the context."""
     model: Json

@@ -46,7 +46,7 @@ def check_name(name: str, path: str) -> None:
 
 
 def check_expression(expression: Expression, path: str) -> frozenset[str]:
-    """Check an expression in which a bare string is text, and return what it reads.
+    """Check an expression in which a bare string is text, and return the variables it reads.
 
     Raises:
         ProgramError: `program.expression`.
@@ -56,7 +56,7 @@ def check_expression(expression: Expression, path: str) -> frozenset[str]:
 
 
 def check_reference(reference: Expression, path: str) -> frozenset[str]:
-    """Check an expression in which a bare string names a variable, and return what it reads.
+    """Check an expression in which a bare string names a variable; return the variables it reads.
 
     Raises:
         ProgramError: `program.name`, `program.expression`.

@@ -9,7 +9,7 @@
     |-- UnavailableError              queue full, draining, no engine, no journal (429, 503)
     `-- RunError                      a step failed, was killed, or timed out (424)
 
-A code is stable and dotted (`program.cycle`). A message says what happened, with the value and
+A code is stable and dotted (`program.cycle`). A message states what happened, with the value and
 what to do. `path` is the position in the submission (`program.nodes[3].prompt[1].input`). A client
 raises the class that belongs to the status it received.
 """

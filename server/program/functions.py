@@ -22,7 +22,7 @@ class FunctionSignature(Struct, frozen=True, omit_defaults=True, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, Variable] = {}
-    """In the order of positional arguments. One with a `default` may be omitted."""
+    """Parameters, in the order of positional arguments. One with a `default` may be omitted."""
     accepts_any: bool = False
     """Whether arguments with other names are accepted, too."""
     result: Variable = Variable()

@@ -160,8 +160,8 @@ class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Consecutive programs of one session are queued as if submitted with the first one."""
     idle_timeout_s: Seconds | None = None
-    """Cancel the program once no client has asked about it and none of its calls has run for this
-    long."""
+    """Cancel the program if, for this time, no client has sent a request for it and none of its
+    nodes was queued or running."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Share cached KV only with programs of the tenant that have the same salt."""
     clip_outputs: bool = False
@@ -174,13 +174,13 @@ class Submission(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
 
     program: Program
     id: Annotated[str, Meta(pattern=r"^p_[0-9a-f]{24}$")] | None = None
-    """Chosen by the client, which can then append nodes before the submission is answered.
-    Default: chosen by the server."""
+    """Chosen by the client, which can then append nodes before it receives the response. Default:
+    chosen by the server."""
     inputs: dict[Name, Json] = {}
     objectives: dict[Name, Objective] = {}
     options: Options = Options()
     open: bool = False
-    """True: a session, which accepts more nodes until it is closed."""
+    """True: the program accepts more nodes until it is closed."""
 
 
 class SourceSubmission(
@@ -192,7 +192,7 @@ class SourceSubmission(
     language: Literal["decoder", "template"] = "decoder"
     """`decoder`: Python's syntax. `template`: text with slots `{{...}}`."""
     name: Annotated[str, Meta(max_length=256)] = ""
-    """Of the program."""
+    """The name of the program."""
     inputs: dict[Name, Json] = {}
     objectives: dict[Name, Objective] = {}
     options: Options = Options()

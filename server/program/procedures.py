@@ -81,7 +81,7 @@ class PinnedPrefix(Struct, frozen=True, kw_only=True):
     expires_at: float
     """Unix time at which the pin ends."""
     tokens: int
-    """Of all beginnings, in whole blocks, each block once."""
+    """Tokens of all pinned prefixes, in whole blocks; a shared block counts once."""
     blocks: int
     """KV blocks that these tokens take on each engine."""
     engines: list[str]
@@ -115,7 +115,7 @@ class PutProcedure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     program: Program | UnsetType = UNSET
     source: Annotated[str, Meta(max_length=1_000_000)] | UnsetType = UNSET
     language: Literal["decoder", "template"] = "decoder"
-    """Of `source`."""
+    """The language of `source`."""
     alias: AliasName | None = DEFAULT_ALIAS
     """The alias that names this version from now on; null: none."""
     pin_s: Annotated[float, Meta(gt=0)] | None = None
@@ -146,7 +146,7 @@ class RunProcedure(
 
 
 class ProcedureName(NamedTuple):
-    """A reference to a procedure, taken apart; exactly one of `version` and `alias` is set."""
+    """A parsed reference to a procedure; exactly one of `version` and `alias` is set."""
 
     name: str
     version: str | None
@@ -162,7 +162,7 @@ class ExpandedCalls(NamedTuple):
 
 
 def parse_reference(reference: str) -> ProcedureName:
-    """Take a checked reference apart."""
+    """Parse a checked reference."""
     name, at, version = reference.partition("@")
     if at:
         return ProcedureName(name, version, None)

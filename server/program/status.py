@@ -87,7 +87,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     op: str = ""
     engine: str | None = None
     why: str = ""
-    """Why it runs on this engine at this time, or why it does not run yet."""
+    """Why the node runs on this engine at this time, or why it does not run yet."""
     attempt: Count = 0
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -103,7 +103,7 @@ class NodeStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class SharedTokens(Struct, frozen=True, kw_only=True):
-    """Prompt tokens whose KV was already computed, by the first cause that applies."""
+    """Prompt tokens whose KV was already computed, by the first origin that applies."""
 
     static: Count = 0
     """Literal text that several calls of the program start with."""
@@ -128,7 +128,7 @@ class ReceiptPromptTokens(Struct, frozen=True, kw_only=True):
 class SingleRequests(Struct, frozen=True, kw_only=True):
     """An estimate of the same calls as single requests to a server without sharing.
 
-    Each is sent when its inputs are ready, without network.
+    Assumes that each request is sent when its inputs are ready, and that the network takes no time.
     """
 
     prompt_tokens: Count = 0
@@ -162,7 +162,7 @@ class Receipt(Receipts, frozen=True, kw_only=True):
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
-    """The account of a tenant's programs that ended on these days (UTC, inclusive)."""
+    """The account of a tenant's programs that ended from `since` to `until`, inclusive UTC days."""
 
     since: str | None = None
     until: str | None = None
@@ -192,7 +192,8 @@ class ProgramStatus(Struct, frozen=True, omit_defaults=True, kw_only=True):
     receipt: Receipt | UnsetType = UNSET
     error: Problem | UnsetType = UNSET
     quotas: dict[str, QuotaUse] | UnsetType = UNSET
-    """By `steps`, `nodes`, `live_bytes`, `journal_bytes`, `events`; while the program runs."""
+    """The keys are `steps`, `nodes`, `live_bytes`, `journal_bytes` and `events`. Present while the
+    program runs."""
 
 
 class ProgramSummary(Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -254,4 +255,4 @@ class Event(Struct, frozen=True):
     type: EventType
     data: dict[str, Json]
     encoded: bytes = b""
-    """`data` as JSON, if it was encoded before: shared by all readers."""
+    """`data` as JSON, encoded once for all readers; empty if it is not encoded yet."""

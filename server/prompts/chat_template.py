@@ -1,17 +1,17 @@
 """Rendering of a chat by the model's template, into pieces of trusted and untrusted text.
 
 A template writes its own text around the contents of messages, and only its own text may yield
-control tokens. A rendering does not show the origin of its parts, so the chat is rendered
-twice: plainly, which gives the prompt; and with a mark at both ends of each text that is not the
-template's own. If the second rendering without its marks equals the first, the marks show the
-origin of each part and the end of each segment.
+control tokens. A rendering does not show the origin of its parts, so the chat is rendered twice.
+The plain rendering is the prompt. The marked rendering has a mark at both ends of each text that is
+not the template's own. If the marked rendering without its marks equals the plain one, the marks
+show the origin of each part and the end of each segment.
 
-Some templates test or change contents, which marks may disturb. For templates that trim, a second
-attempt sets the marks inside the outer blanks. For others (for example those that remove the
-reasoning from earlier answers) the whole text is one opaque piece: the prompt has a `prefix_break`,
-and a message that spells a control token is rejected, because the token could not be distinguished
-from one of the template. A template that moves an earlier message after a later one has a
-`prefix_break`, too.
+A template that tests or changes contents may behave differently on marked contents. For templates
+that trim contents, a second attempt sets the marks inside the outer blanks. For all others (for
+example templates that remove the reasoning from earlier answers), the whole text is one opaque
+piece: the prompt has a `prefix_break`, and a message that spells a control token is rejected,
+because the token could not be distinguished from one of the template. If a template moves an
+earlier message after a later one, the prompt has a `prefix_break`, too.
 
 Marks are also set around strings in tools, tool calls and names, if they contain more than words
 and common punctuation. A role is trusted and must be a plain word.
@@ -46,17 +46,18 @@ _CONTROL_SHAPE = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|\[/?[A-Z_]+\]|<\w+_of_\
 """Usual shapes of control tokens, for a template without a tokenizer."""
 
 _Render: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[Json] | None], str]
-"""Runs the template on messages and tools."""
+"""A function that renders messages and tools."""
 
 
 class _MarkedText(NamedTuple):
-    """Consecutive marks before, between and after the segments of one text."""
+    """A text with consecutive marks before, between and after its segments."""
 
     first_mark: int
     are_special: tuple[bool, ...]
     """One entry per segment. Segment `i` is between the marks `first_mark + i` and the next."""
     first_segment: int | None
-    """Index of its first segment among the chat's content segments; None if it is not a content."""
+    """Index of its first segment among the segments of all contents; None if the text is a string
+    in a tool, a tool call or a name."""
 
 
 class _MarkedChat(NamedTuple):
@@ -91,7 +92,8 @@ class ChatTemplate:
         self._sandbox = TemplateSandbox(source) if source else None
         self._special_tokens = dict(special_tokens)
         self._spells_special = spells_special or self._looks_special
-        # Digits and private characters, which no filter for letters, blanks or JSON changes.
+        # Marks consist of digits, a dot and private-use characters, which template filters for
+        # letters, blanks and JSON leave unchanged.
         self._nonce = "".join(secrets.choice("0123456789") for _ in range(20))
         self._mark_pattern = re.compile(f"\ue000{self._nonce}\\.([0-9]+)\ue001")
 
@@ -110,8 +112,8 @@ class ChatTemplate:
             messages: in order.
             tools: definitions in the form that the template expects, or None.
             add_generation_prompt: whether to end with the opening of the assistant's turn.
-            options: further variables of the template, such as `enable_thinking`. The names of its
-                other variables have no effect here.
+            options: further variables of the template, such as `enable_thinking`. An option cannot
+                replace a variable that this method sets, such as `messages`.
             now: current time for templates that write a date; None for the system clock.
 
         Raises:
@@ -167,16 +169,16 @@ class ChatTemplate:
     def _render_twice(
         self, render: _Render, messages: Sequence[TemplateMessage], tools: Sequence[Json] | None
     ) -> RenderedChat:
-        """Return a chat, by one rendering without marks and one with marks."""
+        """Return a chat, by one rendering without marks and one or two with marks."""
         attempts = self._marking_attempts(messages, tools)
-        first = next(attempts)  # Before rendering: it rejects tools that nest too deep.
+        first = next(attempts)  # Before the first rendering: rejects tools that nest too deep.
         text = render([_fields(message, message.text, None) for message in messages], tools)
         num_segments = count_segments(messages)
         for chat in chain((first,), attempts):
             try:
                 rendering = render(chat.messages, chat.tools)
             except PromptError:
-                continue  # The template tests contents, and fails on the marks.
+                continue  # The template tests contents, and rejects the marks.
             rendered = self._parse_marks(rendering, text, chat.marked_texts, num_segments)
             if rendered is not None:
                 return rendered
@@ -276,7 +278,7 @@ class ChatTemplate:
         index = 0
         for number, part in zip(map(int, parts[1::2]), parts[2::2], strict=True):
             if current is None:
-                # Between marked texts, only the first mark of one may follow.
+                # Outside of a marked text, the next mark must be the first mark of a text.
                 current, index = by_first_mark.get(number), 0
                 if current is None:
                     return None

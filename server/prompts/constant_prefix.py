@@ -1,14 +1,13 @@
-"""The beginning that all prompts of a call have in common, whatever the inputs of its program are.
+"""The beginning that all prompts of a call have in common, for any inputs of its program.
 
-The call is cut before its first variable, and then rendered and encoded like any other call.
+The call is cut before its first variable, then rendered and encoded like any other call. The last
+token may differ from the token of a whole prompt at that position: the tokenizer may merge the
+text before the cut with the text after it.
 
-Out of scope: blocks of KV. The last token may differ from that of a whole prompt, because it may
-continue in the text behind the cut.
+Out of scope: blocks of KV.
 """
 
 from __future__ import annotations
-
-from itertools import takewhile
 
 import msgspec
 from msgspec import UNSET
@@ -29,19 +28,19 @@ def constant_prefix(
     Args:
         node: a checked call.
         definitions: the variables of its program that expressions define.
-        model: encodes the prompt.
+        model: renders and encodes the prompt.
     """
     if node.prompt is UNSET:
-        return _of_messages(node, definitions, model)
+        return _constant_prefix_of_chat(node, definitions, model)
     pieces = [piece for part in boundary_pieces(node, definitions) for piece in part]
-    segments = [Segment(text=each.text, special=each.special) for each in _literal(pieces)]
+    segments = [Segment(text=each.text, special=each.special) for each in _leading_texts(pieces)]
     if not segments:
         return []
     cut = msgspec.structs.replace(node, prompt=[*segments, Segment(output="output")])
     return model.encode(cut, 0, render_slot(cut, 0, {}).pieces).ids
 
 
-def _of_messages(
+def _constant_prefix_of_chat(
     node: GenerateNode, definitions: VariableDefinitions, model: ServedModel
 ) -> list[int]:
     messages: list[Message] = []
@@ -50,7 +49,7 @@ def _of_messages(
             break
         alone = msgspec.structs.replace(node, messages=[message])
         pieces = [piece for part in boundary_pieces(alone, definitions) for piece in part]
-        texts = _literal(pieces)
+        texts = _leading_texts(pieces)
         if isinstance(message.content, list):
             content = [Segment(text=each.text) for each in texts]
             message = msgspec.structs.replace(message, content=content)
@@ -63,14 +62,18 @@ def _of_messages(
     try:
         rendered = render_chat(cut, {}, model.template)
     except ConureError:
-        return []  # a template may refuse a chat that ends there
+        return []  # a template may reject a chat that ends with this message
     if rendered.prefix_break or not rendered.ends:
         return []
     encoded = model.encode(cut, 0, rendered.pieces)
     return encoded.ids[: encoded.tokens_before(rendered.ends[-1])]
 
 
-def _literal(pieces: list[Piece]) -> list[LiteralText]:
-    """Return the texts before the first piece that is none."""
-    texts = takewhile(lambda piece: isinstance(piece, LiteralText), pieces)
-    return [each for each in texts if isinstance(each, LiteralText)]
+def _leading_texts(pieces: list[Piece]) -> list[LiteralText]:
+    """Return the literal texts at the beginning of `pieces`."""
+    texts: list[LiteralText] = []
+    for piece in pieces:
+        if not isinstance(piece, LiteralText):
+            break
+        texts.append(piece)
+    return texts

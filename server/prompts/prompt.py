@@ -72,7 +72,7 @@ def render_slot(
         node: a node with `prompt`.
         slot: index of the output among the prompt's outputs.
         values: values of all variables that these segments read.
-        budget: pays for expressions.
+        budget: charged for expressions.
         segments: the indices of the part's segments, if `slot_segments` has found them.
 
     Raises:
@@ -104,7 +104,7 @@ def render_chat(
         node: a node with `messages`.
         values: values of all variables that the messages read.
         template: the model's chat template.
-        budget: pays for expressions.
+        budget: charged for expressions.
 
     Raises:
         PromptError: `prompt.splice` if a spliced value is not a message; otherwise as
@@ -224,7 +224,7 @@ def _read_message(value: Json, path: str) -> TemplateMessage:
     if value.get("content") is None and not tool_calls:
         others = sorted(value.keys() - {"role", "content"})
         has = f"it has {', '.join(map(repr, others[:10]))}, but " if others else "it has "
-        raise _not_a_message(f"{has}no `content`, so the model would see an empty turn", path)
+        raise _not_a_message(f"{has}no `content`, so the prompt would contain an empty turn", path)
     for key in ("name", "tool_call_id"):
         if not isinstance(value.get(key), str | None):
             raise _not_a_message(f"its {key} must be a string", path)

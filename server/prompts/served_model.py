@@ -227,7 +227,7 @@ class ServedModel:
         return num_left if max_tokens is None else min(max_tokens, num_left)
 
     def _remedy(self) -> str:
-        """Return the setting that raises the limit. Engines know whether the model supports
+        """Return the setting that raises the limit. Only engines check whether the model supports
         more.
         """
         limits = self.limits

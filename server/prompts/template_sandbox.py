@@ -166,7 +166,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Generation(Extension):
     """`{% generation %}`: marks the model's output for training. Here it only opens a scope."""
 
-    tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja says set and only reads.
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja declares a set and only reads it.
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Return the body in its own scope, as in Hugging Face's implementation."""

@@ -27,7 +27,7 @@ STALL_S: Final = 30.0
 """Seconds after which a client that does not read its response is disconnected."""
 CHECK_S: Final = 1.0
 WRITE_BUFFER_BYTES: Final = 32 * 1024
-"""Bytes of a response that wait for the client. The kernel has a buffer of its own."""
+"""Bytes of a response that wait for the client, in addition to the kernel's own buffer."""
 RESERVED_FILES: Final = 128
 """File descriptors that are kept for engines, the journal and recovery."""
 MAX_CONNECTIONS, MIN_CONNECTIONS = 4_096, 64
@@ -104,7 +104,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def _ends_head(self, data: bytes) -> bool:
-        """Return whether the head ends within its limit, and what follows is the body."""
+        """Return whether the head ends within its limit and a body follows."""
         end = data.find(b"\r\n\r\n")
         return end >= 0 and self._num_head_bytes - len(data) + end <= MAX_HEAD_BYTES
 

@@ -1,7 +1,7 @@
 """The pages at `/` and `/docs`, and the files that they load from `/dashboard`.
 
 Invariants: a page loads files of this server only, and its content security policy forbids
-everything else. A client that does not ask for HTML gets JSON at `/`.
+everything else. A client that does not accept HTML gets JSON at `/`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Health and readiness probes, the list of engines and their activity.
 
-`/healthz` responds as long as the process can respond at all; `/readyz` asks the store and the
+`/healthz` responds as long as the process can respond at all; `/readyz` checks the store and the
 engines through the service.
 """
 
@@ -72,7 +72,7 @@ async def list_engines(request: Request[Any, Any, Any]) -> EngineList:
 async def read_activity(request: Request[Any, Any, Any]) -> ServerActivity:
     """Return what the engines hold, for which programs, and which calls wait.
 
-    Lists are bounded; the number of everything that they list is beside them.
+    Lists are bounded; next to each list is the number of all its entries.
     """
     return service_of(request).activity(tenant=tenant_of(request))
 

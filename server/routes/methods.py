@@ -1,7 +1,7 @@
-"""HEAD for every GET, and complete `Allow` headers, around the application.
+"""An application class that supports HEAD for every GET route and completes `Allow` headers.
 
-A HEAD request runs as a GET whose body is dropped. `Allow` lists the methods of all handlers of a
-path.
+A HEAD request runs as a GET whose body is dropped. A completed `Allow` header lists the methods of
+all handlers of a path.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class HttpMethods:
 
 
 def with_head(methods: Iterable[str]) -> bytes:
-    """Return methods as an `Allow` header, with HEAD if there is GET."""
+    """Return methods as an `Allow` header; GET adds HEAD."""
     names = {name.strip() for name in methods}
     return ", ".join(sorted(names | ({"HEAD"} if "GET" in names else set()))).encode()
 
 
 class MethodsApp(Litestar):
-    """An application with HEAD and complete `Allow` headers."""
+    """A Litestar application with HEAD routes and complete `Allow` headers."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve a request."""
@@ -58,27 +58,35 @@ class MethodsApp(Litestar):
         await super().__call__(scope, receive, send_with_allow)
 
     def _complete(self, scope: Any, allow: bytes) -> bytes:
+        """Return the `Allow` header of the request's path template.
+
+        Without a template, returns the given header with HEAD.
+        """
         template = scope.get("path_template")
-        known = HttpMethods(self).allow(template) if isinstance(template, str) else b""
-        return known or with_head(allow.decode("ascii").split(","))
+        of_template = HttpMethods(self).allow(template) if isinstance(template, str) else b""
+        return of_template or with_head(allow.decode("ascii").split(","))
 
     async def _head(self, scope: Any, send: Any) -> None:
-        """Run a GET, send its head only, and end it."""
-        is_sent, is_read = asyncio.Event(), False
+        """Run the request as a GET, and send only status and headers of the response.
+
+        The handler then receives a disconnect, which ends a stream.
+        """
+        head_sent = asyncio.Event()
+        is_body_read = False
 
         async def receive_nothing() -> Any:
-            nonlocal is_read
-            if not is_read:
-                is_read = True
+            nonlocal is_body_read
+            if not is_body_read:
+                is_body_read = True
                 return {"type": "http.request", "body": b"", "more_body": False}
-            await is_sent.wait()
+            await head_sent.wait()
             return {"type": "http.disconnect"}
 
         async def send_head(message: Any) -> None:
             if message["type"] == "http.response.start":
                 await send(message)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-                is_sent.set()
+                head_sent.set()
 
         as_get: Any = {**scope, "method": "GET"}
         await super().__call__(as_get, receive_nothing, send_head)

@@ -2,7 +2,7 @@
 
 Requests are counted here because only the HTTP layer sees them.
 
-Invariant: requests add no label values of their own. A path is counted under its route template, so
+Invariant: requests add no new label values. A path is counted under its route template, so
 ids create no series; requests without a route are not counted.
 """
 

@@ -49,9 +49,9 @@ from .timers import Timers
 logger = logging.getLogger(__name__)
 
 STEPS_PER_SLOT, STEPS_PER_END, STEPS_PER_NEW_NODE = 60, 30, 20
-"""Steps of a turn that a dispatched slot, an ended node and a new node cost at least."""
+"""Minimum number of steps of a turn for a dispatched slot, an ended node and a new node."""
 BYTES_PER_STEP = 500
-"""Bytes of a value that are encoded, for the journal and for readers, in a step."""
+"""Bytes of an encoded value that count as one step of a turn."""
 NODES_AT_ONCE = 32
 """New nodes that executors register at a time."""
 
@@ -91,7 +91,7 @@ class NodeExecutor(Generic[N]):
         self.context.fail_with(node.id, problem)
         return []
 
-    # --- the program ----------------------------------------------------------------------
+    # --- hooks, called for changes of the program -----------------------------------------
 
     def nodes_added(self, nodes: Sequence[str]) -> None:
         """Handle new nodes of any kind."""
@@ -112,7 +112,7 @@ class NodeExecutor(Generic[N]):
         """Continue interrupted work after a restart; called after the program has started."""
 
     def release(self) -> None:
-        """Release everything: the program is over, or the server stops."""
+        """Release all resources: the program is over, or the server stops."""
 
     # --- recovery -------------------------------------------------------------------------
 
@@ -174,16 +174,16 @@ class NodeContext:
         self.work = SlotWork(state.values, services.turns, lambda slot: self.advance([slot]))
         """The computations of slots."""
         self.stop_before_slot: dict[str, int] = {}
-        """Killed calls of which only the outputs before this slot are still needed."""
+        """For each killed call that must still generate outputs: the slot before which it ends."""
         self._stop = stop
         self._complete = complete
         self._queue: deque[Ready] = deque()
         self._new_nodes: deque[str] = deque()
-        """Nodes that the executors have not registered yet, which happens before any slot runs."""
+        """Nodes to register with the executors before the next slot is dispatched."""
         self._to_end: deque[tuple[str, Phase, Problem]] = deque()
-        """Nodes in the bodies of ended nodes. They end before anything else runs."""
+        """Nodes in the bodies of ended nodes, to end before any other work."""
         self._is_busy = False
-        """Whether the queues are being worked on, now or in the next turn."""
+        """Whether `_work_off` runs, or is scheduled for a later turn."""
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
     def executor(self, kind: type[E]) -> E:
@@ -197,9 +197,9 @@ class NodeContext:
     # --- dispatching ----------------------------------------------------------------------
 
     def advance(self, ready: Iterable[Ready]) -> None:
-        """Dispatch slots, in this turn of the event loop as far as it goes.
+        """Dispatch slots until the turn ends, and the remaining slots in later turns.
 
-        Slots that become ready meanwhile join the same queue, so a chain of ten thousand
+        Slots that become ready meanwhile are added to the same queue, so a chain of ten thousand
         expressions needs no recursion.
         """
         self._queue.extend(ready)
@@ -208,7 +208,7 @@ class NodeContext:
             self._work_off()
 
     def _work_off(self) -> None:
-        """Work off the queues until they are empty or the turn ends."""
+        """Process the queues for one turn, and schedule another turn for the rest."""
         self.services.watch.begin(self.state.id)
         try:
             has_more = self._work_for_a_turn()
@@ -230,7 +230,7 @@ class NodeContext:
             self._complete()
 
     def _work_for_a_turn(self) -> bool:
-        """Work until the turn ends; return whether it has ended before the work."""
+        """Process the queues until they are empty or the turn ends; return whether work is left."""
         while not self.is_over:
             if self.services.turns.has_ended:
                 return True
@@ -270,11 +270,12 @@ class NodeContext:
                 node_state.phase = "running"
             executor.run(node, slot)
         except SuspendedError:
-            return  # dispatched again
+            return  # `work` dispatches the slot again when the computation has ended
         except Exception as error:
             if isinstance(error, MemoryError) and self.state.id in self.services.watch.watched:
                 raise TurnLimitError("too much memory") from error
-            # The caller only made the slot ready; a failure belongs to this node.
+            # The error fails this node. It must not reach the caller, which only made the slot
+            # ready.
             self.fail_slot(node_id, slot, error)
 
     def _start_node(self, node_state: NodeState) -> None:
@@ -298,11 +299,11 @@ class NodeContext:
         Args:
             variable: the variable.
             value: its value.
-            node_id: its producer; None for an input.
-            result: of the LLM call that generated it.
+            node_id: the producer of the value; None for an input.
+            result: the result of the LLM call that generated the value.
 
         Returns: slots that became ready. The caller passes them to `advance` or `complete_slot`
-            once the node itself is in its new state.
+            after it has updated the state of the producer.
 
         Raises:
             RunError: `variable.type` or `variable.schema` if the value is not as declared,
@@ -350,9 +351,10 @@ class NodeContext:
             self._notify("text_appended", variable)
 
     def complete_slot(self, node_id: str, slot: int, ready: list[Ready]) -> None:
-        """Complete a slot, then dispatch `ready` and everything that follows from the end.
+        """Complete a slot, then dispatch `ready` and the slots that become ready by its end.
 
-        Does not complete a node that its own work has ended, for example by a kill.
+        If the node has already ended, for example because its value made a kill run, only
+        dispatches `ready`.
         """
         node_state = self.state.nodes[node_id]
         if not node_state.has_ended:
@@ -394,7 +396,7 @@ class NodeContext:
     # --- failures -------------------------------------------------------------------------
 
     def fail(self, node_id: str, error: ConureError) -> None:
-        """Fail a node, and the node around it or the program unless the failure is isolated."""
+        """Fail a node. Unless the failure is isolated, fail the node around it or the program."""
         self.fail_with(node_id, Problem(code=error.code, message=error.message))
 
     def fail_with(self, node_id: str, problem: Problem) -> None:
@@ -403,11 +405,11 @@ class NodeContext:
             return
         is_isolated = self.state.isolates(node_id)
         ready = self.end_node(node_id, "failed", problem)
-        body = self.state.graph.body_of(node_id)
-        if body is None and not is_isolated:
-            self._stop("failed", problem)
-            return
-        if body is not None and not is_isolated:
+        if not is_isolated:
+            body = self.state.graph.body_of(node_id)
+            if body is None:
+                self._stop("failed", problem)
+                return
             control = self.state.nodes[body.control]
             if not control.has_ended:
                 problem = prefix_with_node(problem, node_id)
@@ -423,7 +425,8 @@ class NodeContext:
             node_id: The node.
             slot: The slot that could not be started.
             error: The cause.
-            is_rendering: The cause is a prompt, where a `KeyError` is a missing input.
+            is_rendering: Whether the error was raised while a prompt was rendered. A `KeyError`
+                then means a missing input.
         """
         missing = self.state.missing_input(self.state.graph.slots[node_id][slot])
         reads_missing = (is_rendering and isinstance(error, KeyError)) or (
@@ -485,8 +488,8 @@ class NodeContext:
         turns = self.services.turns
         turns.spend(STEPS_PER_END)
         if self.is_over:
-            return ready  # all nodes of the program end
-        # The nodes in its bodies did not fail themselves.
+            return ready  # the end of a program ends all its nodes
+        # The nodes in the bodies did not fail themselves.
         inner_phase: Phase = "killed" if phase == "failed" else phase
         for children in self.state.graph.body_nodes(node_id).values():
             if turns.has_ended:
@@ -532,9 +535,9 @@ def prefix_with_node(problem: Problem | None, node_id: str) -> Problem:
 
 
 def break_cycles(context: NodeContext) -> None:
-    """Drop everything that refers back to a context, once its program has ended.
+    """Drop the references back to a context whose program has ended.
 
-    The memory of the program is then free without a garbage collection.
+    The memory of the program is then freed by reference counting, before a garbage collection.
     """
     context.executors, context._hooks = {}, {}
     context._stop = context._complete = _ignore
@@ -547,12 +550,14 @@ def _ignore(*_: object) -> None:
 
 
 def _end_of(missing: MissingValue) -> tuple[Phase, Problem]:
-    """Return how a node ends that reads a variable without a value."""
+    """Return the phase and the problem with which a node ends that reads a missing value."""
     return ("failed" if missing.phase == "failed" else "skipped"), missing.problem
 
 
 def _usage_fields(node_state: NodeState) -> dict[str, Any]:
-    """Return the cost of a node that ends, for the receipt of a later server process."""
+    """Return the usage of an ended node as event fields. A restarted server reads them from the
+    journal to write the receipt.
+    """
     if node_state.started_at is None:
         return {}
     usage = {name: n for name, n in msgspec.to_builtins(node_state.usage).items() if n}

@@ -50,7 +50,7 @@ class NodeUsage:
     prefill_s: float = 0.0
     """From the start on an engine until the prompt was filled, including other calls' prompts."""
     fill_s: float = 0.0
-    """The prompts' own part of that time; see `calls.fill_clock`."""
+    """The part of `prefill_s` that belongs to this call's prompts; see `calls.fill_clock`."""
     decode_s: float = 0.0
     paused_s: float = 0.0
     """Part of `decode_s` in which the engine filled the prompts of other calls."""

@@ -155,18 +155,18 @@ class ProgramRun:
             self.append(close, b'{"close":true}', checked)
         return self.is_over
 
-    def want(self, variable: str, objective: Objective | None) -> None:
-        """Let a requested variable start, and raise its priority if an objective asks for it."""
+    def demand(self, variable: str, objective: Objective | None) -> None:
+        """Let the producers of a requested variable run, with the priority of an objective."""
         if self.is_over:
             return
         self._timers.renew_lease()
         if objective is not None and self.state.graph.tighten_objective(variable, objective):
             self._calls.recompute_priorities()
             self._timers.start_objectives()
-        self.context.advance(self.state.want(variable))
+        self.context.advance(self.state.demand(variable))
 
     def renew_lease(self) -> None:
-        """Extend the life of an attached program: a client has asked about it."""
+        """Restart the leases of the program: a client has sent a request for it."""
         self._timers.renew_lease()
 
     def commit_input(self, variable: str, value: Json) -> None:
@@ -252,7 +252,7 @@ class ProgramRun:
     def suspend(self) -> None:
         """Release everything because the server stops. The journal still has the program."""
         self.context.is_over = True
-        self.context.aborted.forget()
+        self.context.aborted.drop_callback()
         if self._finishing is not None:
             self._finishing.cancel()
         self.events.drain()

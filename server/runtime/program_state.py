@@ -74,7 +74,7 @@ class ProgramState:
         """Calls of the first item or round of each map and loop inside a body that has not
         expanded yet. Other expansions may never happen, or hours later."""
         self._reservations: dict[str, int] = {}
-        self._wanted: set[str] = set()
+        self._demanded: set[str] = set()
         self._is_session = is_open
         self._num_live_nodes = 0
         self._add_nodes(graph.nodes)
@@ -103,8 +103,8 @@ class ProgramState:
         if self.readiness.demanded_nodes is None:
             ready += self.readiness.report(added)
         else:
-            # A variable that was asked for may have a producer now, also indirectly.
-            self.readiness.demand(self._wanted)
+            # A demanded variable may now have a producer, also an indirect one.
+            self.readiness.demand(self._demanded)
             ready += self.readiness.report_all()
         return added, ready
 
@@ -155,11 +155,11 @@ class ProgramState:
     def _release_reservation(self, node_id: str) -> None:
         self.num_reserved_calls -= self._reservations.pop(node_id, 0)
 
-    def want(self, variable: str) -> list[Ready]:
+    def demand(self, variable: str) -> list[Ready]:
         """Let the ancestors of a variable run under `start: demand`."""
-        if self.readiness.demanded_nodes is None or variable in self._wanted:
+        if self.readiness.demanded_nodes is None or variable in self._demanded:
             return []
-        self._wanted.add(variable)
+        self._demanded.add(variable)
         self.readiness.demand([variable])
         return self.readiness.report_all()
 

@@ -45,7 +45,7 @@ def is_too_long(error: Exception) -> bool:
 
 
 class SuspendedError(Exception):
-    """The slot goes on once a value has been computed."""
+    """The slot runs again once a value has been computed."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class SlotWork:
     def run_in_turns(self, compute: Callable[[], Generator[int, None, T]]) -> T:
         """Return the result of a generator that yields the steps it has taken.
 
-        It may yield at any time, and goes on in the next turn if this one has ended.
+        The generator may yield at any time. It continues in the next turn if this turn has ended.
 
         Raises:
             SuspendedError: if it does not end in this turn.
@@ -145,19 +145,19 @@ class SlotWork:
         outcome = self._advance(generator)
         if outcome is None:
             self._suspended[slot] = outcomes
-            self._turns.wait(partial(self._go_on, slot, outcomes, generator))
+            self._turns.wait(partial(self._continue, slot, outcomes, generator))
             raise SuspendedError
         outcomes.append(outcome)
         return cast(T, outcome.get())
 
-    def _go_on(
+    def _continue(
         self, slot: Ready, outcomes: list[Outcome], generator: Generator[int, None, Any]
     ) -> None:
         """Run a generator for a turn; dispatch its slot again once it has ended."""
         if self._suspended.get(slot) is not outcomes:
             return  # the slot was begun again, or the program is over
         if (outcome := self._advance(generator)) is None:
-            self._turns.wait(partial(self._go_on, slot, outcomes, generator))
+            self._turns.wait(partial(self._continue, slot, outcomes, generator))
             return
         outcomes.append(outcome)
         self._resume(slot)

@@ -17,7 +17,7 @@ from .clock import SteadyClock
 from .program_state import ProgramState
 
 LEASE_S = 10.0
-"""How long an attached program lives without a reader."""
+"""How long an attached program runs without a reader."""
 LEASE_CHECKS = 5
 """Number of checks within the duration of a lease."""
 DEADLINE, LEASE, IDLE_TIMEOUT = "the deadline", "the lease", "the idle timeout"
@@ -28,7 +28,7 @@ WAITING_NODES = (ClientNode, WaitNode, NodeWithBodies)
 
 @dataclass(slots=True)
 class _Lease:
-    """The time that a program lives without being used."""
+    """The time that a program runs without being used."""
 
     key: str
     duration_s: float
@@ -119,7 +119,7 @@ class Timers:
         return leases
 
     def renew_lease(self) -> None:
-        """Restart the leases: a client has asked about the program."""
+        """Restart the leases: a client has sent a request for the program."""
         for lease in self._leases:
             lease.num_unused_checks = 0
 

@@ -85,6 +85,6 @@ class Turns:
         return await asyncio.get_running_loop().run_in_executor(self._threads, compute)
 
     def stop(self) -> None:
-        """Drop everything that waits. A computation that runs goes on to its end."""
+        """Drop all waiting computations. A running computation continues to its end."""
         self._waiting.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)

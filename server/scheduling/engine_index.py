@@ -1,4 +1,4 @@
-"""An index of all engines that finds the few candidates for a call without asking each engine.
+"""An index of all engines that finds the few candidates for a call without a scan of all engines.
 
 Of a thousand engines, a call considers at most a dozen: the engine with the most free tokens of
 each class (idle, with a latency-critical call, with other calls only), engines that hold one of its

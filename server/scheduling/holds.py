@@ -7,8 +7,8 @@ program is held as a whole, so that a round decides once for all of its calls.
 
 Out of scope: whether to hold, which is up to the policy.
 
-Invariants: only calls of programs of which nothing runs are held; on an engine without a program of
-better rank, nothing is. At most `MAX_HELD_PROGRAMS` are held at once, so a round stays short.
+Invariants: only calls of programs without running calls are held. No call is held on an engine
+without a program of better rank. At most `MAX_HELD_PROGRAMS` are held, so a round stays short.
 """
 
 from __future__ import annotations

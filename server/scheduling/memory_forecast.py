@@ -4,7 +4,7 @@ In every step each running call generates one token. A call that may write `num_
 ends at most that many steps after its start, and `k` steps before its end it holds its final size
 minus `k` tokens. Calls that started at different times do not reach their final sizes together, so
 the memory that they need is the maximum over time of their sum, not the sum of their sizes
-(Past-Future scheduler, ASPLOS'25, section 3). The sum only drops when a call ends, hence the
+(Past-Future scheduler, ASPLOS'25, section 3). The sum only drops when a call ends, so the
 maximum is in the last step of some call. An example, with A (ends in step 3, final size 5) and B
 (ends in step 5, final size 6):
 

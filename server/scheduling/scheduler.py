@@ -16,7 +16,7 @@ Invariants:
 - A call waits, is reserved on exactly one engine, or is unknown here.
 - On the engine that will run it, no call overtakes a call of better rank in its queue.
 - The head of a queue always has an engine that drains for it. As ranks age, no call starves.
-- A program that has not begun may be held behind programs of better rank (see `holds`).
+- A program that has not begun may be held while programs of better rank run (see `holds`).
 - An idle engine accepts any call that its context length allows.
 """
 
@@ -311,7 +311,7 @@ class Scheduler:
             defer(self.run_round)
 
     def _queue_of(self, request: ResourceRequest) -> _WaitQueue:
-        # Without a token limit, latency-critical calls need no queue of their own.
+        # Without a token limit, latency-critical calls need no separate queue.
         return self._queues[request.is_latency_critical and self._latency_tokens is not None]
 
     def run_round(self) -> None:

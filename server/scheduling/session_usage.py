@@ -2,11 +2,11 @@
 
 An agent's client may submit every turn as a separate program and name the session that they belong
 to. As long as the programs follow each other closely, the scheduler treats them as one program:
-with the start time of the first, and the service that all of them received. An agent with ten
-finished calls thus goes before one that is starting, as if it had been submitted as one program. A
-session that was silent for longer than `MAX_SILENCE_S` starts over.
+with the start time of the first program, and the service that all programs received. The programs
+of an agent with ten finished calls therefore precede a new agent's, as if the agent were one
+program. A session without a program for longer than `MAX_SILENCE_S` starts over.
 
-Invariants: memory is bounded. Forgetting a session costs its place in the queue and nothing else.
+Invariants: memory is bounded. A session that is dropped only loses its place in the queue.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Invariants:
 - The first value of a variable is final: a batch with a second one is rejected as a whole.
 - A sequence number is assigned once, across crashes too: numbers are reserved on disk in blocks,
   and a crash skips the rest of a block.
-- Damage is never passed over: a start with a damaged journal is refused unless it is asked to
+- Damage is never ignored: a start with a damaged journal is refused without the option to
   recover, every record that is read is compared with its checksum, and a journal that is removed or
   hangs is not healthy.
 

@@ -1,7 +1,7 @@
 """Queries of the journal, on read-only connections in a few threads.
 
-Every query except `unfinished` binds the tenant, so a program of another tenant does not exist for
-it. Parameters are always bound, never formatted into a query.
+Every query except `unfinished` and `list_pins` selects by tenant: it returns no data of other
+tenants. Parameters are always bound, never formatted into a query.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class JournalReader:
 
     def __init__(self, folder: Path, *, num_threads: int) -> None:
         self.damage: str | None = None
-        """The last damage that a query met; None if all was readable."""
+        """The last damage that a query found; None if all records were readable."""
         self._connections = [open_reader(folder) for _ in range(num_threads)]
         self._idle = list(self._connections)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="journal-read")
@@ -100,9 +100,9 @@ class JournalReader:
 class DamagedRecordError(JournalError):
     """A record does not match its checksum."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, record: str) -> None:
         super().__init__(
-            "store.damaged", f"the journal is damaged: {what} does not match its checksum"
+            "store.damaged", f"the journal is damaged: {record} does not match its checksum"
         )
 
 
@@ -124,14 +124,14 @@ def load_program(connection: sqlite3.Connection, tenant: str, program: str) -> S
     ).fetchone()
     if row is None:
         return None
-    number = (row[0],)
+    number, *fields = row
     appends = connection.execute(
-        "SELECT body, crc FROM appended WHERE program = ? ORDER BY position", number
+        "SELECT body, crc FROM appended WHERE program = ? ORDER BY position", (number,)
     )
-    values = connection.execute(f"SELECT {_VALUE} FROM value v WHERE v.program = ?", number)
-    end = connection.execute(f"SELECT {_END} FROM ending WHERE program = ?", number).fetchone()
+    values = connection.execute(f"SELECT {_VALUE} FROM value v WHERE v.program = ?", (number,))
+    end = connection.execute(f"SELECT {_END} FROM ending WHERE program = ?", (number,)).fetchone()
     return _stored(
-        row[1:],
+        fields,
         appends=[_append(program, *append) for append in appends],
         values=[_value(program, value) for value in values],
         end=None if end is None else _end(program, end),
@@ -166,22 +166,22 @@ def list_procedures(
     connection: sqlite3.Connection, tenant: str, name: str | None
 ) -> ProcedureListing:
     """Return the versions and aliases of one procedure, or of all procedures of a tenant."""
-    only = "" if name is None else " AND name = ?"
-    given = (tenant,) if name is None else (tenant, name)
+    condition = "tenant = ?" if name is None else "tenant = ? AND name = ?"
+    parameters = (tenant,) if name is None else (tenant, name)
     versions = connection.execute(
-        "SELECT name, version, created_at FROM procedure WHERE tenant = ?"
-        f"{only} ORDER BY name, created_at, version",
-        given,
+        f"SELECT name, version, created_at FROM procedure WHERE {condition} "
+        "ORDER BY name, created_at, version",
+        parameters,
     ).fetchall()
     aliases = connection.execute(
-        f"SELECT name, alias, version FROM procedure_alias WHERE tenant = ?{only} ORDER BY 1, 2",
-        given,
+        f"SELECT name, alias, version FROM procedure_alias WHERE {condition} ORDER BY name, alias",
+        parameters,
     ).fetchall()
     return ProcedureListing(versions=versions, aliases=aliases)
 
 
 def list_pins(connection: sqlite3.Connection, now: float) -> list[PinRecord]:
-    """Return the pins of all tenants that end after a time."""
+    """Return the pins of all tenants that expire after `now`."""
     rows = connection.execute(
         "SELECT tenant, name, version, expires_at FROM procedure_pin WHERE expires_at > ? "
         "ORDER BY expires_at",
@@ -208,7 +208,7 @@ def list_programs(
         tenant: owner of the programs.
         status: a final status; `running` selects the programs that have not ended, None all.
         search: text that the name or the id contains, in any case; empty selects all.
-        before: a number that is higher than those of all returned programs.
+        before: exclusive upper bound of the programs' numbers.
         limit: maximum length of the list.
     """
     columns = "p.number, p.id, p.name, p.created_at, e.status, e.finished_at, "
@@ -257,7 +257,7 @@ def events(
 ) -> list[EventRecord]:
     """Return the first `limit` events of a program after sequence number `after`.
 
-    They have at most `max_bytes`, unless the first one is larger.
+    The data of the returned events has at most `max_bytes`, unless the first event is larger.
     """
     rows = _event_rows(connection, tenant, program, after, limit, f"<> '{TRACE}'")
     found: list[EventRecord] = []
@@ -312,7 +312,7 @@ def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:
         f"SELECT p.number, {_PROGRAM} FROM unfinished u JOIN program p ON p.number = u.program "
         "ORDER BY p.number"
     ).fetchall()
-    ids = {row[0]: row[1] for row in programs}
+    ids = {number: program for number, program, *_ in programs}
     for number, *row in connection.execute(
         "SELECT a.program, a.body, a.crc FROM unfinished u JOIN appended a "
         "ON a.program = u.program ORDER BY a.position"
@@ -338,18 +338,18 @@ def unfinished(connection: sqlite3.Connection) -> list[StoredProgram]:
     }
     return [
         _stored(
-            row[1:],
-            appends=appends[row[0]],
-            values=values[row[0]],
-            events=program_events[row[0]],
-            watch=watched.get(row[0]),
+            fields,
+            appends=appends[number],
+            values=values[number],
+            events=program_events[number],
+            watch=watched.get(number),
         )
-        for row in programs
+        for number, *fields in programs
     ]
 
 
-# Rows are Any: STRICT tables check the types when rows are written. A row without a checksum was
-# written by an older version.
+# The functions below check the checksum of a row and build its record. Rows are Any, because STRICT
+# tables check the types when rows are written. Rows of an older version have no checksum.
 
 
 def _stored(

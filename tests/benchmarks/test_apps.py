@@ -55,7 +55,7 @@ async def send_whole(harness: ServerHarness, program: dict[str, Any]) -> Ids:
 
 
 async def send_calls(harness: ServerHarness, program: dict[str, Any]) -> Ids:
-    """Run each call as a program of its own, as a client that sends texts does."""
+    """Run each call as a separate program, as a client that sends texts does."""
     found: Ids = {}
     texts: dict[str, asyncio.Task[str]] = {}
 

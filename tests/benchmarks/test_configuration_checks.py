@@ -53,11 +53,11 @@ def test_rows_reach_the_tile_size(
 @pytest.fixture
 def one_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check few configurations, with one KV head: the interpreter is slow."""
-    wanted = ("group4-64x64-page16-rows16+64", "group7-128x128-page16-rows16+0", "64-window")
+    selected = ("group4-64x64-page16-rows16+64", "group7-128x128-page16-rows16+0", "64-window")
     chosen = [
         (each, shape._replace(kv_heads=1))
         for each, shape in CONFIGURATIONS
-        if each.name.startswith("attend-bf16") and each.name.endswith(wanted)
+        if each.name.startswith("attend-bf16") and each.name.endswith(selected)
     ]
     monkeypatch.setattr(configuration_checks, "attention_configurations", lambda: chosen)
 

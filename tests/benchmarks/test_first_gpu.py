@@ -49,7 +49,7 @@ class LLM:
 
 
 def record_of(folder: Path, *, times: list[float] | None = None, **options: object) -> StageRecord:
-    """Return a record whose clock shows `times`, and then stands still."""
+    """Return a record whose clock shows `times`, then the last time forever."""
     shown = iter(times or [])
     last = [0.0]
 

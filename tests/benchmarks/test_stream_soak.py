@@ -1,4 +1,4 @@
-"""Streamed calls of all clients leave no socket, thread, task, program or object behind."""
+"""Streamed calls of all clients leave no socket, thread, task, program or object open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_streams_leave_nothing_behind() -> None:
+def test_streams_leave_nothing_open() -> None:
     made = subprocess.run(
         [sys.executable, "-m", "cookbook.stream_soak", "--calls", "400"],
         cwd=ROOT / "benchmarks",

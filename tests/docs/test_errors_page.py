@@ -2,7 +2,7 @@
 
 Every dotted constant of the source is an error code, unless it is an event, the name of a function,
 the name of a file, or in one of the lists below. A new code must be added to the page; a new dotted
-constant that is no code must be added to a list.
+constant that is not a code must be added to a list.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OTHER_FORMATS = (
     "adapters/client/local_app.py",
 )
 FILE_ENDINGS = ("current", "html", "jinja", "json", "log", "max", "sqlite3")
-# The beginnings of names that are no codes: modules, fields of other APIs, stages of ASGI.
+# The beginnings of names that are not codes: modules, fields of other APIs, stages of ASGI.
 NO_CODES = {
     "call.traced",
     "chat.completion",

@@ -69,7 +69,7 @@ class Recorder:
 
 @dataclass
 class Context:
-    """What the server knows of a context."""
+    """The server's record of a context."""
 
     ids: list[int]
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -184,10 +184,10 @@ class Judge:
 
     def _judge(self, ids: list[int], context: Context, tokens_too: bool) -> None:
         with torch.inference_mode():
-            wanted = self._reference(torch.tensor([ids[:-1]])).logits[0].float()
+            expected = self._reference(torch.tensor([ids[:-1]])).logits[0].float()
         for begin, end in context.spans:
             for position in range(begin, end + (context.is_ended and end == len(context.ids))):
-                scores, token = wanted[position - 1], ids[position]
+                scores, token = expected[position - 1], ids[position]
                 self._compare(tuple(ids[:position]), scores)
                 self.verdict.tokens += 1
                 gap = float(scores.max() - scores[token])
@@ -195,13 +195,13 @@ class Judge:
                     assert gap <= TIE, f"position {position}: {token} lies {gap} below the best"
                     self.verdict.ties += 1
 
-    def _compare(self, before: tuple[int, ...], wanted: Tensor) -> None:
+    def _compare(self, before: tuple[int, ...], expected: Tensor) -> None:
         found = self._runner.logits.get(before)
         assert found, "every generated token has logits"
         for scores in found:
-            difference = scores - wanted
+            difference = scores - expected
             self.verdict.difference = max(self.verdict.difference, float(difference.abs().max()))
-            self.verdict.errors.append(float(difference.square().mean().sqrt() / wanted.std()))
+            self.verdict.errors.append(float(difference.square().mean().sqrt() / expected.std()))
 
 
 def load(folder: Path, dtype: str) -> tuple[Recorder, Judge]:
@@ -248,7 +248,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def _cut(runner: Recorder, seed: int, step_tokens: int, count: int) -> Session:
-    """One context at a time, its prompt cut into chunks; then a second turn behind it."""
+    """One context at a time, its prompt cut into chunks; then a second turn after it."""
     session = Session(runner, step_tokens=step_tokens)
     name = session.call(prompt(seed, 25), count)
     session.run()
@@ -283,7 +283,7 @@ def _forks(runner: Recorder, seed: int, step_tokens: int, count: int) -> Session
 
 
 def _arrivals(runner: Recorder, seed: int, step_tokens: int, count: int, *, most: int) -> Session:
-    """Contexts with a few common prefixes that come one by one and in crowds, up to `most`."""
+    """Contexts with a few common prefixes that arrive one by one and in groups, up to `most`."""
     rng = random.Random(seed)
     session = Session(runner, step_tokens=step_tokens)
     waiting = most
@@ -299,7 +299,7 @@ def _arrivals(runner: Recorder, seed: int, step_tokens: int, count: int, *, most
 
 
 def _starved(runner: Recorder, seed: int, count: int) -> Session:
-    """A pool that holds a quarter of what is asked for: somebody is always preempted."""
+    """A pool with a quarter of the requested memory, so that some context is always preempted."""
     length = 24
     num_contexts = 8
     demand = num_contexts * -(-(length + count) // BLOCK)

@@ -36,7 +36,7 @@ class Refusal(NamedTuple):
     is_known: bool = True
     """Refused by its config, before weights are read; else by the trial."""
     trial: str = ""
-    """What a trial alone would say, where a shrunk model can be built; empty: not tried."""
+    """The result of a trial alone, if a shrunk model can be built; empty: not tried."""
 
 
 _MOE: Final[dict[str, Any]] = {
@@ -247,7 +247,7 @@ REFUSED: Final[dict[str, Refusal]] = {
     "codegen": Refusal(_OWN, _GPT, trial=_SOME),
     "deepseek_v32": Refusal("indexed_attention", {**_MLA, **_GROUPS}, trial="running a few tokens"),
     "diffllama": Refusal("cannot be distinguished", {}, is_known=False),
-    "doge": Refusal("mask of its own", {}, is_known=False),
+    "doge": Refusal("its own attention mask", {}, is_known=False),
     "falcon": Refusal(_OWN, {"head_dim": ...}),
     "falcon_h1": Refusal(_STATE, _SSM, trial="more than keys and values"),
     "falcon_mamba": Refusal(_STATE, {"state_size": 8}, trial=_SOME),
@@ -284,7 +284,7 @@ REFUSED: Final[dict[str, Refusal]] = {
             "intermediate_size_mlp": 96,
             "layer_types": ["chunked_attention", "full_attention"],
         },
-        trial="differ from those of its own attention",
+        trial="differ between the hook and its own attention",
     ),
     "mamba": Refusal(_STATE, {"state_size": 8}, trial=_SOME),
     "minimax": Refusal("linear_attention", {**_MOE, **_LINEAR}, trial=_SOME),
@@ -305,7 +305,7 @@ REFUSED: Final[dict[str, Refusal]] = {
 
 
 def model_type(name: str) -> str:
-    """Return the model type of a family: its name without what stands in brackets."""
+    """Return the model type of a family: its name without the part in brackets."""
     return name.partition(" (")[0]
 
 

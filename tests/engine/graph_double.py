@@ -1,6 +1,6 @@
 """A device that records, on the CPU: the discipline of recorded steps without a GPU.
 
-`record` runs a function once and notes each operator that it asks torch for, with its
+`record` runs a function once and records each torch operator that it calls, with its
 arguments as they were: tensors by identity, numbers by value. A replay runs those operators
 again and puts their results into the very tensors of the recording. Python is not run again,
 so whatever came to the function otherwise than through a tensor that stayed where it is has
@@ -76,7 +76,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
         def noted(executor: Any, *args: Any, **options: Any) -> None:
             def again() -> None:
-                # What the interpreter does with its arguments is no operator of ours.
+                # Operators that the interpreter runs on its arguments are not part of the kernels.
                 with _disable_current_modes():
                     launch(executor, *args, **options)
 
@@ -123,7 +123,7 @@ class Dense:
     """Attention that reads a table on the device; see `ops.Kernels`.
 
     The table of a kind of layer lies in memory that grows when it must: then a recording that
-    reads the former one is of no use. A step that was not prepared reads a table of its own.
+    reads the former one is of no use. A step that was not prepared reads a separate table.
     """
 
     def __init__(self, *, num_rows: int = 8, num_blocks: int = 8) -> None:
@@ -147,18 +147,18 @@ class Dense:
             return self.num_grown
         needed = self._table_of(plan)
         found = self._tables.get(window, torch.zeros(*self._size, dtype=torch.int64))
-        wanted = needed.shape
-        if wanted[0] > found.shape[0] or wanted[1] > found.shape[1]:
+        expected = needed.shape
+        if expected[0] > found.shape[0] or expected[1] > found.shape[1]:
             self.num_grown += 1
-            shape = [max(a, b) for a, b in zip(wanted, found.shape, strict=True)]
+            shape = [max(a, b) for a, b in zip(expected, found.shape, strict=True)]
             found = torch.zeros(*shape, dtype=torch.int64)
         found.zero_()
-        found[: wanted[0], : wanted[1]] = needed
+        found[: expected[0], : expected[1]] = needed
         self._tables[window], self._plans[window] = found, plan
         return self.num_grown
 
     def _table_of(self, plan: Plan) -> Tensor:
-        """Return the table of a plan as a tensor of its own: no recording reads it."""
+        """Return the table of a plan as a new tensor, which no recording reads."""
         rows = np.repeat(np.arange(plan.num_rows), plan.num_new)
         width = -(-int(plan.kv_len.max()) // plan.block_size)
         blocks = plan.tables[rows, :width].clip(0)

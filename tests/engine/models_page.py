@@ -1,7 +1,7 @@
 """Write docs/engine/models.md: run `python -m tests.engine.models_page` in the repository's root.
 
 Every family of `families` is tested as in the tests. Results that depend on the machine (ties,
-rounding) have columns of their own; the test that the page is current ignores them.
+rounding) have separate columns; the test that the page is current ignores them.
 """
 
 from __future__ import annotations

@@ -72,6 +72,6 @@ def run_calls(runner: Runner, calls: list[RandomCall]) -> dict[int, tuple[list[i
             break
     assert engine.is_idle
     assert engine.status().num_held == 0
-    wanted = {number for number, call in enumerate(calls) if call.abort is None}
-    assert wanted <= ended.keys()
-    return {number: ended[number] for number in wanted}
+    completed = {number for number, call in enumerate(calls) if call.abort is None}
+    assert completed <= ended.keys()
+    return {number: ended[number] for number in completed}

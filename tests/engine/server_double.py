@@ -1,4 +1,4 @@
-"""A test double of the server that knows the expected answer of every call.
+"""A test double of the server with the expected answer of every call.
 
 It keeps a plain model of all contexts (ids in a dictionary, no blocks). It checks every report
 against the model, and the engine's invariants after every command and step.
@@ -37,7 +37,7 @@ class LateStep:
     def read(self) -> list[int]:
         assert self._spy.flying.pop(0) is self, "steps are read in the order of their start"
         if self._fails:
-            # Steps that were started behind a failed one are not read.
+            # Steps that were started after a failed one are not read.
             self._spy.flying.clear()
             raise RuntimeError("late test failure")
         return self._done.read()

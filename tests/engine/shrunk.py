@@ -100,7 +100,7 @@ def runner_on(
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a folder as anybody would, attending eagerly."""
+    """Load a folder with transformers and eager attention."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=dtype, attn_implementation="eager"
     )

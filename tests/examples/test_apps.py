@@ -51,7 +51,7 @@ def calls(output: str) -> list[tuple[int, int]]:
     return sorted((int(served), int(total)) for served, total in re.findall(line, output))
 
 
-def test_rag_remembers_the_place(url: str) -> None:
+def test_rag_keeps_the_place_of_the_first_question(url: str) -> None:
     output = printed("langchain_rag.py", url)
     assert lines_of(output, "place") == ["Tarnby"] * 3
     assert all("Tessa Brook" in report for report in lines_of(output, "found"))
@@ -67,7 +67,7 @@ def test_router_follows_the_yes_or_no(url: str) -> None:
     assert calls(output) == [(2, 2)] * 3
 
 
-def test_map_asks_once_per_village(url: str) -> None:
+def test_map_makes_one_call_per_village(url: str) -> None:
     output = printed("langchain_map.py", url)
     assert lines_of(output, "doctor") == [
         "Kolvar: Pavel Orlin",

@@ -98,7 +98,7 @@ def comb(levels: int, *, block_size: int) -> Rows:
 
 
 def expected_slots(rows: Rows, block_size: int, window: int | None) -> list[Counter[int]]:
-    """Return the slots that each query must see once, from the definition."""
+    """Return the slots that each query must read once, from the definition."""
     expected = []
     for new, length, table in zip(rows.num_new, rows.kv_len, rows.tables, strict=True):
         for position in range(length - new, length):

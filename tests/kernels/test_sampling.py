@@ -26,10 +26,10 @@ def operations(request: pytest.FixtureRequest) -> sampling.SamplingOperations:
     return sampling.implementation(request.param)
 
 
-def num_rows(operations: sampling.SamplingOperations, wanted: int, interpreted: int) -> int:
+def num_rows(operations: sampling.SamplingOperations, compiled: int, interpreted: int) -> int:
     """Return how many rows to sample: the interpreter takes 0.1 s for a truncated row."""
     is_slow = DEVICE.type == "cpu" and not isinstance(operations, sampling.ReferenceSampling)
-    return interpreted if is_slow else wanted
+    return interpreted if is_slow else compiled
 
 
 def random_scores(num_rows: int, vocabulary: int, seed: int = 0) -> Tensor:

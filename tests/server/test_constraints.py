@@ -281,9 +281,9 @@ async def test_openai_n_answers_share_their_prompt(tmp_path: Path) -> None:
             assert choice.message.content == "probably not"
             assert choice.logprobs is not None
             assert choice.logprobs.content is not None
-            told = choice.logprobs.content
-            assert "".join(each.token for each in told) == "probably not"
-            assert len(told[0].top_logprobs) == 3
+            entries = choice.logprobs.content
+            assert "".join(each.token for each in entries) == "probably not"
+            assert len(entries[0].top_logprobs) == 3
         usage = answer.usage
         assert usage is not None
         assert usage.completion_tokens == 5 * len("probably not") + 5
@@ -296,16 +296,16 @@ async def test_openai_answers_stream_interleaved(tmp_path: Path) -> None:
         stream = await official.chat.completions.create(
             model="default", messages=messages, n=3, stream=True, logprobs=True
         )
-        texts, reasons, told = [""] * 3, [""] * 3, [0] * 3
+        texts, reasons, num_logprobs = [""] * 3, [""] * 3, [0] * 3
         async for chunk in stream:
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
                 reasons[choice.index] += choice.finish_reason or ""
                 if choice.logprobs is not None:
-                    told[choice.index] += len(choice.logprobs.content or [])
+                    num_logprobs[choice.index] += len(choice.logprobs.content or [])
         assert texts == ["probably not"] * 3
         assert reasons == ["stop"] * 3
-        assert told == [12] * 3
+        assert num_logprobs == [12] * 3
 
 
 WEATHER = {

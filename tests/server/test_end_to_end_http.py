@@ -55,7 +55,7 @@ async def client_of(data: Path, **settings: Any) -> AsyncIterator[httpx.AsyncCli
 
 
 async def finish(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
-    """Read all events of a program, and thereby wait for its end."""
+    """Read all events of a program, which ends with the program."""
     events = parse((await client.get(f"{path}/events")).text)
     assert events[-1]["event"] == "program.finished"
     return events
@@ -159,15 +159,15 @@ async def test_client_step_is_requested_and_answered(tmp_path: Path) -> None:
     async with client_of(tmp_path) as client:
         body = {"program": program, "inputs": {"start": "go"}}
         path = (await client.post("/v1/programs", json=body)).headers["location"]
-        asked: dict[str, Any] = {}
+        requested: dict[str, Any] = {}
         async with client.stream("GET", f"{path}/events") as stream:
             async for line in stream.aiter_lines():
                 if line.startswith("data: ") and '"request_id"' in line:
-                    asked = json.loads(line[6:])
+                    requested = json.loads(line[6:])
                     break
-        assert asked["name"] == "search"
+        assert requested["name"] == "search"
         put = f"{path}/variables/found"
-        value = {"value": "a result", "request_id": asked["request_id"]}
+        value = {"value": "a result", "request_id": requested["request_id"]}
         assert (await client.put(put, json=value)).status_code == 200
         assert (await client.put(put, json=value)).status_code == 200
         # The program may have ended by now, so two codes are possible.

@@ -153,7 +153,7 @@ def check_counters(
 ) -> list[Receipt]:
     """Check that the receipts account for all work of the engine.
 
-    The engine's `num_computed_tokens` counts prompt tokens that went through the model for the
+    The engine's `num_computed_tokens` counts prompt tokens that the model computed for the
     first time, and `num_decoded_tokens` the ids that it sampled (EOS included); the input token
     of a decode step counts in neither. So both are sums over receipts.
     """
@@ -176,7 +176,7 @@ async def test_map_reduce_matches_transformers_ids(
     harness: ServerHarness, reference: Reference, copies: int
 ) -> None:
     before = await counters(harness)
-    # Tenants share nothing; programs of one tenant share what they have at one time.
+    # Tenants share nothing; concurrent programs of one tenant share KV.
     tenants = [ServerHarness(harness.executor, f"{copies}.{i % 4}") for i in range(copies)]
     programs = await asyncio.gather(
         *(own.submit(MAP_REDUCE, inputs=INPUTS, outputs=["reduce"], trace=True) for own in tenants)
@@ -195,7 +195,7 @@ async def test_map_reduce_matches_transformers_ids(
     tokens = receipts[0].prompt_tokens
     assert tokens.computed + tokens.shared.cache <= tokens.logical - 7 * common
     if copies == 1:
-        # The instruction went through the model once, for all eight.
+        # The model computed the instruction once, for all eight.
         assert tokens.computed == tokens.logical - 7 * common
         assert (tokens.shared.static, tokens.shared.generated) == (7 * common, 0)
     if copies == 16:

@@ -48,12 +48,12 @@ async def test_all_node_kinds_work_together(tmp_path: Path) -> None:
             inputs={"topic": "rain"},
             outputs=["end"],
         )
-        asked = await program.event("client.requested")
+        requested = await program.event("client.requested")
         text = answer("Write about rain:")
         loud = f"{text}!{text}".upper()
-        assert asked.data["args"] == {"n": len(loud)}
-        assert asked.data["name"] == "step"
-        await program.put("found", "a lot", asked.data["request_id"])
+        assert requested.data["args"] == {"n": len(loud)}
+        assert requested.data["name"] == "step"
+        await program.put("found", "a lot", requested.data["request_id"])
         status = await program.end()
         assert status.status == "done"
         values = {name: v.value for name, v in status.variables.items()}
@@ -86,14 +86,14 @@ async def test_prompt_grows_through_outputs_and_a_client_step(tmp_path: Path) ->
             client("find", "found", args={"query": var("search")}),
         ]
         program = await harness.submit(nodes, inputs={"q": "why?"}, outputs=["end"], trace=True)
-        asked = await program.event("client.requested")
+        requested = await program.event("client.requested")
         # The first outputs can be read while the prompt waits in its middle.
         text = "Question: why?\nThought: "
         thought = answer(text)
         assert await program.value("thought") == thought
         text += f"{thought}\nSearch: "
         search = answer(text)
-        assert asked.data["args"] == {"query": search}
+        assert requested.data["args"] == {"query": search}
         await program.put("found", "this")
         text += f"{search}\nFound: this\nAnswer: "
         assert await program.value("end") == answer(text)
@@ -394,7 +394,7 @@ async def test_failed_call_can_be_retried(tmp_path: Path) -> None:
         assert again == ["output.not_json"] * 2
 
 
-async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
+async def test_programs_are_invisible_to_other_tenants(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         program = await harness.submit([client("a", "x")], outputs=["x"], open=True, key="k")
         other = ServerHarness(harness.executor, "other")

@@ -198,9 +198,9 @@ async def test_cancelled_program_stops_and_frees_everything(tmp_path: Path) -> N
         status = await asyncio.wait_for(program.cancel(), 60)
         assert status.status == "cancelled"
         assert {node.status for node in status.nodes.values()} == {"cancelled"}
-        told = await waiting
-        assert told.error
-        assert told.error.code == "program.cancelled"
+        received = await waiting
+        assert received.error
+        assert received.error.code == "program.cancelled"
         assert await harness.num_held() == [(0, 0)]
         assert harness.executor.services.scheduler.num_waiting == 0
         status = await program.end()
@@ -357,9 +357,9 @@ async def test_shutdown_fails_pending_requests(tmp_path: Path) -> None:
         await asyncio.wait_for(reader, 60)
         assert reading[-1].type == "server.draining"
         await harness.executor.stop()
-        with pytest.raises(UnavailableError) as told:
+        with pytest.raises(UnavailableError) as raised:
             await waiting
-        assert told.value.code == "server.draining"
+        assert raised.value.code == "server.draining"
 
 
 async def test_stopped_server_answers_draining_not_not_found(tmp_path: Path) -> None:
@@ -371,9 +371,9 @@ async def test_stopped_server_answers_draining_not_not_found(tmp_path: Path) -> 
         await harness.executor.stop()
         for program in (done, open_):
             for late in (program.status(), program.get("x"), program.events(), program.cancel()):
-                with pytest.raises(UnavailableError) as told:
+                with pytest.raises(UnavailableError) as raised:
                     await late
-                assert told.value.code == "server.draining"
+                assert raised.value.code == "server.draining"
 
 
 async def test_ended_session_calls_free_the_quota(tmp_path: Path) -> None:
@@ -394,13 +394,13 @@ async def test_ended_session_calls_free_the_quota(tmp_path: Path) -> None:
 async def test_append_returns_the_added_nodes(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         session = await harness.submit([expr("a", {"lit": 1})], outputs=["a"], open=True)
-        told = await session.append(
+        received = await session.append(
             nodes=[expr("b", var("n"), writes="c")], variables={"n": {}}, inputs={"n": 2}
         )
-        assert (told.id, told.outputs) == (session.id, ["a"])
-        assert list(told.nodes) == ["b"]
-        assert list(told.variables) == ["n", "c"]
-        assert told.variables["n"].value == 2
+        assert (received.id, received.outputs) == (session.id, ["a"])
+        assert list(received.nodes) == ["b"]
+        assert list(received.variables) == ["n", "c"]
+        assert received.variables["n"].value == 2
         assert set((await session.status()).nodes) == {"a", "b"}
         closed = await session.append(close=True)
         assert (closed.nodes, closed.variables) == ({}, {})

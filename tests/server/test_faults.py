@@ -46,7 +46,7 @@ def send(harness: ServerHarness, number: signal.Signals, name: str = "engine-0")
 
 
 def speed_up_restarted_engines(harness: ServerHarness) -> None:
-    """Engines that start from now on take no time per token."""
+    """Configure engines that start from now on to take no time per token."""
     fleet = harness.executor.services.fleet
     assert fleet is not None
     fast = msgspec.structs.replace(fleet._options.command.config, time_per_output_token=0.0)
@@ -55,9 +55,9 @@ def speed_up_restarted_engines(harness: ServerHarness) -> None:
 
 SHARED = "The beginning that all of them have in common. " * 4
 LONG: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60}
-"""An output of 60 tokens."""
+"""Options of an output of 60 tokens."""
 SLOW_S = 0.1
-"""Time per token with which an output of LONG runs for 6 s: a signal reaches an engine before."""
+"""Time per token. A LONG output then takes 6 s, long enough for a signal to reach the engine."""
 WORK = [
     *(generate(f"c{i}", SHARED, str(i), **LONG) for i in range(6)),
     {
@@ -104,7 +104,7 @@ async def test_programs_survive_a_dead_or_frozen_engine(
         await program.put("found", "it")
         await check_work(program)
         ended = await program.end()
-        assert ended.nodes["p"].attempt == 1, "it held nothing that cannot be filled again"
+        assert ended.nodes["p"].attempt == 1, "a call between two outputs is filled again"
         attempts = [ended.nodes[f"c{i}"].attempt for i in range(6)]
         assert 2 in attempts
         assert max(attempts) == 2
@@ -149,25 +149,23 @@ async def test_call_fails_after_three_engine_deaths(tmp_path: Path) -> None:
 
 
 async def test_innocent_calls_survive_repeated_engine_deaths(tmp_path: Path) -> None:
-    """The engine dies whenever the poisonous call starts, whatever else runs on it."""
+    """The engine dies whenever the poisonous call starts, with all calls that run on it."""
     async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
         innocent = [await harness.submit([generate("x", f"word {i}", **LONG)]) for i in range(10)]
         for program in innocent:
             await program.event("node.delta")
         poison = await harness.submit([generate("x", "bad ", ignore_eos=True, max_tokens=8_000)])
 
-        async def strike() -> None:
-            num_started = 0
+        async def kill_engine_at_each_start() -> None:
             async for event in poison.read():
                 if event.type == "node.started":
-                    num_started += 1
                     send(harness, signal.SIGKILL)
 
-        striking = asyncio.create_task(strike())
+        killing = asyncio.create_task(kill_engine_at_each_start())
         for i, program in enumerate(innocent):
             assert await program.value("x") == endless(f"word {i}")
         ended = await poison.end()
-        await striking
+        await killing
         assert ended.error
         assert ended.error.code == "engine.lost"
         assert ended.nodes["x"].attempt >= 3
@@ -212,7 +210,7 @@ async def test_engine_start_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
 async def test_stopped_server_leaves_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if an engine has started and not sent its hello yet."""
+    """Even if an engine has started but has not sent its hello yet."""
     started: list[asyncio.subprocess.Process] = []
     create = asyncio.create_subprocess_exec
     again = asyncio.Event()
@@ -244,7 +242,7 @@ async def test_encoder_error_fails_only_its_call(
 
     monkeypatch.setattr(LLMCall, "encode", breaks)
     async with server_harness(tmp_path) as harness:
-        for words in ("x", "long " * 800):  # on the loop, in a thread
+        for words in ("x", "long " * 800):  # encoded on the event loop, encoded in a thread
             nodes = [
                 generate(name, words, on_error="isolate") for name in ("bad", "b", "c", "good")
             ]
@@ -279,10 +277,10 @@ async def test_running_programs_survive_a_full_disk(
         putting = asyncio.create_task(program.put("v", "go"))
         await asyncio.wait_for(refused.wait(), 60)
         for _ in range(2):
-            with pytest.raises(UnavailableError) as told:
+            with pytest.raises(UnavailableError) as raised:
                 await harness.submit([generate("z", "new")], key="k")
-            assert (told.value.code, told.value.status) == ("store.unavailable", 503)
-            assert told.value.retry_after_s
+            assert (raised.value.code, raised.value.status) == ("store.unavailable", 503)
+            assert raised.value.retry_after_s
         (reason,) = (await harness.executor.ready()).reasons
         assert reason == "the journal cannot be written: database or disk is full"
         assert (await program.get("v", wait_s=0)).status == "running"

@@ -79,14 +79,14 @@ async def test_metrics_match_receipts_and_state(tmp_path: Path) -> None:
         assert after["conure_programs_ended_total failed"] == 1
         assert after["conure_calls_total"] == 4
         assert after["conure_call_seconds_count decode"] == 4
-        told = Counter({"computed": 0, "static": 0, "cache": 0, "dynamic": 0, "generated": 0})
+        expected = Counter({"computed": 0, "static": 0, "cache": 0, "dynamic": 0, "generated": 0})
         for receipt in receipts:
-            told["computed"] += receipt.prompt_tokens.computed
-            told["static"] += receipt.prompt_tokens.shared.static
-            told["cache"] += receipt.prompt_tokens.shared.cache
-            told["dynamic"] += receipt.prompt_tokens.shared.dynamic
-            told["generated"] += receipt.prompt_tokens.shared.generated
-        for source, number in told.items():
+            expected["computed"] += receipt.prompt_tokens.computed
+            expected["static"] += receipt.prompt_tokens.shared.static
+            expected["cache"] += receipt.prompt_tokens.shared.cache
+            expected["dynamic"] += receipt.prompt_tokens.shared.dynamic
+            expected["generated"] += receipt.prompt_tokens.shared.generated
+        for source, number in expected.items():
             assert after[f"conure_prompt_tokens_total {source}"] == number
         blocks = [after[f"conure_engine_blocks engine-0 {kind}"] for kind in _KINDS]
         assert sum(blocks) == before["conure_engine_blocks engine-0 free"]

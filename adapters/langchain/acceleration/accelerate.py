@@ -262,7 +262,7 @@ class _BatchOfOne(PassthroughRunnable):
     """Runs each input of an accelerated chain as a batch of one.
 
     `Runnable.batch` calls `invoke` for each input, but events and errors of `chain.batch` differ
-    from those of `chain.invoke`. A batch of one has those of a batch, and a plan of its own.
+    from those of `chain.invoke`. A batch of one has those of a batch, and its own plan.
     """
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002

@@ -7,7 +7,7 @@ the part. No user code runs for a plan.
 
 Some awaited parts contain chains: the arms of a branch, the body of `.map()`, the targets of
 fallbacks and retries. Which of them run, and on which input, is known when the chain enters them;
-then they get plans of their own (`probes`).
+they then get their own plans (`probes`).
 
 Invariant: the chain makes every call of its plan, unless an earlier step raises.
 """

@@ -1,11 +1,11 @@
 """Pass-through Runnables inside an accelerated chain.
 
-An accelerated chain is a copy of the user's chain with two kinds of wrappers. `ValueProbe` reports
-the value that its Runnable computes to the plan. `SubchainPlanner` plans its Runnable when the
-chain reaches it, with its actual input. Neither appears in LangChain's events: both pass the call,
-the config and the result through.
+An accelerated chain is a copy of the user's chain with two kinds of wrappers around its Runnables.
+A `ValueProbe` reports the value of its Runnable to the active run. A `SubchainPlanner` plans its
+Runnable when the chain calls it, and therefore with the actual input. LangChain's events contain
+neither: both pass the call, the config and the result through.
 
-Invariant: outside an accelerated run, both do nothing else.
+Invariant: outside an accelerated run, a wrapper only passes the call through.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from .plan import ChainPlan
 
 
 class PassthroughRunnable(RunnableBindingBase[Any, Any]):
-    """A Runnable that runs another one unchanged."""
+    """Runs another Runnable unchanged."""
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Return False: it belongs to one chain in memory."""
+        """Return False: the Runnable refers to objects of this process."""
         return False
 
 
 class ValueProbe(PassthroughRunnable):
-    """Reports the value of its Runnable to the plan."""
+    """Reports the value of its Runnable to the active run, if the plan awaits it."""
 
     place: str
+    """The key of the value in `ChainPlan.awaited`."""
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         """Run the Runnable."""
@@ -123,7 +124,7 @@ class ValueProbe(PassthroughRunnable):
 
 
 class _ChunkSum:
-    """The sum of chunks by LangChain's rules: the last chunk where `+` is not supported."""
+    """The sum of chunks by LangChain's rules: a chunk that `+` does not accept replaces the sum."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -140,10 +141,10 @@ class _ChunkSum:
 
 
 class ChainPlanner(Protocol):
-    """Makes plans of one chain."""
+    """Creates the plans of one chain, one for each run."""
 
     copy: Runnable[Any, Any]
-    """The chain with the probes that the plans need."""
+    """The chain with the probes whose values the plans await."""
 
     def plan(self, prefix: str, config: RunnableConfig | None) -> ChainPlan:
         """Return the plan of one run.
@@ -156,7 +157,7 @@ class ChainPlanner(Protocol):
 
 
 class SubchainPlanner(PassthroughRunnable):
-    """Plans its Runnable when the chain reaches it."""
+    """Plans its Runnable when the chain calls it."""
 
     _planner: ChainPlanner = PrivateAttr()
 
@@ -238,22 +239,22 @@ class SubchainPlanner(PassthroughRunnable):
         inputs: list[Any],
         config: RunnableConfig | list[RunnableConfig] | None,
     ) -> list[ActiveRun | None]:
-        """Start the planned calls for inputs; return the active run to run each input in."""
+        """Plan each input and start the planned calls; return the active run of each input."""
         active = ACTIVE_RUN.get()
         if active is None or not inputs:
             return [None] * len(inputs)
         run = active.run
-        one: Any = config[0] if isinstance(config, list) and config else config
-        plans = [self._planner.plan(run.prefix(), one) for _ in inputs]
+        first_config: Any = config[0] if isinstance(config, list) and config else config
+        plans = [self._planner.plan(run.prefix(), first_config) for _ in inputs]
         run.begin([(plan, plan.inputs(given)) for plan, given in zip(plans, inputs, strict=True)])
         return [ActiveRun(run, plan) for plan in plans]
 
 
 class _RunInContext(PassthroughRunnable):
-    """Runs inputs that are paired with their active run, each as a batch of one.
+    """Runs inputs that are paired with their active runs, each as a batch of one.
 
-    In LangChain, a batch nests runs differently from a single call, and of several errors it
-    raises a different one.
+    `batch` rather than `invoke`, because the two differ in LangChain: `batch` nests callback runs
+    differently, and raises another one of several errors.
     """
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
@@ -288,7 +289,7 @@ def iterate_in(active: ActiveRun, chunks: Iterator[Any]) -> Generator[Any, None,
 
 
 async def aiterate_in(active: ActiveRun, chunks: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """`iterate_in`, for coroutines."""
+    """Yield chunks as `iterate_in` does, from an asynchronous iterator."""
     close = getattr(chunks, "aclose", None)
     async with nullcontext() if close is None else aclosing(chunks):  # type: ignore[type-var]  # has `aclose`
         while True:

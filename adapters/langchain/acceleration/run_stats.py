@@ -10,7 +10,7 @@ class PlanMiss(NamedTuple):
     """A call that did not match the plan."""
 
     place: str
-    """Of the planned call that it probably is; empty if there is none."""
+    """Place of the planned call that the call probably corresponds to; empty without one."""
     why: str
 
 

@@ -1,7 +1,7 @@
-"""Errors of calls in terms of the application.
+"""Conversion of the server's errors to errors that an application can understand.
 
-A server's error names the node of a program. An application has no nodes: the name is left out, so
-that a call fails with the same text alone and in an accelerated chain.
+A server's error names a node of a program. An application contains no nodes, so the name is
+removed: a call fails with the same message alone and in an accelerated chain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TIMEOUTS: Final = frozenset({"program.deadline_exceeded", "run.deadline_exceede
 
 
 def application_error(problem: BaseException, timeout_s: float | None) -> BaseException:
-    """Return the error to raise for a call: `problem`, whose message loses the names of nodes.
+    """Return the error to raise for a call: `problem` without the names of nodes in its message.
 
     A timeout becomes a `NotReadyError`.
 

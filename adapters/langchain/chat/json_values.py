@@ -37,7 +37,7 @@ _ITEMS: Final = "__langchain_items__"
 _LOCAL: Final = "__langchain_local__"
 _RESERVED_KEYS: Final = frozenset({_MESSAGE, _OBJECT, _TUPLE, _ITEMS, _LOCAL})
 _BASE_CLASSES: Final[tuple[type[Any], ...]] = (BaseModel, Enum)
-"""Classes whose subclasses are restored, beside dataclasses."""
+"""Classes whose subclasses are restored, in addition to dataclasses."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""The LangChain chat model `ChatConure`; each call is a program of one node.
+"""The LangChain chat model `ChatConure`.
 
-Inside an accelerated chain (`accelerate`), a call is a node of the chain's program instead, often
-one that already runs.
+Each call is a program of one node. Inside an accelerated chain (`accelerate`), a call is a node of
+the chain's program instead, and often runs before the chain makes the call.
 
 Out of scope: settings (`settings`), chains.
 
 Invariants: an abandoned stream or an interrupted call is cancelled on the server; the streamed
-chunks concatenate to the text of the answer; a call has the same errors in an accelerated chain.
+chunks concatenate to the text of the answer; a call raises the same errors inside and outside of
+an accelerated chain.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class ChatConure(ChatSettings):
         ```
 
     Key init args (completion params):
-        model: name of a model on the server; `default` is the server's own.
+        model: name of a model on the server; `default` is the server's first model.
         temperature: 0 decodes greedily. Default: 1.
         max_tokens: maximum length of an answer. Default: the rest of the model's context.
         top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
@@ -82,7 +83,7 @@ class ChatConure(ChatSettings):
         base_url: URL of the server. Default: CONURE_URL, or `http://127.0.0.1:8400`.
         api_key: bearer token for a proxy. Default: the environment variable CONURE_API_KEY.
         timeout: seconds for one call.
-        max_retries: of a request that was rejected or not answered.
+        max_retries: how often to send a request again that was rejected or not answered.
         default_headers: sent with every request.
         client: a `conure.Client` to use instead of these settings.
 
@@ -161,11 +162,12 @@ class ChatConure(ChatSettings):
             tool_choice: `any` (at least one tool), the name of a tool, `auto` or `none`.
             strict: enforce the whole schema, and reject a schema that a grammar cannot enforce.
                 Otherwise the enforceable part of the schema is enforced.
-            parallel_tool_calls: False: at most one call.
-            **kwargs: other arguments of the calls.
+            parallel_tool_calls: False limits an answer to one tool call.
+            **kwargs: further arguments of each model call.
 
         Raises:
-            ValueError: if `tool_choice` is not the name of a tool, or another provider runs a tool.
+            ValueError: if `tool_choice` is not the name of a tool, or a tool can only be run by
+                another provider.
         """
         wire = [tool_of(tool, strict=strict) for tool in tools]
         choice = choice_of(tool_choice, [tool["function"]["name"] for tool in wire])
@@ -194,7 +196,7 @@ class ChatConure(ChatSettings):
             method: `json_schema` constrains the answer to the schema, `function_calling` uses
                 the schema for the arguments of a tool, `json_mode` constrains the answer to a
                 JSON object.
-            strict: of the tool, under `function_calling`.
+            strict: with `function_calling`, as in `bind_tools`.
             **kwargs: rejected.
 
         Raises:
@@ -284,7 +286,11 @@ class ChatConure(ChatSettings):
                     yield chunk
 
     def _poll_s(self, run: Run | AsyncRun) -> float | None:
-        """Return how long to wait for each answer; the server's deadline ends an event stream."""
+        """Return how long one request may wait for the result.
+
+        None without a limit: an event stream ends at the program's deadline, which the server
+        enforces.
+        """
         return None if run.is_followed else self.timeout
 
     def _chunks(self, call: ModelCall) -> Generator[ChatGenerationChunk, None, None]:
@@ -309,10 +315,14 @@ class ChatConure(ChatSettings):
             self._record(call, from_wire(stream.value, program=run.id), run.id)
 
     def _accelerated_run(self) -> ChainRun | None:
-        """Return the run of an accelerated chain that this call belongs to."""
+        """Return the run of the accelerated chain around this call.
+
+        None outside of such a chain, and in a chain whose calls go to another server.
+        """
         active = ACTIVE_RUN.get()
-        is_same_server = active is not None and active.run.bind_to(self.connection())
-        return active.run if active is not None and is_same_server else None
+        if active is None or not active.run.bind_to(self.connection()):
+            return None
+        return active.run
 
     def _model_call(
         self,
@@ -339,9 +349,9 @@ class ChatConure(ChatSettings):
 
     @contextlib.contextmanager
     def _call_errors(self, call: ModelCall) -> Iterator[None]:
-        """Raise the errors of a call in terms of the application.
+        """Convert the errors of a call by `application_error`.
 
-        If the call fails, its inferred session is available to a retry.
+        If the call fails, its inferred session is restored, so that a retry finds it.
         """
         try:
             yield
@@ -354,7 +364,7 @@ class ChatConure(ChatSettings):
             raise error from problem
 
     def _record(self, call: ModelCall, answer: BaseMessage, program: str) -> None:
-        """Record an answer, so that a later call that continues it gets its session."""
+        """Record an answer: a later call that continues the conversation gets its session."""
         if call.thread is None:
             session = call.session or f"conversation {program}"
             self._session_inference.record(call.messages, to_wire(answer), session)

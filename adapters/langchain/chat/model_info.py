@@ -16,13 +16,13 @@ _CAPABILITIES: Final[dict[str, Any]] = {
     "tool_choice": True,
     "structured_output": True,
 }
-"""Of every model of a Conure server."""
+"""Capabilities of every model of a Conure server."""
 
 _CONTEXT: Final = "max_input_tokens"
 
 
 class ServerProfile(dict[str, Any]):
-    """A `ModelProfile` that asks the server for the context length when it is read."""
+    """A `ModelProfile` that requests the context length from the server when it is read."""
 
     def __init__(self, max_input_tokens: Callable[[], int | None]) -> None:
         super().__init__(_CAPABILITIES)

@@ -100,7 +100,7 @@ class ChatSettings(BaseChatModel):
     max_retries: int = Field(default=4, ge=0)
     """Number of retries of a request that was rejected or not answered."""
     streaming: bool = False
-    """Also stream in `invoke`, for callbacks that receive tokens."""
+    """Whether `invoke` streams, too, for callbacks that receive tokens."""
     profile: Any = Field(default=None, exclude=True)
     """Capabilities of the model, a `ModelProfile`; read by LangChain since core 1.1. None: those of
     every Conure model, and the context length that the server reports when it is read."""

@@ -99,7 +99,7 @@ BodyReader: TypeAlias = Callable[[], Value]
 def _compile_bodies(
     graph: ChainGraph, parts: Sequence[BodyReader], position: ChainPosition
 ) -> BranchedValue:
-    """Read each part into a body of its own."""
+    """Read each part into a separate body."""
     out = graph.new_bodies(position.hint, len(parts))
     values = []
     for body, part in zip(out.bodies, parts, strict=True):

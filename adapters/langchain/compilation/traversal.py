@@ -1,4 +1,4 @@
-"""Structure of a chain, without running it."""
+"""Inspection of the Runnables in a chain, without running them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from langchain_core.runnables.configurable import (
 from ..chat.model import ChatConure
 
 _KNOWN_PACKAGES = frozenset({"conure", "langchain", "langchain_core", "langgraph", "pydantic"})
-"""Packages whose methods are known. `conure` includes this adapter."""
+"""Packages whose Runnables the compiler supports as they are. `conure` contains this adapter."""
 
 
 def is_opaque(runnable: Any) -> bool:
-    """Return whether a class overrides a method of a class whose behaviour is known.
+    """Return whether the class of a Runnable overrides a method of a class in a known package.
 
-    Such a Runnable may do anything, for example change a prompt before it is sent. Only the
-    application runs it, as a whole.
+    The override may change the behaviour in any way, for example change a prompt before it is
+    sent. Only the application runs such a Runnable, as a whole.
     """
     kinds = type(runnable).__mro__
     known = [kind for kind in kinds if _is_known(kind)]
-    return any(
-        any(hasattr(base, name) for base in known)
+    own_methods = {
+        name
         for kind in kinds
         if not _is_known(kind)
-        for name, method in vars(kind).items()
-        if _is_behaviour(name, method)
-    )
+        for name, member in vars(kind).items()
+        if _is_behaviour(name, member)
+    }
+    return any(hasattr(base, name) for base in known for name in own_methods)
 
 
 def _is_known(kind: type[Any]) -> bool:
@@ -53,7 +54,7 @@ def _is_known(kind: type[Any]) -> bool:
 
 
 def _is_behaviour(name: str, member: Any) -> bool:
-    """Return whether a member of a class may change how the class runs; a property does not."""
+    """Return whether a member of a class may change how the class runs: whether it is a method."""
     is_method = isinstance(member, FunctionType | staticmethod | classmethod | partialmethod)
     return is_method and not name.startswith(("__", "model_"))
 
@@ -94,5 +95,5 @@ def parts_of(runnable: Any) -> Iterable[Any]:
 
 
 def _is_factory(alternative: Any) -> bool:
-    """Return whether an alternative is a factory, called when the alternative is chosen."""
+    """Return whether an alternative is a function that creates the Runnable when chosen."""
     return not hasattr(alternative, "invoke")

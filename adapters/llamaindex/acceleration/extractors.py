@@ -105,7 +105,7 @@ PLANNERS: dict[type[BaseExtractor], Callable[[Any, PlanBuilder, Sequence[BaseNod
     SummaryExtractor: plan_summaries,
     DocumentContextExtractor: plan_contexts,
 }
-"""By exact class."""
+"""The planner of each class; subclasses have none."""
 
 
 def plan(
@@ -114,7 +114,7 @@ def plan(
     """Plan the calls of an extractor in `aextract`; see `synthesizers.plan`."""
     planner = PLANNERS.get(kind)
     if planner is None:
-        raise NotPlanned(f"the calls of a {kind.__name__} are not known")
+        raise NotPlanned(f"class {kind.__name__} is not supported")
     planner(extractor, builder, arguments["nodes"])
     return []
 

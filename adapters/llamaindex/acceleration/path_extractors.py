@@ -64,7 +64,7 @@ PLANNERS: dict[type[TransformComponent], PathExtractorPlanner] = {
     DynamicLLMPathExtractor: plan_dynamic,
     SchemaLLMPathExtractor: plan_schema,
 }
-"""By exact class."""
+"""The planner of each class; subclasses have none."""
 
 
 def plan(
@@ -73,7 +73,7 @@ def plan(
     """Plan the calls of a path extractor in `acall`; see `synthesizers.plan`."""
     planner = PLANNERS.get(kind)
     if planner is None:
-        raise NotPlanned(f"the calls of a {kind.__name__} are not known")
+        raise NotPlanned(f"class {kind.__name__} is not supported")
     nodes: Sequence[BaseNode] = arguments["nodes"]
     planner(
         extractor, builder, [node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes]

@@ -44,7 +44,7 @@ _LIBRARY_TEMPLATES = frozenset(
 
 
 class NotPlanned(Exception):  # noqa: N818 - not an error; the app runs as usual
-    """A part of an app cannot be planned; the message says why."""
+    """A part of an app cannot be planned; the message is the reason."""
 
 
 class PlanBuilder:
@@ -165,7 +165,7 @@ def plain(
         if text not in _LIBRARY_TEMPLATES and re.search(r"\{[{%#]", _PRINTING.sub("", text)):
             raise NotPlanned("its RichPromptTemplate does more than to print variables")
     elif type(template) not in (PromptTemplate, ChatPromptTemplate):
-        raise NotPlanned(f"a {type(template).__name__} is rendered by code of its own")
+        raise NotPlanned(f"a {type(template).__name__} is rendered by custom code")
     if template.function_mappings:
         raise NotPlanned("its prompt has function_mappings")
     has_parser = template.output_parser is not None and not has_own_parser
@@ -183,9 +183,9 @@ def _is_rich_chat(template: BasePromptTemplate) -> bool:
 def _check_formatters(llm: Conure) -> None:
     """Raise `NotPlanned` if a completion prompt passes through a user's function."""
     if llm.completion_to_prompt is not default_completion_to_prompt:
-        raise NotPlanned("its LLM has a completion_to_prompt of its own")
+        raise NotPlanned("its LLM has a custom completion_to_prompt")
     if llm.messages_to_prompt is not messages_to_prompt:
-        raise NotPlanned("its LLM has a messages_to_prompt of its own")
+        raise NotPlanned("its LLM has a custom messages_to_prompt")
     wrapper = llm.query_wrapper_prompt
     if wrapper is not None and (type(wrapper) is not PromptTemplate or wrapper.function_mappings):
-        raise NotPlanned("its LLM has a query_wrapper_prompt with code of its own")
+        raise NotPlanned("its LLM has a query_wrapper_prompt with custom code")

@@ -57,7 +57,7 @@ class PlannedRun:
             self._run.plan(calls)
 
     def is_planned(self, call: PlannedCall) -> bool:
-        """Return whether the plan contains a call that asks the model the same."""
+        """Return whether the plan contains an identical call."""
         return self._registry.has_planned(call.node)
 
     def fresh(self, hint: str) -> str:

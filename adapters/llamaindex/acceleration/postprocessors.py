@@ -1,4 +1,4 @@
-"""Plans of LlamaIndex's node postprocessors that ask a model.
+"""Plans of LlamaIndex's node postprocessors that call a model.
 
 Only the exact class `LLMRerank` is planned. Its calls, one per batch of nodes, are independent;
 LlamaIndex makes them one after the other.
@@ -30,7 +30,7 @@ def plan(
     format_batch: Any = reranker._format_node_batch_fn
     known = [id(getattr(utils, name, None)) for name in _FORMATTERS]
     if id(format_batch) not in known:
-        raise NotPlanned("it formats nodes with a function of its own")
+        raise NotPlanned("it formats nodes with a custom function")
     nodes = [found.node for found in arguments["nodes"]]
     if not all(type(node) is TextNode for node in nodes):
         raise NotPlanned("its nodes are not all text")

@@ -12,9 +12,9 @@ class CallReport:
     path: str
     """The active parts of the app, outermost first."""
     is_planned: bool
-    """It was answered from the plan."""
+    """Whether the call was answered from the plan."""
     reason: str = ""
-    """Why it was not answered from the plan."""
+    """Why the call was not answered from the plan."""
 
 
 @dataclass(slots=True)

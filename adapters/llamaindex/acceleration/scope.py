@@ -3,7 +3,7 @@
 LlamaIndex copies context variables to its tasks and threads, so that calls find their run.
 
 Invariants: an app inside an accelerated app belongs to the run of the outer app. A run ends when
-the app's method has returned and every stream that the app left behind has ended.
+the app's method has returned and every stream that the app left open has ended.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ PLANNERS: dict[type[BaseSynthesizer], SynthesizerPlanner] = {
     NoText: plan_nothing,
     ContextOnly: plan_nothing,
 }
-"""By exact class."""
+"""The planner of each class; subclasses have none."""
 
 
 def plan(
@@ -214,14 +214,14 @@ def plan(
         arguments: of `get_response`.
 
     Returns:
-        The texts with which it calls `get_response` of its base class; empty if it does not.
+        The texts that it passes to `get_response` of its base class; empty without such a call.
 
     Raises:
-        NotPlanned: if its calls cannot be known, with the reason.
+        NotPlanned: if its calls cannot be planned, with the reason.
     """
     planner = PLANNERS.get(kind)
     if planner is None:
-        raise NotPlanned(f"the calls of a {kind.__name__} are not known")
+        raise NotPlanned(f"class {kind.__name__} is not supported")
     if planner is plan_nothing:
         return []
     if type(synthesizer._prompt_helper) is not PromptHelper:
@@ -232,7 +232,7 @@ def plan(
         raise NotPlanned("it cannot stream")
     builder.output_cls = synthesizer._output_cls
     if builder.output_cls is not None and (synthesizer._streaming or issubclass(kind, Refine)):
-        raise NotPlanned("its use of structured answers (output_cls) is not known")
+        raise NotPlanned("it streams or refines structured answers (output_cls)")
     if arguments.get("prev_response") is not None:
         raise NotPlanned("it continues an earlier response (prev_response)")
     own = {"query_str", "text_chunks", "prev_response"}

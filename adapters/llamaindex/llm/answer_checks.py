@@ -26,7 +26,7 @@ class CutAnswerError(RunError, ValueError):
 
 
 def checked(final: FinalAnswer, call: ModelRequest, *, has_parser: bool) -> FinalAnswer:
-    """Return an answer that LlamaIndex may read; one tool call at most where one was asked for.
+    """Return a checked answer; with at most one tool call if the application allows only one.
 
     Args:
         final: of the call.

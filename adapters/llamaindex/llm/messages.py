@@ -38,7 +38,7 @@ _ROLES = {
 """Roles with another name on the server."""
 
 _IGNORED_BLOCKS = frozenset({"thinking", "tool_call", "cache"})
-"""Blocks that are not content: thinking, tool calls (sent as a field of their own), and cache hints
+"""Blocks that are not content: thinking, tool calls (sent in a separate field), and cache hints
 for other providers.
 """
 

@@ -26,7 +26,7 @@ def to_program(pipeline: QueryPipeline, *, name: str = "pipeline") -> CompiledPi
 
     Raises:
         ProgramError: `to_program.unsupported`, with the module that cannot be compiled, or for an
-            app that is no QueryPipeline.
+            app that is not a QueryPipeline.
     """
     if not _is_query_pipeline(pipeline):
         raise ProgramError(

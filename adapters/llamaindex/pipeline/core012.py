@@ -1,7 +1,7 @@
 """Names of llama-index-core 0.12 that later cores lack.
 
-Importable only where `QueryPipeline` exists. A type checker sees a later core, which lacks these
-classes, so stand-ins with attributes of any type are declared for the type checker.
+Importable only where `QueryPipeline` exists. Type checkers run with a later core, which lacks these
+classes, so stand-ins with attributes of any type are declared for them.
 """
 
 from __future__ import annotations

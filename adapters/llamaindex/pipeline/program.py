@@ -62,7 +62,7 @@ class CompiledPipeline:
         self._names: set[str] = set()
         self._used_as_text: set[str] = set()
         self._functions: dict[str, ClientFunction] = {}
-        """Of the client steps, by name."""
+        """The functions of the client steps, by name."""
         self._has_unnamed_input = False
         self._inputs = {key: self._root_inputs(key) for key in pipeline.get_root_keys()}
         names = [name for inputs in self._inputs.values() for name in inputs]

@@ -66,7 +66,7 @@ class PipelineReader:
     streams: bool = False
     """Add calls of modules that stream. Modules that use the stream are not read."""
     sources: dict[str, PlaceholderSource] = field(default_factory=dict)
-    """By placeholder."""
+    """The source of each placeholder."""
     notes: list[str] = field(default_factory=list)
     """Modules that were not read, with the reasons."""
     name_prefix: str = ""
@@ -184,9 +184,9 @@ class PipelineReader:
             raise NotPlanned("its response is streamed")
         is_chat = type(module) is LLMChatComponent
         if not is_chat and llm.completion_to_prompt is not default_completion_to_prompt:
-            raise NotPlanned("its LLM has a completion_to_prompt of its own")
+            raise NotPlanned("its LLM has a custom completion_to_prompt")
         if not llm.is_chat_model and llm.messages_to_prompt is not messages_to_prompt:
-            raise NotPlanned("its LLM has a messages_to_prompt of its own")
+            raise NotPlanned("its LLM has a custom messages_to_prompt")
         if not (is_chat and _are_messages(inputs["messages"])):
             inputs = {name: self._printable(value) for name, value in inputs.items()}
         given = dict(inputs)

@@ -1,6 +1,6 @@
 """Thirty LangChain apps in the patterns of public cookbooks, in code of our own.
 
-`cookbook(llm)` returns each by name, as a chain with an input. All code beside the model is
+`cookbook(llm)` returns each by name, as a chain with an input. All code except the model is
 deterministic, so a chain has the same result however it is run.
 """
 

@@ -37,7 +37,7 @@ def rag(kit: Kit) -> App:
 
 
 def rag_with_sources(kit: Kit) -> App:
-    """Return the documents beside the answer."""
+    """Return the documents together with the answer."""
     answer = RunnablePassthrough.assign(context=lambda x: as_text(x["context"])) | kit.answer()
     return App(
         RunnableParallel(context=RETRIEVER, question=RunnablePassthrough()).assign(answer=answer),

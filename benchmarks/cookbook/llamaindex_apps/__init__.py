@@ -1,6 +1,6 @@
 """Fifteen LlamaIndex apps in the patterns of public notebooks, in code of our own.
 
-`cookbook(llm)` returns each by name. All code beside the model is deterministic, so that an app has
+`cookbook(llm)` returns each by name. All code except the model is deterministic, so that an app has
 the same result however it is run. `SCRIPT` has the answers that apps parse.
 """
 

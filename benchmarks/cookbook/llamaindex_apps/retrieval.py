@@ -1,4 +1,4 @@
-"""Apps that search in an index of their own before they answer."""
+"""Apps that search in their own index before they answer."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def tree_index(kit: Kit) -> App:
 
 
 def retry_by_guideline(kit: Kit) -> App:
-    """Answer; check the answer against a guideline; ask again with the feedback.
+    """Answer; check the answer against a guideline; answer again with the feedback.
 
     LlamaIndex makes the second engine with the LLM of its settings.
     """

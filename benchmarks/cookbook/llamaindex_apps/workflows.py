@@ -1,4 +1,4 @@
-"""Workflows: apps whose steps are functions, with engines and calls of their own."""
+"""Workflows: apps whose steps are functions, with their own engines and calls."""
 
 from __future__ import annotations
 

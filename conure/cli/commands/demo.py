@@ -1,6 +1,6 @@
 """`conure demo`: what a whole program gains, shown on the built-in model.
 
-Three parts, each on a real server in a process of its own: a LangChain chain becomes faster by one
+Three parts, each on a real server in a separate process: a LangChain chain becomes faster by one
 line, a program survives `kill -9` of its server, and a receipt states what was shared.
 """
 

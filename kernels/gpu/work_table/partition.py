@@ -1,12 +1,13 @@
-"""Cut what rows read into work items of about the same duration, and order them.
+"""Divide the attention of a step into work items of about the same duration, and order the items.
 
-The queries of a KV range are cut into tiles, and the tokens that a tile reads into chunks; each
-pair is an item. Every partial of a query gets a slot to write to.
+The queries of a KV range are cut into tiles, and the tokens that a tile reads into chunks. A work
+item is one chunk of one tile. Each item writes one partial per query, to a slot of that query. A
+query that reads several ranges has one *entry* in each of them.
 
-Out of scope: the words of the table.
+Out of scope: the encoding of items as words of the table.
 
-Invariants: the items of a query cover each position that it may see exactly once, and the slots
-of its partials are neighbours.
+Invariants: the items of a query cover each position that the query sees exactly once. The slots of
+a query are consecutive.
 
 Shapes: R rows - S ranges - E entries - T queries.
 """
@@ -27,11 +28,11 @@ Reals = NDArray[np.float64]
 CHUNK_UNIT: Final = 64
 """Chunks begin at multiples of this, so that no tile of keys is cut."""
 MIN_CHUNK_TOKENS: Final = 128
-"""Minimum length of a chunk: a shorter one takes longer to start than to read."""
+"""Minimum length of a chunk: a shorter chunk takes longer to start than to read."""
 MIN_CHUNK_TOKENS_PER_QUERY: Final = 16
-"""Minimum length of a chunk per query: a partial costs as much as reading half of it."""
+"""Minimum length of a chunk per query of its tile: a partial costs as much as reading 8 tokens."""
 RIDGE_ROWS: Final = 96
-"""Rows above which computing takes longer than reading: 400 TFLOP/s at 4.3 TB/s."""
+"""Rows of a tile above which computing takes longer than reading KV: 400 TFLOP/s at 4.3 TB/s."""
 ITEM_OVERHEAD_TOKENS: Final = 32
 """Cost of starting and ending an item, in tokens of reading."""
 
@@ -53,26 +54,29 @@ class KVRanges(NamedTuple):
     queries: Integers
     """Query of each entry, [E]."""
     page: Integers
-    """First page of each range, [S]."""
+    """First page of each range, as an index into `pages`, [S]."""
     pages: Integers
+    """Blocks of all ranges, concatenated."""
 
 
 class QueryTiles(NamedTuple):
-    """Neighbouring queries of one range, [number of tiles] each."""
+    """Tiles of consecutive queries of one range. Arrays have one element per tile."""
 
     range_of: Integers
     first: Integers
     """First query, as an index into the range's queries."""
     num_queries: Integers
     widest: Integers
-    """Queries of the first tile of the same range, which is the widest."""
+    """Queries of the widest tile of the same range, which is its first tile."""
     is_large: NDArray[np.bool_]
     begin: Integers
     """First token that one of the queries sees, rounded down to CHUNK_UNIT."""
     end: Integers
+    """Token after the last one that one of the queries sees."""
     cost: Reals
-    """Cost of a token, in tokens of reading."""
+    """Cost per token, relative to reading one token."""
     large_cost: float
+    """The cost per token of a large tile."""
 
 
 def list_ranges(plan: Plan, window: int | None) -> KVRanges:
@@ -83,25 +87,26 @@ def list_ranges(plan: Plan, window: int | None) -> KVRanges:
         num_rows = tree.end - tree.first
         rows = tree.row_order[ranges(tree.first, num_rows)]
         range_of = np.repeat(np.arange(len(tree.first)), num_rows)
-        leaders, begin, end = tree.row_order[tree.first], tree.begin_block, tree.end_block
+        # The block table of any row of a shared range contains the blocks of the range.
+        table_rows, begin, end = tree.row_order[tree.first], tree.begin_block, tree.end_block
         private = tree.private_start_block
     else:
         # Windows of different rows differ, so nothing is shared.
-        rows = range_of = leaders = begin = end = np.zeros(0, dtype=np.int64)
+        rows = range_of = table_rows = begin = end = np.zeros(0, dtype=np.int64)
         private = np.maximum(plan.kv_len - plan.num_new - window + 1, 0) // size
     num_shared = len(begin)
-    shared = np.bincount(range_of, weights=plan.num_new[rows], minlength=num_shared)
-    num_queries = np.concatenate((shared.astype(np.int64), plan.num_new))
+    num_sharing = np.bincount(range_of, weights=plan.num_new[rows], minlength=num_shared)
+    num_queries = np.concatenate((num_sharing.astype(np.int64), plan.num_new))
     queries = np.concatenate(
         (ranges(plan.query_start[rows], plan.num_new[rows]), np.arange(plan.num_queries))
     )
-    leaders = np.concatenate((leaders, np.arange(plan.num_rows)))
+    table_rows = np.concatenate((table_rows, np.arange(plan.num_rows)))
     first = np.concatenate((begin, private))
     num_pages = np.concatenate((end - begin, blocks - private + SPARE_BLOCKS))
     tables = plan.tables
     if (missing := int(blocks.max()) + SPARE_BLOCKS - tables.shape[1]) > 0:
         tables = np.pad(tables, ((0, 0), (0, missing)))
-    positions = ranges(leaders * tables.shape[1] + first, num_pages)
+    positions = ranges(table_rows * tables.shape[1] + first, num_pages)
     return KVRanges(
         num_shared=num_shared,
         begin=first,
@@ -117,35 +122,36 @@ def list_ranges(plan: Plan, window: int | None) -> KVRanges:
 
 
 def cut_queries(
-    kv_ranges: KVRanges, is_large: NDArray[np.bool_], most: Integers, large: int
+    kv_ranges: KVRanges, is_large: NDArray[np.bool_], max_queries: Integers, large_rows: int
 ) -> QueryTiles:
     """Cut the queries of each range into tiles.
 
     Args:
-        kv_ranges: What is read.
+        kv_ranges: The ranges that the tiles read.
         is_large: [S] whether the tiles of a range are large.
-        most: [S] maximum queries of a tile.
-        large: Rows of a large tile.
+        max_queries: [S] maximum queries of a tile.
+        large_rows: Rows of a large tile.
     """
     num = kv_ranges.num_queries
-    count = -(-num // most)
+    count = -(-num // max_queries)
     range_of = np.repeat(np.arange(len(num)), count)
-    first = ranges(np.zeros_like(count), count) * most[range_of]
-    num_queries = np.minimum(most[range_of], num[range_of] - first)
+    first = ranges(np.zeros_like(count), count) * max_queries[range_of]
+    num_queries = np.minimum(max_queries[range_of], num[range_of] - first)
     end = kv_ranges.num_kv[range_of]
     begin = np.zeros_like(end)
-    # In a private range the last token that a query sees is its own, and under a window the
-    # first token moves with it.
-    visible = end - num[range_of] + first
-    end = np.where(kv_ranges.is_private[range_of], visible + num_queries, end)
+    # A private range ends with the tokens of its own queries, so query j of a tile is the token
+    # `position + j` of the range. It sees no later token, and under a window none that is
+    # `window` or more tokens earlier.
+    position = end - num[range_of] + first
+    end = np.where(kv_ranges.is_private[range_of], position + num_queries, end)
     if kv_ranges.window is not None:
-        begin = np.maximum(visible - kv_ranges.window + 1, 0) // CHUNK_UNIT * CHUNK_UNIT
-    large_cost = max(1.0, large / RIDGE_ROWS)
+        begin = np.maximum(position - kv_ranges.window + 1, 0) // CHUNK_UNIT * CHUNK_UNIT
+    large_cost = max(1.0, large_rows / RIDGE_ROWS)
     return QueryTiles(
         range_of=range_of,
         first=first,
         num_queries=num_queries,
-        widest=np.minimum(most, num)[range_of],
+        widest=np.minimum(max_queries, num)[range_of],
         is_large=is_large[range_of],
         begin=begin,
         end=end,
@@ -155,12 +161,12 @@ def cut_queries(
 
 
 def chunk_lengths(tiles: QueryTiles, target: float) -> Integers:
-    """Return the tokens of a chunk of each tile, so that an item costs about `target` tokens."""
+    """Return the chunk length of each tile with which an item costs about `target` tokens."""
     tokens = tiles.end - tiles.begin
-    # All tiles of a shared range get equal chunks.
-    least = np.maximum(MIN_CHUNK_TOKENS, tiles.widest * MIN_CHUNK_TOKENS_PER_QUERY)
-    longest = np.maximum(target / tiles.cost, least)
-    chunks = np.maximum(1, np.rint(tokens / longest)).astype(np.int64)
+    # `widest` is the same for all tiles of a shared range, so their chunks are equal.
+    shortest = np.maximum(MIN_CHUNK_TOKENS, tiles.widest * MIN_CHUNK_TOKENS_PER_QUERY)
+    target_length = np.maximum(target / tiles.cost, shortest)
+    chunks = np.maximum(1, np.rint(tokens / target_length)).astype(np.int64)
     lengths: Integers = -(-tokens // (chunks * CHUNK_UNIT)) * CHUNK_UNIT
     return lengths
 
@@ -168,7 +174,7 @@ def chunk_lengths(tiles: QueryTiles, target: float) -> Integers:
 def cut_ranges(
     kv_ranges: KVRanges, tiles: QueryTiles, length: Integers, block_size: int
 ) -> tuple[Integers, Integers]:
-    """Cut what each tile reads into chunks of `length` tokens.
+    """Return one item per chunk of `length` tokens of each tile.
 
     Returns:
         The items, [I, ITEM_SIZE], and the number of chunks of each tile.
@@ -179,7 +185,8 @@ def cut_ranges(
     begin = tiles.begin[tile] + chunk * length[tile]
     end = np.minimum(begin + length[tile], tiles.end[tile])
     range_of, first = tiles.range_of[tile], tiles.first[tile]
-    visible = kv_ranges.num_kv[range_of] - kv_ranges.num_queries[range_of] + first + 1 - begin
+    # The first key after the ones that the item's first query sees, counted from the chunk.
+    limit = kv_ranges.num_kv[range_of] - kv_ranges.num_queries[range_of] + first + 1 - begin
     items = np.zeros((len(tile), ITEM_SIZE), dtype=np.int64)
     items[:, ItemField.ENTRY] = kv_ranges.entry[range_of] + first
     items[:, ItemField.NUM_QUERIES] = tiles.num_queries[tile]
@@ -188,9 +195,9 @@ def cut_ranges(
     items[:, ItemField.NUM_KV] = end - begin
     items[:, ItemField.CHUNK] = chunk
     is_causal = kv_ranges.is_private[range_of] & (kv_ranges.num_queries[range_of] > 1)
-    items[:, ItemField.LIMIT] = np.where(is_causal, visible, NO_LIMIT)
+    items[:, ItemField.LIMIT] = np.where(is_causal, limit, NO_LIMIT)
     if kv_ranges.window is not None:
-        items[:, ItemField.FLOOR] = visible - kv_ranges.window
+        items[:, ItemField.FLOOR] = limit - kv_ranges.window
     items[:, ItemField.IS_LARGE] = tiles.is_large[tile]
     return items, chunks
 
@@ -198,7 +205,12 @@ def cut_ranges(
 def assign_partial_slots(
     kv_ranges: KVRanges, tiles: QueryTiles, chunks: Integers, num_queries: int
 ) -> tuple[Integers, Integers]:
-    """Give every partial a slot; return the first slot of each entry, or -1, and the merges."""
+    """Assign slots to the partials of each query that has several.
+
+    Returns:
+        The first slot of each entry, [E], -1 if its query has one partial; and the merges, each as
+        query, first slot and number of partials.
+    """
     partials = np.repeat(chunks, tiles.num_queries)
     weights = np.bincount(kv_ranges.queries, weights=partials, minlength=num_queries)
     count = weights.astype(np.int64)
@@ -207,7 +219,7 @@ def assign_partial_slots(
     begin = np.cumsum(num_slots) - num_slots
     order = np.argsort(kv_ranges.queries, kind="stable")
     before = np.cumsum(partials[order]) - partials[order]
-    # Subtract the first partial of the query to count within the query.
+    # Subtracting the number of the query's first partial gives the number within the query.
     queries = kv_ranges.queries[order]
     first = np.cumsum(count) - count
     slots = np.empty_like(partials)
@@ -216,10 +228,14 @@ def assign_partial_slots(
 
 
 def balanced_order(cost: Reals, at_once: int) -> Integers:
-    """Return the order of items: longest first, every second round of `at_once` backwards."""
+    """Return the items from longest to shortest, with every second round reversed.
+
+    A round is `at_once` items. The program with the longest item of one round gets the shortest
+    item of the next.
+    """
     order: Integers = np.argsort(-cost, kind="stable")
     position = np.arange(len(order))
-    turn = position // at_once
-    ends = np.minimum((turn + 1) * at_once, len(order))
-    backwards = turn * at_once + ends - 1 - position
-    return order[np.where(turn % 2 == 1, backwards, position)]
+    round_of = position // at_once
+    ends = np.minimum((round_of + 1) * at_once, len(order))
+    reversed_position = round_of * at_once + ends - 1 - position
+    return order[np.where(round_of % 2 == 1, reversed_position, position)]

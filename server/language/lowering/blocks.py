@@ -27,7 +27,7 @@ class Branch(NamedTuple):
 
 
 class LoopReads:
-    """Which names the text reads after some of its statements."""
+    """The names that a text reads after some of its statements."""
 
     def __init__(self, reads: NameReads) -> None:
         self._reads = reads

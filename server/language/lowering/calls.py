@@ -28,7 +28,7 @@ from .values import NULL, Value, as_text, common_kind, text_of, var
 
 _STATEMENTS: Final = {
     "job": "`job` opens a block: write `with job():`",
-    "wait": "`wait` is a statement: write `wait(a, b)` in a line of its own",
+    "wait": "`wait` is a statement: write `wait(a, b)` on a separate line",
     "enumerate": "`enumerate` belongs to a loop: write `for index, item in enumerate(items)`",
     "print": "`print` is not supported: write `yield {'name': value}`",
 }

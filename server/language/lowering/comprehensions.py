@@ -1,7 +1,7 @@
 """Lowering of list comprehensions and conditional expressions.
 
 A comprehension with calls is a `map`, whose items run in parallel; without calls it is the operator
-`each`. A conditional expression with names or calls is an `if`, of which one side runs.
+`each`. A conditional expression with names or calls is an `if`: only one side runs.
 """
 
 from __future__ import annotations

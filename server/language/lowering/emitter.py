@@ -57,7 +57,7 @@ class Emitter:
         self.flow = Flow("main", (), ())
         self.jobs: dict[str, Job] = {}
         self.position = Position(1, 1)
-        """Of the statement that is being compiled."""
+        """Position of the statement that is being compiled."""
         self.priority = 0
         self.depth = 0
         """Bodies around the block."""

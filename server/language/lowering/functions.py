@@ -68,7 +68,7 @@ class FunctionInliner:
     def _bind(
         self, definition: ast.FunctionDef, node: ast.Call, scope: NameScope
     ) -> tuple[dict[str, Value], list[ast.keyword]]:
-        """Return the arguments by parameter, and the named arguments that are no parameters."""
+        """Return the arguments by parameter, and the named arguments that are not parameters."""
         parameters = [each for each in parameters_of(definition) if not is_output(each)]
         names = [each.arg for each in parameters]
         if len(node.args) > len(names):
@@ -199,7 +199,7 @@ def trimmed(parts: list[Part]) -> list[Part]:
 
 
 def joined_texts(segments: list[Segment]) -> list[Segment]:
-    """Join adjacent literal texts of which both or none may have control tokens."""
+    """Join adjacent literal texts if both or neither may have control tokens."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None

@@ -297,7 +297,7 @@ def _yield_in_stream(
             statements.emit_yield(statements.expressions.lower(value, scope), "partial")
         case _:
             message = "the body of a loop over a stream has `text += chunk` and `yield` only: "
-            message += "move other statements behind the loop"
+            message += "move other statements after the loop"
             raise UnsupportedSourceError(message, position_of(statement))
 
 
@@ -386,7 +386,7 @@ def _codes_of_kind(node: ast.Name, tools: tuple[str, ...]) -> tuple[str, ...]:
         return ()
     if node.id == "Killed":
         message = (
-            "a kill is no error, and what reads a killed variable is skipped: write "
+            "a kill is not an error; nodes that read a killed variable are skipped: write "
             "`first(variable, other)` for a value that exists after a kill"
         )
         raise UnsupportedSourceError(message, position_of(node))

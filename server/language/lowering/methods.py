@@ -122,8 +122,8 @@ METHODS: Final[dict[str, PureFunction]] = {
 """Methods of values, by name; the arguments do not count the value itself."""
 
 _ELSEWHERE: Final = {
-    "append": "`append` is a statement: write `items.append(element)` in a line of its own",
-    "kill": "`kill` is a statement: write `name.kill()` in a line of its own",
+    "append": "`append` is a statement: write `items.append(element)` on a separate line",
+    "kill": "`kill` is a statement: write `name.kill()` on a separate line",
     "format": "`format` is not supported: write an f-string, as f'{name}'",
 }
 

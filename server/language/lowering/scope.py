@@ -1,8 +1,9 @@
-"""Names of a text and what they mean at one point of it.
+"""The names in a text, and their meaning at one point of the text.
 
-A variable is assigned by every assignment anew: an assignment creates a version, and a name means
-the version that was assigned last in the order of the text. A job's variables are visible in the
-whole program. A name that only a later job assigns means that job's variable.
+Each assignment to a name creates a new *version*, because a semantic variable has one value. At a
+point of the text, a name means the version of the last assignment before that point. The variables
+of a job are visible in the whole program: a name that only a later job assigns means the variable
+of that job.
 
 Out of scope: nodes. `blocks` merges the versions of branches.
 """
@@ -22,9 +23,9 @@ from .emitter import Emitter
 from .values import Value, var
 
 BREAK = "%break"
-"""A name that no text has: whether the loop ends after this round."""
+"""An internal name, which no text can contain: whether the loop ends after this round."""
 RETURN = "%return"
-"""A name that no text has: the value that the function returns."""
+"""An internal name, which no text can contain: the value that the function returns."""
 
 PREDEFINED = {"model_name": Value("default", "text")}
 """`model_name` is the server's default model unless the text assigns it."""
@@ -54,13 +55,13 @@ Binding: TypeAlias = Value | Unassigned | JobHandle | FunctionSource
 
 
 class NameUses:
-    """Where the main program of a text assigns names."""
+    """The assignments of names in the main program of a text."""
 
     def __init__(self, body: list[ast.stmt]) -> None:
         self.assigned: Counter[str] = Counter()
-        """How often statements of the main program assign a name, a compound statement once."""
+        """Number of top-level statements, inside and outside of jobs, that assign each name."""
         self.in_jobs: Counter[str] = Counter()
-        """Names that jobs of the main program assign."""
+        """Number of these statements that are in jobs."""
         self._collect(body, is_in_job=False)
 
     def _collect(self, statements: list[ast.stmt], *, is_in_job: bool) -> None:
@@ -79,7 +80,7 @@ class NameUses:
 
 
 def assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that statements assign, except inside of their functions."""
+    """Return the names that statements assign, except inside function definitions."""
     names: set[str] = set()
     stack: list[ast.AST] = list(statements)
     while stack:
@@ -119,20 +120,20 @@ class NameScope:
     ) -> None:
         self.emitter = emitter
         self.bindings: dict[str, Binding] = dict(bindings or {})
-        """Read only: `bind` changes them."""
+        """The meaning of each name. Changed only by `bind`."""
         self.changed: dict[str, None] = {}
-        """The names that were bound in this scope, in order."""
+        """The names that were bound in this scope, in order, as keys."""
         self.result_hint: str | None = None
         """In a function: the variable that its result may get."""
         self.is_function = False
         self._uses = uses
-        """Of the main program; None in a branch or a function."""
+        """The assignments of the main program; None in a branch or a function."""
         self._outer = outer
-        """The main program, where a name is looked up that has no binding here."""
+        """The scope in which names are looked up that have no binding here."""
         self.inputs: set[str] = set()
         self._num_versions: Counter[str] = Counter()
         self._forward: dict[str, str] = {}
-        """Names that were read before their assignment, to the job that read them."""
+        """The job that read each name that was read before its assignment."""
         for name in uses.assigned if uses is not None else ():
             emitter.reserve(name)
 
@@ -148,7 +149,7 @@ class NameScope:
         self.bind(name, var(name, kind))
 
     def function(self, bindings: Mapping[str, Binding]) -> NameScope:
-        """Return the scope of a function that is called here: it sees the main program."""
+        """Return the scope of a function that is called here: inside that of the main program."""
         scope = self
         while scope.is_function and scope._outer is not None:
             scope = scope._outer
@@ -196,22 +197,16 @@ class NameScope:
             case JobHandle():
                 reason = f"`{node.id}` is a job: it has no value; write `{node.id}.kill()` or wait"
             case None:
-                return self._refuse_unknown(node)
+                reason = f"`{node.id}` is not defined: {self._hint_for_unknown(node.id)}"
         raise SourceNameError("language.undefined_name", reason, position_of(node))
 
-    def _refuse_unknown(self, node: ast.Name) -> Value:
-        name = node.id
-        later = self._uses is not None and name in self._uses.assigned
-        if later:
-            hint = "it is assigned only later: move the assignment up"
-        else:
-            similar = difflib.get_close_matches(name, self.known_names(), n=1)
-            hint = f"assign it, or declare it as an input: `{name}: str`"
-            if similar:
-                hint = f"did you mean `{similar[0]}`? Otherwise {hint}"
-        raise SourceNameError(
-            "language.undefined_name", f"`{name}` is not defined: {hint}", position_of(node)
-        )
+    def _hint_for_unknown(self, name: str) -> str:
+        """Return advice for the author of a text that reads an undefined name."""
+        if self._uses is not None and name in self._uses.assigned:
+            return "it is assigned only later: move the assignment up"
+        hint = f"assign it, or declare it as an input: `{name}: str`"
+        similar = difflib.get_close_matches(name, self.known_names(), n=1)
+        return f"did you mean `{similar[0]}`? Otherwise {hint}" if similar else hint
 
     def known_names(self) -> list[str]:
         """Return the names that have a meaning here."""
@@ -221,14 +216,14 @@ class NameScope:
     # --- assigning ------------------------------------------------------------------------
 
     def bind(self, name: str, binding: Binding) -> None:
-        """Let a name mean something else from here on."""
+        """Set the meaning of a name from this point of the text on."""
         self.bindings[name] = binding
         self.changed[name] = None
 
     def version(self, name: str) -> str:
-        """Return the variable of a new version of a name.
+        """Create a version of a name, and return its variable.
 
-        The last version in the main program outside of bodies has the name itself.
+        The variable of the last version in the main program, outside of bodies, has the same name.
         """
         if self._uses is not None and name in self._uses.assigned and name not in self.inputs:
             self._num_versions[name] += 1
@@ -237,18 +232,20 @@ class NameScope:
         return self.emitter.unique(name)
 
     def assign(self, name: str, value: Value, variable: str | None = None) -> None:
-        """Give a name a value.
+        """Assign a value to a name.
 
         Args:
             name: the name.
-            value: its value.
-            variable: the variable that `version` made for the value, if it needs one.
+            value: the value.
+            variable: the variable of the name's new version, if `version` has created it already.
         """
         if value.variable is not None and value.variable == variable:
             self.bind(name, value)
             return
-        if value.is_inline and name not in self._forward and not self._needs_own(value, variable):
-            self._num_versions[name] += variable is None
+        can_share = name not in self._forward and not self._needs_own(value, variable)
+        if value.is_inline and can_share:
+            if variable is None:
+                self._num_versions[name] += 1
             self.bind(name, value)
             return
         variable = variable or self.version(name)
@@ -257,24 +254,24 @@ class NameScope:
         self.bind(name, made._replace(definition=definition))
 
     def _needs_own(self, value: Value, variable: str | None) -> bool:
-        """Whether a name gets a variable of its own, so that a result has the author's name: the
-        value's variable has a name that the text does not assign.
+        """Whether a value is copied to the new variable although it has a variable already.
+
+        True if the author chose the name of the new variable, and the compiler generated the name
+        of the existing one: the result then has the author's name.
         """
-        is_named = self._uses is not None and variable in self._uses.assigned
+        if self._uses is None or variable not in self._uses.assigned or value.kind == "stream":
+            return False
         return (
-            is_named
-            and self._uses is not None
-            and value.kind != "stream"
-            and value.variable is not None
+            value.variable is not None
             and value.variable not in self._uses.assigned
             and value.variable not in self.inputs
         )
 
     def check_forward(self, name: str, job: str, position: Position) -> None:
-        """Check an assignment of a name that was read before it.
+        """Reject an assignment in a job that has read the name before.
 
         Raises:
-            SourceNameError: `language.undefined_name` if the same job read it.
+            SourceNameError: `language.undefined_name`.
         """
         if self._forward.get(name) == job:
             raise SourceNameError(

@@ -23,7 +23,7 @@ class Value(NamedTuple):
     expression: Expression
     kind: Kind = "any"
     definition: Expression = None
-    """Of a variable: the constant expression it was assigned, None if it was none."""
+    """The constant expression that was assigned to the variable; None for any other value."""
 
     @property
     def variable(self) -> str | None:
@@ -78,7 +78,7 @@ def element(value: Value, key: Expression) -> Value:
     """Return the element of a list or dict.
 
     A message has `content` where the text wrote `context`. So `context` of a value that may be a
-    message, as an element of a list, is its `content` unless it has a `context` of its own.
+    message, as an element of a list, is its `content` unless it has its own `context`.
     """
     found: Expression = {"get": [value.expression, key]}
     if key == "context":

@@ -1,8 +1,8 @@
 """Advice: dead nodes, and prompt orders that prevent sharing.
 
-Only the beginning of a prompt can be shared. Content that several calls have in common but that
-follows content of their own is computed again for each of them. The fix is an order with the
-common content first; whether the prompt still says the same is the author's decision.
+Only the beginning of a prompt can be shared. Content that several calls have in common is computed
+again for each call if it follows content that differs between the calls. The fix is an order with
+the common content first; the author decides whether the prompt keeps its meaning.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _before_output(prompt: CallPrompt) -> list[PieceTokens]:
 
 
 def _order_in_body(prompt: CallPrompt) -> Iterator[Advice]:
-    """Find constant content behind content that changes with the item or round."""
+    """Find constant content after content that changes with the item or round."""
     pieces = _before_output(prompt)
     first = next((i for i, each in enumerate(pieces) if each.values & prompt.varying), len(pieces))
     constant = [each for each in pieces[first:] if not each.values & prompt.varying]
@@ -121,7 +121,7 @@ def _order_in_body(prompt: CallPrompt) -> Iterator[Advice]:
 
 
 def _orders_of_pairs(prompts: Sequence[CallPrompt]) -> Iterator[Advice]:
-    """Find calls whose prompts have common content behind different beginnings."""
+    """Find calls whose prompts have common content after different beginnings."""
     advised: set[str] = set()
     num_pairs = 0
     for index, later in enumerate(prompts):
@@ -144,7 +144,7 @@ def _orders_of_pairs(prompts: Sequence[CallPrompt]) -> Iterator[Advice]:
                 node=later.node.id,
                 message=(
                     f"`{earlier.node.id}` and `{later.node.id}` have {num_tokens} tokens in common "
-                    "behind different beginnings, so both compute them"
+                    "after different beginnings, so both compute them"
                 ),
                 fix=f"begin both prompts with {_labels(movable)}",
                 saves_tokens=num_tokens,

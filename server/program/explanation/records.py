@@ -11,12 +11,12 @@ from ..status import Count, OutputTokens, PromptTokens, Receipt
 
 
 class KnownTokens(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The tokens of a text of which parts may be unknown before the run."""
+    """The tokens of a text. Parts of the text may be unknown before the run."""
 
     tokens: Count = 0
-    """Of the literal text and of values that are known."""
+    """Tokens of the literal text and of known values."""
     values: list[str] = []
-    """Variables whose values come on top."""
+    """Variables whose values add an unknown number of tokens."""
 
 
 class ExplainedNode(Struct, frozen=True, omit_defaults=True, kw_only=True):

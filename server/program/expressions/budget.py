@@ -27,7 +27,7 @@ class WorkBudget:
         self.is_trial = is_trial
         """Whether the computation runs on the event loop, and again elsewhere if it is too long.
 
-        A trial pays for the longest time that an operation may take, before the operation.
+        A trial is charged the longest time that an operation may take, before the operation.
         """
 
     def spend(self, steps: int) -> None:

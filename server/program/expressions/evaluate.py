@@ -93,7 +93,7 @@ def evaluate(
         expr: the expression.
         scope: values by name.
         fuel: operations of this evaluation.
-        budget: the steps of the program, of which the evaluation takes its operations.
+        budget: the steps of the program; each operation takes some.
 
     Raises:
         ExpressionError: `variable.absent` if a name that `scope` lacks is read outside `first`;

@@ -2,7 +2,7 @@
 
 Out of scope: variables, scopes and syntax; `evaluate` evaluates the operands.
 
-Invariants: an operator does not change its operands. It pays the meter before it uses time or
+Invariants: an operator does not change its operands. It charges the meter before it uses time or
 memory. Operands of a wrong type raise `expr.type`.
 """
 
@@ -49,7 +49,7 @@ class FuelMeter:
     def settle(self) -> None:
         """Charge the program's budget with what the evaluation has used.
 
-        An operation that was refused was not carried out, and costs nothing.
+        A rejected operation did not run and is not charged.
         """
         if self._budget is not None:
             self._budget.left -= self._granted - max(self.fuel, 0) + self._num_overdrawn
@@ -360,7 +360,7 @@ def _mul(meter: FuelMeter, operands: list[Json]) -> Json:
 
 
 def _division(name: str, divide: Callable[[Json, Json], Json]) -> Operation:
-    """Return an operation on two numbers of which the second is not 0."""
+    """Return an operation on two numbers, the second not 0."""
 
     def run(meter: FuelMeter, operands: list[Json]) -> Json:
         left, right = (_number(name, operand) for operand in operands)
@@ -372,7 +372,7 @@ def _division(name: str, divide: Callable[[Json, Json], Json]) -> Operation:
 
 
 def _fail(meter: FuelMeter, operands: list[Json]) -> Json:
-    """Raise the error that the program asks for."""
+    """Raise the error that the program defines."""
     message = _text(meter, operands[0])
     if len(message) > MAX_FAIL_MESSAGE:
         raise ExpressionError(

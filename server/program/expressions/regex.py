@@ -69,7 +69,7 @@ class LinearRegex:
         self._regex = _compile(re2, translation.text, pattern)
         self._group = translation.first_group
         self._end_groups = translation.end_groups
-        # Unicode classes have thousands of states of which a few are active: count ASCII.
+        # Unicode classes have thousands of states but few active ones: count ASCII.
         self._num_states: int = _compile(re2, translation.ascii_text, pattern).programsize
 
     def cost(self, text: str) -> int:

@@ -124,7 +124,7 @@ class GraphExtension:
             self._existing.add_edge(source, target)
 
     def _declaration(self, variable: str) -> Variable:
-        """Return the declaration of the template variable of which this is an instance."""
+        """Return the declaration of the template variable that this variable is an instance of."""
         name = variable.partition(".")[0]
         existing = self._existing
         return existing.template_variables.get(name) or existing.variables.get(name) or Variable()
@@ -228,17 +228,17 @@ class GraphExtension:
     # --- templates ----------------------------------------------------------------------------
 
     def _add_template(self, node: TemplateNode) -> None:
-        """Check the body of a template as a graph of its own, and add its names."""
+        """Check the body of a template as a separate graph, and add its names."""
         path = self._paths[node.id]
         body_of_node = self._names.body_of(node.id)
         binds = self._names.enclosing_binds
         for field, name in node.bound_fields():
-            if name in binds or self._names.sees_variable(name, body_of_node):
+            if name in binds or self._names.can_read(name, body_of_node):
                 _refuse_hidden(name, f"{path}.{field}")
         (body,) = node.bodies()
         enclosing = EnclosingScope(
-            has_variable=lambda name: self._names.sees_variable(name, body_of_node),
-            has_node=lambda name: self._names.sees_node(name, body_of_node),
+            has_variable=lambda name: self._names.can_read(name, body_of_node),
+            has_node=lambda name: self._names.can_run_after(name, body_of_node),
             binds=binds | body.binds,
             depth=1 if self._enclosing is None else self._enclosing.depth + 1,
         )
@@ -310,7 +310,7 @@ class GraphExtension:
     def _add_outputs(self, outputs: Sequence[str], objectives: Mapping[str, Objective]) -> None:
         known = set(self._existing.outputs)
         for index, name in enumerate(outputs):
-            if not self._names.sees_variable(name, None):
+            if not self._names.can_read(name, None):
                 is_inner = name in self.new.variables or name in self.new.template_variables
                 raise ProgramError(
                     "program.unknown_output",
@@ -380,6 +380,6 @@ def _refuse_duplicate(node_id: str, path: str) -> NoReturn:
 def _refuse_hidden(name: str, path: str) -> NoReturn:
     raise ProgramError(
         "program.hidden_name",
-        f"`{name}` would hide another variable that the body sees: choose another name",
+        f"`{name}` would hide another variable that the body can read: choose another name",
         path=path,
     )

@@ -111,7 +111,7 @@ def _rename_slot(slot: Slot, node: Node, renamed: Node, renaming: Renaming) -> S
 def end_of_round(
     node: LoopNode, index: int, renaming: Renaming, body: Sequence[str], *, is_last: bool
 ) -> BodyInstance:
-    """Return the node that ends a round: computes carried variables and whether the loop goes on.
+    """Return the node that ends a round: computes carried variables and whether the loop continues.
 
     Args:
         node: the loop.

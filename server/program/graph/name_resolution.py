@@ -1,6 +1,7 @@
-"""Name resolution: which variables and nodes a node can see.
+"""Name resolution: which variables and nodes are visible to a node.
 
-Nodes in a body see everything around it. Variables defined in a body are visible in it only.
+A node in a body can read all variables around the body. Variables defined in a body are visible in
+the body only.
 
 Out of scope: how the tables of the graph and of its extension are built.
 """
@@ -20,7 +21,7 @@ from .tables import GraphTables
 
 
 class EnclosingScope(NamedTuple):
-    """The part of a graph that a template in it can see."""
+    """The names around a template that are visible inside it."""
 
     has_variable: Callable[[str], bool]
     has_node: Callable[[str], bool]
@@ -80,7 +81,7 @@ class NameResolver:
         """Return whether a job has this name."""
         return name in self._new.jobs or name in self._existing.jobs
 
-    def sees_variable(self, name: str, body: BodyRef | None) -> bool:
+    def can_read(self, name: str, body: BodyRef | None) -> bool:
         """Return whether a node in a body, or in none, can read a variable."""
         number = self.producer(name)
         if number is not None:
@@ -93,7 +94,7 @@ class NameResolver:
         enclosing = self._enclosing
         return enclosing is not None and (name in enclosing.binds or enclosing.has_variable(name))
 
-    def sees_node(self, name: str, body: BodyRef | None) -> bool:
+    def can_run_after(self, name: str, body: BodyRef | None) -> bool:
         """Return whether a node in a body, or in none, can run after another node."""
         if name in self._new.nodes or name in self._existing.nodes:
             return self._is_within(body, self.body_of(name))
@@ -114,10 +115,10 @@ class NameResolver:
         path = self._paths[node.id]
         for reads in self._reads(node):
             for variable in reads:
-                if not self.sees_variable(variable, body):
+                if not self.can_read(variable, body):
                     self._refuse_read(node)
         for index, earlier in enumerate(node.after):
-            if not self.sees_node(earlier, body):
+            if not self.can_run_after(earlier, body):
                 raise ProgramError(
                     "program.unknown_after",
                     f"node `{node.id}` has unknown node `{earlier}` in `after`",
@@ -137,7 +138,7 @@ class NameResolver:
             ProgramError: `program.unknown_variable`.
         """
         for name in sorted(names):
-            if not self.sees_variable(name, body):
+            if not self.can_read(name, body):
                 self.refuse_unknown(name, path)
 
     def _reads(self, node: Node) -> list[frozenset[str]]:
@@ -146,13 +147,10 @@ class NameResolver:
         return reads if trailing is None else [*reads, trailing]
 
     def _refuse_read(self, node: Node) -> NoReturn:
-        """Refuse the first variable of a node that it cannot see."""
+        """Reject the first variable of a node that is not visible to the node."""
         body = self.body_of(node.id)
         unknown = {
-            name
-            for names in self._reads(node)
-            for name in names
-            if not self.sees_variable(name, body)
+            name for names in self._reads(node) for name in names if not self.can_read(name, body)
         }
         path, name = min((node.read_path(name), name) for name in unknown)
         self.refuse_unknown(name, f"{self._paths[node.id]}.{path}")
@@ -198,6 +196,6 @@ class _ScopeOfNode(NamedTuple):
         return self.names.producer(name) is not None
 
     def check_variable(self, name: str, path: str, *, allow_bound: bool = True) -> None:
-        is_visible = self.names.sees_variable(name, self.body)
+        is_visible = self.names.can_read(name, self.body)
         if not is_visible or (not allow_bound and self.is_bound(name)):
             self.names.refuse_unknown(name, path)

@@ -1,6 +1,6 @@
 """The records that the kinds of nodes extend, with the methods that a graph calls on them.
 
-A kind is one subclass of `Node` in a module of its own: the fields on the wire, how they are
+A kind is one subclass of `Node` in its own module: the fields on the wire, how they are
 checked and split into slots, what they read and write, and how an instance renames them.
 `NodeWithBodies` and `TemplateNode` add what kinds with bodies share.
 
@@ -74,7 +74,7 @@ class NodeScope(Protocol):
         ...
 
     def check_variable(self, name: str, path: str, *, allow_bound: bool = True) -> None:
-        """Raise ProgramError `program.unknown_variable` if the node cannot see a variable."""
+        """Raise ProgramError `program.unknown_variable` if the node cannot read a variable."""
         ...
 
 

@@ -183,7 +183,9 @@ def _check_message(message: Message, path: str, inputs: SlotInputs) -> None:
     if message.role is UNSET:
         _refuse("a message needs a `role`, or a `splice` instead", path)
     if message.content is UNSET and not message.tool_calls:
-        _refuse("a message needs `content`: without it the model would see an empty turn", path)
+        _refuse(
+            "a message needs `content`: without it the prompt would contain an empty turn", path
+        )
     content = message.content if isinstance(message.content, list) else []
     for index, segment in enumerate(content):
         here = f"{path}.content[{index}]"

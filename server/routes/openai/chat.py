@@ -101,7 +101,7 @@ def lower_chat(request: ChatRequest) -> list[AnyNode]:
     """Translate a chat completion to calls, one per answer.
 
     Raises:
-        ProgramError: if the request asks for an unsupported feature.
+        ProgramError: if the request uses an unsupported feature.
     """
     reject_unsupported(request)
     messages = [_message(message, i) for i, message in enumerate(request.messages)]

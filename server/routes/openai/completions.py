@@ -82,7 +82,7 @@ def lower_completion(request: CompletionRequest) -> list[AnyNode]:
     """Translate a completion to calls: `n` for each prompt, in order.
 
     Raises:
-        ProgramError: if the request asks for an unsupported feature.
+        ProgramError: if the request uses an unsupported feature.
     """
     reject_unsupported(request)
     num_answers = request.n or 1

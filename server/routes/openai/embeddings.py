@@ -26,7 +26,7 @@ from .routes import check_model
 
 MAX_TEXTS = 2_048
 MAX_TOKENS = 300_000
-"""Of all texts of one request, as OpenAI's."""
+"""Maximum tokens of all texts of a request: OpenAI's limit."""
 
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(min_length=1)]
 TextInput: TypeAlias = Annotated[str, Meta(max_length=4_194_304)]
@@ -68,7 +68,7 @@ class EmbeddingList(Struct, frozen=True, kw_only=True):
 
 
 class NotImplementedByModelError(ConureError):
-    """No model of this server can do what the request asks for."""
+    """No model of this server supports the request."""
 
     status = 501
 
@@ -165,7 +165,7 @@ def _shortened(vector: Sequence[float], body: EmbeddingsRequest) -> list[float]:
     """Return the first components of a vector, at length 1.
 
     Raises:
-        ProgramError: if more are asked for than the model has.
+        ProgramError: if the request has more dimensions than the model.
     """
     if body.dimensions is not None and body.dimensions > len(vector):
         raise ProgramError(

@@ -1,4 +1,4 @@
-"""Execution of an OpenAI request: its calls run in a program of its own, or in a session.
+"""Execution of an OpenAI request: its calls run in a new program, or in a session.
 
 Out of scope: HTTP, and the shape of OpenAI's responses.
 

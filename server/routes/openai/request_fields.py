@@ -218,7 +218,7 @@ def decode_request(body: bytes, record: type[R]) -> R:
 
 
 def reject_unsupported(record: Struct, path: str = "") -> None:
-    """Raise a ProgramError for the first field whose value asks for an unsupported feature."""
+    """Raise a ProgramError for the first field whose value requests an unsupported feature."""
     for name in record.__struct_fields__:
         if name not in _NO_OP_VALUES:
             continue

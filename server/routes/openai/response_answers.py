@@ -1,8 +1,8 @@
 """Responses of `/v1/responses`: complete, or streamed as events.
 
-The number of an event is a function of the answer: a text delta has the number 3 plus the
-characters of the text so far. A reader that resumes after a number therefore receives exactly the
-text that it lacks, from any server process that has the program.
+The sequence number of an event is a function of the answer: a text delta has the number 3 plus the
+length of the text up to its end. A client that resumes after a number therefore receives exactly
+the missing text, also from a restarted server. A delta that contains the number is cut.
 
 Out of scope: how the text is produced.
 
@@ -27,7 +27,7 @@ from .execution import CompletionDelta, CompletionResult, RequestResult
 
 _ID = re.compile(r"resp_([0-9a-z]+)")
 _FIRST_TEXT = 3
-"""Number of the event before the first delta."""
+"""Sequence number of the event before the first delta."""
 
 
 def response_id(program: str) -> str:
@@ -36,13 +36,13 @@ def response_id(program: str) -> str:
 
 
 def program_of(response: str) -> str | None:
-    """Return the program of a response; None if it is not the id of one."""
+    """Return the program of a response; None if `response` is not the id of a response."""
     found = _ID.fullmatch(response)
     return None if found is None else f"p_{found[1]}"
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
-    """A response; the fields of the request are repeated."""
+    """A response. Repeats the fields of its request."""
 
     id: str
     object: str = "response"
@@ -72,21 +72,24 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
 
 
 class ResponseBuilder:
-    """Builds a response and its events."""
+    """Builds a response and its events.
+
+    Methods that take `after` return only the events with higher sequence numbers.
+    """
 
     def __init__(self, program: str, record: dict[str, Json], created_at: int) -> None:
         """Start a response.
 
         Args:
-            program: id of its program.
-            record: of the request, as `request_record` returns it.
+            program: id of the response's program.
+            record: fields of the request, from `request_record`.
             created_at: Unix time in seconds.
         """
         self._program = program
         self._record = record
         self._created_at = created_at
         self._num_chars = 0
-        """Characters of the text so far."""
+        """Length of the text in the deltas so far."""
         self._has_text_item = False
 
     @property
@@ -98,7 +101,7 @@ class ResponseBuilder:
     def response(
         self, status: str, result: RequestResult | None = None, error: PublicError | None = None
     ) -> ResponseObject:
-        """Return the response in a status."""
+        """Return the response with a status, and with the answer or error if there is one."""
         record = self._record
         answer = None if result is None else result.answers[0]
         is_cut = answer is not None and answer.finish_reason == "length"
@@ -129,7 +132,10 @@ class ResponseBuilder:
         )
 
     def _output(self, answer: CompletionResult) -> list[Json]:
-        """Return the items of an answer: its text, unless it only calls functions, then calls."""
+        """Return the output items of an answer: its text, then its function calls.
+
+        The text item is omitted if the answer consists of calls.
+        """
         items = []
         if answer.content or not answer.tool_calls:
             items.append(self._message(answer))
@@ -158,7 +164,7 @@ class ResponseBuilder:
     # --- streamed -------------------------------------------------------------------------
 
     def start(self, *, after: int) -> bytes:
-        """Return the events before the first text, after a number."""
+        """Return the events that precede the first text."""
         response = self.response("in_progress")
         return self._events(
             after,
@@ -167,7 +173,7 @@ class ResponseBuilder:
         )
 
     def delta(self, delta: CompletionDelta, *, after: int) -> bytes:
-        """Return the events of more text, after a number."""
+        """Return the events of a text delta; a comment if it has no text."""
         if not delta.text:
             return b": ping\n\n"
         opening = b"" if self._has_text_item else self._open_text(after)
@@ -186,10 +192,10 @@ class ResponseBuilder:
         return opening + self._events(after, (number, "response.output_text.delta", content))
 
     def end(self, final: RequestResult, *, after: int) -> bytes:
-        """Return the events after the last text, after a number."""
+        """Return the events that follow the last text."""
         answer = final.answers[0]
         parts = b""
-        number = 2
+        number = 2  # without text, these events follow those of `start`
         index = 0
         if answer.content or not answer.tool_calls:
             if not self._has_text_item:
@@ -259,7 +265,7 @@ class ResponseBuilder:
         return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
 
     def _events(self, after: int, *events: tuple[int, str, dict[str, Any]]) -> bytes:
-        """Encode the events that follow a number."""
+        """Encode the events whose number is higher than `after`."""
         return b"".join(
             b"event: %s\ndata: %s\n\n"
             % (
@@ -272,7 +278,7 @@ class ResponseBuilder:
 
 
 def status_of(phase: Phase) -> str:
-    """Return the status of a response whose program is in a phase."""
+    """Return the status of a response from the phase of its program."""
     if phase not in ENDED:
         return "queued" if phase in ("accepted", "waiting", "queued") else "in_progress"
     return {"done": "completed", "cancelled": "cancelled"}.get(phase, "failed")
@@ -284,7 +290,7 @@ def created_at_of(status: ProgramStatus) -> int:
 
 
 def output_items(result: CompletionResult) -> Iterator[dict[str, Json]]:
-    """Yield an answer as items of a later request's input."""
+    """Yield the items that represent an answer in the input of a later request."""
     if result.content:
         yield {"type": "message", "role": "assistant", "content": result.content}
     for call in result.tool_calls:
@@ -302,7 +308,7 @@ def _text_part(text: str, logprobs: list[Json] | None) -> dict[str, Json]:
 
 
 def _without_bytes(token: Json) -> dict[str, Json]:
-    """Return a token's log probability as deltas have it."""
+    """Return a token's log probability in the format of delta events, which have no bytes."""
     top = [{"token": each["token"], "logprob": each["logprob"]} for each in token["top_logprobs"]]
     return {"token": token["token"], "logprob": token["logprob"], "top_logprobs": top}
 

@@ -121,7 +121,7 @@ def lower_response(request: ResponseRequest, earlier: Sequence[Item], record: Js
         record: stored with the call.
 
     Raises:
-        ProgramError: if the request asks for an unsupported feature, or an item is malformed.
+        ProgramError: if the request uses an unsupported feature, or an item is malformed.
     """
     reject_unsupported(request)
     if request.text is not None:
@@ -166,9 +166,9 @@ def lower_response(request: ResponseRequest, earlier: Sequence[Item], record: Js
 
 
 def _check_reasoning(reasoning: Json) -> None:
-    """Accept options of reasoning only if they ask for none."""
-    asked = reasoning if isinstance(reasoning, dict) else {"": reasoning}
-    if any(value not in (None, "none") for value in asked.values()):
+    """Reject options of reasoning except those that disable it."""
+    options = reasoning if isinstance(reasoning, dict) else {"": reasoning}
+    if any(value not in (None, "none") for value in options.values()):
         raise unsupported("'reasoning' is not supported by this server: remove it", "reasoning")
 
 

@@ -1,7 +1,7 @@
 """Handlers of OpenAI's completion and model endpoints.
 
 `chat` and `completions` translate requests, `execution` follows their calls, `chat_answers` and
-`completion_answers` build the responses. Errors have OpenAI's shape here.
+`completion_answers` build the responses, and `errors` builds error bodies in OpenAI's format.
 
 Invariants: a client that disconnects cancels its program; an error before the first text is an HTTP
 error, a later one is the last event of the stream.
@@ -54,7 +54,7 @@ _ERRORS = error_responses(404, 422, 424, content=ErrorAnswer)
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model that requests can name."""
+    """A model that this server runs."""
 
     id: str
     object: str = "model"
@@ -136,7 +136,7 @@ async def complete_text(request: Request[Any, Any, Any]) -> ASGIResponse:
 
 @get("/v1/models", responses=_ERRORS, tags=["openai"])
 async def list_models(request: Request[Any, Any, Any]) -> ModelList:
-    """List the models that requests can name."""
+    """List the models of this server."""
     return ModelList(data=[_model(info) for info in service_of(request).models()])
 
 
@@ -226,6 +226,7 @@ async def _start(
 async def _next(
     deltas: AsyncGenerator[CompletionDelta | RequestResult, None],
 ) -> CompletionDelta | RequestResult:
+    """Return the next delta. `while_connected` accepts this coroutine, but not an awaitable."""
     return await anext(deltas)
 
 

@@ -81,7 +81,7 @@ class SemanticCall(Struct, frozen=True, kw_only=True):
     models: Annotated[list[str], Meta(max_length=16)] = []
     """The call may use any of these; empty for the server's default."""
     remove_pure_fill: bool = True
-    """Whether text behind the last output is dropped."""
+    """Whether text after the last output is dropped."""
     output_criteria: str | None = None
     """Starts the call at once; otherwise it starts when one of its outputs is requested."""
     model_type: Json = None

@@ -92,7 +92,7 @@ class VariableContent(VariableRequest, frozen=True, kw_only=True):
     content: str
 
 
-class WantedVariable(VariableRequest, frozen=True, kw_only=True):
+class ContentRequest(VariableRequest, frozen=True, kw_only=True):
     """The body of `GET /v1/semantic_var/{var_id}`."""
 
     criteria: str = "throughput"
@@ -231,9 +231,9 @@ async def create_variable(request: Request[Any, Any, Any]) -> NewVariableAnswer:
 )
 async def list_variables(request: Request[Any, Any, Any]) -> VariableList:
     """List the variables of a session."""
-    wanted: VariableRequest = decode_json(await read_json(request), VariableRequest)
+    body: VariableRequest = decode_json(await read_json(request), VariableRequest)
     sessions = Sessions.of(request)
-    program = await _find(sessions, wanted.session_id)
+    program = await _find(sessions, body.session_id)
     status = await sessions.service.status(program, tenant=sessions.tenant)
     return VariableList(
         variables=[
@@ -265,21 +265,21 @@ async def write_content(request: Request[Any, Any, Any], var_id: FromPath[str]) 
 
 @get(
     "/v1/semantic_var/{var_id:str}",
-    operation_class=json_body(WantedVariable),
+    operation_class=json_body(ContentRequest),
     responses=_ERRORS,
     tags=["parrot"],
 )
 async def read_content(request: Request[Any, Any, Any], var_id: FromPath[str]) -> ContentAnswer:
-    """Start what produces a variable, and wait for its content without a time limit."""
-    wanted: WantedVariable = decode_json(await read_json(request), WantedVariable)
+    """Start the producers of a variable, and wait for its content without a time limit."""
+    body: ContentRequest = decode_json(await read_json(request), ContentRequest)
     sessions = Sessions.of(request)
-    program = await _find(sessions, wanted.session_id)
+    program = await _find(sessions, body.session_id)
     try:
         status = await sessions.service.get(program, var_id, tenant=sessions.tenant, wait_s=0)
     except NotFoundError as error:
         raise _unknown_variable(var_id) from error
     if status.status != "done":  # as in Parrot, the criterion of a value that exists is not read
-        objective = read_criteria(wanted.criteria)
+        objective = read_criteria(body.criteria)
         status = await sessions.wait(request, program, var_id, objective)
     return ContentAnswer(content=text_of(None if status.value is UNSET else status.value))
 
@@ -362,5 +362,5 @@ BODIES = (
     VariableRequest,
     NewVariable,
     VariableContent,
-    WantedVariable,
+    ContentRequest,
 )

@@ -219,7 +219,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def _event_parts(event: Event) -> Iterator[bytes]:
-    """Yield an event in the SSE format in parts, of which the largest is shared by all readers."""
+    """Yield an event in the SSE format in parts. All readers share the largest part."""
     head = b"" if event.seq is None else b"id: %d\n" % event.seq
     yield b"%sevent: %s\ndata: " % (head, event.type.encode("ascii"))
     yield event.encoded or msgspec.json.encode(event.data)
@@ -240,13 +240,13 @@ def _chunks(events: list[Event]) -> Iterator[bytes]:
 
 
 async def _only(
-    source: AsyncGenerator[Event, None], wanted: frozenset[str]
+    source: AsyncGenerator[Event, None], types: frozenset[str]
 ) -> AsyncGenerator[Event, None]:
-    """Those of some types; others count as silence, and do not keep the loop from its work."""
+    """Yield the events of some types. After each `MAX_BATCH` skipped events, other tasks run."""
     num_skipped = 0
     async with aclosing(source):
         async for event in source:
-            if event.type in wanted:
+            if event.type in types:
                 yield event
                 continue
             num_skipped += 1

@@ -38,7 +38,7 @@ async def read_trace(
     """Export what the calls of a program read and wrote, for evaluation and finetuning.
 
     The program must have been submitted with the option `trace`. The spans have the attributes of
-    OpenInference. A line `{"error": ...}` at the end says that the rest cannot be read.
+    OpenInference. A line `{"error": ...}` at the end means that the rest cannot be read.
     """
     lines = await service_of(request).traces.export(
         program, tenant=tenant_of(request), token_ids=token_ids

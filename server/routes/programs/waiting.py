@@ -37,7 +37,7 @@ async def wait_for(
         if status.status in ENDED:
             raise MissingValueError(status)
         if loop.time() - asked_at < MAX_WAIT_S / 2:
-            # The service returned early because waiting is pointless; asking again would spin.
+            # The service returned early because there will be no value: a retry would spin.
             raise RunError(
                 "variable.no_value", f"the program ended without a value for {variable!r}"
             )

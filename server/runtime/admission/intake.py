@@ -219,7 +219,7 @@ class ProgramIntake:
         )
 
     def _check_memory(self, size: int) -> None:
-        """Check that a large submission fits beside the live programs.
+        """Check that there is memory for a large submission in addition to the live programs.
 
         Raises:
             UnavailableError: `queue.full` (429).

@@ -57,7 +57,7 @@ class AbortedOutputs:
         if self._then is not None:
             self._timer = asyncio.get_running_loop().call_later(MAX_ANSWER_S, self._call)
 
-    def forget(self) -> None:
+    def drop_callback(self) -> None:
         """Drop the callback of `when_settled`."""
         self._then = None
         if self._timer is not None:
@@ -69,6 +69,6 @@ class AbortedOutputs:
 
     def _call(self) -> None:
         then = self._then
-        self.forget()
+        self.drop_callback()
         if then is not None:
             then()

@@ -1,8 +1,8 @@
 """The time in which an engine fills prompts, divided among the calls whose prompts it fills.
 
-Prompts that are filled together wait for each other, so the sum of their fill times is longer than
-the time that passes. Here each moment counts once: calls that are filled at the same time get equal
-parts of it.
+Prompts that are filled at the same time wait for each other, so the sum of their fill times exceeds
+the elapsed time. A `FillClock` counts each moment once, and divides it equally among the prompts
+that are being filled.
 
 Invariant: the parts of all fills add up to `busy_s`.
 """
@@ -18,9 +18,10 @@ class FillMark(NamedTuple):
     """A moment of a `FillClock`."""
 
     busy_s: float
-    """Time until then in which at least one prompt was being filled."""
+    """Time before this moment in which at least one prompt was being filled."""
     part_s: float
-    """Part that a prompt would have of it if it had been filled all the time."""
+    """The part of `busy_s` that a prompt gets if it is filled from the start of the clock until
+    this moment. The part of any other fill is the difference between its two marks."""
 
 
 class FillClock:
@@ -39,18 +40,18 @@ class FillClock:
         return mark
 
     def end(self, now: float, mark: FillMark) -> float:
-        """End the fill that began at a mark; return its part of the time."""
+        """End the fill that began at a mark; return its part of the elapsed time."""
         assert self._num_filling > 0, "a fill that has not begun"
         end = self.read(now)
         self._num_filling -= 1
         return end.part_s - mark.part_s
 
     def read(self, now: float) -> FillMark:
-        """Return the mark of this moment."""
+        """Advance the clock to `now`; return the mark of this moment."""
         if self._num_filling:
-            passed_s = max(now - self._changed_s, 0.0)
-            self._busy_s += passed_s
-            self._part_s += passed_s / self._num_filling
+            elapsed_s = max(now - self._changed_s, 0.0)
+            self._busy_s += elapsed_s
+            self._part_s += elapsed_s / self._num_filling
         self._changed_s = now
         return FillMark(self._busy_s, self._part_s)
 
@@ -71,12 +72,12 @@ class FillTimer:
         self._mark = clock.begin(now)
 
     def end(self, now: float) -> None:
-        """Add the fill's part of the time to the usage of the node; safe to repeat."""
+        """Add the fill's part of the elapsed time to the usage of the node; safe to repeat."""
         if self._mark is not None:
             self._state.usage.fill_s += self._clock.end(now, self._mark)
             self._mark = None
             self._ended_busy_s = self._clock.read(now).busy_s
 
     def busy_s_since_end(self, now: float) -> float:
-        """Return the time since the end of the fill in which the engine filled prompts."""
+        """Return for how long the engine has filled prompts since this call's fill ended."""
         return self._clock.read(now).busy_s - self._ended_busy_s

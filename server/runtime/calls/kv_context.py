@@ -187,7 +187,7 @@ class CallKVContext:
         parent: int | None,
         parent_len: int,
     ) -> int:
-        """Fill a prefix into a context of its own, retain it, and return the context's id."""
+        """Fill a prefix into a new context, retain it, and return the context's id."""
         retained = RetainedContext(
             engine=engine.name,
             context=0,

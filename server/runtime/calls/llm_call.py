@@ -1,11 +1,12 @@
-"""The execution of one generate node: from a ready slot to token ids, an engine and a value.
+"""The execution of one generate node: renders a ready slot, runs it on an engine, reports a value.
 
-A call has one context, which grows slot by slot: the literal text before each output is filled,
-then the output is generated.
+A call has one context, which grows slot by slot: the engine fills the literal text before an
+output, then generates the output.
 
 Responsibility: the ids of the prompt, the context that stores them, and the engine's reports.
 
-Out of scope: readers of the value. The call reports to its `NodeContext`, which publishes it.
+Out of scope: readers of the value. The call reports the value to its `NodeContext`, which publishes
+it.
 
 Invariants: `ids` are the tokens of the completed slots, so a context that is lost with its engine
 can be filled again elsewhere and a committed output is never sampled again. A call has at most one
@@ -83,7 +84,7 @@ class LLMCall:
         self.ids: list[int] = []
         self.is_over = False
         self.ready_at_s = ready_at_s
-        """When its first slot became ready, on the monotonic clock."""
+        """When the call's first slot became ready, on the monotonic clock."""
         self._program = context.state.id
         self._context = context
         self._plan = plan
@@ -96,18 +97,25 @@ class LLMCall:
             self._program, node_state, plan, registry, context.services, rank=rank.at_s
         )
         self._prompt: list[int] = []
+        """Ids that the current slot appends before its output."""
         self._sampling: protocol.SamplingParams | None = None
         self._output: list[int] = []
+        """Ids of the current output so far."""
         self._logprobs: list[protocol.TokenLogprob] = []
         self._content: ContentStream | None = None
         self._leftover = ""
+        """End of the last output's text that `ids` do not contain. The next slot encodes it."""
         self._num_generated = 0
+        """Generated ids among `ids`."""
         self._is_slot_counted = False
+        """Whether `usage` contains the prompt of the current slot."""
         self._num_filling = 0
         """Tokens sent to the engine whose cost it has not reported."""
         self._num_ahead = 0
-        """Tokens of other calls that the engine was to prefill when this call started."""
-        self._clock = 0.0
+        """Tokens of other calls that the engine had not prefilled when this call started."""
+        self._phase_start_s = 0.0
+        """When the call was queued, sent to an engine or filled, whichever is last, on the
+        monotonic clock."""
         self._started_s = 0.0
         """When the current slot was sent to an engine, on the monotonic clock."""
         self._fill_timer = FillTimer(node_state)
@@ -115,13 +123,16 @@ class LLMCall:
 
     @property
     def _output_name(self) -> str:
-        """The name of the current output within all programs."""
+        """The name of the current output, unique among all programs."""
         return f"{self._program}/{self.node.id}/{self.slot}"
 
     # --- before the engine ----------------------------------------------------------------
 
     def num_chars(self, slot: int) -> int:
-        """Return the characters of a slot's text in the program, and some for each segment."""
+        """Return the estimated cost of rendering and encoding a slot, in characters of text.
+
+        Counts the literal text of the slot, and `CHARS_PER_SEGMENT` for each segment.
+        """
         if not isinstance(self.node.prompt, list):
             return num_static_chars(self.node)
         segments = [self.node.prompt[index] for index in self._slot_segments[slot]]
@@ -135,7 +146,7 @@ class LLMCall:
     ) -> RenderedPrompt:
         """Return the text that a slot appends. Pure; may run in a thread.
 
-        Expressions pay the budget.
+        The steps of expressions are charged to `budget`.
 
         Raises:
             PromptError: if the values do not form a prompt.
@@ -196,7 +207,7 @@ class LLMCall:
         tokens = self.ids + self._prompt
         affinity_engine, num_affinity_tokens = self._kv.find_affinity(tokens)
         performance = self._performance
-        is_waited = performance.kind == "latency"
+        is_latency = performance.kind == "latency"
         request = ResourceRequest(
             program=self._program,
             node=self.node.id,
@@ -204,14 +215,14 @@ class LLMCall:
             num_output=_num_expected_tokens(self.outputs[self.slot], self._sampling),
             prefixes=hash_prefixes(tokens, self._kv.boundary_positions(), self._plan.salt),
             group=performance.group,
-            is_latency_critical=is_waited and performance.group is None,
-            is_latency_sensitive=is_waited,
+            is_latency_critical=is_latency and performance.group is None,
+            is_latency_sensitive=is_latency,
             opens_program=self.slot == 0 and self._priorities.opens_program(),
             num_remaining_steps=self._priorities.num_remaining_steps(self.node.id),
             affinity_engine=affinity_engine,
             num_affinity_tokens=num_affinity_tokens,
         )
-        self._clock = time.monotonic()
+        self._phase_start_s = time.monotonic()
         self.node_state.phase = "queued"
         self._set_why(self._rank.why)
         self._request = QueuedCall(request, self._rank.at_s, self._start, self._set_why)
@@ -248,12 +259,12 @@ class LLMCall:
             self.fail_internally()
 
     def _run_on(self, placement: Placement) -> None:
-        """Fill the missing tokens and generate, in one frame."""
+        """Send the commands that fill the missing tokens and generate the output, in one frame."""
         assert self._sampling is not None
         state = self.node_state
         now = time.monotonic()
-        state.usage.queued_s += now - self._clock
-        self._clock = self._started_s = now
+        state.usage.queued_s += now - self._phase_start_s
+        self._phase_start_s = self._started_s = now
         self._fill_timer.begin(self._context.services.fill_clock(placement.engine), now)
         engine = self._context.services.engine(placement.engine)
         assert engine is not None, "the scheduler places calls on live engines only"
@@ -295,7 +306,9 @@ class LLMCall:
             case protocol.Finished():
                 self._finished(report)
             case protocol.Failed():
-                self._num_filling = 0  # most likely refused; the engine does not report progress
+                self._num_filling = (
+                    0  # the engine reports no progress: most likely it filled nothing
+                )
                 self._fill_timer.end(time.monotonic())
                 self._kv.free()
                 self._withdraw()
@@ -319,8 +332,9 @@ class LLMCall:
     def _filled(self, report: protocol.Filled) -> None:
         usage = self.node_state.usage
         now = time.monotonic()
-        started_s, self._clock = self._clock, now
-        usage.prefill_s += now - started_s
+        prefill_s = now - self._phase_start_s
+        self._phase_start_s = now
+        usage.prefill_s += prefill_s
         self._fill_timer.end(now)
         usage.recomputed += report.recomputed
         self._num_filling = 0
@@ -328,12 +342,12 @@ class LLMCall:
         if self._request is not None:
             scheduler.prefill_done(self._request)
         num_prefilled = report.computed + self._num_ahead if report.computed else 0
-        scheduler.service_time.observe_prefill(num_prefilled, now - started_s)
+        scheduler.service_time.observe_prefill(num_prefilled, prefill_s)
         if self._is_slot_counted:
             usage.recomputed += report.computed
             return
         self._is_slot_counted = True
-        # The prompt of an output is everything before it, as if it were a request of its own.
+        # The prompt of an output is all text before the output, as in a separate request.
         usage.logical += len(self.ids) + len(self._prompt)
         if self.slot == 0:
             usage.constant += self._kv.num_constant
@@ -342,8 +356,8 @@ class LLMCall:
             usage.again += len(self.ids)
             usage.again_constant += min(self._kv.num_constant, len(self.ids))
             usage.again_written += self._num_generated
-        # The KV of the last generated id is computed by the next fill. That id counts neither as
-        # a prompt token nor as recomputed.
+        # The fill of the next slot computes the KV of the last generated id. That id counts neither
+        # as a prompt token nor as recomputed.
         usage.computed += min(report.computed, len(self._prompt))
         again = max(0, report.computed - len(self._prompt))
         usage.recomputed += min(again, self._kv.num_refilled)
@@ -352,48 +366,19 @@ class LLMCall:
 
     def _finished(self, report: protocol.Finished) -> None:
         self._add_usage(report)
+        output = self.outputs[self.slot]
         kept = self._output[: report.num_kept]
         prompt_ids = self.ids + self._prompt
-        output = self.outputs[self.slot]
         self.ids = prompt_ids + kept
         self._num_generated += len(kept)
         self._prompt = []
         self._output = []
         self._leftover = report.leftover
         self._withdraw()
-        logprobs: Json = None
-        if output.sampling.logprobs is not None:
-            entries = logprobs_of(self.model.tokenizer, kept, self._logprobs[: report.num_kept])
-            logprobs = {"content": entries}
-        num_cached = _num_cached(self.node_state, self.slot, len(prompt_ids))
-        value: Json = None
-        failure: ConureError | None = None
         try:
-            value = value_of(
-                output,
-                report,
-                num_prompt=len(prompt_ids),
-                num_cached=num_cached,
-                model=self.model.name,
-                name=self._output_name,
-                logprobs=logprobs,
-            )
+            value = _make_value(self, report, prompt_ids, kept)
         except ConureError as error:
-            failure = error
-        if self._recorder is not None:
-            assert self._sampling is not None
-            self._recorder.finish(
-                output,
-                report,
-                self._sampling,
-                prompt_ids=prompt_ids,
-                output_ids=kept,
-                num_cached=num_cached,
-                value=value,
-                failure=failure,
-            )
-        if failure is not None:
-            self._fail(failure)
+            self._fail(error)
             return
         engine = self._kv.engine
         assert engine is not None
@@ -415,7 +400,7 @@ class LLMCall:
     def _add_usage(self, report: protocol.Finished) -> None:
         usage = self.node_state.usage
         now = time.monotonic()
-        decode_s = now - self._clock
+        decode_s = now - self._phase_start_s
         self._context.services.load.observe_call(now - self._started_s)
         usage.decode_s += decode_s
         usage.paused_s += self._fill_timer.busy_s_since_end(now)
@@ -447,7 +432,7 @@ class LLMCall:
     ) -> None:
         """Rebuild the ids of slots that were committed before a restart of the server.
 
-        Ids of another tokenizer are invalid here; the text is encoded again instead.
+        Where the ids were made by another tokenizer, encodes the text again.
         """
         tokenizer = self.model.tokenizer
         for slot in range(num_done):
@@ -459,6 +444,7 @@ class LLMCall:
             self._leftover = ""
             ids = record.token_ids
             if record.tokenizer_hash == self.model.tokenizer_hash:
+                # The end of the text that the ids do not contain is the leftover.
                 tail = self.ids[-NUM_TAIL:]
                 decoded = tokenizer.decode(tail + ids)[len(tokenizer.decode(tail)) :]
                 if record.text.startswith(decoded):
@@ -473,8 +459,9 @@ class LLMCall:
     def engine_lost(self) -> bool:
         """Handle the death of the context's engine.
 
-        Returns: True if the call was running there and is withdrawn until `queue_slot`; False if
-            only its context is lost, which the next slot fills again.
+        Returns: True if the call was running on the engine. The call is then withdrawn, and
+            `queue_slot` queues it again. False if only the context is lost, which the next slot
+            fills again.
         """
         self._discard_output()
         self._kv.engine_lost()
@@ -488,7 +475,7 @@ class LLMCall:
         return self._kv.engine is not None and self._kv.engine.name == engine
 
     def abandon(self) -> None:
-        """Leave the queue and the engine without a result; safe to repeat."""
+        """Withdraw the call from the queue and its engine, without a result; safe to repeat."""
         if self.is_over:
             return
         self.is_over = True
@@ -505,9 +492,10 @@ class LLMCall:
             self._fail(RunError("server.internal", message))
 
     def _discard_output(self) -> None:
-        """Count the work of the current slot as discarded, because the engine no longer reports it.
+        """Count the work on the current slot as discarded.
 
-        A prompt that was being filled counts in full: its progress is unknown.
+        The engine will not report the work. A prompt that was being filled counts in full, because
+        its progress is unknown.
         """
         usage = self.node_state.usage
         usage.decoded += len(self._output)
@@ -525,15 +513,62 @@ class LLMCall:
             self._request = None
 
 
+def _make_value(
+    call: LLMCall, report: protocol.Finished, prompt_ids: list[int], output_ids: list[int]
+) -> Json:
+    """Return the value of a call's current output, and record the output for the trace.
+
+    Raises:
+        ConureError: if the text is not a value of the output.
+    """
+    output = call.outputs[call.slot]
+    logprobs: Json = None
+    if output.sampling.logprobs is not None:
+        kept = call._logprobs[: report.num_kept]
+        logprobs = {"content": logprobs_of(call.model.tokenizer, output_ids, kept)}
+    num_cached = _num_cached(call.node_state, call.slot, len(prompt_ids))
+    value: Json = None
+    failure: ConureError | None = None
+    try:
+        value = value_of(
+            output,
+            report,
+            num_prompt=len(prompt_ids),
+            num_cached=num_cached,
+            model=call.model.name,
+            name=call._output_name,
+            logprobs=logprobs,
+        )
+    except ConureError as error:
+        failure = error
+    if call._recorder is not None:
+        assert call._sampling is not None
+        call._recorder.finish(
+            output,
+            report,
+            call._sampling,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            num_cached=num_cached,
+            value=value,
+            failure=failure,
+        )
+    if failure is not None:
+        raise failure
+    return value
+
+
 def _num_cached(state: NodeState, slot: int, num_prompt: int) -> int:
-    """Return how many tokens of the first output's prompt were not computed for it."""
+    """Return how many prompt tokens of a slot were cached; 0 for slots after the first."""
     usage = state.usage
     return min(usage.logical - usage.computed, num_prompt) if slot == 0 else 0
 
 
 def _num_expected_tokens(output: OutputSpec, sampling: protocol.SamplingParams) -> int:
-    """Return the output tokens to reserve. Without `max_tokens` the budget may be the whole
-    context, and reserving it would leave no room for other calls.
+    """Return the number of output tokens to reserve on an engine.
+
+    Without `max_tokens` the output may fill the context. Reserving the whole context would leave no
+    room for other calls, so an expected length is reserved.
     """
     if output.sampling.max_tokens is not None:
         return sampling.max_tokens

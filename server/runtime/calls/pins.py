@@ -1,4 +1,4 @@
-"""Prefixes that engines keep in their KV for a time, because a stored procedure asks for it.
+"""Prefixes that engines keep in KV for a time, as stored procedures request.
 
 A pin is an idle context with the tokens of a constant prefix. Calls find its blocks in the
 engine's prefix tree, like any other KV with the same tokens and salt.
@@ -6,9 +6,9 @@ engine's prefix tree, like any other KV with the same tokens and salt.
 A pin ends at its expiry or when it is removed. Engines take its blocks after the cache, and before
 the prefixes that running programs retain: a pin never delays a call. An engine that has been left
 with less than 1/RELEASE_BELOW of its blocks has its pins released; their KV is ordinary cache then.
-They are filled again once 1/FILL_ABOVE of the blocks are available beside them.
+They are filled again once 1/FILL_ABOVE of the engine's blocks would remain available.
 
-Out of scope: what a prefix says, and the journal.
+Out of scope: the texts of prefixes, and the journal.
 
 Invariants: pins never have more than their share of the blocks of an engine. A context of a pin
 belongs to one engine in one epoch, and is freed with the pin.
@@ -48,9 +48,9 @@ class PinTotals(NamedTuple):
 
     num_pins: int = 0
     num_tokens: int = 0
-    """Of all prefixes, each token once."""
+    """Tokens of all pinned prefixes; a shared token counts once."""
     num_held_blocks: int = 0
-    """On all engines, now."""
+    """Blocks that pins hold now, on all engines."""
     num_computed_tokens: int = 0
     """Since the start of the server."""
     num_expired: int = 0
@@ -104,7 +104,7 @@ class PinKeeper:
     # --- changes --------------------------------------------------------------------------
 
     def check_room(self, key: PinKey, prefixes: Sequence[Sequence[int]]) -> None:
-        """Check that a pin fits beside the others.
+        """Check that a pin fits in addition to the existing ones.
 
         Raises:
             ProgramError: `procedure.pin_empty`.
@@ -219,17 +219,17 @@ class PinKeeper:
     # --- costs ----------------------------------------------------------------------------
 
     def cost(self, key: PinKey) -> PinnedPrefix | None:
-        """Return what a pin costs; None if there is none."""
+        """Return the cost of a pin; None if the key has no pin."""
         pin = self._pins.get(key)
         return None if pin is None else self._cost(pin)
 
     def costs_of(self, tenant: str, versions: Iterable[str]) -> dict[str, PinnedPrefix]:
         """Return the costs of the pins of some versions, by `name@version`."""
-        wanted = frozenset(versions)
+        requested = frozenset(versions)
         return {
             f"{key.name}@{key.version}": self._cost(pin)
             for key, pin in self._pins.items()
-            if key.tenant == tenant and key.version in wanted
+            if key.tenant == tenant and key.version in requested
         }
 
     def _cost(self, pin: _Pin) -> PinnedPrefix:

@@ -294,7 +294,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             release(retained, self._services, payer)
 
     def _first_started_call(self) -> NodeState | None:
-        """Return the node that pays for prefixes without a reader."""
+        """Return the node whose usage contains prefixes without a reader."""
         states = self.state.nodes.values()
         calls = (each for each in states if isinstance(each.node, GenerateNode))
         return next((each for each in calls if each.started_at is not None), None)

@@ -33,7 +33,7 @@ class EncodeJob(NamedTuple):
     node: str
     """Id of the node, for the log."""
     encode: Callable[[WorkBudget], EncodedPrompt]
-    """Renders and encodes the prompt; its expressions pay the budget."""
+    """Renders and encodes the prompt; charges its expressions to the budget."""
     num_chars: int
     """Characters of the prompt, and some for each of its segments."""
     work: SlotWork

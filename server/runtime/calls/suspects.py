@@ -1,14 +1,14 @@
-"""The gate for calls that were on an engine when it died: they are tried apart.
+"""The gate for calls that were on an engine when it died: limits how many run at once.
 
-A call that kills its engine takes the other calls on the engine with it. After a death all of them
-are suspects, and at most half as many of them run at once again. Suspects with fewer deaths go
-first. Innocent calls end or outlive their probation; the guilty call kills an engine again, in half
-the company each time, until it is alone: of n calls, it is found after log2(n) + 1 deaths.
+When an engine dies, any call on it may be the cause, so all of them become *suspects*. At most half
+as many suspects then run at once, those with fewer deaths first. A call that is not the cause ends,
+or runs for `PROBATION_S`. The call that is the cause kills an engine again, each time among half as
+many suspects, until it runs alone: of n calls, it is found after log2(n) + 1 deaths.
 
 Out of scope: calls that were never on an engine that died; the scheduler places them as usual.
 
-Invariants: a suspect waits in the gate, or was started and not left, or is unknown here. While a
-suspect waits, at least one runs.
+Invariants: a suspect either waits in the gate, or was started and has not left, or is not in the
+gate's records. While a suspect waits, at least one runs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 
 MAX_DEATHS_ALONE = 3
-"""Engine deaths of a call, the last of them without other calls, after which it is the cause."""
+"""Engine deaths after which a call is the cause, if the last engine ran no other call."""
 MAX_DEATHS_AMONG_NEW = 4
-"""The same, if all other calls were on a dying engine for the first time."""
+"""Engine deaths after which a call is the cause, if all other calls lost an engine only once."""
 MAX_DEATHS = 8
-"""The same in any company."""
+"""Engine deaths after which a call is the cause in any case."""
 PROBATION_S = 10.0
 """Time on an engine after which a suspect no longer counts against the limit."""
 
@@ -33,8 +33,8 @@ def is_cause(num_deaths: int, others: list[int]) -> bool:
     """Whether a call counts as the cause of its engine's death.
 
     Args:
-        num_deaths: deaths of engines under the call, including this one.
-        others: the same of the other calls on the engine.
+        num_deaths: number of engines that died while they ran the call, including this one.
+        others: the same numbers of the other calls on the engine.
     """
     if num_deaths >= MAX_DEATHS or (num_deaths >= MAX_DEATHS_ALONE and not others):
         return True
@@ -46,7 +46,7 @@ class SuspectGate:
 
     def __init__(self) -> None:
         self._limits: dict[int, int] = {}
-        """By number of deaths: how many suspects may run at once when such a call starts."""
+        """Maximum number of running suspects when a call starts, by the deaths of that call."""
         self._running: dict[Hashable, asyncio.TimerHandle] = {}
         self._waiting: dict[Hashable, Callable[[], None]] = {}
         self._heap: list[tuple[int, int, Hashable]] = []
@@ -58,22 +58,23 @@ class SuspectGate:
         return not self._limits
 
     def engine_died(self, deaths: Iterable[int]) -> None:
-        """Halve the company of the calls of an engine that died.
+        """Halve the number of calls that run together with each call of a dead engine.
 
         Args:
-            deaths: for each of its calls, how many engines died under it, including this one.
+            deaths: for each call of the engine, the number of engines that died while they ran the
+                call, including this engine.
         """
         for num_deaths, num_calls in Counter(deaths).items():
             self._limits[num_deaths] = max(1, num_calls // 2)
 
     def enter(self, call: Hashable, num_deaths: int, start: Callable[[], None]) -> None:
-        """Start a suspect, now or when it is its turn."""
+        """Start a suspect now, or when the limit allows it."""
         self._waiting[call] = start
         heapq.heappush(self._heap, (num_deaths, next(self._order), call))
         self._admit()
 
     def leave(self, call: Hashable) -> bool:
-        """Forget a call; return whether it was still waiting. Safe for unknown calls."""
+        """Remove a call; return whether it was still waiting. Safe for unknown calls."""
         if self._waiting.pop(call, None) is not None:
             return True
         timer = self._running.pop(call, None)
@@ -87,7 +88,7 @@ class SuspectGate:
             self._open()
 
     def _open(self) -> None:
-        # In a later turn: after a death all of its calls leave before the first one enters again.
+        # In a later turn: after a death, all calls of the engine leave before any enters again.
         asyncio.get_running_loop().call_soon(self._admit)
 
     def _admit(self) -> None:

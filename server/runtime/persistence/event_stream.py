@@ -4,8 +4,8 @@ Out of scope: where events come from. The outbox publishes an event once it is d
 
 Invariants: a reader receives every event after its starting point exactly once and in order. The
 deltas of a variable are contiguous from offset 0 within one attempt. A slow reader uses no
-memory: deltas are cut from the text when the reader asks, so they are coalesced, and the last
-events are stored once for all readers. A reader that falls behind them reads the journal.
+memory: deltas are cut from the text when the reader reads, so they are coalesced, and the last
+events are stored once for all readers. A reader that needs earlier events reads the journal.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _ReadText(NamedTuple):
 
 
 TextOffsets: TypeAlias = dict[str, _ReadText]
-"""By variable: what a reader has received."""
+"""The text that a reader has received, by variable."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class EventStream:
         self._version = 0
         self._changed = asyncio.Event()
         self._published = asyncio.Event()
-        """Set when the stream changed by more than a text."""
+        """Set when the stream has changed, except by streamed text."""
         self._is_closed = False
         self._is_draining = False
 

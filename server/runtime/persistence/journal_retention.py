@@ -33,7 +33,7 @@ async def delete_expired(
     while ids := await journal.expired(limits, time.time()):
         await journal.append([DeleteRecord(programs=ids)])
         for id_ in ids:
-            programs.forget(id_)
+            programs.remove(id_)
         num_deleted += len(ids)
     if num_deleted:
         logger.info("deleted %d expired programs from the journal", num_deleted)

@@ -104,7 +104,7 @@ class ProgramDirectory:
         if program in self._live:
             self.discard(self._live[program])
 
-    def forget(self, program: str) -> None:
+    def remove(self, program: str) -> None:
         """Remove an ended program that was deleted from the journal."""
         self._recent.pop(program, None)
 
@@ -208,7 +208,7 @@ class ProgramDirectory:
     ) -> ProgramPage:
         """Return a page of the programs of a tenant, newest first."""
         before = MAX_NUMBER if cursor is None else cursor
-        # One more than asked for shows whether there is a next page.
+        # One program more than the page shows whether there is a next page.
         found = await self.journal.list_programs(
             tenant, status=status, search=search, before=before, limit=limit + 1
         )

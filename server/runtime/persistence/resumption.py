@@ -1,8 +1,8 @@
 """Resumes the unfinished programs of an earlier server process.
 
 The programs that a start can resume within `START_S` are resumed before the server is ready, the
-others in slices, oldest first, and a program that a request asks for at once. Programs under watch
-are last, one by one.
+others in slices, oldest first, and a program that a client requests at once. Watched programs are
+last, one by one.
 
 Invariants: every unfinished program is resumed once, or ended with a code. The watch over a program
 is durable before the program is resumed.

@@ -1,7 +1,7 @@
 """What the engines hold now, and which calls wait: the body of `GET /v1/activity`.
 
-The lists are bounded; each has the number of what it lists beside it. Only programs of one tenant
-are named; the contexts and calls of others are counted.
+The lists are bounded; next to each list is the number of all its entries. Only programs of one
+tenant are named; the contexts and calls of others are counted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class CallInQueue(Struct, frozen=True, kw_only=True):
     node: str
     prompt_tokens: int
     output_tokens: int
-    """At most."""
+    """Maximum number of output tokens."""
     why: str
 
 

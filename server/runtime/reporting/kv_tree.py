@@ -23,7 +23,7 @@ class KvCall(Struct, frozen=True, kw_only=True):
     program: str
     node: str
     tokens: int
-    """At its maximum length, without those of the branches that it reads."""
+    """Tokens of the call at its maximum length, without those of the branches that it reads."""
     steps_left: int | None
     """Steps until it ends, at most; null if unknown."""
 

@@ -6,7 +6,7 @@ meanwhile, and otherwise all decode at once. Nodes without a model take as long 
 
 Estimates: a prompt token takes the engine's fill time of all prompts divided by their computed
 tokens. An output takes the time that it took, less the time in which the engine filled other
-prompts, because the counterfactual has pauses of its own.
+prompts, because the counterfactual has its own pauses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check of a journal in a process of its own, at low priority, while a server uses it."""
+"""The check of a journal in a separate process, at low priority, while a server is running."""
 
 from __future__ import annotations
 

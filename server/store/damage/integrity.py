@@ -5,7 +5,7 @@ file. Only if something is wrong, every row is read on its own (`survey`), to na
 that are lost or damaged.
 
 Invariants: a program is reported as kept only if all of its records are readable and match their
-checksums. A program of which a record may be missing is reported as damaged.
+checksums. A program that may lack a record is reported as damaged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class JournalReport(Struct, frozen=True, kw_only=True):
     num_unchecked: int = 0
     """Records without a checksum, written by an older version."""
     lost: list[str] = []
-    """Programs of which nothing can be used."""
+    """Programs without usable records."""
     damaged: list[str] = []
     """Programs that lost records. The values that are left match their checksums."""
     traces: list[str] = []
@@ -101,7 +101,7 @@ class Survey(NamedTuple):
     num_unchecked: int
     findings: list[str]
     evidence: dict[str, dict[int, Any]]
-    """By table: the row ids that its index names."""
+    """The row ids in the index of each table."""
 
 
 class _Table(NamedTuple):
@@ -110,7 +110,7 @@ class _Table(NamedTuple):
     columns: str
     """The program's number first, the checksum last."""
     covering_index: str
-    """A covering index, a second record of which rows exist."""
+    """A covering index, which is a second record of the existing rows."""
 
 
 TABLES = (

@@ -182,8 +182,8 @@ async def test_events_resume_after_a_broken_connection(caller: Any, double: Any,
     double.on("GET", PROGRAM, kit.status("running"))
     events = await caller.events(run)
     assert [event.seq for event in events if event.type != "server.draining"] == [1, None, 2, 9]
-    asked = [seen.query for seen in double.of("GET", f"{PROGRAM}/events")]
-    assert asked == ["after=0", "after=1", "after=1", "after=2", "after=2"]
+    queries = [seen.query for seen in double.of("GET", f"{PROGRAM}/events")]
+    assert queries == ["after=0", "after=1", "after=1", "after=2", "after=2"]
 
 
 async def test_submit_can_attach_the_events(caller: Any, double: Any, kit: Any) -> None:
@@ -194,7 +194,7 @@ async def test_submit_can_attach_the_events(caller: Any, double: Any, kit: Any) 
     assert [event.seq for event in await caller.events(run)] == [1, 2]
     (post,) = double.seen
     assert (post.headers["accept"], post.query) == ("text/event-stream", "")
-    # A second reader opens a stream of its own.
+    # A second reader opens its own stream.
     double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[accepted, kit.finished(2)]))
     assert [event.seq for event in await caller.events(run)] == [1, 2]
     assert [seen.method for seen in double.seen] == ["POST", "GET"]
@@ -306,11 +306,11 @@ def test_a_ping_resets_the_outage_timer() -> None:
 def test_an_empty_type_selection_is_not_all_types() -> None:
     settings = ClientSettings(None, app=None, timeout_s=5, retry=None, headers=None)
     selections: list[list[EventType] | None] = [None, [], ["node.delta"]]
-    asked = [
+    queries = [
         EventReader(settings, "p", 0, types).stream_arguments()["params"].get("types")
         for types in selections
     ]
-    assert asked == [None, ["program.finished"], ["node.delta", "program.finished"]]
+    assert queries == [None, ["program.finished"], ["node.delta", "program.finished"]]
 
 
 async def test_events_of_an_ended_program_end(caller: Any, double: Any, kit: Any) -> None:

@@ -29,7 +29,7 @@ def test_loops_that_end_leave_no_connection(double: Any, kit: Any) -> None:
     assert client._per_loop == {}
 
 
-def test_loops_closed_without_their_generators_are_forgotten(double: Any, kit: Any) -> None:
+def test_loops_closed_without_their_generators_are_dropped(double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     with Client(app=double) as owner:
         client = owner.asynchronous()
@@ -51,7 +51,7 @@ def test_closed_client_is_replaced_for_the_models_that_share_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_forked_process_opens_connections_of_its_own() -> None:
+def test_forked_process_opens_new_connections() -> None:
     client = Client("http://127.0.0.1:9")
     parent = client._http()
 
@@ -64,7 +64,7 @@ def test_forked_process_opens_connections_of_its_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_forked_process_starts_an_io_thread_of_its_own() -> None:
+def test_forked_process_starts_a_new_io_thread() -> None:
     thread = IOThread()
     _ran_in(thread)
 

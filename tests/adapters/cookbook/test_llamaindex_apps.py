@@ -1,4 +1,4 @@
-"""Apps in the patterns of public notebooks: plain, accelerated and without a server alike."""
+"""Apps in the patterns of public notebooks return the same with and without server and plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .oracle import OracleLLM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ServiceManager is deprecated:DeprecationWarning"),
-    # Of LlamaIndex's own BatchEvalRunner.
+    # LlamaIndex's own BatchEvalRunner raises this warning.
     pytest.mark.filterwarnings(r"ignore:asyncio_module\(\) is deprecated:DeprecationWarning"),
 ]
 
@@ -72,13 +72,15 @@ def check(report: Report) -> None:
     assert report.num_wasted == 0
 
 
-def test_there_are_fifteen(llm: Conure) -> None:
+def test_the_cookbook_has_fifteen_apps(llm: Conure) -> None:
     assert tuple(apps.cookbook(llm)) == NAMES
     assert len(NAMES) == 15
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_blocking_runs_give_the_truth(llm: Conure, oracle: OracleLLM, name: str) -> None:
+def test_blocking_runs_return_the_expected_result(
+    llm: Conure, oracle: OracleLLM, name: str
+) -> None:
     if apps.cookbook(llm)[name].run is None:
         pytest.skip("a Workflow has no blocking run")
     without_server = apps.cookbook(oracle)[name]
@@ -91,7 +93,9 @@ def test_blocking_runs_give_the_truth(llm: Conure, oracle: OracleLLM, name: str)
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_awaited_runs_give_the_truth(llm: Conure, oracle: OracleLLM, name: str) -> None:
+async def test_awaited_runs_return_the_expected_result(
+    llm: Conure, oracle: OracleLLM, name: str
+) -> None:
     without_server = apps.cookbook(oracle)[name]
     expected = await without_server.arun(without_server.part)
     app = apps.cookbook(llm)[name]
@@ -102,7 +106,7 @@ async def test_awaited_runs_give_the_truth(llm: Conure, oracle: OracleLLM, name:
 
 
 @pytest.mark.parametrize("name", STREAMED)
-async def test_streams_give_the_whole_answer(llm: Conure, name: str) -> None:
+async def test_streams_contain_the_whole_answer(llm: Conure, name: str) -> None:
     whole = await apps.cookbook(llm)[name].arun(apps.cookbook(llm)[name].part)
     app = apps.cookbook(llm, streaming=True)[name]
     assert await app.arun(app.part) == whole
@@ -116,23 +120,23 @@ async def test_streams_give_the_whole_answer(llm: Conure, name: str) -> None:
 
 
 async def test_runs_of_many_apps_do_not_mix(llm: Conure) -> None:
-    made = apps.cookbook(llm)
-    expected = [await app.arun(app.part) for app in made.values()]
+    cookbook = apps.cookbook(llm)
+    expected = [await app.arun(app.part) for app in cookbook.values()]
 
     async def run(app: Any) -> tuple[Any, Report]:
         with conure_run() as report:
             return await app.arun(accelerated(app)), report
 
-    found = await asyncio.gather(*(run(app) for app in made.values()))
+    found = await asyncio.gather(*(run(app) for app in cookbook.values()))
     assert [result for result, _ in found] == expected
     assert len({report.programs[0] for _, report in found}) == len(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_compilation_refuses_what_is_no_pipeline(llm: Conure, name: str) -> None:
+def test_compilation_rejects_apps_that_are_not_pipelines(llm: Conure, name: str) -> None:
     app = apps.cookbook(llm)[name]
     if app.part is None:
-        pytest.skip("a script is no app")
+        pytest.skip("this entry is a script, not an app")
     with pytest.raises(ProgramError, match="use accelerate") as refused:
         to_program(app.part)
     assert refused.value.code == "to_program.unsupported"

@@ -198,14 +198,16 @@ def requested_types(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
             self: Any,
             program: str,
             after: int,
-            wanted: Any,
+            event_types: Any,
             opened: Any,
             read: Any = read,
             **options: Any,
         ) -> Any:
-            assert opened is None or opened.serves(after, wanted), "what came with the answer"
-            types.append(set(wanted or ()))
-            return read(self, program, after, wanted, opened, **options)
+            assert opened is None or opened.serves(after, event_types), (
+                "the reply to the submission contains these events"
+            )
+            types.append(set(event_types or ()))
+            return read(self, program, after, event_types, opened, **options)
 
         monkeypatch.setattr(kind, "_events", events)
     return types

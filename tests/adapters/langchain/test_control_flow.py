@@ -212,11 +212,11 @@ async def test_program_decides_as_chain(client: Client, llm: ChatConure, name: s
 
 
 def test_unchosen_parts_never_run(client: Client, llm: ChatConure) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def note(name: str, *, gives: Any) -> Callable[[Any], Any]:
         def call(given: Any) -> Any:
-            asked.append(name)
+            requested.append(name)
             return gives
 
         return call
@@ -228,7 +228,7 @@ def test_unchosen_parts_never_run(client: Client, llm: ChatConure) -> None:
         broken,
     )
     to_program(chain).run(client, "tea")
-    assert asked == ["first", "second", "arm"]
+    assert requested == ["first", "second", "arm"]
 
 
 WITHOUT_CONTEXT: dict[str, Any] = {"q": "tea", "z": 1}

@@ -52,7 +52,7 @@ def test_vector_store_finds_the_nearest_text(model: ConureEmbeddings) -> None:
     assert found.page_content == "a tree"
 
 
-def test_errors_say_what_to_do(model: ConureEmbeddings, client: Client) -> None:
+def test_errors_contain_the_remedy(model: ConureEmbeddings, client: Client) -> None:
     with pytest.raises(ProgramError, match="empty text") as refused:
         model.embed_documents(["a", ""])
     assert (refused.value.code, refused.value.path) == ("empty_input", "input[1]")

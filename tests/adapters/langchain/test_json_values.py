@@ -1,4 +1,4 @@
-"""Values travel as JSON and come back equal, or are rejected."""
+"""Values are sent as JSON and decode to equal values, or are rejected."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_json_is_sent_as_it_is(value: Any) -> None:
 
 
 @given(VALUES)
-def test_values_come_back_equal(value: Any) -> None:
+def test_decoded_values_are_equal(value: Any) -> None:
     assert decode(encode(value, what="it")) == value
 
 
@@ -92,7 +92,7 @@ def test_values_come_back_equal(value: Any) -> None:
         Note(content="x"),
     ],
 )
-def test_objects_come_back_as_what_they_were(value: Any) -> None:
+def test_decoded_objects_have_their_class(value: Any) -> None:
     sent = msgspec.json.encode(encode(value, what="it"))
     restored = decode(msgspec.json.decode(sent))
     assert restored == value
@@ -132,7 +132,7 @@ def test_other_values_are_rejected_or_stay_in_the_process(value: Any, kind: str)
         [{"__langchain_local__": "a", "other": {"__langchain_items__": 3}}],
     ],
 )
-def test_dict_with_a_reserved_key_comes_back_as_a_dict(value: Any) -> None:
+def test_dict_with_a_reserved_key_decodes_to_a_dict(value: Any) -> None:
     assert decode(encode(value, what="it")) == value
     assert encode(value, what="it", is_plain=True) == value
 

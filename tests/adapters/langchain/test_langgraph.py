@@ -46,7 +46,7 @@ def weather(city: str) -> str:
 
 
 def tool_agent(llm: BaseChatModel, saver: Any = KEPT) -> Graph:
-    """Return an agent that calls tools until it knows enough."""
+    """Return an agent that calls tools until it has the answer."""
     bound = llm.bind_tools([weather])
 
     def think(state: MessagesState) -> dict[str, Any]:
@@ -108,16 +108,16 @@ class Plain(BaseChatModel):
         return self.bind(tools=tools)
 
     def _generate(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
-        said = AIMessage("")
+        reply = AIMessage("")
         if messages[-1].type == "tool":
-            said = AIMessage("Take a coat.")
+            reply = AIMessage("Take a coat.")
         elif "tools" in kwargs:
             call = {"name": CALL["name"], "args": CALL["arguments"], "id": "1"}
-            said = AIMessage("", tool_calls=[call])
+            reply = AIMessage("", tool_calls=[call])
         else:
             words = {"plan": "writer", "writ": "Tea is fresh.", "judg": "good"}
-            said = AIMessage(words[str(messages[0].content)[4:8]])
-        return ChatResult(generations=[ChatGeneration(message=said)])
+            reply = AIMessage(words[str(messages[0].content)[4:8]])
+        return ChatResult(generations=[ChatGeneration(message=reply)])
 
 
 GRAPHS = {"a tool-calling agent": (tool_agent, 2), "a team": (team, 4)}

@@ -48,7 +48,7 @@ def test_equal_histories_continue_two_sessions() -> None:
     known = SessionInference()
     known.record([user("hi")], answer("ho"), "one")
     known.record([user("hi")], answer("ho"), "two")
-    found = {session(known, user("hi"), answer("ho"), user(said)) for said in "ab"}
+    found = {session(known, user("hi"), answer("ho"), user(text)) for text in "ab"}
     assert found == {"one", "two"}
     assert session(known, user("hi"), answer("ho"), user("c")) is None
 
@@ -110,9 +110,9 @@ def test_equal_histories_count_toward_the_bound() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=30))
 def test_interleaved_turns_keep_their_sessions(turns: list[tuple[int, str]]) -> None:
     known = SessionInference()
-    said: dict[int, list[dict[str, Any]]] = {i: [user(f"I am {i}")] for i in range(4)}
+    chats: dict[int, list[dict[str, Any]]] = {i: [user(f"I am {i}")] for i in range(4)}
     for who, text in turns:
-        found = session(known, *said[who])
-        assert found == (str(who) if len(said[who]) > 1 else None)
-        known.record(said[who], answer(text), str(who))
-        said[who] += [answer(text), user("go on")]
+        found = session(known, *chats[who])
+        assert found == (str(who) if len(chats[who]) > 1 else None)
+        known.record(chats[who], answer(text), str(who))
+        chats[who] += [answer(text), user("go on")]

@@ -49,7 +49,7 @@ SCRIPT = {
 
 
 class TestUnit(ChatModelUnitTests):
-    """Without a server."""
+    """LangChain's standard tests that need no server."""
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -69,7 +69,7 @@ class TestUnit(ChatModelUnitTests):
 
 
 class TestIntegration(ChatModelIntegrationTests):
-    """With a server, whose grammars enforce tool calls and schemas."""
+    """LangChain's standard tests on a server, whose grammars enforce tool calls and schemas."""
 
     client: Client
 

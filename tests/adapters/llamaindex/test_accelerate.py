@@ -403,7 +403,7 @@ def test_subclass_is_not_planned(llm: Conure, pair: Callable[[Any], Pair]) -> No
 
     report = pair(Mine(llm=llm)).same(lambda app: app.synthesize("Why?", nodes=nodes(2)))
     assert report.num_planned == 0
-    assert report.notes == ["Mine.get_response: the calls of a Mine are not known"]
+    assert report.notes == ["Mine.get_response: class Mine is not supported"]
 
 
 def test_user_functions_run_equally_often(llm: Conure) -> None:
@@ -513,8 +513,8 @@ def test_client_can_be_closed_after_the_answer(tmp_path: Path) -> None:
 
 async def test_concurrent_runs_do_not_mix(llm: Conure) -> None:
     fast = accelerate(TreeSummarize(llm=llm))
-    asked = [fast.asynthesize(f"Why {n}?", nodes=nodes(3)) for n in range(5)]
-    made = [str(each) for each in await asyncio.gather(*asked)]
+    queries = [fast.asynthesize(f"Why {n}?", nodes=nodes(3)) for n in range(5)]
+    made = [str(each) for each in await asyncio.gather(*queries)]
     plain = TreeSummarize(llm=llm)
     assert made == [str(plain.synthesize(f"Why {n}?", nodes=nodes(3))) for n in range(5)]
 

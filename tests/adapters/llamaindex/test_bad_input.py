@@ -1,4 +1,4 @@
-"""Every way to ask an app raises the original error with the server's reason.
+"""Every way to call an app raises the original error with the server's reason.
 
 Nothing keeps running on the server afterwards.
 """
@@ -114,7 +114,7 @@ CASES = {
     ),
     "a model that is not there": Case({}, "tea", {"model": "nobody"}, ConureError, "nobody"),
     "a prompt that is too long": Case({}, "x" * 100_000, {}, PromptError, "tokens"),
-    "an argument that is not known": Case({}, "tea", {"beams": 4}, ValueError, "beams=4"),
+    "an unknown argument": Case({}, "tea", {"beams": 4}, ValueError, "beams=4"),
     "a value out of its bounds": Case({}, "tea", {"top_p": 7}, ProgramError, "top_p"),
     "a tool without a name": Case(
         {},
@@ -179,7 +179,7 @@ async def test_app_failure_leaves_nothing_running(
     with pytest.raises(error, match=match):
         app = engine(
             llm, way, response_mode="tree_summarize", **parts
-        )  # asks for the model's metadata
+        )  # requests the model's metadata
         await ask_engine(accelerate(app) if is_fast else app, way)
     await all_ended(client, submitted)
 

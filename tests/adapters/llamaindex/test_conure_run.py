@@ -105,19 +105,19 @@ def test_keyword_index_is_built_in_one_program(llm: Conure) -> None:
 @pytest.mark.parametrize("kind", [FaithfulnessEvaluator, RelevancyEvaluator])
 async def test_evaluator_is_planned(llm: Conure, kind: Any) -> None:
     judge = kind(llm=llm)
-    asked: dict[str, Any] = {
+    case: dict[str, Any] = {
         "query": "Why?",
         "response": "It is so.",
         "contexts": [each.node.get_content() for each in nodes(3)],
     }
-    expected = await judge.aevaluate(**asked)
+    expected = await judge.aevaluate(**case)
     with conure_run() as report:
-        made = await judge.aevaluate(**asked)
+        made = await judge.aevaluate(**case)
     assert (made.feedback, made.score) == (expected.feedback, expected.score)
     assert report.num_planned == len(report.calls) > 0
 
 
-async def test_runs_at_the_same_time_have_reports_of_their_own(llm: Conure) -> None:
+async def test_concurrent_runs_have_separate_reports(llm: Conure) -> None:
     fast = accelerate(TreeSummarize(llm=llm))
 
     async def ask(count: int) -> Report:
@@ -210,7 +210,7 @@ async def test_path_extractor_in_a_pipeline_is_planned(llm: Conure) -> None:
 
 
 class OwnExtractor(BaseExtractor):
-    """Has an LLM, in an attribute of its own."""
+    """Has an LLM in a custom attribute."""
 
     model: Conure
 

@@ -1,6 +1,7 @@
-"""Engines, agents and Workflows that decide by the model's answers do the same accelerated.
+"""Acceleration does not change the results of query engines, chat engines, agents and Workflows.
 
-The scripted engine plays a model that chooses, asks sub-questions and calls tools.
+The apps here decide by the model's answers. The script of the fake engine contains these answers:
+choices, sub-questions and tool calls.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def sub_questions(llm: Conure) -> SubQuestionQueryEngine:
 class Engine(NamedTuple):
     """A query engine, and how many of its calls are not answered from the plan.
 
-    Awaited, some cores make calls at the same time, which need no plan.
+    In an awaited run, some versions of LlamaIndex make several calls at the same time, and more of
+    them may be unplanned.
     """
 
     make: Callable[[Conure], Any]
@@ -185,7 +187,7 @@ ENGINES: dict[str, Engine] = {
         0,
         2,
     ),
-    "queries of the model's": Engine(
+    "queries written by the model": Engine(
         lambda llm: RetrieverQueryEngine(
             QueryFusionRetriever([Given(nodes(3))], llm=llm, num_queries=3, use_async=False),
             get_response_synthesizer(llm=small(llm), response_mode=ResponseMode.REFINE),
@@ -197,7 +199,7 @@ ENGINES: dict[str, Engine] = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-async def test_query_engine_does_the_same(
+async def test_accelerated_query_engine_returns_the_same(
     llm: Conure, pair: Callable[[Any], Pair], name: str
 ) -> None:
     if name == "citations" and not RESERVES_ANSWERS:
@@ -242,11 +244,11 @@ NUM_CHAT_CALLS = {
 
 
 @pytest.mark.parametrize("name", CHATS)
-async def test_chat_engine_streams_one_answer_and_remembers(
+async def test_chat_engine_streams_one_answer_and_keeps_the_history(
     llm: Conure, submitted: list[str], name: str
 ) -> None:
     plain, fast = CHATS[name](llm), accelerate(CHATS[name](llm))
-    said: list[list[str]] = []
+    texts_and_history: list[list[str]] = []
     reports: list[Report] = []
     for app in (plain, fast):
         first = await app.astream_chat("Why?")
@@ -258,8 +260,9 @@ async def test_chat_engine_streams_one_answer_and_remembers(
         async with asyncio.timeout(60):
             while len(app.chat_history) < 4:  # noqa: ASYNC110 - LlamaIndex writes in a thread
                 await asyncio.sleep(0.01)
-        said.append([*texts, *(str(each.content) for each in app.chat_history)])
-    assert said[0] == said[1]
+        history = [str(each.content) for each in app.chat_history]
+        texts_and_history.append([*texts, *history])
+    assert texts_and_history[0] == texts_and_history[1]
     reports.append(explain(fast))
     assert tuple(len(report.calls) for report in reports) == NUM_CHAT_CALLS[name]
     for report in reports:
@@ -309,16 +312,16 @@ async def test_agent_calls_tools_in_one_program(llm: Conure, prompt: str) -> Non
     assert len(explain(fast).programs) == 1
 
 
-class Asked(InputRequiredEvent):
+class Question(InputRequiredEvent):
     prefix: str
 
 
-class Said(HumanResponseEvent):
+class Response(HumanResponseEvent):
     response: str
 
 
-class Asking(Workflow):
-    """Asks a human between two calls."""
+class HumanInTheLoop(Workflow):
+    """Waits for the response of a human between two calls."""
 
     def __init__(self, llm: Conure) -> None:
         super().__init__(timeout=60)
@@ -327,34 +330,34 @@ class Asking(Workflow):
     @step
     async def begin(self, ctx: Context, ev: StartEvent) -> StopEvent:
         first = (await self.llm.acomplete("a")).text
-        answer = await ctx.wait_for_event(Said, waiter_event=Asked(prefix=first))
-        await ctx.store.set("said", answer.response)
+        answer = await ctx.wait_for_event(Response, waiter_event=Question(prefix=first))
+        await ctx.store.set("response", answer.response)
         return StopEvent(result=first + (await self.llm.acomplete(answer.response)).text)
 
 
-@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_waiting_workflow_stays_in_its_program(
-    llm: Conure, submitted: list[str], is_left: bool
+    llm: Conure, submitted: list[str], is_cancelled: bool
 ) -> None:
-    made: list[str] = []
-    for app in (Asking(llm), accelerate(Asking(llm))):
+    outcomes: list[str] = []
+    for app in (HumanInTheLoop(llm), accelerate(HumanInTheLoop(llm))):
         handler = app.run()
         async for event in handler.stream_events():
-            if isinstance(event, Asked) and is_left:
+            if isinstance(event, Question) and is_cancelled:
                 await handler.cancel_run()
-            elif isinstance(event, Asked):
+            elif isinstance(event, Question):
                 assert handler.ctx is not None
-                handler.ctx.send_event(Said(response="yes"))
+                handler.ctx.send_event(Response(response="yes"))
         try:
-            made.append(str(await handler))
+            outcomes.append(str(await handler))
         except Exception as problem:
-            made.append(type(problem).__name__)
-    assert made[0] == made[1]
-    assert ("Cancelled" in made[0]) is is_left
+            outcomes.append(type(problem).__name__)
+    assert outcomes[0] == outcomes[1]
+    assert ("Cancelled" in outcomes[0]) is is_cancelled
     await all_ended(llm.connection(), submitted)
 
 
-def test_judge_inside_engine_is_planned(
+def test_evaluator_inside_query_engine_is_planned(
     llm: Conure, pair: Callable[[Any], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Settings, "_llm", llm)

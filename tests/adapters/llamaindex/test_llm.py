@@ -334,7 +334,7 @@ def answered(double: Any, kit: Any) -> Callable[..., None]:
     return answer
 
 
-def test_one_tool_call_where_one_is_asked_for(
+def test_one_tool_call_where_only_one_is_allowed(
     llm: Conure, double: Any, answered: Callable[..., None]
 ) -> None:
     llm.model = "tools"
@@ -361,7 +361,7 @@ def test_tool_calls_are_blocks_where_the_core_has_them(
     assert (block.tool_call_id, block.tool_name, block.tool_kwargs) == ("c", "add", '{"a": 1}')
 
 
-def test_arguments_that_are_no_json_object_raise(
+def test_arguments_that_are_not_a_json_object_raise(
     llm: Conure, answered: Callable[..., None]
 ) -> None:
     answered(tool_calls=[tool_call('{"a": ')])

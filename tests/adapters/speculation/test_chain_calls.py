@@ -212,8 +212,8 @@ def test_rejected_value_fails_the_calls_that_wait_for_it(case: Case) -> None:
     assert kinds == {"b": [PlanFailedError], "z": []}
     case.chain._resend(node("z", "S"), claimed, PlanFailedError("x", ""))
     assert (case.chain.stats.num_served, len(case.chain.stats.misses)) == (0, 2)
-    for asked in ("S", "S/A"):
-        assert case.claim(asked).variable.startswith("miss")
+    for prompt in ("S", "S/A"):
+        assert case.claim(prompt).variable.startswith("miss")
     assert not case.registry.is_settled(), "what waits on the server has to be stopped"
 
 

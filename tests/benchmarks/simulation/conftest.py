@@ -1,4 +1,4 @@
-"""Put `benchmarks/` on the import path: the simulator lives there."""
+"""Put `benchmarks/` on the import path: it contains the simulator."""
 
 from __future__ import annotations
 

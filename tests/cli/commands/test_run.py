@@ -175,7 +175,7 @@ def test_programs_that_may_be_complete_are_submitted(submission: object, file: P
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "expected_text"),
     [
         (KeyboardInterrupt(), 130, "p_1 continues; see it: conure logs p_1 -f --url http://there"),
         (UnavailableError("server.draining", "stopping"), 3, "p_1 is stored; when the server is"),
@@ -184,7 +184,7 @@ def test_programs_that_may_be_complete_are_submitted(submission: object, file: P
 def test_run_that_stops_following_names_the_program(
     error: BaseException,
     code: int,
-    told: str,
+    expected_text: str,
     file: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -204,7 +204,7 @@ def test_run_that_stops_following_names_the_program(
     argv = ["run", write(file, PROGRAM), "-p", "topic=tea", "--url", "http://there"]
     assert main(argv) == code
     last = capsys.readouterr().err.splitlines()[-1]
-    assert told in last
+    assert expected_text in last
     assert "conure cancel p_1 --url http://there" in last
 
 

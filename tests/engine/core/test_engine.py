@@ -501,7 +501,7 @@ def test_recomputed_kv_returns_to_the_origin() -> None:
     other = server.fill(A[8:24])
     server.run()
     server.free(other)
-    for num_computed in (8, 1):  # the last token goes through the model in any case
+    for num_computed in (8, 1):  # the model always computes the last token
         before = server.engine.status()
         fork = server.fork_generate(kept, 8, max_tokens=1)
         server.run()

@@ -427,11 +427,11 @@ def test_plans_notice_every_replaced_block(
             num_replaced += list(table[: len(copy)]) != copy
             before[id(table)] = table, list(table)
         found = make(new, lengths, tables)
-        wanted = build_plan(
+        expected = build_plan(
             new, lengths, [list(table) for table in tables], block_size=4, min_saved=0
         )
-        assert found.slots.tolist() == wanted.slots.tolist()
-        assert read_by(found) == read_by(wanted)
+        assert found.slots.tolist() == expected.slots.tolist()
+        assert read_by(found) == read_by(expected)
         return found
 
     monkeypatch.setattr(planner, "plan", checked)

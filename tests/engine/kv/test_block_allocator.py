@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conure.engine.kv.block_allocator import BlockAllocator
 
 
-def test_blocks_are_allocated_until_none_is_free() -> None:
+def test_blocks_are_allocated_while_any_is_free() -> None:
     allocator = BlockAllocator(3)
     assert [allocator.allocate() for _ in range(4)] == [0, 1, 2, None]
     assert (allocator.num_free, allocator.num_held, allocator.num_cached) == (0, 3, 0)

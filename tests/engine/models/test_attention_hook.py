@@ -40,7 +40,7 @@ def test_unsupported_configs_are_rejected_with_reason(
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "wanted", "why"),
+    ("family", "changes", "expected", "why"),
     [
         ("llama", {}, 2048, "the model supports"),
         ("gpt2", {}, 1024, "the model supports"),
@@ -68,9 +68,9 @@ def test_unsupported_configs_are_rejected_with_reason(
     ],
 )
 def test_rotary_embedding_limits_the_context(
-    family: str, changes: dict[str, Any], wanted: int, why: str
+    family: str, changes: dict[str, Any], expected: int, why: str
 ) -> None:
     longest, reason = attention_hook.max_length(AutoConfig.for_model(family, **changes))
-    assert longest == wanted
+    assert longest == expected
     assert why in reason
-    assert str(wanted) in reason
+    assert str(expected) in reason

@@ -37,7 +37,7 @@ def runner_of(folder: Path, **options: Any) -> TorchModelRunner:
 def runner(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> TorchModelRunner:
-    """By the lean pass, with head norms, with a window, and by the modules of transformers."""
+    """Return runners of a plain decoder, one with head norms, one with a window, and of modules."""
     folder = tmp_path_factory.mktemp("model") / request.param
     changes: dict[str, Any] = {"max_position_embeddings": 1024}
     if request.param == "mistral":
@@ -59,12 +59,12 @@ def whole(runner: TorchModelRunner, ids: Sequence[int]) -> Tensor:
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_logits_do_not_depend_on_prefill_chunks(runner: TorchModelRunner, chunk: int) -> None:
     ids, blocks = ids_of(1), list(range(19))
-    wanted = whole(runner, ids)
+    expected = whole(runner, ids)
     found = [
         runner._logits([ScheduledSequence(0, ids, at, min(chunk, LENGTH - at), blocks)])
         for at in range(0, LENGTH, chunk)
     ]
-    assert torch.equal(torch.cat(found), wanted)
+    assert torch.equal(torch.cat(found), expected)
 
 
 @pytest.mark.parametrize("num", [1, 2, 5, 15])
@@ -74,7 +74,7 @@ def test_logits_do_not_depend_on_the_batch(runner: TorchModelRunner, num: int) -
     shared = list(range(len(common) // BLOCK))
     for is_shared in (True, False):
         contexts = [common + ids_of(10 + each, rng.randint(1, 30)) for each in range(num)]
-        wanted = [whole(runner, ids)[len(common) :] for ids in contexts]
+        expected = [whole(runner, ids)[len(common) :] for ids in contexts]
         runner._logits([ScheduledSequence(0, common, 0, len(common), shared)])
         rows, free = [], iter(range(40, 120))
         for index, ids in enumerate(contexts):
@@ -89,7 +89,7 @@ def test_logits_do_not_depend_on_the_batch(runner: TorchModelRunner, num: int) -
         found = torch.split(runner._logits(rows), [row.num_new for row in rows])
         for row, logits in zip(rows, found, strict=True):
             tail = logits[len(common) - row.start :]
-            assert torch.equal(tail, wanted[row.context])
+            assert torch.equal(tail, expected[row.context])
 
 
 def test_seed_gives_same_tokens_in_a_batch(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_minimal_folder_has_no_template_and_no_bos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "config", "wanted"),
+    ("generation", "config", "expected"),
     [
         (None, 7, (7,)),
         (None, [7, 8], (7, 8)),
@@ -48,13 +48,13 @@ def test_minimal_folder_has_no_template_and_no_bos(tmp_path: Path) -> None:
     ],
 )
 def test_generation_config_overrides_eos_ids(
-    tmp_path: Path, generation: Any, config: Any, wanted: tuple[int, ...]
+    tmp_path: Path, generation: Any, config: Any, expected: tuple[int, ...]
 ) -> None:
     files = {
         "generation_config.json": generation,
         "config.json": {"model_type": "llama", "eos_token_id": config},
     }
-    assert checkpoint.read(folder_of(tmp_path, files)).eos_ids == wanted
+    assert checkpoint.read(folder_of(tmp_path, files)).eos_ids == expected
 
 
 def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "wanted"),
+    ("files", "expected"),
     [
         ({"tokenizer_config.json": {"chat_template": "one"}}, "one"),
         (
@@ -84,9 +84,9 @@ def test_bos_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
     ],
 )
 def test_template_is_found_in_all_locations(
-    tmp_path: Path, files: dict[str, Any], wanted: str
+    tmp_path: Path, files: dict[str, Any], expected: str
 ) -> None:
-    assert checkpoint.read(folder_of(tmp_path, files)).chat_template == wanted
+    assert checkpoint.read(folder_of(tmp_path, files)).chat_template == expected
 
 
 def test_special_tokens_may_be_strings_or_objects(tmp_path: Path) -> None:

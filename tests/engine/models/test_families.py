@@ -142,8 +142,8 @@ def test_models_page_is_current(tmp_path: Path) -> None:
         layers = models_page.layers_of(tmp_path)
         rows[name] = models_page.Row(models_page.keeps(layers), nothing, nothing)
     sentences = {name: models_page.refusal(name, tmp_path) for name in REFUSED}
-    wanted = models_page.without_measurements(models_page.render(rows, sentences))
+    expected = models_page.without_measurements(models_page.render(rows, sentences))
     found = models_page.PAGE.read_text(encoding="utf-8")
-    assert models_page.without_measurements(found) == wanted, (
+    assert models_page.without_measurements(found) == expected, (
         "docs/engine/models.md is out of date: run `python -m tests.engine.models_page`"
     )

@@ -87,9 +87,9 @@ def test_logits_equal_those_of_the_modules(
     fast, plain = runner_of(folder), runner_of(folder, use_fused_decoder=False)
     assert fast._fused_decoder is not None
     assert plain._fused_decoder is None
-    got, wanted = logits_of(fast, monkeypatch), logits_of(plain, monkeypatch)
-    assert len(wanted) == 4
-    assert (got - wanted).abs().max() <= 2e-5 * wanted.std()
+    got, expected = logits_of(fast, monkeypatch), logits_of(plain, monkeypatch)
+    assert len(expected) == 4
+    assert (got - expected).abs().max() <= 2e-5 * expected.std()
 
 
 def test_bfloat16_error_is_not_above_the_modules(
@@ -139,12 +139,12 @@ def test_unpacked_projection_gives_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "qwen2")
-    wanted = logits_of(runner_of(folder), monkeypatch)
+    expected = logits_of(runner_of(folder), monkeypatch)
     monkeypatch.setattr(fused_decoder, "_can_pack", lambda _: False)
     runner = runner_of(folder)
     assert runner._fused_decoder is not None
     got = logits_of(runner, monkeypatch)
-    assert (got - wanted).abs().max() <= 2e-5 * wanted.std()
+    assert (got - expected).abs().max() <= 2e-5 * expected.std()
     runner._fused_decoder.restore()
     weights = shrunk.load(folder).state_dict()
     model: Any = runner._model
@@ -156,14 +156,14 @@ def test_decoder_with_other_logits_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "llama")
-    wanted = logits_of(runner_of(folder, use_fused_decoder=False), monkeypatch)
+    expected = logits_of(runner_of(folder, use_fused_decoder=False), monkeypatch)
     angles = fused_decoder.rope_tables
     monkeypatch.setattr(
         fused_decoder, "rope_tables", lambda *args: tuple(1.001 * x for x in angles(*args))
     )
     runner = runner_of(folder)
     assert runner._fused_decoder is None
-    assert torch.equal(logits_of(runner, monkeypatch), wanted)
+    assert torch.equal(logits_of(runner, monkeypatch), expected)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def runner_of(folder: Path, **options: Any) -> TorchModelRunner:
 
 
 def logits_of(runner: TorchModelRunner) -> Tensor:
-    """Return the logits at every token of a prompt and of the decode step behind it."""
+    """Return the logits at every token of a prompt and of the decode step after it."""
     seen: list[Tensor] = []
     forward = runner._forward
 
@@ -64,9 +64,9 @@ def test_logits_equal_those_of_the_modules(name: str, tmp_path: Path) -> None:
     fast, plain = runner_of(folder), runner_of(folder, use_fused_decoder=False)
     assert isinstance(fast._fused_decoder, fused_decoder.FusedDecoder)
     assert plain._fused_decoder is None
-    got, wanted = logits_of(fast), logits_of(plain)
+    got, expected = logits_of(fast), logits_of(plain)
     assert len(got) == 3
-    assert (got - wanted).abs().max() <= 2e-5 * wanted.std()
+    assert (got - expected).abs().max() <= 2e-5 * expected.std()
 
 
 def test_bfloat16_error_is_not_above_the_modules(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_weights_exist_once_and_model_still_runs(
                 one.untyped_storage().data_ptr() for one in (module.weight, linear._weight)
             )
             assert mine == ours
-    wanted = shrunk.load(folder).state_dict()
+    expected = shrunk.load(folder).state_dict()
     for name, weight in model.state_dict().items():
-        assert torch.equal(weight, wanted[name]), name
+        assert torch.equal(weight, expected[name]), name
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -121,14 +121,14 @@ def test_decoder_with_other_logits_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "llama")
-    wanted = logits_of(runner_of(folder, use_fused_decoder=False))
+    expected = logits_of(runner_of(folder, use_fused_decoder=False))
     angles = fused_decoder.rope_tables
     monkeypatch.setattr(
         fused_decoder, "rope_tables", lambda *args: tuple(1.001 * x for x in angles(*args))
     )
     runner = runner_of(folder)
     assert runner._fused_decoder is None
-    assert (logits_of(runner) - wanted).abs().max() <= 2e-5 * wanted.std()
+    assert (logits_of(runner) - expected).abs().max() <= 2e-5 * expected.std()
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -150,7 +150,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 @contextmanager
 def gpu_that_is_not_there() -> Iterator[None]:
-    """Tensors of `meta` have shapes and no contents: whoever asks for some fails."""
+    """Tensors of `meta` have shapes and no contents: code that reads contents fails."""
     with torch.inference_mode(), Watch():  # type: ignore[no-untyped-call]  # torch's
         yield
 

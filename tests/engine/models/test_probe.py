@@ -1,4 +1,4 @@
-"""What a trial learns of a loaded model, and which models it refuses."""
+"""What a trial determines of a loaded model, and which models it rejects."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_layers_that_mix_neighbours_are_rejected() -> None:
     model = small("llama")
     mlp = model.model.layers[1].mlp
     inner = mlp.forward
-    # As a convolution would: every token sees a bit of the one packed before it.
+    # As in a convolution: every token depends on the token packed before it.
     mlp.forward = lambda hidden_states: inner(hidden_states + 0.3 * hidden_states.roll(1, 1))
     with pytest.raises(EngineError, match="more than keys and values"):
         probe.probe(model, "it")
@@ -100,7 +100,7 @@ def test_attention_outside_the_hook_is_rejected(
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
     model = small("llama")
     shrunk.widen(model)
-    with pytest.raises(EngineError, match="differ from those of its own attention"):
+    with pytest.raises(EngineError, match="differ between the hook and its own attention"):
         probe.probe(model, "it")
 
 

@@ -145,11 +145,11 @@ def test_replays_match_eager_steps(folder: Path, seed: int) -> None:
     for device in (backend(recorder), backend(None), "cpu"):
         crowd = Crowd(runner_of(folder, device, num_blocks=400), seed)
         lives.append((crowd.live(80), crowd.logprobs))
-    (replayed, logprobs), (eager, eager_logprobs), (wanted, _) = lives
+    (replayed, logprobs), (eager, eager_logprobs), (expected, _) = lives
     assert recorder.num_replayed > 10
     assert 2 <= recorder.num_recorded < recorder.num_replayed / 2
     assert len(replayed) > 15
-    assert replayed == eager == wanted
+    assert replayed == eager == expected
     assert [ids for _, ids in logprobs] == [ids for _, ids in eager_logprobs]
     assert np.allclose([a for a, _ in logprobs], [b for b, _ in eager_logprobs], atol=1e-5)
 
@@ -174,7 +174,7 @@ def test_gpu_kernel_replays_match_the_cpu(family: str, num_steps: int, tmp_path:
 
 
 def test_host_values_make_a_replay_wrong(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The double finds what it is there to find."""
+    """The double detects the faults that it is meant to detect."""
     recorder = Recorder(forbids=False)
     runner = runner_of(llama, backend(recorder))
     forward = runner._forward
@@ -217,7 +217,7 @@ def test_recording_is_dropped_with_its_buffers(llama: Path) -> None:
     recorder, dense = Recorder(), Dense(num_blocks=8)
     ids = random.Random(1).choices(range(256), k=40)
     blocks = list(range(20))
-    got, wanted = (
+    got, expected = (
         [
             runner.run([ScheduledSequence(0, ids, 0, 3, blocks)], []),
             *(
@@ -234,7 +234,7 @@ def test_recording_is_dropped_with_its_buffers(llama: Path) -> None:
         ]
         for runner in (runner_of(llama, backend(recorder, dense)), runner_of(llama, "cpu"))
     )
-    assert got == wanted
+    assert got == expected
     assert recorder.num_replayed == 36
     assert 2 <= recorder.num_recorded < 9
 
@@ -263,10 +263,10 @@ def test_steps_with_prompts_are_recorded_by_warming_alone(llama: Path) -> None:
     recorder = Recorder()
     runner = runner_of(llama, backend(recorder))
     prompt = ScheduledSequence(0, [5] * 9, 0, 9, [1, 2, 3], SamplingParams(max_tokens=1))
-    wanted = runner.run([prompt], [])
+    expected = runner.run([prompt], [])
     assert recorder.num_recorded == 0
     runner.warm()
-    assert runner.run([prompt], []) == wanted
+    assert runner.run([prompt], []) == expected
     assert recorder.num_replayed > 0
 
 

@@ -31,7 +31,7 @@ def num_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "name", "wanted"),
+    ("num_devices", "name", "expected"),
     [
         (0, "cpu", "cpu"),
         (0, "auto", "cpu"),
@@ -42,13 +42,13 @@ def num_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     ],
     indirect=["num_devices"],
 )
-def test_device_is_picked_by_name(num_devices: int, name: str, wanted: str) -> None:
+def test_device_is_picked_by_name(num_devices: int, name: str, expected: str) -> None:
     pytest.importorskip("triton")
-    assert device.pick(name) == torch.device(wanted)
+    assert device.pick(name) == torch.device(expected)
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "name", "said"),
+    ("num_devices", "name", "message"),
     [
         (0, "cuda", "device is 'cuda', but torch finds no CUDA device"),
         (2, "cuda:2", "device is 'cuda:2', but torch finds 2 CUDA devices"),
@@ -59,11 +59,11 @@ def test_device_is_picked_by_name(num_devices: int, name: str, wanted: str) -> N
     ],
     indirect=["num_devices"],
 )
-def test_unknown_device_is_rejected(num_devices: int, name: str, said: str) -> None:
+def test_unknown_device_is_rejected(num_devices: int, name: str, message: str) -> None:
     with pytest.raises(EngineError) as refused:
         device.pick(name)
     assert refused.value.code == "engine.bad_option"
-    assert refused.value.message == said
+    assert refused.value.message == message
 
 
 @pytest.mark.parametrize("num_devices", [0], indirect=True)
@@ -80,7 +80,7 @@ def test_accelerator_needs_triton(num_devices: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "name", "needs_cpu", "wanted"),
+    ("num_devices", "name", "needs_cpu", "expected"),
     [
         (0, "auto", False, "device=cpu, because torch finds no CUDA device"),
         (1, "cpu", False, "device=cpu"),
@@ -88,7 +88,7 @@ def test_accelerator_needs_triton(num_devices: int, monkeypatch: pytest.MonkeyPa
             1,
             "auto",
             True,
-            "device=cpu, because batch_invariant needs it; device=cuda asks for the GPU",
+            "device=cpu, because batch_invariant needs it; use device=cuda for the GPU",
         ),
         (1, "auto", False, "device=cuda:0 (a GPU, 141 GiB), found by device=auto"),
         (1, "cuda", False, "device=cuda:0 (a GPU, 141 GiB)"),
@@ -96,16 +96,16 @@ def test_accelerator_needs_triton(num_devices: int, monkeypatch: pytest.MonkeyPa
     indirect=["num_devices"],
 )
 def test_choice_of_the_device_is_described(
-    num_devices: int, name: str, needs_cpu: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+    num_devices: int, name: str, needs_cpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     properties = SimpleNamespace(name="a GPU", total_memory=141 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert device.describe(name, device.pick(name, needs_cpu=needs_cpu)) == wanted
+    assert device.describe(name, device.pick(name, needs_cpu=needs_cpu)) == expected
 
 
 @pytest.mark.parametrize(
-    ("configured", "kind", "wanted"),
+    ("configured", "kind", "expected"),
     [
         ("float16", "cpu", torch.float32),
         ("float16", "cuda:0", torch.float16),
@@ -116,10 +116,10 @@ def test_choice_of_the_device_is_described(
     ],
 )
 def test_auto_keeps_the_checkpoints_16_bits_where_the_device_has_them(
-    configured: str | None, kind: str, wanted: torch.dtype, tmp_path: Path
+    configured: str | None, kind: str, expected: torch.dtype, tmp_path: Path
 ) -> None:
     checkpoint = Checkpoint(tmp_path, {"dtype": configured}, "", "", {}, None, ())
-    assert weights._dtype(checkpoint, "auto", kind) == wanted
+    assert weights._dtype(checkpoint, "auto", kind) == expected
 
 
 def test_float16_needs_an_accelerator() -> None:
@@ -144,7 +144,7 @@ def test_accelerator_memory_goes_to_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "wanted"),
+    ("environment", "expected"),
     [
         ({"OMP_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "3,2"}, 3),
@@ -155,7 +155,7 @@ def test_accelerator_memory_goes_to_blocks(tmp_path: Path) -> None:
     ],
 )
 def test_environment_overrides_number_of_cores(
-    environment: dict[str, str], wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Four processors, two of each core; another core is not for this process.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
@@ -163,7 +163,7 @@ def test_environment_overrides_number_of_cores(
         folder = tmp_path / f"cpu{processor}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings + "\n")
-    assert device.num_cores(environment, tmp_path) == wanted
+    assert device.num_cores(environment, tmp_path) == expected
 
 
 def test_processors_count_as_cores_without_topology(

@@ -74,7 +74,7 @@ def rehearsal(
 
 
 def rows(num: int, start: int, num_new: int, **sampling: Any) -> list[ScheduledSequence]:
-    """Return rows behind a common block."""
+    """Return rows that begin with a common block."""
     params = SamplingParams(max_tokens=9, **sampling)
     return [
         ScheduledSequence(
@@ -125,7 +125,7 @@ def test_masked_rows_stay_on_the_device(rehearsal: tuple[TorchModelRunner, FakeC
     assert device.num_reads == reads
 
 
-def test_deferred_step_is_sampled_behind_its_forward_pass(
+def test_deferred_step_is_sampled_after_its_forward_pass(
     rehearsal: tuple[TorchModelRunner, FakeCuda],
 ) -> None:
     runner, device = rehearsal
@@ -147,7 +147,7 @@ def test_deferred_step_is_sampled_behind_its_forward_pass(
 
 
 def test_one_stream_records_all_steps(rehearsal: tuple[TorchModelRunner, FakeCuda]) -> None:
-    """Each further stream would have cached memory of its own."""
+    """Each further stream would have its own cached memory."""
     _, device = rehearsal
     assert device.num_captures > 10
     assert device.num_streams == 1

@@ -1,6 +1,6 @@
 """The local engine on a GPU: what the doubles prove elsewhere, on the real thing.
 
-Run with `TRITON_INTERPRET=0`, which asks for compiled kernels.
+Run with `TRITON_INTERPRET=0`, which selects compiled kernels.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_device_samples_same_tokens_as_cpu(width: int) -> None:
         )
     rows[3].mask = bytes([255] * 20)
     logits = 3 * torch.randn(len(rows), width, generator=torch.Generator().manual_seed(1))
-    wanted = batch.sample(logits.clone(), rows, (5,))
+    expected = batch.sample(logits.clone(), rows, (5,))
     wishes = batch.make_batch(rows, (5,), width)
     assert wishes is not None
     there: sampler.LogitOpsBatch[Tensor] = sampler.LogitOpsBatch(
@@ -140,7 +140,7 @@ def test_device_samples_same_tokens_as_cpu(width: int) -> None:
     for name in sampling.NAMES:
         operations = sampling.implementation(name)
         found = sampler.sample_tokens(logits.cuda(), there, wishes.num_top, operations)
-        assert batch.unpack(found.tolist(), rows, wishes) == wanted
+        assert batch.unpack(found.tolist(), rows, wishes) == expected
 
 
 def test_noise_equals_cpu_bit_for_bit() -> None:
@@ -164,7 +164,7 @@ def test_decode_step_is_recorded_without_synchronising(folder: Path) -> None:
     row = ScheduledSequence(0, [5, 6], 1, 1, [3], None)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        runner.run([row], [])  # nothing is sampled, so nothing has to come home
+        runner.run([row], [])  # nothing is sampled, so nothing is copied to the host
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

@@ -43,8 +43,8 @@ def draws(logits: Tensor, count: int, **chosen: Any) -> np.ndarray[Any, Any]:
     return np.bincount(tokens, minlength=logits.shape[-1])
 
 
-def chi_square(counts: np.ndarray[Any, Any], wanted: Tensor) -> float:
-    expected = wanted.double().numpy() * counts.sum()
+def chi_square(counts: np.ndarray[Any, Any], probabilities: Tensor) -> float:
+    expected = probabilities.double().numpy() * counts.sum()
     live = expected > 0
     assert not counts[~live].any(), "an excluded token was sampled"
     return float((((counts - expected) ** 2)[live] / expected[live]).sum())

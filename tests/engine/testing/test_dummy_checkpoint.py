@@ -63,13 +63,13 @@ def test_seed_does_not_touch_global_random_state(
     found = checkpoint.read_dummy(str(config_of(tmp_path)))
     config = weights.read_config(found)
     torch.manual_seed(1)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(1)
     one, again, other = (
         weights.make(found, config, "float32", seed=seed).state_dict()["model.embed_tokens.weight"]
         for seed in (5, 5, 6)
     )
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
 

@@ -1,4 +1,4 @@
-"""FlashInfer's arguments, by a double of its interface that attends as its documentation says."""
+"""FlashInfer's arguments, checked by a double that implements the documented interface."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, plan: Plan, **options: An
 @pytest.mark.parametrize(
     "changes", [{}, {"window": 3}, {"softcap": 5.0}, {"window": 5, "softcap": 2.0}]
 )
-def test_flashinfer_is_asked_for_the_same_attention(changes: dict[str, Any]) -> None:
+def test_flashinfer_receives_the_same_attention(changes: dict[str, Any]) -> None:
     from conure.kernels.gpu.flashinfer_backend import FlashInferKernels
 
     options: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None, **changes}

@@ -36,7 +36,7 @@ def does_not_spill(each: CompiledKernel) -> bool:
 
 
 def keeps_copies_in_flight(each: CompiledKernel) -> bool:
-    """Whether tensor cores never wait for memory that was asked for only now."""
+    """Whether tensor cores never wait for a load that was issued immediately before."""
     return not each.is_16_bit or min(each.copies_in_flight) > 0
 
 

@@ -51,7 +51,7 @@ def test_last_program_of_a_query_merges_its_partials(
         caches = random_caches(seed, rows, block_size=BLOCK, kv_heads=2, head_dim=16, value_dim=16)
         query = torch.randn(plan.num_queries, heads, 16, generator=generator)
         keys, values = (cache.float() for cache in caches)
-        wanted = reference.attention(
+        expected = reference.attention(
             query, keys, values, plan, scale=0.3, window=window, softcap=softcap, sinks=sinks
         )
         for _ in range(2):  # the counters are zeros again
@@ -65,7 +65,7 @@ def test_last_program_of_a_query_merges_its_partials(
                 softcap=softcap,
                 sinks=None if sinks is None else sinks.to(device),
             )
-            assert (found.cpu() - wanted).abs().max().item() <= 5e-6
+            assert (found.cpu() - expected).abs().max().item() <= 5e-6
         (device_table,) = (each for each in kernels._tables.values() if each.plan is plan)
         num_merged += device_table.work.num_merges
         assert not device_table.work.is_merged

@@ -104,7 +104,7 @@ def test_two_rows_may_have_the_same_table(table_type: TableType) -> None:
         )
 
 
-def test_batch_that_changes_is_planned_anew() -> None:
+def test_batch_that_changes_gets_a_new_plan() -> None:
     tables = [[0, 1, 2 + row] for row in range(16)]
     lengths = [33] * 16
     planner = Planner(block_size=16, min_saved=0)

@@ -13,7 +13,7 @@ import httpx
 from .mutations import mutated, seeds
 
 WAIT_S = 0.5
-"""Some routes wait without a limit for a value that never comes."""
+"""Some routes wait without a limit for a value that never exists."""
 MAX_LIVE = 16
 """Programs that run at once; the oldest one is ended first."""
 

@@ -34,7 +34,7 @@ async def play(num_kills: int, seed: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Play rounds until the wanted number of kills is reached."""
+    """Run rounds until the requested number of kills is reached."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -151,9 +151,11 @@ class Server:
 
     def last_words(self) -> str:
         """Return the first traceback of the latest process, or the end of its output."""
-        said = self._log.read_text("utf-8", "replace")
-        trouble = said.find("Traceback")
-        return said[-4_000:] if trouble < 0 else said[max(0, trouble - 500) : trouble + 3_500]
+        log_text = self._log.read_text("utf-8", "replace")
+        trouble = log_text.find("Traceback")
+        return (
+            log_text[-4_000:] if trouble < 0 else log_text[max(0, trouble - 500) : trouble + 3_500]
+        )
 
     @property
     def _log(self) -> Path:
@@ -292,7 +294,7 @@ class Chaos:
         self._running.discard(id_)
 
     async def _submit(self, program: RandomProgram, key: str) -> str:
-        response = await self._ask(
+        response = await self._send_request(
             "POST",
             "/v1/programs",
             content=msgspec.json.encode(program.submission),
@@ -324,13 +326,13 @@ class Chaos:
 
     async def _answer(self, id_: str, event: Heard, answer: str) -> None:
         name = event.data["output"]
-        response = await self._ask(
+        response = await self._send_request(
             "PUT",
             f"/v1/programs/{id_}/variables/{name}",
             json={"value": answer, "request_id": event.data["request_id"]},
         )
         if response.status_code != 200:
-            status = (await self._ask("GET", f"/v1/programs/{id_}")).text
+            status = (await self._send_request("GET", f"/v1/programs/{id_}")).text
             raise ViolationError(
                 f"{id_}: the answer {answer!r} to {event} got {response.text}; it is {status}"
             )
@@ -376,12 +378,12 @@ class Chaos:
         id_ = source.choice(list(self.ledger.programs)[-3 * self._num_at_once :])
         known = self.ledger.known(id_)
         if source.random() < 0.5:
-            response = await self._ask("GET", f"/v1/programs/{id_}")
+            response = await self._send_request("GET", f"/v1/programs/{id_}")
             _expect(response, id_, 200)
             self.ledger.heard_status(id_, response.json(), known=known)
             return
         name = source.choice(source.choice(list(self.ledger.programs[id_].variables.values())))
-        response = await self._ask(
+        response = await self._send_request(
             "GET",
             f"/v1/programs/{id_}/variables/{name}",
             params={"wait_s": source.choice((0, 0, 0.2))},
@@ -392,7 +394,7 @@ class Chaos:
         elif name in known:
             raise ViolationError(f"{id_}: {name} had a value and has none now: {response.text}")
 
-    async def _ask(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+    async def _send_request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """Retry a request until it is answered; a full server names the delay."""
         while True:
             await self._server.is_up.wait()
@@ -415,7 +417,7 @@ class Chaos:
         """Read every accepted program from the first event on."""
         report = self.report
         for id_, program in self.ledger.programs.items():
-            response = await self._ask("GET", f"/v1/programs/{id_}")
+            response = await self._send_request("GET", f"/v1/programs/{id_}")
             _expect(response, id_, 200)
             history = [event async for event in self._events(id_)]
             self.ledger.check_history(id_, history, response.json())

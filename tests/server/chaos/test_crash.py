@@ -25,7 +25,7 @@ async def test_twenty_crashes_lose_nothing(tmp_path: Path) -> None:
     def arguments(life: int) -> list[str]:
         script = write_script(tmp_path, life)
         fake = ["--engine", "fake", "--script", str(script), "--time-per-output-token", "0.004"]
-        return [*fake, "--log-level", "info"]  # info: what engines say when they die
+        return [*fake, "--log-level", "info"]  # info: the messages of engines that exit
 
     async with Server(tmp_path, arguments=arguments) as server:
         report = await Chaos(server, seed=1).run(num_kills=20)

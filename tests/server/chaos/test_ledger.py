@@ -117,16 +117,16 @@ def test_broken_invariant_is_detected(
 
 
 def test_published_values_never_change(ledger: Ledger) -> None:
-    told = events()[3]
-    ledger.heard_event(ID, told)
+    event = events()[3]
+    ledger.heard_event(ID, event)
     with pytest.raises(ViolationError, match="is now"):
-        ledger.heard_event(ID, told._replace(type="node.finished"))
+        ledger.heard_event(ID, event._replace(type="node.finished"))
     with pytest.raises(ViolationError, match="a was 'A' and is now 'X'"):
         ledger.heard_value(ID, "a", "X")
     with pytest.raises(ViolationError, match="had a value"):
         ledger.heard_status(ID, {"variables": {"a": {"status": "running"}}}, known=ledger.known(ID))
     with pytest.raises(ViolationError, match="told and are gone"):
-        ledger.check_history(ID, [e for e in events() if e.seq != told.seq], status())
+        ledger.check_history(ID, [e for e in events() if e.seq != event.seq], status())
 
 
 def test_ids_and_numbers_are_unique(ledger: Ledger) -> None:

@@ -26,7 +26,7 @@ from ..service_double import ScriptedService, app_of, over_socket
 playwright = pytest.importorskip("playwright.async_api")
 
 WAIT_MS = 120_000
-"""Longer than any step of a test takes, on a slow machine too."""
+"""Longer than any step of a test takes, even on a slow machine."""
 playwright.expect.set_options(timeout=WAIT_MS)
 MARKUP = '<img src="x" onerror="document.title = 1"> & <b>bold</b> '
 LONG_TEXT = MARKUP + "word " * 4_000
@@ -40,10 +40,10 @@ Page = Any
 async def browser_page(**options: Any) -> AsyncIterator[Page]:
     """Open a page; at the end, check that nothing was reported on its console."""
     async with playwright.async_playwright() as driver:
-        own = shutil.which(driver.chromium.executable_path)
-        path = next(filter(None, (own, *map(shutil.which, CHROMIUMS))), None)
+        candidates = (driver.chromium.executable_path, *CHROMIUMS)
+        path = next(filter(None, map(shutil.which, candidates)), None)
         if path is None:
-            pytest.skip("there is no Chromium")
+            pytest.skip("Chromium is not installed")
         browser = await driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
             page = await browser.new_page(**options)
@@ -89,7 +89,7 @@ async def status_of(url: str, program: str) -> str:
 
 
 async def serious_faults(page: Page) -> list[str]:
-    """Return what axe-core calls serious or critical."""
+    """Return the violations that axe-core rates as serious or critical."""
     pytest.importorskip("axe_playwright_python")
     source = files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8")
     await page.evaluate(source)

@@ -49,7 +49,7 @@ async def test_order_is_that_of_the_texts() -> None:
     assert await embedder(engine).embed([[1] * n for n in (3, 1, 2)]) == [[3.0], [1.0], [2.0]]
 
 
-async def test_least_loaded_capable_engine_is_asked() -> None:
+async def test_text_is_sent_to_the_least_loaded_capable_engine() -> None:
     busy, idle = ScriptedEngine(num_contexts=5), ScriptedEngine(num_contexts=2)
     other = ScriptedEngine(capabilities=())
     assert await embedder(busy, idle, other).embed([[1]]) == [[1.0]]
@@ -68,7 +68,7 @@ async def test_lost_engine_is_replaced_by_another() -> None:
     assert await embedder(losing, other).embed([[1, 2]]) == [[2.0]]
 
 
-async def test_no_engine_is_an_error_that_asks_to_retry() -> None:
+async def test_without_an_engine_the_error_advises_a_retry() -> None:
     engine = ScriptedEngine()
     engine.is_alive = False
     with pytest.raises(UnavailableError, match="retry"):

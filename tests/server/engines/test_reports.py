@@ -1,4 +1,4 @@
-"""Steps told as one: nothing is lost, and what belongs together keeps its order."""
+"""Merged reports of several steps: none is lost, and those of one context keep their order."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ reports = st.one_of(
 )
 
 
-def heard(reports: Sequence[protocol.Report], context: int) -> list[object]:
-    """What one context is told, letter by letter."""
-    told: list[object] = []
+def reports_of(reports: Sequence[protocol.Report], context: int) -> list[object]:
+    """Return the reports of one context, with texts split into characters."""
+    found: list[object] = []
     for report in reports:
         if getattr(report, "context", None) != context:
             continue
         if isinstance(report, protocol.Tokens):
-            told += zip(report.ids, report.text, report.logprobs, strict=True)
+            found += zip(report.ids, report.text, report.logprobs, strict=True)
         else:
-            told.append(report)
-    return told
+            found.append(report)
+    return found
 
 
 @given(st.lists(st.lists(reports, max_size=6), min_size=1, max_size=5))
-def test_every_context_is_told_the_same(steps: list[list[protocol.Report]]) -> None:
+def test_every_context_receives_the_same(steps: list[list[protocol.Report]]) -> None:
     joined = join_tokens(steps)
     flat = [report for step in steps for report in step]
     for context in (1, 2, 3):
-        assert heard(joined, context) == heard(flat, context)
+        assert reports_of(joined, context) == reports_of(flat, context)
     assert [each for each in joined if isinstance(each, protocol.Pong)] == [
         each for each in flat if isinstance(each, protocol.Pong)
     ]
 
 
-def test_what_an_output_grew_by_is_one_report() -> None:
+def test_new_text_of_an_output_is_one_report() -> None:
     def grown(context: int, text: str) -> protocol.Tokens:
         return protocol.Tokens(context, [ord(letter) for letter in text], text)
 

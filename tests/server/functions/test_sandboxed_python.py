@@ -47,7 +47,7 @@ def test_calls_share_nothing(sandbox: PythonSandbox) -> None:
         "(" * 5_000,
     ],
 )
-def test_hostile_code_fails_and_the_sandbox_goes_on(sandbox: PythonSandbox, code: str) -> None:
+def test_hostile_code_fails_and_the_sandbox_continues(sandbox: PythonSandbox, code: str) -> None:
     with pytest.raises(RunError) as caught:
         sandbox.run(code, {})
     assert caught.value.code.startswith("python.")

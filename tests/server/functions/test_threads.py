@@ -39,7 +39,7 @@ async def test_a_function_that_hangs_fails_and_leaves_its_place() -> None:
     go_on.set()
 
 
-async def test_an_abandoned_thread_is_forgotten_when_its_function_returns() -> None:
+async def test_an_abandoned_thread_is_dropped_when_its_function_returns() -> None:
     threads = FunctionThreads(1)
     go_on = threading.Event()
     with pytest.raises(TimeoutError):

@@ -405,7 +405,7 @@ def test_an_error_of_the_graph_gets_the_line_of_its_node() -> None:
         ("x = 1", "gives no result"),
     ],
 )
-def test_an_error_says_what_to_write_instead(source: str, message: str) -> None:
+def test_an_error_contains_what_to_write_instead(source: str, message: str) -> None:
     error = error_of(source)
     assert message in error.message
     assert error.path == f"source:{error.line}:{error.column}"

@@ -19,7 +19,7 @@ NUM_PROGRAMS = 60
 
 
 def plain(value: Any) -> Any:
-    """Return a value without what only the server knows of a message."""
+    """Return a value without the fields of a message that only the server sets."""
     if isinstance(value, dict):
         kept = ("role", "content") if value.get("role") == "assistant" else tuple(value)
         return {key: plain(value[key]) for key in kept}

@@ -115,7 +115,7 @@ def test_a_reference_names_a_version_or_an_alias(reference: str, parts: tuple[An
     assert parse_reference(reference) == parts
 
 
-def test_an_expanded_call_is_part_of_the_graph_with_names_of_its_own() -> None:
+def test_an_expanded_call_is_part_of_the_graph_under_new_names() -> None:
     graph = build(
         [call(args={"text": {"var": "page"}}, outputs={"short": "summary"})],
         variables={"page": {}, "text": {}, "word": {}},

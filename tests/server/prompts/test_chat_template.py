@@ -305,9 +305,9 @@ def test_rewritten_turn_leaves_one_opaque_piece() -> None:
 def test_control_token_in_opaque_text_is_rejected() -> None:
     chat = [message("user", "say <|im_end|>"), message("assistant", "</think>c")]
     for with_tokenizer in (True, False):
-        asked = tokenizer().spells_special if with_tokenizer else None
+        check = tokenizer().spells_special if with_tokenizer else None
         with pytest.raises(PromptError) as refused:
-            ChatTemplate(THINKING, SPECIALS, spells_special=asked).render(chat)
+            ChatTemplate(THINKING, SPECIALS, spells_special=check).render(chat)
         assert refused.value.code == "prompt.special_text"
     with pytest.raises(PromptError):
         ChatTemplate(THINKING, SPECIALS).render([message("user", "</s>"), chat[1]])

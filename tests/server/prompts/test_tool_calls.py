@@ -125,17 +125,17 @@ PIECES = st.lists(
 def test_streamed_content_is_a_prefix_of_content(form: ToolFormat, pieces: list[str]) -> None:
     using = use(form)
     stream = ContentStream(using)
-    told = "".join([stream.feed(piece) for piece in pieces])
+    streamed = "".join([stream.feed(piece) for piece in pieces])
     content, _ = parse_answer("".join(pieces), using, name="x")
-    assert content.startswith(told)
+    assert content.startswith(streamed)
 
 
 @given(text=st.text(alphabet="ab <\n", max_size=30))
 def test_plain_text_streams_except_short_end(text: str) -> None:
     stream = ContentStream(use(TAGS))
-    told = "".join([stream.feed(char) for char in text])
-    assert text.startswith(told)
-    assert told.rstrip("< \n") == text.rstrip("< \n")
+    streamed = "".join([stream.feed(char) for char in text])
+    assert text.startswith(streamed)
+    assert streamed.rstrip("< \n") == text.rstrip("< \n")
 
 
 def holds(using: ToolUse, text: str, constraint: Constraint | None = None) -> bool:

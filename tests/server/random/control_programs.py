@@ -93,7 +93,7 @@ class Writer:
         return [call, expr(name, {"first": [var(skipped), "nothing"]}, f"v{name}")]
 
     def race(self, names: Names, depth: int) -> list[Json]:
-        """Generate two calls, of which the first to finish kills the other."""
+        """Generate two calls. The first to finish kills the other."""
         one, other = self.call(names, depth), self.call(names, depth)
         racers = [names.texts.pop(), names.texts.pop()]
         wait, kill, pick = self._name(), self._name(), self._name()
@@ -287,14 +287,14 @@ class Reading:
     """The expected variables of a program, instance by instance."""
 
     observed: Mapping[str, Json]
-    """Values that the server gave, by name; for what only it can know."""
+    """Values from the server, by name, for variables that cannot be predicted."""
     values: dict[str, Json] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
     """Variables that may or may not have a value: of losers, killed nodes and failed bodies."""
     never: set[str] = field(default_factory=set)
     """Nodes that must not have started."""
     depth: int = 0
-    """Of `try` in each other."""
+    """Nesting depth of `try`."""
 
     def run(self, nodes: list[Json], scope: dict[str, Json], suffix: str) -> None:
         """Interpret nodes in order; their outputs are added to `scope`.

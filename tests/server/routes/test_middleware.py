@@ -19,7 +19,7 @@ MIB = 1024 * 1024
 
 
 class Application:
-    """Answers when it is told to."""
+    """Starts its response and ends it when the test sets the events."""
 
     def __init__(self) -> None:
         self.respond = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Usage and metrics over HTTP; ids create no series."""
+"""Usage and metrics over HTTP. Ids in paths create no metric series."""
 
 from __future__ import annotations
 

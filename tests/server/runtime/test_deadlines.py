@@ -15,7 +15,7 @@ SOON_S, LATER_S = 0.01, 3_600.0
 
 
 async def submit(harness: ServerHarness) -> Program:
-    """Submit two steps of the client, of which the first has a deadline that passes."""
+    """Submit two client steps. The first has a deadline that passes."""
     return await harness.submit(
         [client("a", "late"), client("b", "early")],
         outputs=["late", "early"],
@@ -91,7 +91,7 @@ async def test_deadline_of_appended_nodes_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["failed", "cancelled"])
-async def test_value_that_never_comes_is_no_missed_deadline(tmp_path: Path, end: str) -> None:
+async def test_value_that_never_exists_misses_no_deadline(tmp_path: Path, end: str) -> None:
     async with server_harness(tmp_path) as harness:
         failing = [expr("e", {"parse_json": var("x")}, "out")]
         program = await harness.submit(

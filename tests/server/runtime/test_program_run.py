@@ -92,11 +92,11 @@ async def test_receipt_covers_all_server_processes(tmp_path: Path) -> None:
     ]
     async with server_harness(tmp_path) as harness:
         program = await harness.submit(nodes, outputs=["two"])
-        asked = await program.event("client.requested")
+        requested = await program.event("client.requested")
         before = (await program.status()).nodes["one"]
     async with server_harness(tmp_path) as harness:
         program = Program(harness, program.id)
-        await program.put("found", "gold", asked.data["request_id"])
+        await program.put("found", "gold", requested.data["request_id"])
         ended = await program.end()
         receipt = ended.receipt
         assert receipt
@@ -166,9 +166,9 @@ async def test_later_objective_reranks_queued_and_running_calls(tmp_path: Path) 
             send(*commands)
 
         setattr(engine, "send", record)  # noqa: B010 - mypy forbids the plain one
-        for wanted in ("c13", "c8"):
+        for variable in ("c13", "c8"):
             await harness.executor.get(
-                program.id, wanted, tenant=TENANT, wait_s=0, objective="latency"
+                program.id, variable, tenant=TENANT, wait_s=0, objective="latency"
             )
         assert [type(command) for command in sent] == [protocol.Update]
         await program.append(nodes=[], close=True)

@@ -170,7 +170,7 @@ def test_isolation_follows_on_error() -> None:
     assert [session.isolates(node["id"]) for node in nodes] == expected, "closing changes no rule"
 
 
-def test_jobs_stand_in_each_other() -> None:
+def test_jobs_may_be_nested() -> None:
     jobs = {"inner": {"parent": "outer"}, "outer": {}, "other": {}}
     execution = execute([expr("a", {"lit": 1}, job="loose")], jobs=jobs)
     inside = {
@@ -201,7 +201,7 @@ def test_session_counts_all_nodes_against_the_limit() -> None:
     assert execution.is_complete
 
 
-def test_a_program_must_know_its_variables() -> None:
+def test_an_unknown_variable_is_rejected() -> None:
     execution = execute([expr("a", var("x"))], variables=("x",))
     assert execution.variable_names() == ["x", "a"]
     with pytest.raises(NotFoundError):
@@ -213,8 +213,8 @@ def test_long_chain_of_demands_does_not_recurse() -> None:
     nodes += [expr(f"n{i}", {"lit": 0}, after=[f"n{i - 1}"]) for i in range(1, 5_000)]
     execution = execute(nodes, outputs=("n4999",), start="demand")
     assert execution.start() == []
-    assert execution.want("n4999") == [("n0", 0)]
-    assert execution.want("n4999") == [], "asked before"
+    assert execution.demand("n4999") == [("n0", 0)]
+    assert execution.demand("n4999") == [], "demanded before"
 
 
 # --- against a model ------------------------------------------------------------------------
@@ -356,15 +356,15 @@ def test_every_slot_is_ready_once(plan: Plan, data: st.DataObject) -> None:
 @settings(max_examples=200)
 @given(plans(), st.data())
 def test_demand_runs_only_ancestors(plan: Plan, data: st.DataObject) -> None:
-    wanted = data.draw(st.lists(st.sampled_from(plan.written), min_size=1, max_size=2))
+    requested = data.draw(st.lists(st.sampled_from(plan.written), min_size=1, max_size=2))
     body = plan.body
     body["options"] = {"start": "demand"}
-    body["program"]["outputs"] = wanted
+    body["program"]["outputs"] = requested
     execution = execution_of(body)
     for name in plan.inputs:
         execution.commit(name, 0)
     assert execution.start() == []
-    queue = [key for variable in wanted for key in execution.want(variable)]
+    queue = [key for variable in requested for key in execution.demand(variable)]
     while queue:
         assert not execution.is_complete
         key = queue.pop(data.draw(st.integers(0, len(queue) - 1)))
@@ -372,7 +372,7 @@ def test_demand_runs_only_ancestors(plan: Plan, data: st.DataObject) -> None:
     assert execution.is_complete
     graph = execution.graph
     expected: set[str] = set()
-    names = {producer.node for v in wanted if (producer := graph.get_producer(v)) is not None}
+    names = {producer.node for v in requested if (producer := graph.get_producer(v)) is not None}
     while names:
         name = names.pop()
         expected.add(name)

@@ -109,7 +109,7 @@ async def test_program_that_froze_the_server_does_not_freeze_it_again(
         guilty = await harness.submit([client("a", "x"), expr("poison", var("x"))], outputs=["x"])
         await guilty.event("client.requested")
         innocent = await harness.submit([client("b", "y"), generate("g", "G")], outputs=["y", "g"])
-        asked = await innocent.event("client.requested")
+        requested = await innocent.event("client.requested")
         await innocent.value("g")
         # What a killed server leaves, in the middle of the guilty program's turn.
         mark = harness.executor.services.journal.turn_mark
@@ -134,7 +134,7 @@ async def test_program_that_froze_the_server_does_not_freeze_it_again(
         assert status.status == "failed"
         assert status.error
         assert status.error.code == QUARANTINED
-        await innocent.put("y", 2, asked.data["request_id"])
+        await innocent.put("y", 2, requested.data["request_id"])
         assert (await innocent.end()).status == "done"
 
 
@@ -154,12 +154,12 @@ async def test_damaged_program_is_ended_with_its_code(tmp_path: Path) -> None:
         assert status.variables["e"].value == 1
 
 
-async def test_pending_program_is_resumed_when_it_is_asked_for(
+async def test_pending_program_is_resumed_when_it_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with server_harness(tmp_path) as harness:
         programs = [await harness.submit([client("a", "x")], outputs=["x"]) for _ in range(3)]
-        asked = [await program.event("client.requested") for program in programs]
+        requested = [await program.event("client.requested") for program in programs]
     monkeypatch.setattr("conure.server.runtime.persistence.resumption.START_S", 0.0)
 
     async def never(_: Any) -> None:
@@ -174,6 +174,6 @@ async def test_pending_program_is_resumed_when_it_is_asked_for(
         with pytest.raises(ConureError):
             await harness.executor.status(programs[1].id, tenant="another")
         last = Program(harness, programs[2].id)
-        await last.put("x", 5, asked[2].data["request_id"])
+        await last.put("x", 5, requested[2].data["request_id"])
         assert (await last.end()).status == "done"
         assert list(directory.pending) == [programs[0].id, programs[1].id]

@@ -38,7 +38,7 @@ class SimulatedLoop:
 
 
 class IdleProgram:
-    """The timers of a program with an idle timeout of 10 s, and what they see and do."""
+    """The timers of a program with an idle timeout of 10 s, with recorded inputs and effects."""
 
     def __init__(self, *, idle_s: float | None = None, **options: Any) -> None:
         self.has_reader = False

@@ -1,4 +1,4 @@
-"""Programs that have not begun may be held behind programs of better rank."""
+"""Programs that have not begun may be held while programs of better rank run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_program_begins_on_another_engine() -> None:
     assert harness.placements[-1] == ("p", "idle")
 
 
-async def test_tokens_that_the_engine_has_are_no_reason_to_hold() -> None:
+async def test_cached_tokens_do_not_cause_a_hold() -> None:
     harness = slow_harness()
     harness.add_engine(capacity=1_000, max_sequences=16)
     shared = prefixes(80)

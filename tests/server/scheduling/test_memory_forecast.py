@@ -14,7 +14,7 @@ from .scheduler_harness import prefixes, resource_request
 
 CAPACITY = 300
 LENGTHS = (20, 40, 60)
-"""Of the prefixes of one shared_tokens."""
+"""Lengths of the prefixes of one `shared_tokens`."""
 
 
 @dataclass

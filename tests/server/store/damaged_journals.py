@@ -245,7 +245,7 @@ async def check_many(num: int, seed: int, folder: Path) -> Counter[str]:
 
 
 def main() -> None:
-    """Check as many damaged journals as the command line asks for, and print the outcomes."""
+    """Check the number of damaged journals given on the command line, and print the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)

@@ -70,7 +70,7 @@ async def test_interrupted_recovery_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     journal = Journal.open(tmp_path / "data")
-    large = b"x" * 20_000 + b"intact"  # pages of its own, which later commits do not write again
+    large = b"x" * 20_000 + b"intact"  # separate pages, which later commits do not write again
     await journal.append([program("p_damaged"), value("p_damaged", "x", large)])
     await journal.append([program("p_main")])
     journal._writer.checkpoint()

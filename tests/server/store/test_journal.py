@@ -83,7 +83,7 @@ async def test_full_sync_and_foreign_keys_are_enabled(journal: Journal) -> None:
     }
 
 
-# --- what is read back ------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------
 
 
 async def test_appended_records_are_read_back(journal: Journal) -> None:
@@ -202,8 +202,8 @@ async def test_unfinished_programs_have_all_records(journal: Journal, tmp_path: 
     await journal.append([program("old", tenant="b"), program("new")])
     started = event(journal, "old", "node.started")
     committed = event(journal, "old", "variable.committed")
-    asked = event(journal, "old", "client.requested")
-    await journal.append([asked, committed, started, value("old", "x", b"1")])
+    requested = event(journal, "old", "client.requested")
+    await journal.append([requested, committed, started, value("old", "x", b"1")])
     await journal.append([AppendRecord(program="old", body=b"1"), event(journal, "ended")])
     await journal.append([AppendRecord(program="old", body=b"2")])
     await journal.close()
@@ -211,7 +211,7 @@ async def test_unfinished_programs_have_all_records(journal: Journal, tmp_path: 
     again = Journal.open(tmp_path / "data")
     old, new = await again.unfinished()
     assert (old.id, old.tenant, old.appends) == ("old", "b", [b"1", b"2"])
-    assert (old.values, old.events) == ([value("old", "x", b"1")], [started, asked])
+    assert (old.values, old.events) == ([value("old", "x", b"1")], [started, requested])
     assert (new.id, new.values, new.events, new.end) == ("new", [], [], None)
     await again.append([end("old"), end("new")])
     assert await again.unfinished() == []

@@ -86,7 +86,7 @@ async def test_failing_disk_fails_fast_or_delays(
     assert [message.split()[3] for message in messages] == ["failing:", "recovered"]
 
 
-async def test_fail_fast_batch_fails_behind_a_retry(journal: Journal, tmp_path: Path) -> None:
+async def test_fail_fast_batch_fails_after_a_retry(journal: Journal, tmp_path: Path) -> None:
     await journal.append([program("p")])
     with failing_disk("busy", tmp_path / "data"):
         first = journal.append([event(journal, "p")])
@@ -167,8 +167,8 @@ asyncio.run(main())
 """
 
 
-def run_and_kill(folder: Path, random_: random.Random, wanted: int) -> list[list[str]]:
-    """Let a child write until it has acknowledged `wanted` lines, kill it, and return all of
+def run_and_kill(folder: Path, random_: random.Random, num_lines: int) -> list[list[str]]:
+    """Let a child write until it has acknowledged `num_lines` lines, kill it, and return all of
     them.
     """
     child = subprocess.Popen(
@@ -187,7 +187,7 @@ def run_and_kill(folder: Path, random_: random.Random, wanted: int) -> list[list
                 chunk = os.read(child.stdout.fileno(), 65_536)
                 assert chunk, "the child ended by itself"
                 output += chunk
-            if kill_at is None and output.count(b"\n") >= wanted:
+            if kill_at is None and output.count(b"\n") >= num_lines:
                 kill_at = time.monotonic() + random_.random() * 0.02
     os.killpg(child.pid, signal.SIGKILL)
     output += child.stdout.read()

@@ -37,7 +37,7 @@ async def test_receipts_are_summed_by_tenant_day_status(
 ) -> None:
     draw = random.Random(3)
     journal = Journal.open(tmp_path)
-    wanted: Counter[tuple[str, int, str, str]] = Counter()
+    totals: Counter[tuple[str, int, str, str]] = Counter()
     for number in range(200):
         tenant, day = draw.choice("ab"), draw.randrange(3)
         status = draw.choice(["done", "failed"])
@@ -50,16 +50,16 @@ async def test_receipts_are_summed_by_tenant_day_status(
         batch = [program(f"p{number}", tenant=tenant)]
         at = FIRST_S + day * DAY_S + draw.random() * (DAY_S - 1)
         journal.append([*batch, end(f"p{number}", receipt, status=status, at=at)])
-        wanted[tenant, day, status, "programs"] += 1
-        wanted[tenant, day, status, "calls"] += receipt["calls"]
-        wanted[tenant, day, status, "kv_block_seconds"] += receipt["kv_block_seconds"]
+        totals[tenant, day, status, "programs"] += 1
+        totals[tenant, day, status, "calls"] += receipt["calls"]
+        totals[tenant, day, status, "kv_block_seconds"] += receipt["kv_block_seconds"]
         static = receipt["prompt_tokens"]["shared"]["static_text"]
-        wanted[tenant, day, status, "prompt_tokens.shared.static_text"] += static
+        totals[tenant, day, status, "prompt_tokens.shared.static_text"] += static
     await journal.barrier()
     for tenant in "ab":
         for first, last in ((0, 2), (1, 1), (0, 1), (2, 0)):
             expected: Counter[tuple[str, str]] = Counter()
-            for (owner, day, status, name), amount in wanted.items():
+            for (owner, day, status, name), amount in totals.items():
                 if owner == tenant and first <= day <= last:
                     expected[status, name] += amount
             days = {"since": f"2026-01-0{first + 1}", "until": f"2026-01-0{last + 1}"}

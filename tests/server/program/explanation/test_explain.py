@@ -102,7 +102,7 @@ def test_nodes_without_a_use_are_dead_but_effects_are_not() -> None:
     assert found == ["dead"]
 
 
-def test_constant_text_behind_an_item_is_advised_to_be_moved() -> None:
+def test_advice_moves_constant_text_before_an_item() -> None:
     node = generate("n", "{{it}}" + LONG)
     each = {"id": "m", "op": "map", "items": "xs", "as": "it", "max_width": 10, "body": [node]}
     (advice,) = [a for a in explained([each], []).advice if a.code == "prompt.order"]
@@ -113,7 +113,7 @@ def test_constant_text_behind_an_item_is_advised_to_be_moved() -> None:
     assert "prompt.order" not in codes(explained([each], []))
 
 
-def test_common_text_behind_different_beginnings_is_advised_to_be_moved() -> None:
+def test_advice_moves_common_text_before_different_beginnings() -> None:
     nodes = [generate("a", "Critic: {{x}}" + LONG), generate("b", "Copilot: {{x}}" + LONG)]
     explanation = explained(nodes, ["v_a", "v_b"])
     # Each prompt is three segments: beginning, value, text.

@@ -368,7 +368,7 @@ EXPRESSIONS = st.recursive(
 
 @given(EXPRESSIONS)
 def test_an_instance_computes_the_template_expression(expression: Json) -> None:
-    """With `made` renamed and `item` replaced: the same value in the renamed scope."""
+    """With `made` renamed and `item` replaced, the value in the renamed scope is the same."""
     docs = ["d0", "d1"]
     meant = evaluate(expression, {"made": "M", "item": "d1", "docs": docs, "free": "F"})
     renaming = Renaming(frozenset({"made"}), ".1", {"item": item_expression("docs", 1)})

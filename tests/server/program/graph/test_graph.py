@@ -423,14 +423,14 @@ def test_a_second_declaration_must_equal_the_first() -> None:
 def test_later_objectives_only_tighten_earlier_ones() -> None:
     graph = build(expr("a"), open=True, outputs=["v_a"])
     assert graph.objectives == {"v_a": "latency"}
-    for said, stands in [
+    for update, expected in [
         ("throughput", "throughput"),
         ("ttft", "ttft"),
         ("throughput", "ttft"),
         ("latency", "ttft"),
     ]:
-        append(graph, objectives={"v_a": said})
-        assert graph.objectives == {"v_a": stands}
+        append(graph, objectives={"v_a": update})
+        assert graph.objectives == {"v_a": expected}
 
 
 def test_too_many_nodes_or_edges_are_refused() -> None:

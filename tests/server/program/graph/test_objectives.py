@@ -14,7 +14,7 @@ from conure.server.program.ir import Append, Program
 
 
 def call(name: str, *reads: str, **fields: Any) -> dict[str, Any]:
-    """A call that writes a variable of its own name."""
+    """A call that writes a variable with the name of the call."""
     prompt = [*({"input": read} for read in reads), {"output": name}]
     return {"id": name, "op": "generate", "prompt": prompt, **fields}
 

@@ -48,7 +48,7 @@ def expr(expression: Any, **fields: Any) -> dict[str, Any]:
         ({"id": "n", "op": "if", "cond": FIRST}, [True, True, True]),
     ],
 )
-def test_slots_know_whether_they_tolerate_missing_values(
+def test_slots_declare_whether_they_tolerate_missing_values(
     node: dict[str, Any], expected: list[bool]
 ) -> None:
     assert tolerant(node) == expected

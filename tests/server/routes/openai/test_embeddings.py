@@ -72,7 +72,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_refusals_say_what_to_do(tmp_path: Path) -> None:
+async def test_errors_contain_the_remedy(tmp_path: Path) -> None:
     async with openai_client(tmp_path, embeddings=True) as client:
         for fields, code, text in BAD:
             body = {"model": "fake", **fields}

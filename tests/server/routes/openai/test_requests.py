@@ -159,9 +159,14 @@ async def test_bad_input_gets_the_cure(tmp_path: Path) -> None:
             {"type": "string", "pattern": "("},
         ]
         for schema in schemas:
-            wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            response_format: Any = {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            }
             with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(messages=HI, response_format=wanted, **GREEDY)
+                await client.chat.completions.create(
+                    messages=HI, response_format=response_format, **GREEDY
+                )
             assert caught.value.param == "response_format"
 
 
@@ -211,7 +216,7 @@ async def test_requests_of_a_session_pass_variables_on(tmp_path: Path) -> None:
             )
             return found.choices[0].message.content or ""
 
-        # The reader may come first: the server passes the value on when it exists.
+        # The reader may be submitted first: the server forwards the value when it exists.
         short = asyncio.ensure_future(ask("Shorter: {{ad}}", read={"ad": "ad"}))
         ad = await ask("Write an {{ad}}", write="ad")
         plain = await client.chat.completions.create(

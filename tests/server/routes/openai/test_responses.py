@@ -110,12 +110,12 @@ async def test_a_stream_has_the_clients_events(tmp_path: Path) -> None:
 
 async def test_tools_are_called_and_answered(tmp_path: Path) -> None:
     async with openai_client(tmp_path) as client:
-        asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", **GREEDY}
-        found = await client.responses.create(input="Weather?", **asked)
+        arguments: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", **GREEDY}
+        found = await client.responses.create(input="Weather?", **arguments)
         [call] = found.output
         assert call.type == "function_call"
         assert call.name == "weather"
-        async with client.responses.stream(input="Weather?", **asked) as stream:
+        async with client.responses.stream(input="Weather?", **arguments) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_response()
         [streamed] = final.output
@@ -251,7 +251,7 @@ async def test_bad_input_gets_the_cure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("item", [{"role": {}, "content": "a"}, {"role": [], "content": "a"}])
-async def test_a_role_that_is_no_text_is_refused(tmp_path: Path, item: Any) -> None:
+async def test_a_role_that_is_not_text_is_rejected(tmp_path: Path, item: Any) -> None:
     async with openai_client(tmp_path) as client:
         with pytest.raises(openai.BadRequestError, match="not supported"):
             await client.responses.create(input=[item], **GREEDY)

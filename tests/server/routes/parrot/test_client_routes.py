@@ -280,7 +280,7 @@ async def test_inconsistent_calls_are_refused(client: ParrotClient) -> None:
         check_error(answered, 400, text)
 
 
-async def test_an_unknown_criterion_of_a_value_to_come_is_an_error(client: ParrotClient) -> None:
+async def test_an_unknown_criterion_of_a_future_value_is_an_error(client: ParrotClient) -> None:
     [(_, b)] = ids_of(await client.call("x {{b}}", written("b")))
     check_error(await client.get(b, criteria="fast"), 400, "use one of latency, throughput")
     for criterion in ("TTFT", "TPOT"):
@@ -296,7 +296,7 @@ async def test_a_variable_may_be_set_after_its_reader_was_submitted(client: Parr
     assert good(await waiting)["content"] == answer("now: ")
 
 
-async def test_text_behind_the_last_output_is_dropped_unless_it_is_asked_for(
+async def test_text_after_the_last_output_is_dropped_unless_it_is_requested(
     client: ParrotClient,
 ) -> None:
     info = good(await client.ask("GET", f"/session/{client.session}", session_auth="1"))

@@ -223,7 +223,7 @@ async def test_clients_choose_the_ids_of_sessions_and_variables(tmp_path: Path) 
             return found.json()
 
         ids = {"session_id": "chat 7"}
-        # The value may come before the prompt that reads it.
+        # The value may be sent before the prompt that reads it.
         await send("set", semantic_var_id="the task", content="tea", **ids)
         body = request(
             "Sell {{task}}: {{ad}}",

@@ -1,4 +1,4 @@
-"""Pinned prefixes: their bounds, their end, short memory, and lost engines."""
+"""Pinned prefixes: bounds, expiry, release when memory is short, and lost engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER = PinKey("tenant", "greet", "1" * 32)
 
 
 class EngineDouble:
-    """Records commands, and reports what a test says."""
+    """Records commands. Tests send its reports and set its free memory."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,7 +87,7 @@ def test_a_pin_holds_whole_blocks_and_counts_shared_ones_once(setting: Setting) 
     assert setting.keeper.totals.num_held_blocks == 3
 
 
-def test_a_pin_ends_with_its_time_and_leaves_ordinary_cache(setting: Setting) -> None:
+def test_an_expired_pin_becomes_ordinary_cache(setting: Setting) -> None:
     setting.keeper.pin(KEY, [ids(8)], 1060.0)
     setting.time = 1059.9
     setting.keeper.check()
@@ -107,7 +107,7 @@ def test_a_removed_pin_is_released(setting: Setting) -> None:
     assert setting.keeper.totals.num_pins == 0
 
 
-def test_pinning_again_moves_the_end_and_computes_nothing(setting: Setting) -> None:
+def test_pinning_again_extends_the_pin_and_computes_nothing(setting: Setting) -> None:
     setting.keeper.pin(KEY, [ids(8)], 1060.0)
     setting.keeper.pin(KEY, [ids(8)], 1200.0)
     assert len(setting.engines["a"].fills) == 1
@@ -116,7 +116,7 @@ def test_pinning_again_moves_the_end_and_computes_nothing(setting: Setting) -> N
     assert setting.keeper.cost(KEY) is not None
 
 
-def test_pins_have_a_share_of_the_blocks(setting: Setting) -> None:
+def test_pins_are_limited_to_a_share_of_the_blocks(setting: Setting) -> None:
     setting.keeper.pin(KEY, [ids(6 * BLOCK)], 1060.0)
     with pytest.raises(ConflictError) as refused:
         setting.keeper.pin(OTHER, [ids(5 * BLOCK, first=500)], 1060.0)
@@ -136,7 +136,7 @@ def test_a_prefix_shorter_than_a_block_is_refused(setting: Setting) -> None:
 def test_short_memory_releases_pins_until_there_is_room(setting: Setting) -> None:
     setting.keeper.pin(KEY, [ids(8)], 2000.0)
     engine = setting.engines["a"]
-    engine.lowest, engine.num_available = 6, 50  # short for one step, between two checks
+    engine.lowest, engine.num_available = 6, 50  # memory was short in one step between two checks
     setting.keeper.check()
     cost = setting.keeper.cost(KEY)
     assert cost is not None
@@ -175,5 +175,5 @@ def test_a_fill_that_fails_is_freed_and_not_repeated(setting: Setting) -> None:
     assert engine.freed == [(1, 0)]
 
 
-def test_a_prefix_of_another_prefix_is_contained_in_it() -> None:
+def test_a_prefix_of_another_prefix_needs_no_pin_itself() -> None:
     assert maximal([ids(4), ids(8), [], ids(2, first=5)]) == [ids(8), ids(2, first=5)]

@@ -105,8 +105,8 @@ async def test_waiting_map_continues_when_quota_is_freed(tmp_path: Path) -> None
         assert "look.1" not in (await program.status()).nodes
         await holder.cancel()
         for index in range(2):
-            asked = await program.event("client.requested", node=f"look.{index}")
-            await program.put(f"seen.{index}", "x", asked.data["request_id"])
+            requested = await program.event("client.requested", node=f"look.{index}")
+            await program.put(f"seen.{index}", "x", requested.data["request_id"])
         assert await program.value("all") == [answer("S x")] * 2
 
 
@@ -188,8 +188,8 @@ async def test_partially_added_map_continues_after_restart(tmp_path: Path) -> No
         assert 0 < harness.executor.services.call_quota.num_calls <= 8
         program = Program(harness, program.id)
         assert await program.value("all") == [answer(f"S {doc}") for doc in docs]
-        told = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
-        assert [name for names in told for name in names] == [
+        reported = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
+        assert [name for names in reported for name in names] == [
             f"{name}.{i}" for i in range(60) for name in "st"
         ]
 
@@ -228,12 +228,15 @@ async def test_map_over_client_value_waits_for_it(tmp_path: Path) -> None:
             map_("found", client("look", "o", args={"of": var("x")}), collect={"all": "o"}),
         ]
         program = await harness.submit(nodes, outputs=["all"])
-        asked = await program.event("client.requested", node="ask")
-        await program.put("found", ["a", "b"], asked.data["request_id"])
+        requested = await program.event("client.requested", node="ask")
+        await program.put("found", ["a", "b"], requested.data["request_id"])
         for index, item in enumerate("ab"):
-            asked = await program.event("client.requested", node=f"look.{index}")
-            assert (asked.data["args"], asked.data["output"]) == ({"of": item}, f"o.{index}")
-            await program.put(f"o.{index}", item * 2, asked.data["request_id"])
+            requested = await program.event("client.requested", node=f"look.{index}")
+            assert (requested.data["args"], requested.data["output"]) == (
+                {"of": item},
+                f"o.{index}",
+            )
+            await program.put(f"o.{index}", item * 2, requested.data["request_id"])
         assert await program.value("all") == ["aa", "bb"]
 
 
@@ -528,19 +531,19 @@ async def test_race_loser_is_aborted_in_the_same_turn(
             asyncio.get_running_loop().call_soon(order.append, "turn")
         return commit(context, variable, *args, **named)
 
-    def tell(engine: EngineConnection, *commands: protocol.Command) -> None:
+    def record_aborts(engine: EngineConnection, *commands: protocol.Command) -> None:
         order.extend("abort" for command in commands if isinstance(command, protocol.Abort))
         send(engine, *commands)
 
     monkeypatch.setattr(NodeContext, "publish", decide)
-    monkeypatch.setattr(EngineConnection, "send", tell)
+    monkeypatch.setattr(EngineConnection, "send", record_aborts)
     async with server_harness(tmp_path, time_per_output_token=0.005) as harness:
         nodes = race(generate("slow", "S", ignore_eos=True), client("ask", "fast"))
         for _ in range(50):
             program = await harness.submit(nodes, outputs=["pick"])
             await program.event("node.started", node="slow")
-            asked = await program.event("client.requested")
-            await program.put("fast", "won", asked.data["request_id"])
+            requested = await program.event("client.requested")
+            await program.put("fast", "won", requested.data["request_id"])
             assert await program.value("pick") == "won"
             status = await program.end()
             assert phases(status)["slow"] == "killed"
@@ -610,8 +613,8 @@ async def test_kill_follows_expressions_back_to_the_call(tmp_path: Path) -> None
             expr("end", {"first": [var("part"), "gone"]}),
         ]
         program = await harness.submit(nodes, outputs=["end"])
-        asked = await program.event("client.requested")
-        await program.put("go", True, asked.data["request_id"])
+        requested = await program.event("client.requested")
+        await program.put("go", True, requested.data["request_id"])
         assert await program.value("end") == "gone"
         assert phases(await program.end())["llm"] == "killed"
 
@@ -662,8 +665,8 @@ async def test_kill_ends_a_job_and_its_bodies(tmp_path: Path) -> None:
         ]
         program = await harness.submit(nodes, outputs=["end"])
         await program.event("node.started", node="s.1")
-        asked = await program.event("client.requested")
-        await program.put("go", True, asked.data["request_id"])
+        requested = await program.event("client.requested")
+        await program.put("go", True, requested.data["request_id"])
         assert await program.value("end") == "gone"
         status = phases(await program.end())
         assert [status[name] for name in ("m", "s.0", "s.1")] == ["killed"] * 3
@@ -748,13 +751,13 @@ async def test_yield_emits_an_event(tmp_path: Path) -> None:
         ]
         program = await harness.submit(nodes, outputs=["s"])
         await program.end()
-        (told,) = [e.data for e in await program.events() if e.type == "yield"]
-        assert (told["value"], told["mode"], told["final"]) == (
+        (reported,) = [e.data for e in await program.events() if e.type == "yield"]
+        assert (reported["value"], reported["mode"], reported["final"]) == (
             {"said": answer("S")},
             "value",
             True,
         )
-        assert told["node"] == "y"
+        assert reported["node"] == "y"
 
 
 async def test_yield_streams_partial_text(tmp_path: Path) -> None:
@@ -766,8 +769,8 @@ async def test_yield_streams_partial_text(tmp_path: Path) -> None:
             {"id": "d", "op": "yield", "value": var("s"), "mode": "delta"},
         ]
         program = await harness.submit(nodes, outputs=["s"])
-        told = [e async for e in program.read() if e.type == "yield"]
-        partial = [e for e in told if e.data["node"] == "y"]
+        reported = [e async for e in program.read() if e.type == "yield"]
+        partial = [e for e in reported if e.data["node"] == "y"]
         *growing, last = [e.data["value"] for e in partial]
         assert len(growing) > 2
         assert not any(each["is_end"] for each in growing)
@@ -775,7 +778,7 @@ async def test_yield_streams_partial_text(tmp_path: Path) -> None:
         assert texts == sorted(texts, key=len)
         assert all(answer("S").startswith(text) for text in texts)
         assert last == {"so_far": answer("S"), "is_end": True}
-        *pieces, whole = [e for e in told if e.data["node"] == "d"]
+        *pieces, whole = [e for e in reported if e.data["node"] == "d"]
         assert answer("S").startswith("".join(e.data["value"] for e in pieces))
         assert len(pieces) > 2
         assert whole.data["value"] == answer("S")
@@ -795,9 +798,9 @@ async def test_yield_can_include_the_item_index(tmp_path: Path) -> None:
             loop(generate("t", "T ", insert("r")), in_loop, count=2, carry={"r": ["a", var("t")]}),
         ]
         program = await harness.submit(nodes, inputs={"docs": ["one", "two"]}, outputs=["r"])
-        told = [e async for e in program.read() if e.type == "yield"]
+        reported = [e async for e in program.read() if e.type == "yield"]
         assert (await program.status()).status == "done"
-        last = {e.data["node"]: e.data["value"] for e in told if e.seq is not None}
+        last = {e.data["node"]: e.data["value"] for e in reported if e.seq is not None}
         first = answer("T a")
         assert last == {
             "y.0": ["one", True, 0, answer("S one")],
@@ -805,7 +808,7 @@ async def test_yield_can_include_the_item_index(tmp_path: Path) -> None:
             "z.0": ["a", True, first],
             "z.1": [first, True, answer(f"T {first}")],
         }
-        growing = [e.data["value"] for e in told if e.seq is None and e.data["node"] == "y.1"]
+        growing = [e.data["value"] for e in reported if e.seq is None and e.data["node"] == "y.1"]
         assert len(growing) > 2
         assert all(each[:3] == ["two", True, 1] for each in growing)
 
@@ -826,14 +829,14 @@ async def test_yield_is_silent_until_inputs_are_resolved(tmp_path: Path) -> None
         ]
         program = await harness.submit(nodes, outputs=["s"])
         await program.value("s")
-        asked = await program.event("client.requested")
+        requested = await program.event("client.requested")
         reading = program.read()
         seen = [event async for event in _until(reading, "client.requested")]
         assert not [event for event in seen if event.type == "yield"]
-        await program.put("late", 1, asked.data["request_id"])
+        await program.put("late", 1, requested.data["request_id"])
         await program.end()
-        told = [e.data for e in await program.events() if e.type == "yield"]
-        assert [(each["node"], each["value"]) for each in told] == [("y", answer("S"))]
+        reported = [e.data for e in await program.events() if e.type == "yield"]
+        assert [(each["node"], each["value"]) for each in reported] == [("y", answer("S"))]
 
 
 async def _until(

@@ -73,12 +73,12 @@ async def check_events(program: Program) -> list[Any]:
 async def test_growing_prompt_continues_after_committed_outputs(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         program = await harness.submit(GROWING, outputs=["end"], trace=True)
-        asked = await program.event("client.requested")
+        requested = await program.event("client.requested")
         one = await program.value("one")
     async with server_harness(tmp_path) as harness:
         program = Program(harness, program.id)
         # The step is not requested again, and the open request can be answered.
-        status = await program.put("found", "gold", asked.data["request_id"])
+        status = await program.put("found", "gold", requested.data["request_id"])
         assert status.value == "gold"
         text = f"Think: {one}\nFound: gold\nSo: "
         assert one == answer("Think: ")
@@ -91,7 +91,7 @@ async def test_growing_prompt_continues_after_committed_outputs(tmp_path: Path) 
             assert traces[variable].prompt == prompt
         events = await check_events(program)
         requests = [e.data["request_id"] for e in events if e.type == "client.requested"]
-        assert requests == [asked.data["request_id"]]
+        assert requests == [requested.data["request_id"]]
         assert ended.nodes["p"].attempt == 2
         assert ended.nodes["find"].attempt == 1
         assert ended.nodes["end"].attempt == 1
@@ -133,7 +133,7 @@ async def test_lost_batches_are_repeated(tmp_path: Path) -> None:
     nodes = [client("go", "v"), expr("a", var("v")), call("f", "note", args={"text": var("a")})]
     async with server_harness(tmp_path, {"note": note}) as harness:
         program = await harness.submit(nodes, outputs=["f"])
-        asked = await program.event("client.requested")
+        requested = await program.event("client.requested")
         disk = DelayedJournalWriter(harness)
         putting = asyncio.create_task(program.put("v", "one"))
         await disk.came.wait()
@@ -144,7 +144,7 @@ async def test_lost_batches_are_repeated(tmp_path: Path) -> None:
     async with server_harness(tmp_path, {"note": note}) as harness:
         program = Program(harness, program.id)
         assert (await program.get("v", wait_s=0)).status == "running"
-        await program.put("v", "two", asked.data["request_id"])
+        await program.put("v", "two", requested.data["request_id"])
         assert await program.value("f") == "two"
         await program.end()
     assert ran == ["two"]
@@ -226,10 +226,10 @@ async def test_on_demand_client_step_is_answered_after_restart(tmp_path: Path) -
             [client("a", "x"), expr("b", var("x"))], outputs=["b"], start="demand"
         )
         await program.get("b", wait_s=0)
-        asked = await program.event("client.requested")
+        requested = await program.event("client.requested")
     async with server_harness(tmp_path) as harness:
         program = Program(harness, program.id)
-        await program.put("x", 1, asked.data["request_id"])
+        await program.put("x", 1, requested.data["request_id"])
         assert await program.value("b") == 1
         await program.end()
 
@@ -324,8 +324,8 @@ async def test_map_entered_after_restart_has_items_once(
     async with server_harness(tmp_path, max_queued_calls=8) as harness:
         program = Program(harness, submitted.id)
         assert (await program.end()).status == "done"
-        told = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
-        assert [node for nodes in told for node in nodes] == [f"s.{i}" for i in range(300)]
+        reported = [e.data["nodes"] for e in await program.events() if e.type == "nodes.appended"]
+        assert [node for nodes in reported for node in nodes] == [f"s.{i}" for i in range(300)]
 
 
 def resumed(text: str, ids: list[int], tokenizer_hash: str = "") -> LLMCall:

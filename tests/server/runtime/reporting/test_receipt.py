@@ -46,9 +46,9 @@ def test_critical_path_follows_the_last_predecessor() -> None:
         {"fast": (0, 1), "slow": (0, 5), "join": (5, 6), "aside": (0, 5.5), "end": (6, 6.5)},
     )
     assert names(execution) == ["slow", "join", "end"]
-    told = make_receipt(execution, blocks_held=0)
-    assert told.critical_path == ["slow", "join", "end"]
-    assert told.critical_path_s == pytest.approx(6.5)
+    made = make_receipt(execution, blocks_held=0)
+    assert made.critical_path == ["slow", "join", "end"]
+    assert made.critical_path_s == pytest.approx(6.5)
     # Had something else been waited for longer, that would be the path.
     execution.nodes["aside"].finished_at = 6.2
     assert names(execution) == ["aside", "end"]
@@ -61,9 +61,9 @@ def test_overlapping_time_counts_once() -> None:
         client("ask", "x", args={"a": var("a")}),
     ]
     execution = run(execute(nodes), {"p": (1, 10), "ask": (3, 7)})
-    told = make_receipt(execution, blocks_held=0)
-    assert told.critical_path == ["ask", "p"], "each waits for the other, and stands there once"
-    assert told.critical_path_s == pytest.approx(9)
+    made = make_receipt(execution, blocks_held=0)
+    assert made.critical_path == ["ask", "p"], "each waits for the other, and stands there once"
+    assert made.critical_path_s == pytest.approx(9)
     execution = run(execute(nodes), {"p": (1, 4), "ask": (6, 7)})  # nothing ran in between
     assert make_receipt(execution, blocks_held=0).critical_path_s == pytest.approx(4)
 
@@ -71,12 +71,12 @@ def test_overlapping_time_counts_once() -> None:
 def test_unstarted_nodes_are_not_in_the_receipt() -> None:
     nodes = [generate("off", "x", when={"lit": False}), generate("end", "y", after=["off"])]
     execution = run(execute(nodes), {"end": (1, 2)})
-    told = make_receipt(execution, blocks_held=0)
-    assert (told.calls, told.critical_path, told.round_trips_saved) == (1, ["end"], 0)
+    made = make_receipt(execution, blocks_held=0)
+    assert (made.calls, made.critical_path, made.round_trips_saved) == (1, ["end"], 0)
     empty = execute([])
     empty.finished_at = 1.0
-    told = make_receipt(empty, blocks_held=0)
-    assert (told.calls, told.critical_path, told.critical_path_s) == (0, [], 0)
+    made = make_receipt(empty, blocks_held=0)
+    assert (made.calls, made.critical_path, made.critical_path_s) == (0, [], 0)
 
 
 def test_receipt_sums_tokens_and_single_requests() -> None:
@@ -99,17 +99,17 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
         block_seconds=4,
     )
     execution.nodes["a"].usage, execution.nodes["b"].usage = one, other
-    told = make_receipt(execution, blocks_held=2)
-    tokens = told.prompt_tokens
+    made = make_receipt(execution, blocks_held=2)
+    tokens = made.prompt_tokens
     assert (tokens.logical, tokens.computed, tokens.recomputed) == (200, 120, 7)
     shared = tokens.shared
     assert (shared.cache, shared.static, shared.dynamic, shared.generated) == (10, 30, 15, 25)
-    assert (told.output_tokens.decoded, told.output_tokens.discarded) == (10, 2)
-    assert (told.retokenized, told.kv_block_seconds, told.blocks_held) == (3, 4, 2)
-    assert (told.calls, told.round_trips_saved, told.wall_s) == (2, 1, 2)
-    assert told.as_single_requests.prompt_tokens == 200
+    assert (made.output_tokens.decoded, made.output_tokens.discarded) == (10, 2)
+    assert (made.retokenized, made.kv_block_seconds, made.blocks_held) == (3, 4, 2)
+    assert (made.calls, made.round_trips_saved, made.wall_s) == (2, 1, 2)
+    assert made.as_single_requests.prompt_tokens == 200
     # Prefill of what was shared would have taken its share of time: 1 + 5 x 0.2, and 4 of decoding.
-    assert told.as_single_requests.estimated_s == pytest.approx(6)
+    assert made.as_single_requests.estimated_s == pytest.approx(6)
 
 
 def filled(decode_s: float) -> NodeUsage:
@@ -126,12 +126,12 @@ def test_single_requests_of_a_stage_decode_at_once() -> None:
     for name in (*maps, "r"):
         execution.nodes[name].usage = filled(decode_s=3)
         execution.nodes[name].engine = "engine-0"
-    told = make_receipt(execution, blocks_held=0).as_single_requests
-    assert told.estimated_s == pytest.approx(4 * 1 + 3 + 1 + 3), "not 5 x (1 + 3)"
+    made = make_receipt(execution, blocks_held=0).as_single_requests
+    assert made.estimated_s == pytest.approx(4 * 1 + 3 + 1 + 3), "not 5 x (1 + 3)"
     for i, name in enumerate(maps):
         execution.nodes[name].engine = f"engine-{i}"
-    told = make_receipt(execution, blocks_held=0).as_single_requests
-    assert told.estimated_s == pytest.approx(1 + 3 + 1 + 3)
+    made = make_receipt(execution, blocks_held=0).as_single_requests
+    assert made.estimated_s == pytest.approx(1 + 3 + 1 + 3)
 
 
 def test_single_requests_pause_for_prompts_of_others() -> None:
@@ -142,8 +142,8 @@ def test_single_requests_pause_for_prompts_of_others() -> None:
     first.paused_s = 1  # while the second prompt was filled
     for name, usage in (("a", first), ("b", second)):
         execution.nodes[name].usage, execution.nodes[name].engine = usage, "engine-0"
-    told = make_receipt(execution, blocks_held=0).as_single_requests
-    assert told.estimated_s == pytest.approx(1 + 1 + 3), "one pause, not two"
+    made = make_receipt(execution, blocks_held=0).as_single_requests
+    assert made.estimated_s == pytest.approx(1 + 1 + 3), "one pause, not two"
 
 
 def test_single_requests_wait_for_steps_of_the_client() -> None:
@@ -152,8 +152,8 @@ def test_single_requests_wait_for_steps_of_the_client() -> None:
         {"a": (0.0, 4.0), "ask": (4.5, 6.5)},
     )
     execution.nodes["a"].usage = filled(decode_s=3)
-    told = make_receipt(execution, blocks_held=0).as_single_requests
-    assert told.estimated_s == pytest.approx(4 + 2)
+    made = make_receipt(execution, blocks_held=0).as_single_requests
+    assert made.estimated_s == pytest.approx(4 + 2)
 
 
 def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
@@ -186,14 +186,14 @@ def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
     ],
 )
 def test_shared_tokens_have_one_cause(usage: NodeUsage, expected: tuple[int, ...]) -> None:
-    told = explain(usage)
-    assert told[1:] == expected
-    assert told.logical == sum(told[1:6])
+    made = explain(usage)
+    assert made[1:] == expected
+    assert made.logical == sum(made[1:6])
 
 
 @given(st.builds(NodeUsage, *([st.integers(0, 100)] * 9)))
 def test_the_causes_always_add_up(usage: NodeUsage) -> None:
-    told = explain(usage)
-    assert told.logical == sum(told[1:6])
-    assert min(told) >= 0
-    assert told.computed + told.recomputed == usage.computed + usage.recomputed
+    made = explain(usage)
+    assert made.logical == sum(made[1:6])
+    assert min(made) >= 0
+    assert made.computed + made.recomputed == usage.computed + usage.recomputed

@@ -1,4 +1,4 @@
-"""The export of traces: what is recorded, when, and what the spans say."""
+"""The export of traces: what is recorded, when, and the content of the spans."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_program_without_the_option_has_no_trace(tmp_path: Path) -> None:
         assert await harness.executor.services.journal.traces(harness.tenant, program.id) == []
 
 
-async def test_records_are_no_events(tmp_path: Path) -> None:
+async def test_trace_records_are_not_events(tmp_path: Path) -> None:
     kinds = {}
     for trace in (False, True):
         async with server_harness(tmp_path / str(trace)) as harness:
@@ -153,7 +153,7 @@ async def test_functions_are_tools(tmp_path: Path) -> None:
         assert (span["name"], span["attributes"]["output.value"]) == ("calc", "3")
 
 
-async def test_failed_and_killed_calls_say_so(tmp_path: Path) -> None:
+async def test_failed_and_killed_calls_have_a_status(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         nodes = [
             generate("long", "A ", max_tokens=4_000, ignore_eos=True, job="slow"),
@@ -176,7 +176,7 @@ async def test_failed_and_killed_calls_say_so(tmp_path: Path) -> None:
         assert len(found) == len(by_name), "a failed call has one span"
 
 
-async def test_record_that_does_not_fit_says_so(tmp_path: Path) -> None:
+async def test_record_that_does_not_fit_is_marked(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         harness.executor.services.quota_limits = QuotaLimits(journal_bytes=20_000)
         program = await harness.submit([generate("one", "A " * 3_000)], outputs=["one"], trace=True)

@@ -25,8 +25,8 @@ async def test_repeated_put_is_idempotent(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         nodes = [client("a", "x"), expr("e", var("x")), client("b", "later")]
         program = await harness.submit(nodes, outputs=["later"])
-        asked = await program.event("client.requested", node="a")
-        request = asked.data["request_id"]
+        requested = await program.event("client.requested", node="a")
+        request = requested.data["request_id"]
         value = {"k": [1, True], "l": None}
         for sent in (value, value, {"l": None, "k": [1, True]}):
             status = await program.put("x", sent, request)
@@ -92,11 +92,11 @@ async def test_client_step_with_retries_is_requested_again(tmp_path: Path) -> No
         program = await harness.submit(nodes, outputs=["b"])
         requests = []
         for count in (1, 2, 3):
-            asked = await program.event("client.requested", count=count)
-            assert asked.data["attempt"] == count
-            requests.append(asked.data["request_id"])
+            requested = await program.event("client.requested", count=count)
+            assert requested.data["attempt"] == count
+            requests.append(requested.data["request_id"])
             if count < 3:
-                await program.put_error("x", "flaky", asked.data["request_id"])
+                await program.put_error("x", "flaky", requested.data["request_id"])
         assert len(set(requests)) == 3
         assert await refused(program, "x", 1, requests[0]) == "client.stale_request"
         await program.put("x", "fine", requests[2])
@@ -133,8 +133,8 @@ async def test_input_can_arrive_later_or_fail(tmp_path: Path) -> None:
         await program.put_error("one", "no.input")
         failed = await program.get("a")
         assert failed.error == Problem(code="no.input", message="no")
-        told = await program.event("variable.failed")
-        assert (told.data["variable"], told.data["code"]) == ("one", "no.input")
+        reported = await program.event("variable.failed")
+        assert (reported.data["variable"], reported.data["code"]) == ("one", "no.input")
         await program.put("two", "here")
         assert await program.value("b") == answer("here")
         await program.end()
