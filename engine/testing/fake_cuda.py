@@ -311,6 +311,7 @@ class _CheckedKernel:
     def __init__(self, kernel: Any, device: FakeCuda) -> None:
         self._kernel, self._device = kernel, device
         self.arg_names = kernel.arg_names
+        self.fn = kernel.fn
         self._name = kernel.fn.__name__
         self._signature = inspect.signature(kernel.fn)
 
