@@ -3,7 +3,7 @@
 Usage: `python -m benchmarks.language.compile_time`. Prints, for each kind of text, the size, the
 number of syntax nodes, and the least, the median, the 99th percentile and the maximum of the CPU
 time, and the least time of Python's parser alone. Other processes on the machine slow the median
-and the 99th percentile, so the least times compare versions.
+and the 99th percentile, so the least times compare versions. Garbage is collected as in a server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from conure.server.language.compiler import compile_source
+from conure.server.garbage_collection import GarbageCollection
+from conure.server.language.compiler import Language, compile_source
 from conure.server.language.errors import LanguageError
 from conure.server.language.syntax import MAX_SOURCE_BYTES, rewrite
 
@@ -66,6 +67,22 @@ def dense(num_calls: int) -> str:
     return "\n".join([*lines, "yield a0"])
 
 
+def semantic(rng: random.Random, size: int, num_calls: int) -> str:
+    """Return a program of `size` bytes that calls a function with a long prompt."""
+    calls = [f"a{number} = advise('{number}')" for number in range(num_calls)]
+    prompt = f'''    """{prose(rng, size - 20 * num_calls - 100)} {{{{x}}}} {{{{name=y}}}}"""'''
+    return "\n".join(["def advise(x):", prompt, *calls, "yield a0"])
+
+
+def template(rng: random.Random, size: int, num_outputs: int) -> str:
+    """Return a template of `size` bytes."""
+    share = size // num_outputs - 70
+    return "\n".join(
+        f"{prose(rng, share)} {{{{question}}}} {{{{name=a{number}, max_tokens=20, end=<|end|>}}}}"
+        for number in range(num_outputs)
+    )
+
+
 def measure(compile_it: Callable[[], object], rounds: int) -> list[float]:
     """Return the CPU times of some rounds in milliseconds."""
     times = []
@@ -76,12 +93,12 @@ def measure(compile_it: Callable[[], object], rounds: int) -> list[float]:
     return sorted(times)
 
 
-def report(name: str, source: str, times: Sequence[float]) -> None:
+def report(name: str, source: str, times: Sequence[float], language: Language = "decoder") -> None:
     """Print one line of the table."""
-    try:
-        num_nodes = sum(1 for _ in ast.walk(ast.parse(rewrite(source))))
-    except (SyntaxError, ValueError):
-        num_nodes = 0
+    num_nodes = 0
+    if language == "decoder":
+        with contextlib.suppress(SyntaxError, ValueError):
+            num_nodes = sum(1 for _ in ast.walk(ast.parse(rewrite(source))))
     p99 = times[min(len(times) - 1, int(0.99 * len(times)))]
     parser = measure(partial(ast.parse, rewrite(source)), 20)[0] if num_nodes else 0.0
     sys.stdout.write(
@@ -99,6 +116,7 @@ def attempt(source: str) -> None:
 
 def main() -> None:
     """Print all measurements."""
+    GarbageCollection(lambda: 0).begin()
     rng = random.Random(0)
     for num_calls in (200, 500):
         source = plain(rng, MAX_SOURCE_BYTES - 100, num_calls)
@@ -113,6 +131,12 @@ def main() -> None:
         source = dense(num_calls)
         times = measure(partial(compile_source, source, signatures={}), ROUNDS // 4)
         report(f"dense, {num_calls} calls", source, times)
+    source = semantic(rng, MAX_SOURCE_BYTES - 100, 60)
+    times = measure(partial(compile_source, source, signatures={}), ROUNDS)
+    report("semantic function, 60 calls", source, times)
+    source = template(rng, MAX_SOURCE_BYTES - 100, 60)
+    times = measure(partial(compile_source, source, "template"), ROUNDS)
+    report("template, 60 outputs", source, times, "template")
     for name, source in {
         "f-string of 16,000 slots": "f'" + "{x}" * 16_000 + "'",
         "64 KiB of `x=1`": "x=1\n" * 16_000,

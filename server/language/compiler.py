@@ -298,7 +298,7 @@ def _compile_template(source: str, inputs: Collection[str], name: str) -> Progra
     variables |= {each: Variable() for each in inputs if each not in written}
     emitter.add(_template_node(emitter, segments, outputs))
     for number, each in enumerate(outputs):
-        emitter.position = each.position
+        emitter.place = each.position
         after = [f"yield_{outputs[number - 1].name}"] if number else []
         value: Expression = {"object": {each.name: {"var": each.name}}}
         emitter.add(YieldNode(id=f"yield_{each.name}", value=value, after=after))

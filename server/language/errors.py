@@ -13,7 +13,7 @@ ProgramError
 from __future__ import annotations
 
 import ast
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..program.errors import ProgramError
 
@@ -24,12 +24,22 @@ class Position(NamedTuple):
     line: int
     column: int
 
+    @property
+    def lineno(self) -> int:
+        """The line, under the name that it has in nodes of a syntax tree."""
+        return self.line
+
+
+Place: TypeAlias = Position | ast.expr | ast.stmt
+"""A position, or a node that starts there. Code that may report an error passes nodes, so that
+positions are computed for errors only."""
+
 
 class LanguageError(ProgramError):
     """A text is not a valid program of the language."""
 
-    def __init__(self, code: str, message: str, position: Position) -> None:
-        line, column = position
+    def __init__(self, code: str, message: str, place: Place) -> None:
+        line, column = place if isinstance(place, Position) else position_of(place)
         super().__init__(
             code, f"line {line}, column {column}: {message}", path=f"source:{line}:{column}"
         )
@@ -44,8 +54,8 @@ class SourceSyntaxError(LanguageError):
 class UnsupportedSourceError(LanguageError):
     """The text has a construct that the language lacks."""
 
-    def __init__(self, message: str, position: Position) -> None:
-        super().__init__("language.unsupported", message, position)
+    def __init__(self, message: str, place: Place) -> None:
+        super().__init__("language.unsupported", message, place)
 
 
 class SourceNameError(LanguageError):

@@ -6,7 +6,7 @@ import difflib
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..program.content import Constraint, Json
-from .errors import Position, SourceArgumentError
+from .errors import Place, SourceArgumentError
 
 Kind: TypeAlias = Literal[
     "any", "null", "bool", "number", "text", "list", "object", "message", "stream"
@@ -63,7 +63,7 @@ class CallOptions(NamedTuple):
     is_stream: bool
 
 
-def read_options(options: dict[str, Json], position: Position) -> CallOptions:
+def read_options(options: dict[str, Json], place: Place) -> CallOptions:
     """Return the options of a call.
 
     Raises:
@@ -89,17 +89,17 @@ def read_options(options: dict[str, Json], position: Position) -> CallOptions:
             is_stream = bool(value)
         else:
             constraints.append(name)
-            kind = _add_constraint(output, name, value, position)
+            kind = _add_constraint(output, name, value, place)
     if len(constraints) > 1:
         message = f"a call takes one of `{constraints[0]}` and `{constraints[1]}`"
-        raise SourceArgumentError("language.argument", message, position)
+        raise SourceArgumentError("language.argument", message, place)
     if is_stream and kind not in ("any", "text"):
         message = "`stream=True` gives a text: leave out the type"
-        raise SourceArgumentError("language.argument", message, position)
+        raise SourceArgumentError("language.argument", message, place)
     return CallOptions(output, node, kind, is_stream)
 
 
-def _add_constraint(output: dict[str, Any], name: str, value: Json, position: Position) -> Kind:
+def _add_constraint(output: dict[str, Any], name: str, value: Json, place: Place) -> Kind:
     field = _CONSTRAINTS[name]
     if field != "type":
         output["constraint"] = Constraint(**{field: value})
@@ -110,13 +110,13 @@ def _add_constraint(output: dict[str, Any], name: str, value: Json, position: Po
     if value not in _TYPES:
         known = ", ".join(sorted({*_TYPES, "list"} - {"string"}))
         message = f"unknown type {value!r}: the types are {known}; write other shapes as `schema`"
-        raise SourceArgumentError("language.argument", message, position)
+        raise SourceArgumentError("language.argument", message, place)
     constraint, kind = _TYPES[value]
     output["constraint"] = Constraint(type=constraint)  # type: ignore[arg-type]  # one of _TYPES
     return kind
 
 
-def check_option(name: str, position: Position) -> None:
+def check_option(name: str, place: Place) -> None:
     """Check the name of an option.
 
     Raises:
@@ -129,11 +129,11 @@ def check_option(name: str, position: Position) -> None:
             "`n` is not supported: write `[gen(...) for _ in range(3)]`, whose calls run in "
             "parallel, share the prompt, and have different seeds"
         )
-        raise SourceArgumentError("language.argument", message, position)
+        raise SourceArgumentError("language.argument", message, place)
     similar = difflib.get_close_matches(name, OPTIONS, n=1)
     hint = f"did you mean `{similar[0]}`?" if similar else f"the options are {_listed_options()}"
     message = f"unknown option `{name}`: {hint}"
-    raise SourceArgumentError("language.argument", message, position)
+    raise SourceArgumentError("language.argument", message, place)
 
 
 def _listed_options() -> str:

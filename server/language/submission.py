@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from cachetools import LRUCache
 
 from ..program.decode import revalidate
 from ..program.errors import ProgramError
 from ..program.functions import FunctionSignature
-from ..program.ir import Program, SourceSubmission, Submission
-from ..program.nodes.bodies import walk
+from ..program.ir import Node, Program, SourceSubmission, Submission
 from .compiler import compile_source, locate
 
 CACHED_NODES = 50_000
 """Nodes of all programs that are kept; a text counts as 64."""
+
+
+class _Kept(NamedTuple):
+    """A compiled program, and its share of CACHED_NODES."""
+
+    program: Program
+    size: int
 
 
 class SourceCompiler:
@@ -26,7 +33,7 @@ class SourceCompiler:
 
     def __init__(self, functions: Iterable[FunctionSignature]) -> None:
         self._signatures = {each.name: tuple(each.parameters) for each in functions}
-        self._programs: LRUCache[object, Program] = LRUCache(CACHED_NODES, getsizeof=_size)
+        self._programs: LRUCache[object, _Kept] = LRUCache(CACHED_NODES, lambda kept: kept.size)
         self._lock = threading.Lock()
 
     def compile(self, source: SourceSubmission) -> tuple[Submission, bytes]:
@@ -50,21 +57,23 @@ class SourceCompiler:
     def _program(self, source: SourceSubmission) -> Program:
         key = (source.source, source.language, source.name, frozenset(source.inputs))
         with self._lock:
-            program = self._programs.get(key)
-        if program is None:
-            program = compile_source(
-                source.source,
-                source.language,
-                inputs=source.inputs.keys(),
-                signatures=self._signatures,
-                name=source.name,
-            )
-            if _size(program) <= CACHED_NODES:
-                with self._lock:
-                    self._programs[key] = program
+            kept = self._programs.get(key)
+        if kept is not None:
+            return kept.program
+        program = compile_source(
+            source.source,
+            source.language,
+            inputs=source.inputs.keys(),
+            signatures=self._signatures,
+            name=source.name,
+        )
+        kept = _Kept(program, 64 + _count_nodes(program.nodes))
+        if kept.size <= CACHED_NODES:
+            with self._lock:
+                self._programs[key] = kept
         return program
 
 
-def _size(program: Program) -> int:
-    """Return the number of nodes of a program, and some for the text that is kept with it."""
-    return 64 + sum(1 for _ in walk(program.nodes, ""))
+def _count_nodes(nodes: Iterable[Node]) -> int:
+    """Return the number of nodes and of those in their bodies."""
+    return sum(1 + sum(_count_nodes(body.nodes) for body in node.bodies()) for node in nodes)

@@ -171,6 +171,9 @@ def check_size(source: str) -> None:
 
 def rewrite(source: str) -> str:
     """Replace `StartNewJob:` and `wait a, b` by Python's syntax; positions do not change."""
+    # Searching for a word is many times as fast as the expression, and most texts have neither.
+    if "StartNewJob" not in source and "wait" not in source:
+        return source
     if not _MAY_BE_REWRITTEN.search(source):
         return source
     return _REWRITTEN.sub(_replace, source)
@@ -228,27 +231,42 @@ def _check_tree(tree: ast.Module, text: str) -> NameReads:
         depth += 1
         if num_nodes > MAX_SYNTAX_NODES or depth > MAX_SYNTAX_DEPTH:
             raise _too_large(level[0], is_deep=depth > MAX_SYNTAX_DEPTH)
-        below: list[ast.AST] = []
-        for node in level:
-            if lines is not None:
+        if lines is not None:
+            for node in level:
                 _convert_column(node, lines)
-            kind = type(node)
-            if kind is ast.Name:
-                if type(node.ctx) is ast.Load:  # type: ignore[attr-defined]
-                    reads.setdefault(node.id, []).append(node.lineno)  # type: ignore[attr-defined]
-                continue
-            if kind not in _ALLOWED or kind in _CHECKED:
-                fault = _fault_of(node)
-                if fault is not None:
-                    faults.append(fault)
-                    continue
-            below += children(node)
-            if kind is ast.AugAssign and isinstance(target := vars(node)["target"], ast.Name):
-                reads.setdefault(target.id, []).append(target.lineno)
-        level = below
+        level = _check_level(level, reads, faults)
     if faults:
         raise min(faults, key=lambda fault: (fault.line, fault.column))
     return NameReads(reads)
+
+
+def _check_level(
+    level: list[ast.AST], reads: dict[str, list[int]], faults: list[LanguageError]
+) -> list[ast.AST]:
+    """Check nodes, add what they read and their faults, and return the nodes below them."""
+    below: list[ast.AST] = []
+    for node in level:
+        if type(node) is ast.Name:
+            if type(node.ctx) is ast.Load:
+                reads.setdefault(node.id, []).append(node.lineno)
+            continue
+        names = _CHILD_FIELDS.get(type(node))
+        if names is None or type(node) in _CHECKED:
+            fault = _fault_of(node)
+            if fault is not None:
+                faults.append(fault)
+                continue
+        # As in `children`. A call for each node of a text would take as long as this loop.
+        fields = vars(node)
+        for name in names or ():
+            child = fields.get(name)
+            if type(child) is list:
+                below += child if None not in child else filter(None, child)
+            elif child is not None and type(child) not in _MARKS:
+                below.append(child)
+        if type(node) is ast.AugAssign and isinstance(node.target, ast.Name):
+            reads.setdefault(node.target.id, []).append(node.target.lineno)
+    return below
 
 
 def _too_large(node: ast.AST, *, is_deep: bool) -> SourceTooLargeError:
@@ -293,12 +311,12 @@ def _convert_column(node: ast.AST, lines: list[str]) -> None:
 
 
 def _fault_of(node: ast.AST) -> LanguageError | None:
+    if isinstance(node, ast.Constant):
+        return _constant_fault(node)
     kind = type(node)
     if kind not in _ALLOWED:
         what = _INSTEAD.get(kind, f"`{kind.__name__}` is not part of the language")
         return UnsupportedSourceError(what, position_of(node))
-    if isinstance(node, ast.Constant):
-        return _constant_fault(node)
     if isinstance(node, ast.FormattedValue) and (
         node.conversion != -1 or node.format_spec is not None
     ):
@@ -314,6 +332,8 @@ def _constant_fault(node: ast.Constant) -> LanguageError | None:
     if value is None or isinstance(value, bool):
         return None
     if isinstance(value, str):
+        if value.isascii():
+            return None
         try:
             value.encode()
         except UnicodeEncodeError:

@@ -31,7 +31,11 @@ MAX_LITERAL_NODES = 1_000
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MARKER = re.compile(r"<[^<>,\s]+>")
+_IN_SLOT = re.compile(r"""['"\[\](){},]""")
+"""Characters that may end a part of a slot, or keep others from it."""
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
+_NUMBER = re.compile(r"[1-9][0-9]{0,17}|0")
+"""The numbers that need no parser."""
 _BARE_TYPES = frozenset({"str", "int", "float", "bool", "list", "string"})
 _WORDS: dict[str, Json] = {"true": True, "false": False, "null": None}
 
@@ -65,7 +69,8 @@ def parse_template(text: str, start: Position = TEXT_START) -> list[Part]:
         SourceSyntaxError: `language.template`.
         SourceArgumentError: `language.argument` for an unknown option.
     """
-    return _Template(text, start).parts()
+    with without_warnings():
+        return _Template(text, start).parts()
 
 
 class _Template:
@@ -74,6 +79,8 @@ class _Template:
     def __init__(self, text: str, start: Position) -> None:
         self._text = text
         self._start = start
+        self._line_start = self._line = self._counted = 0
+        """Where the line of the last position starts, its number, and the offset."""
 
     def parts(self) -> list[Part]:
         parts: list[Part] = []
@@ -141,7 +148,10 @@ class _Template:
         items: list[tuple[int, str]] = []
         start = here = opening + 2
         depth = 0
-        while here < len(text) and here - opening <= MAX_SLOT_LENGTH:
+        while (found := _IN_SLOT.search(text, here)) is not None:
+            here = found.start()
+            if here - opening > MAX_SLOT_LENGTH:
+                break
             character = text[here]
             if character in "'\"":
                 here = self._string_end(here)
@@ -175,12 +185,12 @@ class _Template:
             return text
         if text in _WORDS:
             return _WORDS[text]
+        if _NUMBER.fullmatch(text):
+            return int(text)
         # A docstring may contain a line break where its author wrote '\\n' in quotes.
         for spelling in (text, text.replace("\n", "\\n")):
             with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
-                with without_warnings():
-                    tree = ast.parse(spelling, mode="eval")
-                return _literal(tree.body)
+                return _literal(ast.parse(spelling, mode="eval").body)
         message = (
             f"`{key}` has the value {text[:40]!r}, which is not a literal: write a text in quotes, "
             "a number, a list or a marker as <|end|>"
@@ -188,10 +198,16 @@ class _Template:
         raise SourceSyntaxError("language.template", message, self._position(offset))
 
     def _position(self, offset: int) -> Position:
-        line = self._text.count("\n", 0, offset)
-        column = offset - (self._text.rfind("\n", 0, offset) + 1)
+        """Return the position of an offset; offsets ascend from call to call.
+
+        Counting from the last offset keeps the cost linear in the text, however many slots it has.
+        """
+        self._line += self._text.count("\n", self._counted, offset)
+        self._line_start = max(self._line_start, self._text.rfind("\n", self._counted, offset) + 1)
+        self._counted = offset
         first_line, first_column = self._start
-        return Position(first_line + line, column + (1 if line else first_column))
+        column = offset - self._line_start
+        return Position(first_line + self._line, column + (1 if self._line else first_column))
 
     def _refuse(self, message: str, offset: int) -> NoReturn:
         raise SourceSyntaxError("language.template", message, self._position(offset))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...program.ir import Node
 from ..syntax import NameReads
 from .emitter import Emitter, Flow
-from .scope import BREAK, RETURN, Binding, NameScope, Unassigned
+from .scope import BREAK, RETURN, NameScope, Unassigned
 from .values import NULL, Value, common_kind, var
 
 
@@ -68,7 +68,11 @@ class NeededNames(NamedTuple):
 
 
 def merge_branches(
-    emitter: Emitter, scope: NameScope, branches: Sequence[Branch], needed: NeededNames, what: str
+    emitter: Emitter,
+    scope: NameScope,
+    branches: Sequence[Branch],
+    needed: Callable[[], NeededNames],
+    what: str,
 ) -> dict[str, list[str]]:
     """Bind the names that branches assigned in the scope around them.
 
@@ -76,18 +80,21 @@ def merge_branches(
         emitter: of the program.
         scope: the scope around the branches.
         branches: all of them.
-        needed: the names that are read outside of the branches.
+        needed: returns the names that are read outside of the branches.
         what: the statement, for messages (`if`).
 
     Returns: the variables to merge, to the variable of each branch.
     """
     merges: dict[str, list[str]] = {}
-    changed = {name: None for branch in branches for name in branch.scope.changed}
+    changed = {name: None for branch in branches for name in branch.scope.bindings}
+    if not changed:
+        return merges
+    outside = needed()
     for name in changed:
-        bindings = [branch.scope.bindings.get(name) for branch in branches]
+        bindings = [branch.scope.bound(name) for branch in branches]
         if name in (BREAK, RETURN):
             bindings = [NULL if each is None else each for each in bindings]
-        elif not needed.has(name):
+        elif not outside.has(name):
             scope.bind(name, Unassigned(f"is visible only inside of the {what}"))
             continue
         values = [each for each in bindings if isinstance(each, Value)]
@@ -123,7 +130,7 @@ def carried_names(
     """
     carried: dict[str, Value] = {}
     for name in sorted(assigned):
-        before: Binding | None = scope.bindings.get(name)
+        before = scope.bound(name)
         if isinstance(before, Value):
             carried[name] = before
         elif runs and needed.has(name):

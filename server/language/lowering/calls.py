@@ -59,7 +59,7 @@ def lower_call(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: str | N
             message = f"`{name}` takes no named arguments"
             raise SourceArgumentError("language.argument", message, position_of(node))
         arguments = [lowerer.lower(each, scope) for each in node.args]
-        return call_function(name, arguments, position_of(node))
+        return call_function(name, arguments, node)
     if name in _STATEMENTS:
         raise SourceNameError("language.unknown_function", _STATEMENTS[name], position_of(node))
     return _lower_native(lowerer, node, name, scope, hint)
@@ -121,7 +121,7 @@ def _lower_attribute(
         raise SourceArgumentError("language.argument", message, position_of(node))
     value = lowerer.lower(function.value, scope)
     arguments = [lowerer.lower(each, scope) for each in node.args]
-    return call_method(function.attr, value, arguments, position_of(node))
+    return call_method(function.attr, value, arguments, node)
 
 
 def is_native(lowerer: Lowerer, function: ast.Attribute, scope: NameScope) -> bool:

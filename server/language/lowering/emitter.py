@@ -16,7 +16,7 @@ from typing import Any
 
 from ...program.content import Expression
 from ...program.ir import ExprNode, Job, Node
-from ..errors import Position, SourceTooLargeError, position_of
+from ..errors import Place, Position, SourceTooLargeError
 from ..options import Kind
 from .values import Value, var
 
@@ -30,12 +30,14 @@ MAX_LAST_NODES = 8
 MAX_NAME = 100
 """Characters of a name; a number may be appended."""
 
-_WORD = re.compile(r"\W")
+_NOT_WORD = re.compile(r"\W")
 _START = re.compile(r"[A-Za-z_]")
 
 
 class Flow:
     """The control flow of one job within one block."""
+
+    __slots__ = ("barriers", "has_effects", "has_waits", "job", "last")
 
     def __init__(self, job: str, barriers: tuple[str, ...], last: tuple[str, ...]) -> None:
         self.job = job
@@ -56,8 +58,8 @@ class Emitter:
         """The nodes of the block that is being compiled."""
         self.flow = Flow("main", (), ())
         self.jobs: dict[str, Job] = {}
-        self.position = Position(1, 1)
-        """Position of the statement that is being compiled."""
+        self.place: Place = Position(1, 1)
+        """The statement that is being compiled."""
         self.priority = 0
         self.depth = 0
         """Bodies around the block."""
@@ -74,15 +76,17 @@ class Emitter:
 
     # --- names ----------------------------------------------------------------------------
 
-    def reserve(self, name: str) -> None:
-        """Keep a name for an input or a variable of the main program."""
-        self._taken.add(name)
+    def reserve(self, *names: str) -> None:
+        """Keep names for inputs or variables of the main program."""
+        self._taken.update(names)
 
     def unique(self, hint: str) -> str:
         """Return a new name of a variable, a node or a job."""
-        base = _WORD.sub("_", hint)[:MAX_NAME]
-        if not _START.match(base):
-            base = f"v_{base}"
+        base = hint[:MAX_NAME]
+        if not (base.isascii() and base.isidentifier()):
+            base = _NOT_WORD.sub("_", base)
+            if not _START.match(base):
+                base = f"v_{base}"
         name = base
         while name in self._taken:
             number = self._next_suffix.get(base, 2)
@@ -127,7 +131,7 @@ class Emitter:
     def too_large(self, what: str) -> SourceTooLargeError:
         """Return the error of a program that is too large."""
         message = f"the program would have {what}"
-        return SourceTooLargeError("language.too_large", message, self.position)
+        return SourceTooLargeError("language.too_large", message, self.place)
 
     def common(self, *, is_ordered: bool = False) -> dict[str, Any]:
         """Return the fields `job`, `after` and `meta` of a node at this point.
@@ -136,14 +140,12 @@ class Emitter:
             is_ordered: the node is a `yield` or `kill`.
         """
         flow = self.flow
-        after = dict.fromkeys(flow.barriers)
-        if is_ordered:
-            after |= dict.fromkeys(flow.last)
-        fields: dict[str, Any] = {"meta": {"line": self.position.line}}
+        fields: dict[str, Any] = {"meta": {"line": self.place.lineno}}
         if flow.job != "main":
             fields["job"] = flow.job
+        after = flow.barriers + flow.last if is_ordered else flow.barriers
         if after:
-            fields["after"] = list(after)
+            fields["after"] = list(dict.fromkeys(after))
         if self.priority:
             fields["priority"] = self.priority
         return fields
@@ -165,12 +167,16 @@ class Emitter:
     def mark_control(self, node_id: str, bodies: list[Flow]) -> None:
         """Order later nodes after a node whose bodies have `yield`s, `kill`s or `wait`s."""
         flow = self.flow
-        if any(body.has_effects for body in bodies):
+        has_effects = has_waits = False
+        for body in bodies:
+            has_effects = has_effects or body.has_effects
+            has_waits = has_waits or body.has_waits
+        if has_effects:
             flow.has_effects = True
             flow.last = (*flow.last, node_id)
             if len(flow.last) > MAX_LAST_NODES:
                 flow.last = (self.joined(flow.last),)
-        if any(body.has_waits for body in bodies):
+        if has_waits:
             flow.has_waits = True
             flow.barriers = (*flow.barriers, node_id)
             if len(flow.barriers) > MAX_LAST_NODES:
@@ -207,18 +213,9 @@ class Emitter:
 
     # --- blocks ---------------------------------------------------------------------------
 
-    @contextmanager
-    def body(self, *, is_ordered: bool = True) -> Iterator[tuple[list[Node], Flow]]:
+    def body(self, *, is_ordered: bool = True) -> _BodyContext:
         """Compile into a new block, the body of a node; its order continues that of the flow."""
-        outer_block, outer_flow = self.block, self.flow
-        last = outer_flow.last if is_ordered else ()
-        self.block, self.flow = [], Flow(outer_flow.job, (), last)
-        self.depth += 1
-        try:
-            yield self.block, self.flow
-        finally:
-            self.depth -= 1
-            self.block, self.flow = outer_block, outer_flow
+        return _BodyContext(self, is_ordered=is_ordered)
 
     @contextmanager
     def inside(self, block: list[Node]) -> Iterator[None]:
@@ -229,23 +226,62 @@ class Emitter:
         finally:
             self.block = outer
 
-    @contextmanager
-    def job(self, name: str, job: Job) -> Iterator[None]:
+    def job(self, name: str, job: Job) -> _JobContext:
         """Compile into a job: an independent control flow that starts at this point."""
-        outer = self.flow
         self.jobs[name] = job
-        self.flow = Flow(name, outer.barriers, outer.last)
-        try:
-            yield
-        finally:
-            self.flow, inner = outer, self.flow
-            outer.has_effects = outer.has_effects or inner.has_effects
+        return _JobContext(self, name)
 
     @contextmanager
     def at(self, node: ast.stmt | ast.expr) -> Iterator[None]:
         """Give nodes the position of a statement."""
-        outer, self.position = self.position, position_of(node)
+        outer, self.place = self.place, node
         try:
             yield
         finally:
-            self.position = outer
+            self.place = outer
+
+
+# Classes, because every `if` and every job enters such a context, and one that is written as a
+# generator costs several times as much.
+
+
+class _BodyContext:
+    """The context of `Emitter.body`: nodes go into the body of a node."""
+
+    __slots__ = ("_block", "_emitter", "_flow", "_is_ordered")
+
+    def __init__(self, emitter: Emitter, *, is_ordered: bool) -> None:
+        self._emitter = emitter
+        self._is_ordered = is_ordered
+
+    def __enter__(self) -> tuple[list[Node], Flow]:
+        emitter = self._emitter
+        self._block, self._flow = emitter.block, emitter.flow
+        last = self._flow.last if self._is_ordered else ()
+        emitter.block, emitter.flow = [], Flow(self._flow.job, (), last)
+        emitter.depth += 1
+        return emitter.block, emitter.flow
+
+    def __exit__(self, *_: object) -> None:
+        emitter = self._emitter
+        emitter.depth -= 1
+        emitter.block, emitter.flow = self._block, self._flow
+
+
+class _JobContext:
+    """The context of `Emitter.job`: nodes belong to a job."""
+
+    __slots__ = ("_emitter", "_name", "_outer")
+
+    def __init__(self, emitter: Emitter, name: str) -> None:
+        self._emitter = emitter
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._outer = self._emitter.flow
+        self._emitter.flow = Flow(self._name, self._outer.barriers, self._outer.last)
+
+    def __exit__(self, *_: object) -> None:
+        inner = self._emitter.flow
+        self._emitter.flow = self._outer
+        self._outer.has_effects = self._outer.has_effects or inner.has_effects

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NoReturn, TypeAlias
 
 from ...program.content import Expression, Json
 from ..errors import SourceArgumentError, UnsupportedSourceError, position_of
@@ -43,6 +44,12 @@ _COMPARISONS: Final[dict[type[ast.cmpop], Callable[[Expression, Expression], Exp
 }
 
 
+_IDENTITY: Final[frozenset[type[ast.cmpop]]] = frozenset({ast.Is, ast.IsNot})
+
+_LowerKind: TypeAlias = Callable[[Any, NameScope, str | None], Value]
+"""Lowers expressions of one kind."""
+
+
 class ExpressionLowerer:
     """Lowers the expressions of one text."""
 
@@ -53,7 +60,8 @@ class ExpressionLowerer:
         """Positive inside of an `each`, where no node can be made."""
         self.inline = inliner
         lists = ComprehensionLowerer(self)
-        self._lowerers: dict[type[ast.expr], Callable[[Any, NameScope], Value]] = {
+        self._lowerers: dict[type[ast.expr], _LowerKind] = {
+            ast.Call: partial(calls.lower_call, self),
             ast.Constant: self._constant,
             ast.Name: self._name,
             ast.List: self._list,
@@ -65,10 +73,9 @@ class ExpressionLowerer:
             ast.UnaryOp: self._unary,
             ast.BoolOp: self._logical,
             ast.Compare: self._compare,
+            ast.IfExp: lists.conditional,
+            ast.ListComp: lists.comprehension,
         }
-        self._named_lowerers: dict[
-            type[ast.expr], Callable[[Any, NameScope, str | None], Value]
-        ] = {ast.IfExp: lists.conditional, ast.ListComp: lists.comprehension}
 
     def lower(self, node: ast.expr, scope: NameScope, hint: str | None = None) -> Value:
         """Return the value of an expression.
@@ -82,20 +89,10 @@ class ExpressionLowerer:
             LanguageError: if the expression is not valid.
         """
         self.emitter.count_work()
-        if isinstance(node, ast.Call):
-            return calls.lower_call(self, node, scope, hint)
-        if isinstance(node, ast.Subscript) and calls.is_answer_text(node, scope):
-            return calls.lower_answer_text(self, node, scope, hint)
-        named = self._named_lowerers.get(type(node))
-        if named is not None:
-            return named(node, scope, hint)
         lowerer = self._lowerers.get(type(node))
         if lowerer is None:
-            message = f"`{type(node).__name__}` cannot be used as a value"
-            if isinstance(node, ast.Attribute):
-                message = f"attributes are not supported: write ['{node.attr}'] after the value"
-            raise UnsupportedSourceError(message, position_of(node))
-        return lowerer(node, scope)
+            _refuse(node)
+        return lowerer(node, scope, hint)
 
     def constant(self, node: ast.expr, scope: NameScope, what: str) -> Json:
         """Return the value of an expression that must be known when the text is compiled.
@@ -103,6 +100,9 @@ class ExpressionLowerer:
         Raises:
             SourceArgumentError: `language.constant`.
         """
+        if type(node) is ast.Constant:
+            self.emitter.count_work()
+            return node.value
         try:
             return self.lower(node, scope).constant()
         except NotConstantError:
@@ -114,7 +114,7 @@ class ExpressionLowerer:
 
     # --- literals -------------------------------------------------------------------------
 
-    def _constant(self, node: ast.Constant, scope: NameScope) -> Value:
+    def _constant(self, node: ast.Constant, scope: NameScope, hint: str | None) -> Value:
         value = node.value
         if isinstance(value, str):
             return Value(value, "text")
@@ -122,29 +122,29 @@ class ExpressionLowerer:
             return NULL
         return Value(value, "bool" if isinstance(value, bool) else "number")
 
-    def _name(self, node: ast.Name, scope: NameScope) -> Value:
+    def _name(self, node: ast.Name, scope: NameScope, hint: str | None) -> Value:
         return scope.read(node)
 
-    def _list(self, node: ast.List | ast.Tuple, scope: NameScope) -> Value:
+    def _list(self, node: ast.List | ast.Tuple, scope: NameScope, hint: str | None) -> Value:
         return Value([self.lower(item, scope).expression for item in node.elts], "list")
 
-    def _dict(self, node: ast.Dict, scope: NameScope) -> Value:
+    def _dict(self, node: ast.Dict, scope: NameScope, hint: str | None) -> Value:
         fields: dict[str, Expression] = {}
         for key, item in zip(node.keys, node.values, strict=True):
             if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
                 where = node if key is None else key
                 message = "keys of a dict must be strings, as in {'name': value}"
                 raise SourceArgumentError("language.type", message, position_of(where))
-            hint = None
+            variable = None
             if isinstance(item, ast.Call) and calls.makes_variable(item, scope):
-                hint = self.emitter.unique(key.value)
-            fields[key.value] = self.lower(item, scope, hint).expression
+                variable = self.emitter.unique(key.value)
+            fields[key.value] = self.lower(item, scope, variable).expression
         if "role" in fields and "context" in fields and "content" not in fields:
             # The key of a message's text in the essay that this language comes from.
             fields["content"] = fields.pop("context")
         return Value({"object": fields}, "object")
 
-    def _f_string(self, node: ast.JoinedStr, scope: NameScope) -> Value:
+    def _f_string(self, node: ast.JoinedStr, scope: NameScope, hint: str | None) -> Value:
         pieces = []
         for part in node.values:
             inner = part.value if isinstance(part, ast.FormattedValue) else part
@@ -157,7 +157,7 @@ class ExpressionLowerer:
 
     # --- operators ------------------------------------------------------------------------
 
-    def _binary(self, node: ast.BinOp, scope: NameScope) -> Value:
+    def _binary(self, node: ast.BinOp, scope: NameScope, hint: str | None) -> Value:
         if isinstance(node.op, ast.Add):
             return self._sum(node, scope)
         name, symbol = _NUMERIC[type(node.op)]
@@ -207,9 +207,9 @@ class ExpressionLowerer:
         """Return an operand of `+`: a message is added to a text as its text."""
         if value.kind == "stream" or (value.kind == "message" and other.kind != "list"):
             return text_of(value)
-        return value._replace(kind="object") if value.kind == "message" else value
+        return Value(value.expression, "object") if value.kind == "message" else value
 
-    def _unary(self, node: ast.UnaryOp, scope: NameScope) -> Value:
+    def _unary(self, node: ast.UnaryOp, scope: NameScope, hint: str | None) -> Value:
         value = self.lower(node.operand, scope)
         if isinstance(node.op, ast.Not):
             return Value({"not": [value.expression]}, "bool")
@@ -224,17 +224,17 @@ class ExpressionLowerer:
             return Value(-expression, "number")
         return Value({"sub": [0, expression]}, "number")
 
-    def _logical(self, node: ast.BoolOp, scope: NameScope) -> Value:
+    def _logical(self, node: ast.BoolOp, scope: NameScope, hint: str | None) -> Value:
         name = "and" if isinstance(node.op, ast.And) else "or"
         operands = [self.lower(operand, scope) for operand in node.values]
         kind = common_kind([operand.kind for operand in operands])
         return Value({name: [operand.expression for operand in operands]}, kind)
 
-    def _compare(self, node: ast.Compare, scope: NameScope) -> Value:
+    def _compare(self, node: ast.Compare, scope: NameScope, hint: str | None) -> Value:
         values = [text_of(self.lower(each, scope)) for each in (node.left, *node.comparators)]
         tests = []
         for operator, left, right in zip(node.ops, values, values[1:], strict=False):
-            if isinstance(operator, ast.Is | ast.IsNot) and NULL not in (left, right):
+            if type(operator) in _IDENTITY and NULL not in (left, right):
                 message = "`is` compares with None only: write `==`"
                 raise UnsupportedSourceError(message, position_of(node))
             tests.append(_COMPARISONS[type(operator)](left.expression, right.expression))
@@ -242,7 +242,9 @@ class ExpressionLowerer:
 
     # --- access ---------------------------------------------------------------------------
 
-    def _subscript(self, node: ast.Subscript, scope: NameScope) -> Value:
+    def _subscript(self, node: ast.Subscript, scope: NameScope, hint: str | None) -> Value:
+        if calls.is_answer_text(node, scope):
+            return calls.lower_answer_text(self, node, scope, hint)
         value = self.lower(node.value, scope)
         if isinstance(node.slice, ast.Slice):
             return self._slice(value, node.slice, scope)
@@ -273,6 +275,14 @@ class ExpressionLowerer:
     def text(self, node: ast.expr, scope: NameScope) -> Expression:
         """Return an expression for the text of a value."""
         return as_text(self.lower(node, scope))
+
+
+def _refuse(node: ast.expr) -> NoReturn:
+    """Refuse an expression that has no value."""
+    message = f"`{type(node).__name__}` cannot be used as a value"
+    if isinstance(node, ast.Attribute):
+        message = f"attributes are not supported: write ['{node.attr}'] after the value"
+    raise UnsupportedSourceError(message, node)
 
 
 def _operands_of(value: Value) -> list[Expression]:

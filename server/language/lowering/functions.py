@@ -8,6 +8,7 @@ is an output as well: `def write(task, code: Output(max_tokens=200))`.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,9 @@ class FunctionInliner:
         self._lowerer = lowerer
         self._run_body = run_body
         self._active: list[ast.FunctionDef] = []
+        self._docstrings: dict[ast.FunctionDef, str | None] = {}
+        """Of the functions that have been called, if they are semantic functions."""
+        self._prompts: dict[ast.FunctionDef, list[Part]] = {}
 
     def __call__(
         self, source: FunctionSource, node: ast.Call, scope: NameScope, hint: str | None
@@ -51,7 +55,7 @@ class FunctionInliner:
             too_deep(node)
         self._active.append(definition)
         try:
-            text = docstring_of(definition)
+            text = self._docstring(definition)
             if text is not None:
                 return self._call_semantic(definition, text, node, scope, hint)
             arguments, _ = self._bind(definition, node, scope)
@@ -98,7 +102,7 @@ class FunctionInliner:
         if missing:
             message = f"`{definition.name}` needs an argument `{missing[0]}`"
             raise SourceArgumentError("language.argument", message, position_of(node))
-        if others and docstring_of(definition) is None:
+        if others and self._docstring(definition) is None:
             message = f"`{definition.name}` has no parameter `{others[0].arg}`"
             raise SourceArgumentError("language.argument", message, position_of(others[0].value))
         shared = {name: self._shared(name, value) for name, value in values.items()}
@@ -109,7 +113,7 @@ class FunctionInliner:
         if value.is_inline or self._lowerer.is_pure:
             return value
         made = self._lowerer.emitter.expr(value.expression, name, value.kind)
-        return made._replace(definition=value.expression)
+        return Value(made.expression, made.kind, value.expression)
 
     # --- semantic functions ---------------------------------------------------------------
 
@@ -124,26 +128,26 @@ class FunctionInliner:
         arguments, others = self._bind(definition, node, scope)
         options = self._named_options(others, scope)
         model = options.pop("model", None)
-        parts = parse_template(text, Position(definition.lineno, 1))
-        parts = [self._output_parameter(definition, part, scope) for part in parts]
+        parts = self._parts(definition, text, scope)
         slots = [part for part in parts if isinstance(part, OutputSlot)]
         if not slots:
             message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
             raise SourceArgumentError("language.argument", message, position_of(definition))
         emitter = self._lowerer.emitter
-        outputs: dict[str, Value] = {}
+        values = dict(arguments)
         segments: list[Segment] = []
         for part in trimmed(parts):
             if isinstance(part, OutputSlot):
                 name = hint if hint is not None and len(slots) == 1 else emitter.unique(part.name)
                 segments.append(output_segment(part, name, options))
-                outputs[part.name] = var(name, slot_kind(part, options))
+                values[part.name] = var(name, slot_kind(part, options))
                 model = model or part.model
             else:
-                segments = joined_texts(segments + self._segments(part, {**arguments, **outputs}))
+                segments += self._segments(part, values)
+        segments = joined_texts(segments)
         emitter.count_text(sum(len(each.text) for each in segments if each.text is not UNSET))
         fields: dict[str, Any] = {} if model in (None, "default") else {"model": model}
-        node_fields = read_options(options, position_of(node)).node
+        node_fields = read_options(options, node).node
         emitter.add(
             GenerateNode(
                 id=emitter.unique(definition.name),
@@ -152,29 +156,45 @@ class FunctionInliner:
                 **(emitter.common() | node_fields),
             )
         )
-        values = list(outputs.values())
-        return values[0] if len(values) == 1 else Value([v.expression for v in values], "list")
+        outputs = [values[name] for name in dict.fromkeys(slot.name for slot in slots)]
+        return outputs[0] if len(outputs) == 1 else Value([v.expression for v in outputs], "list")
 
     def _named_options(self, others: list[ast.keyword], scope: NameScope) -> dict[str, Json]:
         options: dict[str, Json] = {}
         for keyword in others:
             assert keyword.arg is not None
             if keyword.arg != "model":
-                check_option(keyword.arg, position_of(keyword.value))
+                check_option(keyword.arg, keyword.value)
             options[keyword.arg] = self._lowerer.constant(keyword.value, scope, f"`{keyword.arg}`")
         return options
 
-    def _output_parameter(self, definition: ast.FunctionDef, part: Part, scope: NameScope) -> Part:
-        """Return the output slot of `{{name}}` if the parameter is annotated as `Output`."""
-        if not isinstance(part, InputSlot):
-            return part
-        for parameter in parameters_of(definition):
-            if parameter.arg == part.name and is_output(parameter):
-                options: dict[str, Json] = {}
-                if isinstance(parameter.annotation, ast.Call):
-                    options = self._named_options(parameter.annotation.keywords, scope)
-                return OutputSlot(part.name, options, "", options.pop("model", None), part.position)
-        return part
+    def _docstring(self, definition: ast.FunctionDef) -> str | None:
+        if definition not in self._docstrings:
+            self._docstrings[definition] = docstring_of(definition)
+        return self._docstrings[definition]
+
+    def _parts(self, definition: ast.FunctionDef, text: str, scope: NameScope) -> list[Part]:
+        """Return the prompt of a semantic function, with its output parameters as output slots."""
+        parts = self._prompts.get(definition)
+        if parts is None:
+            parts = parse_template(text, Position(definition.lineno, 1))
+            self._prompts[definition] = parts
+        outputs = {each.arg: each for each in parameters_of(definition) if is_output(each)}
+        if not outputs:
+            return parts
+        return [
+            self._output_slot(part, outputs[part.name], scope)
+            if isinstance(part, InputSlot) and part.name in outputs
+            else part
+            for part in parts
+        ]
+
+    def _output_slot(self, slot: InputSlot, parameter: ast.arg, scope: NameScope) -> OutputSlot:
+        """Return the output that `{{name}}` means if the parameter is annotated as `Output`."""
+        options: dict[str, Json] = {}
+        if isinstance(parameter.annotation, ast.Call):
+            options = self._named_options(parameter.annotation.keywords, scope)
+        return OutputSlot(slot.name, options, "", options.pop("model", None), slot.position)
 
     def _segments(self, part: str | InputSlot, values: dict[str, Value]) -> list[Segment]:
         if isinstance(part, str):
@@ -201,18 +221,18 @@ def trimmed(parts: list[Part]) -> list[Part]:
 def joined_texts(segments: list[Segment]) -> list[Segment]:
     """Join adjacent literal texts if both or neither may have control tokens."""
     joined: list[Segment] = []
-    for segment in segments:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and isinstance(segment.text, str)
-            and isinstance(last.text, str)
-            and segment.special == last.special
-        ):
-            joined[-1] = Segment(text=last.text + segment.text, special=last.special)
+    for is_special, run in itertools.groupby(segments, _may_have_control_tokens):
+        if is_special is None:
+            joined += run
         else:
-            joined.append(segment)
+            text = "".join(each.text for each in run if isinstance(each.text, str))
+            joined.append(Segment(text=text, special=is_special))
     return joined
+
+
+def _may_have_control_tokens(segment: Segment) -> bool | None:
+    """Return whether a literal text may have control tokens; None for any other segment."""
+    return segment.special if isinstance(segment.text, str) else None
 
 
 def output_segment(slot: OutputSlot, variable: str, defaults: dict[str, Json]) -> Segment:

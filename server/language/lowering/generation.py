@@ -13,13 +13,14 @@ from msgspec import UNSET
 
 from ...program.content import Expression, Json, Message, Output, Segment
 from ...program.ir import GenerateNode
-from ..errors import Position, SourceArgumentError, position_of
+from ..errors import Place, SourceArgumentError
 from ..options import TOOL_FIELDS, CallOptions, Kind, check_option, read_options
 from .interfaces import Lowerer
 from .scope import NameScope
 from .values import Value, text_of, var
 
 _MESSAGE_FIELDS: Final = frozenset({"role", "content", "name", "tool_call_id"})
+_TYPE_NAMES: Final = frozenset({"str", "int", "float", "bool", "list"})
 _SPECIAL_STARTS = ("<", "[")
 """Characters that control tokens start with."""
 
@@ -31,15 +32,15 @@ def _options_of(lowerer: Lowerer, node: ast.Call, scope: NameScope, *known: str)
         name = keyword.arg
         if name is None:
             message = "`**` is not supported: write the options"
-            raise SourceArgumentError("language.argument", message, position_of(keyword.value))
+            raise SourceArgumentError("language.argument", message, keyword.value)
         if name in known:
             continue
-        check_option(name, position_of(keyword.value))
-        match keyword.value:
-            case ast.Name(id=("str" | "int" | "float" | "bool" | "list") as type_name):
-                options[name] = type_name
-            case value:
-                options[name] = lowerer.constant(value, scope, f"`{name}`")
+        value = keyword.value
+        check_option(name, value)
+        if type(value) is ast.Name and value.id in _TYPE_NAMES:
+            options[name] = value.id
+        else:
+            options[name] = lowerer.constant(value, scope, f"`{name}`")
     return options
 
 
@@ -69,9 +70,9 @@ def lower_llm_chat(
     model = by_name.get("model") or (arguments.pop() if arguments else None)
     if messages is None or arguments:
         message = "write `llm_chat(model, messages)` or `llm_chat(messages)`"
-        raise SourceArgumentError("language.argument", message, position_of(node))
+        raise SourceArgumentError("language.argument", message, node)
     options = _options_of(lowerer, node, scope, "model", "messages")
-    read = read_options(options, position_of(node))
+    read = read_options(options, node)
     given = lowerer.lower(messages, scope)
     emitter = lowerer.emitter
     variable = hint or emitter.unique("answer")
@@ -83,7 +84,7 @@ def lower_llm_chat(
     emitter.add(
         GenerateNode(
             id=variable,
-            messages=messages_of(lowerer, given, position_of(messages)),
+            messages=messages_of(lowerer, given, messages),
             output=Output(**output),
             **_model(lowerer, model, scope),
             **(emitter.common() | read.node),
@@ -108,11 +109,11 @@ def lower_gen(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: str | No
     prompt = by_name.get("prompt") or (arguments.pop(0) if arguments else None)
     if prompt is None or arguments:
         message = "write `gen(prompt, max_tokens=..., ...)`"
-        raise SourceArgumentError("language.argument", message, position_of(node))
-    read = read_options(_options_of(lowerer, node, scope, "prompt", "model"), position_of(node))
+        raise SourceArgumentError("language.argument", message, node)
+    read = read_options(_options_of(lowerer, node, scope, "prompt", "model"), node)
     if TOOL_FIELDS & read.node.keys():
         message = "tools need a chat template: use `llm_chat`"
-        raise SourceArgumentError("language.argument", message, position_of(node))
+        raise SourceArgumentError("language.argument", message, node)
     segments = prompt_segments(lowerer.text(prompt, scope))
     lowerer.emitter.count_text(sum(len(each.text) for each in segments if each.text is not UNSET))
     variable = hint or lowerer.emitter.unique("text")
@@ -138,7 +139,7 @@ def _model(lowerer: Lowerer, node: ast.expr | None, scope: NameScope) -> dict[st
     is_list = isinstance(model, list) and model and all(isinstance(each, str) for each in model)
     if not is_name and not is_list:
         message = "a model is a name, or a list of names of which any will do"
-        raise SourceArgumentError("language.argument", message, position_of(node))
+        raise SourceArgumentError("language.argument", message, node)
     return {} if model == "default" else {"model": model}
 
 
@@ -160,7 +161,7 @@ def prompt_segments(expression: Expression) -> list[Segment]:
     return segments
 
 
-def messages_of(lowerer: Lowerer, value: Value, position: Position) -> list[Message]:
+def messages_of(lowerer: Lowerer, value: Value, place: Place) -> list[Message]:
     """Return the messages of a call.
 
     Raises:
@@ -170,7 +171,7 @@ def messages_of(lowerer: Lowerer, value: Value, position: Position) -> list[Mess
         return [_message({"role": "user", "content": text_of(value).expression}, lowerer)]
     if value.kind not in ("list", "any"):
         message = f"messages must be a list, got {value.kind}: write [user('...')]"
-        raise SourceArgumentError("language.type", message, position)
+        raise SourceArgumentError("language.type", message, place)
     messages = []
     for part in _list_parts(value.expression):
         if isinstance(part, dict) and "object" in part and _is_plain(part["object"]):
@@ -180,7 +181,7 @@ def messages_of(lowerer: Lowerer, value: Value, position: Position) -> list[Mess
             messages.append(Message(splice=name))
         else:
             message = "an element of a list of messages must be a message: write user('...')"
-            raise SourceArgumentError("language.type", message, position)
+            raise SourceArgumentError("language.type", message, place)
     return messages
 
 

@@ -8,6 +8,7 @@ a node whose handlers are chosen by error codes.
 from __future__ import annotations
 
 import ast
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from msgspec import UNSET
@@ -326,7 +327,7 @@ def lower_try(statements: StatementRunner, node: ast.Try, scope: NameScope) -> N
             inner = scope.branch()
             statements.run(body, inner)
         branches.append(Branch(block, flow, inner))
-    needed = statements.reads.outside([node])
+    needed = partial(statements.reads.outside, [node])
     merges = merge_branches(emitter, scope, branches, needed, "`try`")
     handlers = [
         Handler(codes=list(each), body=branch.block)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ...program.content import Expression
-from ..errors import Position, SourceArgumentError, SourceNameError
+from ..errors import Place, SourceArgumentError, SourceNameError
 from ..options import Kind
 from .values import Value, as_text, element, text_of
 
@@ -128,18 +128,18 @@ _ELSEWHERE: Final = {
 }
 
 
-def call_function(name: str, arguments: Sequence[Value], position: Position) -> Value:
+def call_function(name: str, arguments: Sequence[Value], place: Place) -> Value:
     """Return the value of a function of values.
 
     Raises:
         SourceArgumentError: `language.argument` for a wrong number of arguments.
     """
     function = FUNCTIONS[name]
-    _check_count(name, function, len(arguments), position)
+    _check_count(name, function, len(arguments), place)
     return function.build(arguments)
 
 
-def call_method(name: str, value: Value, arguments: Sequence[Value], position: Position) -> Value:
+def call_method(name: str, value: Value, arguments: Sequence[Value], place: Place) -> Value:
     """Return the value of a method.
 
     Raises:
@@ -151,20 +151,20 @@ def call_method(name: str, value: Value, arguments: Sequence[Value], position: P
         similar = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"did you mean `{similar[0]}`?" if similar else f"the methods are {_listed(METHODS)}"
         message = _ELSEWHERE.get(name, f"unknown method `{name}`: {hint}")
-        raise SourceNameError("language.unknown_function", message, position)
-    _check_count(name, method, len(arguments), position)
+        raise SourceNameError("language.unknown_function", message, place)
+    _check_count(name, method, len(arguments), place)
     receiver = text_of(value) if name == "contains" else value
     return method.build([receiver, *map(text_of, arguments)])
 
 
-def _check_count(name: str, function: PureFunction, count: int, position: Position) -> None:
+def _check_count(name: str, function: PureFunction, count: int, place: Place) -> None:
     if function.least <= count <= function.most:
         return
     expected = str(function.least)
     if function.most != function.least:
         expected = f"{function.least} to {function.most}"
     raise SourceArgumentError(
-        "language.argument", f"`{name}` takes {expected} arguments, got {count}", position
+        "language.argument", f"`{name}` takes {expected} arguments, got {count}", place
     )
 
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from ...program.checks import is_name
-from ..errors import Position, SourceNameError, position_of
+from ...program.checks import MAX_NAME, is_name
+from ..errors import Place, SourceNameError
 from ..options import Kind
 from .emitter import Emitter
 from .values import Value, var
@@ -58,25 +57,53 @@ class NameUses:
     """The assignments of names in the main program of a text."""
 
     def __init__(self, body: list[ast.stmt]) -> None:
-        self.assigned: Counter[str] = Counter()
+        self.assigned: dict[str, int] = {}
         """Number of top-level statements, inside and outside of jobs, that assign each name."""
-        self.in_jobs: Counter[str] = Counter()
-        """Number of these statements that are in jobs."""
+        self._in_jobs: set[str] = set()
+        """Names that jobs of the main program assign."""
         self._collect(body, is_in_job=False)
+        self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
+        """Names that mean the variable of a later job before their assignment."""
 
     def _collect(self, statements: list[ast.stmt], *, is_in_job: bool) -> None:
         for statement in statements:
-            if isinstance(statement, ast.With):
+            if type(statement) is ast.With:
                 self._collect(statement.body, is_in_job=True)
                 continue
-            names = assigned_names([statement])
-            self.assigned.update(names)
-            if is_in_job:
-                self.in_jobs.update(names)
+            for name in assigned_names([statement]):
+                self.assigned[name] = self.assigned.get(name, 0) + 1
+                if is_in_job:
+                    self._in_jobs.add(name)
 
-    def is_forward(self, name: str) -> bool:
-        """Whether a name that is not assigned yet means the variable of a later job."""
-        return self.assigned[name] == 1 and self.in_jobs[name] == 1
+
+def _appended_name(node: ast.Expr) -> list[ast.AST]:
+    """Return the name of `name.append(...)`."""
+    match node.value:
+        case ast.Call(func=ast.Attribute(ast.Name() as target, "append")):
+            return [target]
+        case _:
+            return []
+
+
+def _parts_of_with(node: ast.With) -> list[ast.AST]:
+    targets = [each.optional_vars for each in node.items if each.optional_vars is not None]
+    return [*targets, *node.body]
+
+
+_ASSIGNING_PARTS: Final[dict[type[ast.AST], Callable[[Any], list[ast.AST]]]] = {
+    ast.Assign: lambda node: node.targets,
+    ast.Tuple: lambda node: node.elts,
+    ast.List: lambda node: node.elts,
+    ast.AugAssign: lambda node: [node.target],
+    ast.AnnAssign: lambda node: [node.target],
+    ast.Expr: _appended_name,
+    ast.If: lambda node: [*node.body, *node.orelse],
+    ast.For: lambda node: [node.target, *node.body, *node.orelse],
+    ast.With: _parts_of_with,
+    ast.Try: lambda node: [*node.body, *(each for one in node.handlers for each in one.body)],
+}
+"""The parts of statements and targets that assign names. A table, because a `match` would compare
+the type of each statement of a text with all of these."""
 
 
 def assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
@@ -85,31 +112,27 @@ def assigned_names(statements: Iterable[ast.stmt]) -> set[str]:
     stack: list[ast.AST] = list(statements)
     while stack:
         node = stack.pop()
-        match node:
-            case ast.Name(id=name):
-                names.add(name)
-            case ast.Assign(targets=targets) | ast.Tuple(elts=targets) | ast.List(elts=targets):
-                stack += targets
-            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                stack.append(target)
-            case ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "append"))):
-                names.add(name)
-            case ast.If(body=body, orelse=otherwise):
-                stack += [*body, *otherwise]
-            case ast.For(target=target, body=body, orelse=otherwise):
-                stack += [target, *body, *otherwise]
-            case ast.With(items=items, body=body):
-                stack += [each.optional_vars for each in items if each.optional_vars is not None]
-                stack += body
-            case ast.Try(body=body, handlers=handlers):
-                stack += [*body, *(each for handler in handlers for each in handler.body)]
-            case _:
-                pass
+        if type(node) is ast.Name:
+            names.add(node.id)
+            continue
+        parts_of = _ASSIGNING_PARTS.get(type(node))
+        if parts_of is not None:
+            stack += parts_of(node)
     return names
+
+
+def _is_variable_name(name: str) -> bool:
+    """Whether a name of the text can name a variable: all names in ASCII that are not too long."""
+    return len(name) <= MAX_NAME if name.isascii() else is_name(name)
 
 
 class NameScope:
     """The names at one point of the text: of the main program, or of one inlined function."""
+
+    __slots__ = (
+        "_forward", "_is_branch", "_num_versions", "_outer", "_uses", "bindings", "emitter",
+        "inputs", "is_function", "result_hint",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -119,23 +142,23 @@ class NameScope:
         bindings: Mapping[str, Binding] | None = None,
     ) -> None:
         self.emitter = emitter
-        self.bindings: dict[str, Binding] = dict(bindings or {})
-        """The meaning of each name. Changed only by `bind`."""
-        self.changed: dict[str, None] = {}
-        """The names that were bound in this scope, in order, as keys."""
+        self.bindings: dict[str, Binding] = {} if bindings is None else dict(bindings)
+        """The names that were bound in this scope, in order. Read only: `bind` changes them."""
         self.result_hint: str | None = None
         """In a function: the variable that its result may get."""
         self.is_function = False
+        self._is_branch = False
         self._uses = uses
         """The assignments of the main program; None in a branch or a function."""
         self._outer = outer
-        """The scope in which names are looked up that have no binding here."""
+        """The scope around a branch, or the main program of a function, where a name is looked up
+        that has no binding here. It does not change as long as this scope is in use."""
         self.inputs: set[str] = set()
-        self._num_versions: Counter[str] = Counter()
+        self._num_versions: dict[str, int] = {}
         self._forward: dict[str, str] = {}
-        """The job that read each name that was read before its assignment."""
-        for name in uses.assigned if uses is not None else ():
-            emitter.reserve(name)
+        """Names that were read before their assignment, to the job that read them."""
+        if uses is not None:
+            emitter.reserve(*uses.assigned)
 
     @property
     def is_main(self) -> bool:
@@ -161,13 +184,28 @@ class NameScope:
 
     def find(self, name: str) -> Binding | None:
         """Return what a name means here; None if it is unknown."""
-        found = self.bindings.get(name)
-        if found is None and self._uses is not None and self._uses.is_forward(name):
-            self._forward.setdefault(name, self.emitter.flow.job)
-            return var(name)
-        if found is None and self._outer is not None:
-            return self._outer.find(name)
-        return PREDEFINED.get(name) if found is None else found
+        scope = self
+        while True:
+            found = scope.bindings.get(name)
+            if found is not None:
+                return found
+            if scope._uses is not None and name in scope._uses.forward:
+                scope._forward.setdefault(name, self.emitter.flow.job)
+                return var(name)
+            if scope._outer is None:
+                return PREDEFINED.get(name)
+            scope = scope._outer
+
+    def bound(self, name: str) -> Binding | None:
+        """Return what a name was bound to here or, in a branch, in the scopes around it; None if
+        it was not bound, or outside of the function only.
+        """
+        scope = self
+        while True:
+            found = scope.bindings.get(name)
+            if found is not None or not scope._is_branch or scope._outer is None:
+                return found
+            scope = scope._outer
 
     def is_assigned(self, name: str) -> bool:
         """Whether a name has a meaning here, or gets one later in the text."""
@@ -189,24 +227,26 @@ class NameScope:
             case Value():
                 return found
             case Unassigned(reason):
-                raise SourceNameError(
-                    "language.maybe_unassigned", f"`{node.id}` {reason}", position_of(node)
-                )
+                raise SourceNameError("language.maybe_unassigned", f"`{node.id}` {reason}", node)
             case FunctionSource():
                 reason = f"`{node.id}` is a function: call it, as {node.id}(...)"
             case JobHandle():
                 reason = f"`{node.id}` is a job: it has no value; write `{node.id}.kill()` or wait"
             case None:
-                reason = f"`{node.id}` is not defined: {self._hint_for_unknown(node.id)}"
-        raise SourceNameError("language.undefined_name", reason, position_of(node))
+                return self._refuse_unknown(node)
+        raise SourceNameError("language.undefined_name", reason, node)
 
-    def _hint_for_unknown(self, name: str) -> str:
-        """Return advice for the author of a text that reads an undefined name."""
-        if self._uses is not None and name in self._uses.assigned:
-            return "it is assigned only later: move the assignment up"
-        hint = f"assign it, or declare it as an input: `{name}: str`"
-        similar = difflib.get_close_matches(name, self.known_names(), n=1)
-        return f"did you mean `{similar[0]}`? Otherwise {hint}" if similar else hint
+    def _refuse_unknown(self, node: ast.Name) -> Value:
+        name = node.id
+        later = self._uses is not None and name in self._uses.assigned
+        if later:
+            hint = "it is assigned only later: move the assignment up"
+        else:
+            similar = difflib.get_close_matches(name, self.known_names(), n=1)
+            hint = f"assign it, or declare it as an input: `{name}: str`"
+            if similar:
+                hint = f"did you mean `{similar[0]}`? Otherwise {hint}"
+        raise SourceNameError("language.undefined_name", f"`{name}` is not defined: {hint}", node)
 
     def known_names(self) -> list[str]:
         """Return the names that have a meaning here."""
@@ -218,7 +258,6 @@ class NameScope:
     def bind(self, name: str, binding: Binding) -> None:
         """Set the meaning of a name from this point of the text on."""
         self.bindings[name] = binding
-        self.changed[name] = None
 
     def version(self, name: str) -> str:
         """Create a version of a name, and return its variable.
@@ -226,8 +265,8 @@ class NameScope:
         The variable of the last version in the main program, outside of bodies, has the same name.
         """
         if self._uses is not None and name in self._uses.assigned and name not in self.inputs:
-            self._num_versions[name] += 1
-            if self._num_versions[name] == self._uses.assigned[name] and is_name(name):
+            number = self._num_versions[name] = self._num_versions.get(name, 0) + 1
+            if number == self._uses.assigned[name] and _is_variable_name(name):
                 return name
         return self.emitter.unique(name)
 
@@ -242,16 +281,15 @@ class NameScope:
         if value.variable is not None and value.variable == variable:
             self.bind(name, value)
             return
-        can_share = name not in self._forward and not self._needs_own(value, variable)
-        if value.is_inline and can_share:
+        if value.is_inline and name not in self._forward and not self._needs_own(value, variable):
             if variable is None:
-                self._num_versions[name] += 1
+                self._num_versions[name] = self._num_versions.get(name, 0) + 1
             self.bind(name, value)
             return
         variable = variable or self.version(name)
         made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
         definition = value.expression if value.definition is None else value.definition
-        self.bind(name, made._replace(definition=definition))
+        self.bind(name, Value(made.expression, made.kind, definition))
 
     def _needs_own(self, value: Value, variable: str | None) -> bool:
         """Whether a value is copied to the new variable although it has a variable already.
@@ -267,7 +305,7 @@ class NameScope:
             and value.variable not in self.inputs
         )
 
-    def check_forward(self, name: str, job: str, position: Position) -> None:
+    def check_forward(self, name: str, job: str, place: Place) -> None:
         """Reject an assignment in a job that has read the name before.
 
         Raises:
@@ -275,14 +313,15 @@ class NameScope:
         """
         if self._forward.get(name) == job:
             raise SourceNameError(
-                "language.undefined_name", f"`{name}` is read before it is assigned", position
+                "language.undefined_name", f"`{name}` is read before it is assigned", place
             )
 
     # --- branches -------------------------------------------------------------------------
 
     def branch(self) -> NameScope:
         """Return a scope for one branch, body or round; `blocks` merges what it assigns."""
-        inner = NameScope(self.emitter, None, self, self.bindings)
+        inner = NameScope(self.emitter, None, self)
         inner.is_function = self.is_function
+        inner._is_branch = True
         inner._forward = self._forward
         return inner

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from ...program.content import Json
@@ -30,7 +31,9 @@ from .interfaces import Signatures
 from .scope import BREAK, RETURN, FunctionSource, JobHandle, NameScope
 from .values import NULL, Value
 
-_JUMPS: Final = (ast.Break, ast.Continue, ast.Return)
+_JUMPS: Final[frozenset[type[ast.stmt]]] = frozenset({ast.Break, ast.Continue, ast.Return})
+_NODE_MAKERS: Final[frozenset[type[ast.expr]]] = frozenset({ast.Call, ast.IfExp, ast.ListComp})
+"""Expressions that make a node, or may make one."""
 _INPUT_KINDS: Final[dict[str, Kind]] = {
     "str": "text",
     "int": "number",
@@ -72,22 +75,22 @@ class StatementLowerer:
         Raises:
             LanguageError: at the first statement that is not valid.
         """
-        outer = self.emitter.position
+        outer = self.emitter.place
         for index, statement in enumerate(statements):
-            self.emitter.position = position_of(statement)
-            if isinstance(statement, ast.If):
+            self.emitter.place = statement
+            if type(statement) is ast.If:
                 jumps = can_jump(statement)
                 self._branch(statement, scope, statements[index + 1 :] if jumps else [])
                 if jumps:
                     break
-            elif isinstance(statement, _JUMPS):
+            elif type(statement) in _JUMPS:
                 if statement is not statements[-1]:
                     message = "the statements after this one never run: remove them"
                     raise UnsupportedSourceError(message, position_of(statements[index + 1]))
                 self._jump(statement, scope)
             else:
                 self._lower(statement, scope)
-        self.emitter.position = outer
+        self.emitter.place = outer
 
     def _lower(self, statement: ast.stmt, scope: NameScope) -> None:
         lowerer = self._lowerers.get(type(statement))
@@ -104,13 +107,13 @@ class StatementLowerer:
         otherwise = node.orelse if always_jumps(node.orelse) else [*node.orelse, *rest]
         emitter = self.emitter
         test = self.expressions.lower(node.test, scope)
-        needed = self.reads.outside([node, *rest])
         branches = []
         for statements in (then, otherwise):
             with emitter.body() as (block, flow):
                 inner = scope.branch()
                 self.run(statements, inner)
             branches.append(Branch(block, flow, inner))
+        needed = partial(self.reads.outside, [node, *rest])
         merges = merge_branches(emitter, scope, branches, needed, "`if`")
         name = emitter.unique("branch")
         emitter.add(
@@ -158,15 +161,15 @@ class StatementLowerer:
                 raise UnsupportedSourceError(message, position_of(target))
 
     def _assign_name(self, name: str, node: ast.expr, scope: NameScope) -> None:
-        scope.check_forward(name, self.emitter.flow.job, position_of(node))
+        scope.check_forward(name, self.emitter.flow.job, node)
         hint = self._own_variable(name, node, scope)
         value = self.expressions.lower(node, scope, hint)
         scope.assign(name, value, hint)
 
     def _own_variable(self, name: str, node: ast.expr, scope: NameScope) -> str | None:
         """Return a variable for the value of an expression that makes a node, or may make one."""
-        makes_node = isinstance(node, ast.Call | ast.IfExp | ast.ListComp) or (
-            isinstance(node, ast.Subscript) and is_answer_text(node, scope)
+        makes_node = type(node) in _NODE_MAKERS or (
+            type(node) is ast.Subscript and is_answer_text(node, scope)
         )
         return scope.version(name) if makes_node else None
 
@@ -332,7 +335,7 @@ class StatementLowerer:
             case _:
                 message = "`with` opens a job only: write `with job():` or `StartNewJob:`"
                 raise UnsupportedSourceError(message, position_of(item.context_expr))
-        if any(can_jump(statement) for statement in node.body):
+        if any(map(can_jump, node.body)):
             message = "`break`, `continue` and `return` cannot leave a job"
             raise UnsupportedSourceError(message, position_of(node))
         options = self._options(keywords, scope, ("name", "timeout", "on_error", "priority"))
@@ -412,15 +415,11 @@ def is_decorator(node: ast.expr, name: str) -> bool:
 
 def can_jump(statement: ast.stmt) -> bool:
     """Whether a statement may `break`, `continue` or `return` out of the block around it."""
-    match statement:
-        case ast.Break() | ast.Continue() | ast.Return():
-            return True
-        case ast.If(body=body, orelse=otherwise):
-            return any(map(can_jump, body)) or any(map(can_jump, otherwise))
-        case ast.With(body=body):
-            return any(map(can_jump, body))
-        case _:
-            return False
+    if type(statement) is ast.If:
+        return any(map(can_jump, statement.body)) or any(map(can_jump, statement.orelse))
+    if type(statement) is ast.With:
+        return any(map(can_jump, statement.body))
+    return type(statement) in _JUMPS
 
 
 def always_jumps(statements: list[ast.stmt]) -> bool:

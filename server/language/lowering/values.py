@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from msgspec import Struct
 
 from ...program.content import Expression, Json
 from ...program.errors import ExpressionError
@@ -17,8 +17,8 @@ class NotConstantError(Exception):
     """A value depends on the run of the program."""
 
 
-class Value(NamedTuple):
-    """A value of the language."""
+class Value(Struct, frozen=True):
+    """A value of the language. Thousands are made for a text, hence no named tuple."""
 
     expression: Expression
     kind: Kind = "any"

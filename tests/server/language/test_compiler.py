@@ -265,6 +265,59 @@ yield write('a sort')
 # --- control flow -----------------------------------------------------------------------------
 
 
+def test_calls_of_a_semantic_function_have_their_own_arguments_and_outputs() -> None:
+    nodes = nodes_of(
+        """
+def name_it(thing):
+    \"\"\"A {{thing}} {{thing}}: {{name=found, stop=['.']}}\"\"\"
+
+a = name_it("cat")
+b = name_it("dog", max_tokens=9)
+yield {"a": a, "b": b}
+"""
+    )
+    first, second = nodes["name_it"]["prompt"], nodes["name_it_2"]["prompt"]
+    assert [each.get("text") for each in first] == ["A cat cat: ", None]
+    assert [each.get("text") for each in second] == ["A dog dog: ", None]
+    assert first[1] == {"output": "a", "stop": ["."]}
+    assert second[1] == {"output": "b", "stop": ["."], "max_tokens": 9}
+
+
+def test_a_branch_of_a_function_does_not_assign_a_name_of_the_program() -> None:
+    error = error_of(
+        """
+x = "outside"
+q: bool
+
+def pick(q):
+    if q:
+        x = "inside"
+    return x
+
+yield pick(q)
+"""
+    )
+    assert error.code == "language.maybe_unassigned"
+    assert error.line == 8
+
+
+def test_a_nested_branch_keeps_what_the_branches_around_it_assigned() -> None:
+    nodes = nodes_of(
+        """
+q: bool
+if q:
+    x = "outer"
+    if not q:
+        x = "inner"
+else:
+    x = "other"
+yield x
+"""
+    )
+    assert nodes["yield"]["value"] == {"var": "x"}
+    assert "x" in nodes["branch_2"]["merge"]
+
+
 def test_yields_of_a_job_are_ordered_and_jobs_are_not() -> None:
     source = """
 yield {'a': 1}

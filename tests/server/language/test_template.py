@@ -76,3 +76,34 @@ def test_odd_spellings_do_not_warn_the_server() -> None:
         warnings.simplefilter("always")
         compile_source(r"{{name=a, stop='\d'}}", "template")
     assert caught == []
+
+
+def test_slots_know_their_lines() -> None:
+    slots = [
+        each for each in parse_template("{{a}} {{b}}\n\n é {{c}}") if not isinstance(each, str)
+    ]
+    assert [tuple(each.position) for each in slots] == [(1, 1), (1, 7), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ("0", 0),
+        ("20", 20),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        ("-3", -3),
+        ("1.5", 1.5),
+        ("[1, 2]", [1, 2]),
+    ],
+)
+def test_a_number_is_spelled_as_in_python(literal: str, value: object) -> None:
+    (slot,) = parse_template(f"{{{{name=x, seed={literal}}}}}")
+    assert isinstance(slot, OutputSlot)
+    assert slot.options == {"seed": value}
+
+
+def test_a_bracket_in_quotes_ends_no_slot() -> None:
+    (slot,) = parse_template("{{name=x, stop=['}}', \"]\"]}}")
+    assert isinstance(slot, OutputSlot)
+    assert slot.options == {"stop": ["}}", "]"]}
