@@ -3,7 +3,7 @@
 The model lists the villages of a report; a regex constraint guarantees a well-formed list.
 `.map()` then makes one call per village, all in parallel, and a last call joins the findings.
 
-Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
+Start a server first: `conure serve`. Needs `pip install '.[langchain]'`.
 """
 
 from __future__ import annotations

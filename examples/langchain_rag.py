@@ -4,7 +4,7 @@ Only the first question names the place. Before each answer, the model reads the
 the place, and a function retrieves the report about it. Retrieval runs in this process: the
 program on the server waits for it between its two calls, and resumes as soon as it has the report.
 
-Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
+Start a server first: `conure serve`. Needs `pip install '.[langchain]'`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A constraint limits the deciding call to yes or no, so its answer needs no parsing or retry. The
 branch is known when the chain reaches it; its call is then appended to the same program.
 
-Start a server first: `conure serve`. Needs `pip install conure[langchain]`.
+Start a server first: `conure serve`. Needs `pip install '.[langchain]'`.
 """
 
 from __future__ import annotations

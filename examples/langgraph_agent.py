@@ -6,7 +6,7 @@ one program; each check reuses the KV cache of the answer before it.
 
 The built-in model cannot call tools; with a larger model, use `ChatConure.bind_tools`.
 
-Start a server first: `conure serve`. Needs `pip install conure[langchain] langgraph`.
+Start a server first: `conure serve`. Needs `pip install '.[langchain]' langgraph`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Two questions about a report are answered in parallel, combined by a function, and joined by a last
 call. llama-index-core 0.13 removed QueryPipeline; this example needs the last core that has it:
-`pip install conure 'llama-index-core==0.12.52.post1'`. Start a server first: `conure serve`.
+`pip install . 'llama-index-core==0.12.52.post1'`. Start a server first: `conure serve`.
 """
 
 # That core is not installed where types are checked.

@@ -4,7 +4,7 @@ The Workflow is ordinary LlamaIndex: one question about each report (the leaves)
 joins the findings (the root). Each call is a request. `accelerate` returns the same Workflow with
 all calls of a run in one program: when a synthesizer starts, its calls are submitted together.
 
-Start a server first: `conure serve`. Needs `pip install conure[llamaindex]`.
+Start a server first: `conure serve`. Needs `pip install '.[llamaindex]'`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ complete. With `--by-request` LangChain runs the same chain, each call as a sepa
     python examples/map_reduce.py --by-request --compare program.json
 
 For a fair comparison, restart the server before each of the two: the second run would find the
-cache of the first. Needs `pip install conure[langchain]`.
+cache of the first. Needs `pip install '.[langchain]'`.
 """
 
 from __future__ import annotations

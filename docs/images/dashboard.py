@@ -1,6 +1,6 @@
 """Make dashboard-light.png and dashboard-dark.png: the page of a program of the built-in model.
 
-    pip install 'conure[serve,browser]'
+    pip install '.[serve,browser]'
     python docs/images/dashboard.py
 
 Needs a Chromium, on the PATH or installed by `playwright install chromium`.

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.globals import get_llm_cache
+from langchain_core.language_models import BaseLanguageModel
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
@@ -82,6 +83,10 @@ class _PlanningCompiler(ChainCompiler):
 
     def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
         """Return the symbolic output of a Runnable; awaited where the server cannot compute it."""
+        if isinstance(runnable, BaseLanguageModel) and not isinstance(runnable, ChatConure):
+            return self._await(
+                runnable, position, "its calls do not reach Conure: use ChatConure as the model"
+            )
         if is_opaque(runnable) and not isinstance(runnable, BasePromptTemplate):
             self.may_grow = True
             return self._await(runnable, position, "its class overrides methods of LangChain")

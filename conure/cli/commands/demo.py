@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -54,7 +55,8 @@ def run(_: argparse.Namespace) -> int:
             started = _start_long_program(client, process)
         with client, server(Path(data), int(url.rpartition(":")[2])):
             _finish_long_program(started)
-    _write("\nNext: conure serve\n")
+    command = "conure" if shutil.which("conure") else Path(sys.executable).with_name("conure")
+    _write(f"\nNext: {command} serve\n")
     return ExitCode.DONE
 
 

@@ -12,6 +12,7 @@ from uuid import UUID
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
 from langchain_core.runnables import (
@@ -440,6 +441,15 @@ def test_caches_and_rate_limiters_are_respected(client: Client) -> None:
     limiter = InMemoryRateLimiter(requests_per_second=1000, check_every_n_seconds=0.001)
     limited = ChatConure(client=client, rate_limiter=limiter)
     assert "rate limiter" in str(accelerate(ask("{x}") | limited).explain())
+
+
+def test_model_of_another_class_is_named_with_the_cure(client: Client) -> None:
+    other = FakeListChatModel(responses=["fake"])
+    fast = accelerate(ask("{x}") | other | TEXT | ask("{y}") | ChatConure(client=client) | TEXT)
+    fast.invoke({"x": "tea"})
+    assert "FakeListChatModel): its calls do not reach Conure: use ChatConure" in str(
+        fast.explain()
+    )
 
 
 def test_call_timeout_cancels_its_program(tmp_path: Path) -> None:
