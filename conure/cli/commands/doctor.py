@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from conure import __version__
-from conure.server.config import DEFAULT_HOST, DEFAULT_PORT, default_data_folder
+from conure.server.config import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    Config,
+    ConfigError,
+    default_data_folder,
+)
+from conure.server.store.database import check_folder
+from conure.server.store.records import JournalError
 
 from ..command import ExitCode
 from ..main import EXTRA_OF_MODULE
@@ -207,7 +215,12 @@ def check_compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def check_port(host: str, port: int) -> Iterator[Finding]:
-    """Check that the port is free."""
+    """Check that a server may use the address, and that the port is free."""
+    try:
+        Config(data=Path(), host=host, port=port)
+    except ConfigError as exc:
+        yield Finding("problem", "port", str(exc))
+        return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -226,8 +239,9 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 
 
 def check_data(folder: Path) -> Iterator[Finding]:
-    """Check that the journal directory can be written."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    """Check that the journal directory can be written and that no server uses it."""
+    parents = folder.absolute().parents
+    nearest = next(path for path in (folder, *parents) if os.path.exists(path))
     if not nearest.is_dir():
         yield Finding(
             "problem", "data", f"{nearest} is a file; choose a directory: conure serve --data DIR"
@@ -240,6 +254,11 @@ def check_data(folder: Path) -> Iterator[Finding]:
             "directory: conure serve --data DIR",
         )
     else:
+        try:
+            check_folder(folder)
+        except JournalError as exc:
+            yield Finding("problem", "data", f"{exc} (conure serve --data DIR)")
+            return
         free = shutil.disk_usage(nearest).free
         level: Literal["ok", "note"] = "ok" if free > 1 << 30 else "note"
         yield Finding(level, "data", f"{folder}, {free / 1e9:.1f} GB free")

@@ -12,6 +12,7 @@ import pytest
 from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
 from conure.cli.main import main
+from conure.server.store.database import lock_folder
 
 HEALTHY = Machine(
     has_module=lambda name: True,
@@ -142,6 +143,47 @@ def test_taken_port_is_named() -> None:
         finding = only(doctor.check_port("127.0.0.1", port))
     assert finding.level == "problem"
     assert f"conure serve --port {port + 1}" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--port", "99999"], "port is 99999; it must be between 0 and 65535"),
+        (["--port", "-1"], "port is -1; it must be between 0 and 65535"),
+        (["--host", "0.0.0.0"], "host '0.0.0.0' is reachable from other machines"),
+        (["--data", "/proc/conure"], "cannot use data folder /proc/conure"),
+    ],
+)
+def test_settings_that_serve_refuses_are_problems(
+    argv: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "read_machine", lambda: HEALTHY)
+    usable = ["--port", "0", "--data", str(tmp_path / "data")]
+    assert main(["doctor", *usable, *argv]) == 1
+    found = capsys.readouterr().out
+    (line,) = [line for line in found.splitlines() if line.startswith("problem")]
+    assert sentence in line
+    assert main(["serve", "--engine", "fake", *usable, *argv]) != 0
+    assert sentence in capsys.readouterr().err
+
+
+def test_data_folder_of_a_running_server_is_named(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path)
+    finding = only(doctor.check_data(tmp_path))
+    os.close(lock)
+    assert finding.level == "problem"
+    assert f"in use by another server (process {os.getpid()})" in finding.text
+    assert only(doctor.check_data(tmp_path)).level != "problem"
+
+
+def test_check_of_a_data_folder_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert only(doctor.check_data(tmp_path / "new" / "data")).level != "problem"
+    assert only(doctor.check_data(tmp_path)).level != "problem"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unusable_data_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
