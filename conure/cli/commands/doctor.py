@@ -28,9 +28,10 @@ from conure.server.config import (
 from conure.server.store.database import check_folder
 from conure.server.store.records import JournalError
 
-from ..command import ExitCode
+from ..command import ExitCode, UsageError
 from ..main import EXTRA_OF_MODULE
 from ..terminal import pretty
+from .serve import check_model_argument
 
 OLDEST_PYTHON = (3, 11)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -268,6 +269,11 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
     """Check that a model directory is complete and fits into memory."""
     if model is None:
         return
+    try:
+        check_model_argument(model)
+    except UsageError as exc:
+        yield Finding("problem", "model", str(exc))
+        return
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if model.count("/") == 1 and not model.startswith((".", "/", "~")):
@@ -275,23 +281,16 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
         else:
             yield Finding("problem", "model", f"there is no directory {model}")
         return
-    if not (folder / "config.json").is_file():
-        yield Finding(
-            "problem",
-            "model",
-            f"{model} has no config.json; give a directory in Hugging Face format",
-        )
+    if not all(map(machine.has_module, ("tokenizers", "safetensors"))):
+        yield Finding("note", "model", f"{model} is not checked until all packages are installed")
         return
-    try:
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except OSError as exc:
-        yield Finding("problem", "model", f"the weights in {model} cannot be read: {exc}")
+    from conure.engine.models.inspection import problem_of
+
+    if (problem := problem_of(folder)) is not None:
+        yield Finding("problem", "model", problem)
         return
-    if size == 0:
-        yield Finding(
-            "problem", "model", f"{model} has no *.safetensors; is the download complete?"
-        )
-    elif size + MIN_CACHE_BYTES > machine.available_bytes:
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if size + MIN_CACHE_BYTES > machine.available_bytes:
         yield Finding(
             "problem",
             "model",

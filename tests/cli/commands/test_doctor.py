@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
 from conure.cli.main import main
+from conure.engine.models import builtin
 from conure.server.store.database import lock_folder
 
 HEALTHY = Machine(
@@ -128,9 +130,7 @@ def test_command_names_cause_and_cure(
     changes, subject, cure = BROKEN[case]
     machine = HEALTHY._replace(**changes)  # type: ignore[arg-type]
     monkeypatch.setattr(doctor, "read_machine", lambda: machine)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-    code = main(["doctor", str(tmp_path), "--port", "0", "--data", str(tmp_path / "data")])
+    code = main(["doctor", str(builtin.FOLDER), "--port", "0", "--data", str(tmp_path / "data")])
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith(subject)]
     assert cure in line
@@ -199,13 +199,34 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
     def found(model: Path | str, machine: Machine = HEALTHY) -> Finding:
         return only(doctor.check_model(str(model), machine))
 
-    assert "there is no directory" in found("/nowhere").text
+    assert "does not exist" in found("/nowhere").text
+    assert "there is no directory" in found("nowhere").text
+    assert "is a GGUF file" in found("model.gguf").text
     assert found("org/name").level == "note"
     assert "has no config.json" in found(tmp_path).text
-    (tmp_path / "config.json").write_text("{}")
-    assert "is the download complete" in found(tmp_path).text
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-    assert found(tmp_path).level == "ok"
+    assert found(builtin.FOLDER).level == "ok"
     small = HEALTHY._replace(available_bytes=1000)
-    assert "choose a smaller model" in found(tmp_path, small).text
+    assert "choose a smaller model" in found(builtin.FOLDER, small).text
+    bare = HEALTHY._replace(has_module=lambda name: name != "tokenizers")
+    assert found(builtin.FOLDER, bare).level == "note"
     assert list(doctor.check_model(None, HEALTHY)) == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_incomplete_model_directory_is_a_problem(name: str, tmp_path: Path) -> None:
+    model = shutil.copytree(builtin.FOLDER, tmp_path / "model")
+    (model / name).unlink()
+    finding = only(doctor.check_model(str(model), HEALTHY))
+    assert finding.level == "problem"
+    assert name in finding.text or "has no .safetensors weights" in finding.text
+
+
+def test_cut_off_weights_are_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "read_machine", lambda: HEALTHY)
+    model = shutil.copytree(builtin.FOLDER, tmp_path / "model")
+    os.truncate(model / "model.safetensors", 100_000)
+    assert main(["doctor", str(model), "--port", "0", "--data", str(tmp_path / "data")]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert "incomplete metadata, file not fully covered" in line
