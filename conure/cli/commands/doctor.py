@@ -7,13 +7,17 @@ changes anything.
 from __future__ import annotations
 
 import argparse
+import errno
+import http.client
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -42,6 +46,9 @@ PREBUILT_KERNELS = Path("kernels", "cpu", "prebuilt")
 """Folder inside of the package with the libraries of wheels that contain compiled kernels."""
 MIN_CACHE_BYTES = 256 << 20
 """Smallest useful memory for KV cache and activations, in addition to the weights."""
+
+ANSWER_S, MAX_ANSWER_BYTES = 1.0, 1 << 20
+"""Limits for the answer of the process that uses the port."""
 
 
 class Finding(NamedTuple):
@@ -229,6 +236,8 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
             listener.bind((host, port))
         except OSError as exc:
             reason = exc.strerror or str(exc)
+            if exc.errno == errno.EADDRINUSE and is_conure(host, port):
+                reason += " by a Conure server"
             yield Finding(
                 "problem",
                 "port",
@@ -237,6 +246,18 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
             )
             return
     yield Finding("ok", "port", f"{host}:{port} is free")
+
+
+def is_conure(host: str, port: int) -> bool:
+    """Return whether a Conure server answers at an address."""
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+    with closing(connection):
+        try:
+            connection.request("GET", "/v1/models")
+            models = json.loads(connection.getresponse().read(MAX_ANSWER_BYTES))["data"]
+            return any(model["owned_by"] == "conure" for model in models)
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            return False
 
 
 def check_data(folder: Path) -> Iterator[Finding]:

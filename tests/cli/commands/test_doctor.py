@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -143,6 +144,26 @@ def test_taken_port_is_named() -> None:
         finding = only(doctor.check_port("127.0.0.1", port))
     assert finding.level == "problem"
     assert f"conure serve --port {port + 1}" in finding.text
+
+
+def test_port_of_a_conure_server_is_recognized(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    assert "in use by a Conure server" in only(doctor.check_port(host, int(port))).text
+
+
+def test_port_of_another_server_is_not_conure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answer = threading.Thread(target=_answer_once, args=(other, b"HTTP/1.0 200 OK\r\n\r\n[]"))
+        answer.start()
+        assert not doctor.is_conure("127.0.0.1", other.getsockname()[1])
+        answer.join()
+
+
+def _answer_once(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(65_536)
+        connection.sendall(answer)
 
 
 @pytest.mark.parametrize(
