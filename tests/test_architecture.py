@@ -49,6 +49,7 @@ ARROWS = {
         "conure.adapters.langchain",
         "conure.adapters.training",
         "conure.engine.config",
+        "conure.engine.models.inspection",
         "conure.server",
     ),
 }

@@ -19,6 +19,7 @@ import sqlite3
 import time
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from .records import JournalError
@@ -59,11 +60,50 @@ def lock_folder(folder: Path) -> int:
         JournalError: if another process holds the lock (`store.locked`), or the folder cannot be
             created.
     """
+    lock = _lock(folder)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode("ascii"), 0)
+    return lock
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a server could use the data folder, and leave nothing behind.
+
+    Raises:
+        JournalError: as `lock_folder` and `check_file`.
+    """
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    try:
+        if os.path.exists(folder / LOCK_NAME):
+            os.close(_lock(folder))
+        else:
+            _check_creation(folder)
+        check_file(folder)
+    finally:
+        for path in missing:
+            # A server that started in the meantime has filled the folder.
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _check_creation(folder: Path) -> None:
+    """Create the data folder if it is missing, and a temporary file in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A lock file could not be removed again: a server may have opened it in the meantime.
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _lock(folder: Path) -> int:
+    """Create the data folder if it is missing, and lock it without naming an owner."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise JournalError("store.unusable", f"cannot use data folder {folder}: {error}") from error
+        raise _unusable(folder, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -74,9 +114,11 @@ def lock_folder(folder: Path) -> int:
             f"data folder {folder} is in use by another server (process {owner or 'unknown'}); "
             "stop it, or choose another folder",
         ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode("ascii"), 0)
     return lock
+
+
+def _unusable(folder: Path, error: OSError) -> JournalError:
+    return JournalError("store.unusable", f"cannot use data folder {folder}: {error}")
 
 
 def open_writer(folder: Path) -> sqlite3.Connection:

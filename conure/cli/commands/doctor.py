@@ -7,22 +7,35 @@ changes anything.
 from __future__ import annotations
 
 import argparse
+import errno
+import http.client
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from conure import __version__
-from conure.server.config import DEFAULT_HOST, DEFAULT_PORT, default_data_folder
+from conure.server.config import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    Config,
+    ConfigError,
+    default_data_folder,
+)
+from conure.server.store.database import check_folder
+from conure.server.store.records import JournalError
 
-from ..command import ExitCode
+from ..command import ExitCode, UsageError
 from ..main import EXTRA_OF_MODULE
 from ..terminal import pretty
+from .serve import check_model_argument
 
 OLDEST_PYTHON = (3, 11)
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -33,6 +46,9 @@ PREBUILT_KERNELS = Path("kernels", "cpu", "prebuilt")
 """Folder inside of the package with the libraries of wheels that contain compiled kernels."""
 MIN_CACHE_BYTES = 256 << 20
 """Smallest useful memory for KV cache and activations, in addition to the weights."""
+
+ANSWER_S, MAX_ANSWER_BYTES = 1.0, 1 << 20
+"""Limits for the answer of the process that uses the port."""
 
 
 class Finding(NamedTuple):
@@ -207,7 +223,12 @@ def check_compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def check_port(host: str, port: int) -> Iterator[Finding]:
-    """Check that the port is free."""
+    """Check that a server may use the address, and that the port is free."""
+    try:
+        Config(data=Path(), host=host, port=port)
+    except ConfigError as exc:
+        yield Finding("problem", "port", str(exc))
+        return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -215,6 +236,8 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
             listener.bind((host, port))
         except OSError as exc:
             reason = exc.strerror or str(exc)
+            if exc.errno == errno.EADDRINUSE and is_conure(host, port):
+                reason += " by a Conure server"
             yield Finding(
                 "problem",
                 "port",
@@ -225,9 +248,22 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
     yield Finding("ok", "port", f"{host}:{port} is free")
 
 
+def is_conure(host: str, port: int) -> bool:
+    """Return whether a Conure server answers at an address."""
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+    with closing(connection):
+        try:
+            connection.request("GET", "/v1/models")
+            models = json.loads(connection.getresponse().read(MAX_ANSWER_BYTES))["data"]
+            return any(model["owned_by"] == "conure" for model in models)
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            return False
+
+
 def check_data(folder: Path) -> Iterator[Finding]:
-    """Check that the journal directory can be written."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    """Check that the journal directory can be written and that no server uses it."""
+    parents = folder.absolute().parents
+    nearest = next(path for path in (folder, *parents) if os.path.exists(path))
     if not nearest.is_dir():
         yield Finding(
             "problem", "data", f"{nearest} is a file; choose a directory: conure serve --data DIR"
@@ -240,6 +276,11 @@ def check_data(folder: Path) -> Iterator[Finding]:
             "directory: conure serve --data DIR",
         )
     else:
+        try:
+            check_folder(folder)
+        except JournalError as exc:
+            yield Finding("problem", "data", f"{exc} (conure serve --data DIR)")
+            return
         free = shutil.disk_usage(nearest).free
         level: Literal["ok", "note"] = "ok" if free > 1 << 30 else "note"
         yield Finding(level, "data", f"{folder}, {free / 1e9:.1f} GB free")
@@ -249,6 +290,11 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
     """Check that a model directory is complete and fits into memory."""
     if model is None:
         return
+    try:
+        check_model_argument(model)
+    except UsageError as exc:
+        yield Finding("problem", "model", str(exc))
+        return
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if model.count("/") == 1 and not model.startswith((".", "/", "~")):
@@ -256,23 +302,16 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
         else:
             yield Finding("problem", "model", f"there is no directory {model}")
         return
-    if not (folder / "config.json").is_file():
-        yield Finding(
-            "problem",
-            "model",
-            f"{model} has no config.json; give a directory in Hugging Face format",
-        )
+    if not all(map(machine.has_module, ("tokenizers", "safetensors"))):
+        yield Finding("note", "model", f"{model} is not checked until all packages are installed")
         return
-    try:
-        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except OSError as exc:
-        yield Finding("problem", "model", f"the weights in {model} cannot be read: {exc}")
+    from conure.engine.models.inspection import problem_of
+
+    if (problem := problem_of(folder)) is not None:
+        yield Finding("problem", "model", problem)
         return
-    if size == 0:
-        yield Finding(
-            "problem", "model", f"{model} has no *.safetensors; is the download complete?"
-        )
-    elif size + MIN_CACHE_BYTES > machine.available_bytes:
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if size + MIN_CACHE_BYTES > machine.available_bytes:
         yield Finding(
             "problem",
             "model",

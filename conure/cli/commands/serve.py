@@ -101,7 +101,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         UsageError: if a file or directory does not exist.
     """
     if arguments.model is not None:
-        _check_model(arguments.model)
+        check_model_argument(arguments.model)
     if arguments.dummy_weights is not None and not Path(arguments.dummy_weights).exists():
         raise UsageError(f"config {arguments.dummy_weights} does not exist")
     if arguments.script is not None and not arguments.script.is_file():
@@ -118,7 +118,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
     return Config(model=model, **settings)
 
 
-def _check_model(model: str) -> None:
+def check_model_argument(model: str) -> None:
     """Reject what cannot be a model, with the reason.
 
     Raises:

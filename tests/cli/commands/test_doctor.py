@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
 from conure.cli.main import main
+from conure.engine.models import builtin
+from conure.server.store.database import lock_folder
 
 HEALTHY = Machine(
     has_module=lambda name: True,
@@ -127,9 +131,7 @@ def test_command_names_cause_and_cure(
     changes, subject, cure = BROKEN[case]
     machine = HEALTHY._replace(**changes)  # type: ignore[arg-type]
     monkeypatch.setattr(doctor, "read_machine", lambda: machine)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-    code = main(["doctor", str(tmp_path), "--port", "0", "--data", str(tmp_path / "data")])
+    code = main(["doctor", str(builtin.FOLDER), "--port", "0", "--data", str(tmp_path / "data")])
     lines = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith(subject)]
     assert cure in line
@@ -142,6 +144,67 @@ def test_taken_port_is_named() -> None:
         finding = only(doctor.check_port("127.0.0.1", port))
     assert finding.level == "problem"
     assert f"conure serve --port {port + 1}" in finding.text
+
+
+def test_port_of_a_conure_server_is_recognized(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    assert "in use by a Conure server" in only(doctor.check_port(host, int(port))).text
+
+
+def test_port_of_another_server_is_not_conure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        answer = threading.Thread(target=_answer_once, args=(other, b"HTTP/1.0 200 OK\r\n\r\n[]"))
+        answer.start()
+        assert not doctor.is_conure("127.0.0.1", other.getsockname()[1])
+        answer.join()
+
+
+def _answer_once(server: socket.socket, answer: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(65_536)
+        connection.sendall(answer)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--port", "99999"], "port is 99999; it must be between 0 and 65535"),
+        (["--port", "-1"], "port is -1; it must be between 0 and 65535"),
+        (["--host", "0.0.0.0"], "host '0.0.0.0' is reachable from other machines"),
+        (["--data", "/proc/conure"], "cannot use data folder /proc/conure"),
+    ],
+)
+def test_settings_that_serve_refuses_are_problems(
+    argv: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor, "read_machine", lambda: HEALTHY)
+    usable = ["--port", "0", "--data", str(tmp_path / "data")]
+    assert main(["doctor", *usable, *argv]) == 1
+    found = capsys.readouterr().out
+    (line,) = [line for line in found.splitlines() if line.startswith("problem")]
+    assert sentence in line
+    assert main(["serve", "--engine", "fake", *usable, *argv]) != 0
+    assert sentence in capsys.readouterr().err
+
+
+def test_data_folder_of_a_running_server_is_named(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path)
+    finding = only(doctor.check_data(tmp_path))
+    os.close(lock)
+    assert finding.level == "problem"
+    assert f"in use by another server (process {os.getpid()})" in finding.text
+    assert only(doctor.check_data(tmp_path)).level != "problem"
+
+
+def test_check_of_a_data_folder_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert only(doctor.check_data(tmp_path / "new" / "data")).level != "problem"
+    assert only(doctor.check_data(tmp_path)).level != "problem"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unusable_data_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +220,34 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
     def found(model: Path | str, machine: Machine = HEALTHY) -> Finding:
         return only(doctor.check_model(str(model), machine))
 
-    assert "there is no directory" in found("/nowhere").text
+    assert "does not exist" in found("/nowhere").text
+    assert "there is no directory" in found("nowhere").text
+    assert "is a GGUF file" in found("model.gguf").text
     assert found("org/name").level == "note"
     assert "has no config.json" in found(tmp_path).text
-    (tmp_path / "config.json").write_text("{}")
-    assert "is the download complete" in found(tmp_path).text
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-    assert found(tmp_path).level == "ok"
+    assert found(builtin.FOLDER).level == "ok"
     small = HEALTHY._replace(available_bytes=1000)
-    assert "choose a smaller model" in found(tmp_path, small).text
+    assert "choose a smaller model" in found(builtin.FOLDER, small).text
+    bare = HEALTHY._replace(has_module=lambda name: name != "tokenizers")
+    assert found(builtin.FOLDER, bare).level == "note"
     assert list(doctor.check_model(None, HEALTHY)) == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_incomplete_model_directory_is_a_problem(name: str, tmp_path: Path) -> None:
+    model = shutil.copytree(builtin.FOLDER, tmp_path / "model")
+    (model / name).unlink()
+    finding = only(doctor.check_model(str(model), HEALTHY))
+    assert finding.level == "problem"
+    assert name in finding.text or "has no .safetensors weights" in finding.text
+
+
+def test_cut_off_weights_are_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "read_machine", lambda: HEALTHY)
+    model = shutil.copytree(builtin.FOLDER, tmp_path / "model")
+    os.truncate(model / "model.safetensors", 100_000)
+    assert main(["doctor", str(model), "--port", "0", "--data", str(tmp_path / "data")]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem")]
+    assert "incomplete metadata, file not fully covered" in line

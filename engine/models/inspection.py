@@ -1,0 +1,67 @@
+"""Why a model folder cannot be served, found out without loading its weights.
+
+Only files are read, and of weights only their headers. Neither torch nor transformers is imported.
+
+Invariants: a folder that is refused here is refused by an engine. An engine may refuse more:
+unknown architectures, and weights that do not match the config.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError, safe_open
+
+from ..protocol import EngineError
+from . import checkpoint
+
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+"""Maps the names of tensors to files, if the weights are in several."""
+
+
+def problem_of(folder: Path) -> str | None:
+    """Return why an engine cannot load a model folder, None if nothing is wrong."""
+    try:
+        config = checkpoint.read(folder).config
+        # A config that names its own file of weights is left to the engine.
+        for path in [] if "transformers_weights" in config else _weight_files(folder):
+            _check_weights(path)
+    except EngineError as error:
+        return error.message
+    except OSError as error:
+        return f"{folder} cannot be read: {error}"
+    return None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that are loaded: a single one, or those in the index.
+
+    Raises:
+        EngineError: `model.invalid` if there is neither.
+    """
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    index = folder / _INDEX
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        message = f"{folder} has no {_SINGLE}, and {_INDEX} cannot be read: {error}"
+        raise EngineError("model.invalid", message) from error
+    return [folder / str(name) for name in files]
+
+
+def _check_weights(path: Path) -> None:
+    """Open a file of weights, which compares its header with its size.
+
+    Raises:
+        EngineError: `model.invalid` if the file is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        message = f"cannot load {path}: {error}; is the download complete?"
+        raise EngineError("model.invalid", message) from error

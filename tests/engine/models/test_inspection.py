@@ -1,0 +1,73 @@
+"""Why a model folder cannot be served, without loading its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conure.engine.models import builtin, weights
+from conure.engine.models.checkpoint import read
+from conure.engine.models.inspection import problem_of
+from conure.engine.protocol import EngineError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(builtin.FOLDER, tmp_path / "model")
+
+
+def shard(folder: Path) -> Path:
+    """Move the weights of a folder to a file that an index names."""
+    moved = (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"some": moved.name, "other": moved.name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return moved
+
+
+def test_complete_folder_has_no_problem(folder: Path) -> None:
+    assert problem_of(folder) is None
+    shard(folder)
+    assert problem_of(folder) is None
+
+
+def test_engine_refuses_cut_off_weights_for_the_same_reason(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 100_000)
+    checkpoint = read(folder)
+    with pytest.raises(EngineError) as refused:
+        weights.load(checkpoint, weights.read_config(checkpoint), "auto")
+    reason = refused.value.message.partition(": ")[2]
+    assert str(problem_of(folder)).startswith(f"cannot load {folder}/model.safetensors: {reason}")
+
+
+def test_unread_files_do_not_matter(folder: Path) -> None:
+    (folder / "consolidated.safetensors").touch()
+    assert problem_of(folder) is None
+
+
+def test_weights_that_the_config_names_are_left_to_the_engine(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    moved = shard(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    named = {**config, "transformers_weights": moved.name}
+    (folder / "config.json").write_text(json.dumps(named))
+    assert problem_of(folder) is None
+
+
+def test_missing_shard_is_named(folder: Path) -> None:
+    moved = shard(folder)
+    moved.rename(folder / "renamed.safetensors")
+    assert f"cannot load {moved}: " in str(problem_of(folder))
+
+
+@pytest.mark.parametrize("index", [None, "", "[]", "{}", '{"weight_map": []}'])
+def test_weights_without_a_readable_index_are_a_problem(folder: Path, index: str | None) -> None:
+    shard(folder)
+    path = folder / "model.safetensors.index.json"
+    path.unlink()
+    if index is not None:
+        path.write_text(index)
+    assert "model.safetensors.index.json cannot be read" in str(problem_of(folder))
