@@ -47,6 +47,9 @@ PREBUILT_KERNELS = Path("kernels", "cpu", "prebuilt")
 MIN_CACHE_BYTES = 256 << 20
 """Smallest useful memory for KV cache and activations, in addition to the weights."""
 
+OWN_MODELS = frozenset({"builtin", "seeded"})
+"""Models of the package, as in `engine.models.registry`, whose import would load torch."""
+
 ANSWER_S, MAX_ANSWER_BYTES = 1.0, 1 << 20
 """Limits for the answer of the process that uses the port."""
 
@@ -288,7 +291,7 @@ def check_data(folder: Path) -> Iterator[Finding]:
 
 def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
     """Check that a model directory is complete and fits into memory."""
-    if model is None:
+    if model is None or model in OWN_MODELS:
         return
     try:
         check_model_argument(model)

@@ -14,7 +14,7 @@ import pytest
 from conure.cli.commands import doctor
 from conure.cli.commands.doctor import Finding, Machine
 from conure.cli.main import main
-from conure.engine.models import builtin
+from conure.engine.models import builtin, registry
 from conure.server.store.database import lock_folder
 
 HEALTHY = Machine(
@@ -230,7 +230,12 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
     assert "choose a smaller model" in found(builtin.FOLDER, small).text
     bare = HEALTHY._replace(has_module=lambda name: name != "tokenizers")
     assert found(builtin.FOLDER, bare).level == "note"
-    assert list(doctor.check_model(None, HEALTHY)) == []
+    for name in (None, *doctor.OWN_MODELS):
+        assert list(doctor.check_model(name, HEALTHY)) == []
+
+
+def test_models_of_the_package_are_those_of_the_registry() -> None:
+    assert doctor.OWN_MODELS == {registry.BUILTIN, registry.SEEDED}
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
