@@ -136,7 +136,7 @@ class NameScope:
 
     __slots__ = (
         "_forward", "_is_branch", "_num_versions", "_outer", "_uses", "bindings", "emitter",
-        "inputs", "is_function", "result_hint",
+        "has_outputs", "inputs", "is_function", "result_hint", "yielded",
     )  # fmt: skip
 
     def __init__(
@@ -152,6 +152,11 @@ class NameScope:
         self.result_hint: str | None = None
         """In a function: the variable that its result may get."""
         self.is_function = False
+        self.has_outputs = uses is not None
+        """Whether the names that `yield` reads here are outputs of the program: in the main
+        program and in the branches of its `if`s."""
+        self.yielded: dict[str, str] = {}
+        """In a branch with outputs: the names that `yield` reads, to their variables."""
         self._is_branch = False
         self._uses = uses
         """The assignments of the main program; None in a branch or a function."""
@@ -330,9 +335,14 @@ class NameScope:
 
     # --- branches -------------------------------------------------------------------------
 
-    def branch(self) -> NameScope:
-        """Return a scope for one branch, body or round; `blocks` merges what it assigns."""
+    def branch(self, *, has_outputs: bool = False) -> NameScope:
+        """Return a scope for one branch, body or round; `blocks` merges what it assigns.
+
+        Args:
+            has_outputs: what `yield` reads in it is an output, if that is so in this scope.
+        """
         inner = NameScope(self.emitter, None, self)
+        inner.has_outputs = has_outputs and self.has_outputs
         inner.is_function = self.is_function
         inner._is_branch = True
         inner._forward = self._forward

@@ -87,6 +87,42 @@ def test_a_result_has_the_name_that_the_author_gave_it(source: str) -> None:
     assert compiled(source).outputs == ["answer"]
 
 
+A = "a = gen('A')\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{A}if a:\n    answer = gen('x')\n    yield answer",
+        f"{A}with job():\n    if a:\n        answer = gen('x')\n        yield {{'n': answer}}",
+        f"{A}if a:\n    with job():\n        answer = gen('x')\n        yield answer",
+        f"{A}if a:\n    answer = gen('x')\n    yield answer\nelse:\n    answer = gen('y')",
+        f"{A}if a:\n    answer = gen('x')\n    yield answer\nelse:\n    answer = 'none'",
+        f"{A}if a:\n    pass\nelif a == '1':\n    answer = gen('x')\n    yield answer",
+        f"{A}if a:\n    if a == '1':\n        answer = gen('x')\n        yield answer",
+        f"{A}answer = None\nif a:\n    answer = gen('x')\n    yield answer",
+        f"{A}answer = gen('x')\nif a:\n    yield answer",
+        f"{A}answer = gen('x')\nif a:\n    if a == '1':\n        yield answer",
+        f"{A}if a:\n    answer = gen('x')\n    yield answer\n    answer = gen(answer)",
+        f"{A}if not a:\n    return\nanswer = gen('x')\nyield answer",
+    ],
+)
+def test_what_a_branch_yields_is_an_output(source: str) -> None:
+    assert compiled(source).outputs == ["answer"]
+
+
+def test_a_name_that_one_branch_assigns_and_yields_cannot_be_read_afterwards() -> None:
+    error = error_of(f"{A}if a:\n    x = gen('x')\n    yield x\nyield x")
+    assert error.code == "language.maybe_unassigned"
+
+
+def test_what_a_branch_of_a_loop_yields_is_no_output() -> None:
+    loop = "for i in range(2):\n    if a:\n        x = gen(f'{i}')\n        yield x"
+    program = compiled(f"{A}{loop}")
+    assert program.outputs == []
+    assert not any(getattr(node, "merge", None) for _, node in walk(program.nodes, ""))
+
+
 def test_the_variable_of_a_loop_has_no_value_after_it() -> None:
     for before in ("", "i = 7\n"):
         error = error_of(f"{before}for i in range(3):\n    a = gen(f'{{i}}')\nyield {{'i': i}}")
