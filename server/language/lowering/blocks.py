@@ -90,11 +90,12 @@ def merge_branches(
     if not changed:
         return merges
     outside = needed()
+    yielded = {name for branch in branches for name in branch.scope.yielded}
     for name in changed:
         bindings = [branch.scope.bound(name) for branch in branches]
         if name in (BREAK, RETURN):
             bindings = [NULL if each is None else each for each in bindings]
-        elif not outside.has(name):
+        elif name not in yielded and not outside.has(name):
             scope.bind(name, Unassigned(f"is visible only inside of the {what}"))
             continue
         values = [each for each in bindings if isinstance(each, Value)]
@@ -115,6 +116,42 @@ def merge_branches(
                 merges[variable].append(emitter.materialized(value, name.strip("%")))
         scope.bind(name, var(variable, common_kind([value.kind for value in values])))
     return merges
+
+
+def merge_outputs(
+    emitter: Emitter, scope: NameScope, branches: Sequence[Branch], merges: dict[str, list[str]]
+) -> None:
+    """Make the names that `yield` reads in branches outputs of the program.
+
+    A name that only one branch assigns has no value if the other branch was taken.
+
+    Args:
+        emitter: of the program.
+        scope: the scope around the branches.
+        branches: all of them.
+        merges: the variables to merge, which this function adds to.
+    """
+    for name in {name: None for branch in branches for name in branch.scope.yielded}:
+        found = scope.find(name)
+        variable = found.variable if isinstance(found, Value) else None
+        if variable is None:
+            variable = scope.version(name)
+            merges[variable] = []
+            for branch in branches:
+                with emitter.inside(branch.block):
+                    merges[variable].append(_result_of(emitter, branch, name))
+        if scope.is_main:
+            emitter.outputs[variable] = None
+        else:
+            scope.yielded[name] = variable
+
+
+def _result_of(emitter: Emitter, branch: Branch, name: str) -> str:
+    """Return the variable that a name has at the end of a branch."""
+    found = branch.scope.bound(name)
+    if isinstance(found, Value):
+        return emitter.materialized(found, name)
+    return branch.scope.yielded.get(name) or emitter.absent(name)
 
 
 def carried_names(

@@ -207,6 +207,12 @@ class Emitter:
         self.add(ExprNode(id=name, expr=expression, output=name, **fields))
         return var(name, kind)
 
+    def absent(self, hint: str) -> str:
+        """Add a variable that never has a value, and return it."""
+        name = self.unique(hint)
+        self.add(ExprNode(id=name, expr=None, output=name, when=False, **self.common()))
+        return name
+
     def materialized(self, value: Value, hint: str) -> str:
         """Return a variable with the value; create one for any other expression."""
         return value.variable or self.expr(value.expression, hint, value.kind).expression["var"]

@@ -22,6 +22,8 @@ class PureFunction(NamedTuple):
     least: int
     most: int
     build: Callable[[Sequence[Value]], Value]
+    example: str
+    """A call of it, for messages."""
 
 
 def _operator(
@@ -85,39 +87,49 @@ def _length(arguments: Sequence[Value]) -> Value:
 
 
 FUNCTIONS: Final[dict[str, PureFunction]] = {
-    "len": PureFunction(1, 1, _length),
-    "str": PureFunction(1, 1, _str),
-    "int": PureFunction(1, 1, _operator("to_int", "number", is_text=True)),
-    "float": PureFunction(1, 1, _operator("to_float", "number", is_text=True)),
-    "bool": PureFunction(1, 1, _bool),
-    "min": PureFunction(1, 1, _operator("min", "any")),
-    "max": PureFunction(1, 1, _operator("max", "any")),
-    "sum": PureFunction(1, 1, _operator("sum", "number")),
-    "sorted": PureFunction(1, 1, _operator("sort", "list")),
-    "range": PureFunction(1, 3, _operator("range", "list")),
-    "join": PureFunction(1, 2, _join),
-    "first": PureFunction(1, 32, _first),
-    "parse_json": PureFunction(1, 1, _operator("parse_json", "any", is_text=True)),
-    "to_json": PureFunction(1, 1, _operator("json", "text")),
-    "find": PureFunction(2, 2, _operator("find", "any", is_text=True)),
-    "find_all": PureFunction(2, 2, _operator("find_all", "list", is_text=True)),
-    "user": PureFunction(1, 1, _message("user")),
-    "system": PureFunction(1, 1, _message("system")),
-    "assistant": PureFunction(1, 1, _message("assistant")),
+    "len": PureFunction(1, 1, _length, "len(items)"),
+    "str": PureFunction(1, 1, _str, "str(value)"),
+    "int": PureFunction(1, 1, _operator("to_int", "number", is_text=True), "int(text)"),
+    "float": PureFunction(1, 1, _operator("to_float", "number", is_text=True), "float(text)"),
+    "bool": PureFunction(1, 1, _bool, "bool(value)"),
+    "min": PureFunction(1, 1, _operator("min", "any"), "min([a, b])"),
+    "max": PureFunction(1, 1, _operator("max", "any"), "max([a, b])"),
+    "sum": PureFunction(1, 1, _operator("sum", "number"), "sum([a, b])"),
+    "sorted": PureFunction(1, 1, _operator("sort", "list"), "sorted([a, b])"),
+    "range": PureFunction(1, 3, _operator("range", "list"), "range(3)"),
+    "join": PureFunction(1, 2, _join, "join(items, ', ')"),
+    "first": PureFunction(1, 32, _first, "first(a, b)"),
+    "parse_json": PureFunction(
+        1, 1, _operator("parse_json", "any", is_text=True), "parse_json(text)"
+    ),
+    "to_json": PureFunction(1, 1, _operator("json", "text"), "to_json(value)"),
+    "find": PureFunction(2, 2, _operator("find", "any", is_text=True), "find(text, '[a-z]+')"),
+    "find_all": PureFunction(
+        2, 2, _operator("find_all", "list", is_text=True), "find_all(text, '[a-z]+')"
+    ),
+    "user": PureFunction(1, 1, _message("user"), "user(text)"),
+    "system": PureFunction(1, 1, _message("system"), "system(text)"),
+    "assistant": PureFunction(1, 1, _message("assistant"), "assistant(text)"),
 }
 """Functions of values, by name."""
 
 METHODS: Final[dict[str, PureFunction]] = {
-    "contains": PureFunction(1, 1, _operator("contains", "bool")),
-    "startswith": PureFunction(1, 1, _operator("startswith", "bool", is_text=True)),
-    "endswith": PureFunction(1, 1, _operator("endswith", "bool", is_text=True)),
-    "lower": PureFunction(0, 0, _operator("lower", "text", is_text=True)),
-    "upper": PureFunction(0, 0, _operator("upper", "text", is_text=True)),
-    "strip": PureFunction(0, 0, _operator("strip", "text", is_text=True)),
-    "split": PureFunction(1, 1, _split),
-    "replace": PureFunction(2, 2, _operator("replace", "text", is_text=True)),
-    "join": PureFunction(1, 1, _joined_by),
-    "get": PureFunction(1, 2, _get),
+    "contains": PureFunction(1, 1, _operator("contains", "bool"), "text.contains('a')"),
+    "startswith": PureFunction(
+        1, 1, _operator("startswith", "bool", is_text=True), "text.startswith('a')"
+    ),
+    "endswith": PureFunction(
+        1, 1, _operator("endswith", "bool", is_text=True), "text.endswith('a')"
+    ),
+    "lower": PureFunction(0, 0, _operator("lower", "text", is_text=True), "text.lower()"),
+    "upper": PureFunction(0, 0, _operator("upper", "text", is_text=True), "text.upper()"),
+    "strip": PureFunction(0, 0, _operator("strip", "text", is_text=True), "text.strip()"),
+    "split": PureFunction(1, 1, _split, "text.split(' ')"),
+    "replace": PureFunction(
+        2, 2, _operator("replace", "text", is_text=True), "text.replace('a', 'b')"
+    ),
+    "join": PureFunction(1, 1, _joined_by, "', '.join(items)"),
+    "get": PureFunction(1, 2, _get, "value.get('key')"),
 }
 """Methods of values, by name; the arguments do not count the value itself."""
 
@@ -163,9 +175,9 @@ def _check_count(name: str, function: PureFunction, count: int, place: Place) ->
     expected = str(function.least)
     if function.most != function.least:
         expected = f"{function.least} to {function.most}"
-    raise SourceArgumentError(
-        "language.argument", f"`{name}` takes {expected} arguments, got {count}", place
-    )
+    noun = "argument" if expected == "1" else "arguments"
+    message = f"`{name}` takes {expected} {noun}, got {count}: write `{function.example}`"
+    raise SourceArgumentError("language.argument", message, place)
 
 
 def _listed(names: dict[str, PureFunction]) -> str:

@@ -61,6 +61,8 @@ class NameUses:
         """Number of top-level statements, inside and outside of jobs, that assign each name."""
         self._in_jobs: set[str] = set()
         """Names that jobs of the main program assign."""
+        self.jobs: set[str] = set()
+        """The names of jobs of the main program: `name` in `with job() as name`."""
         self._collect(body, is_in_job=False)
         self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
         """Names that mean the variable of a later job before their assignment."""
@@ -68,6 +70,9 @@ class NameUses:
     def _collect(self, statements: list[ast.stmt], *, is_in_job: bool) -> None:
         for statement in statements:
             if type(statement) is ast.With:
+                for item in statement.items:
+                    if isinstance(item.optional_vars, ast.Name):
+                        self.jobs.add(item.optional_vars.id)
                 self._collect(statement.body, is_in_job=True)
                 continue
             for name in assigned_names([statement]):
@@ -131,7 +136,7 @@ class NameScope:
 
     __slots__ = (
         "_forward", "_is_branch", "_num_versions", "_outer", "_uses", "bindings", "emitter",
-        "inputs", "is_function", "result_hint",
+        "has_outputs", "inputs", "is_function", "result_hint", "yielded",
     )  # fmt: skip
 
     def __init__(
@@ -147,6 +152,11 @@ class NameScope:
         self.result_hint: str | None = None
         """In a function: the variable that its result may get."""
         self.is_function = False
+        self.has_outputs = uses is not None
+        """Whether the names that `yield` reads here are outputs of the program: in the main
+        program and in the branches of its `if`s."""
+        self.yielded: dict[str, str] = {}
+        """In a branch with outputs: the names that `yield` reads, to their variables."""
         self._is_branch = False
         self._uses = uses
         """The assignments of the main program; None in a branch or a function."""
@@ -211,10 +221,14 @@ class NameScope:
         """Whether a name has a meaning here, or gets one later in the text."""
         if self.find(name) is not None:
             return True
+        uses = self._main_uses()
+        return uses is not None and name in uses.assigned
+
+    def _main_uses(self) -> NameUses | None:
         scope: NameScope | None = self
         while scope is not None and scope._uses is None:
             scope = scope._outer
-        return scope is not None and scope._uses is not None and name in scope._uses.assigned
+        return None if scope is None else scope._uses
 
     def read(self, node: ast.Name) -> Value:
         """Return the value of a name.
@@ -238,8 +252,11 @@ class NameScope:
 
     def _refuse_unknown(self, node: ast.Name) -> Value:
         name = node.id
-        later = self._uses is not None and name in self._uses.assigned
-        if later:
+        uses = self._main_uses()
+        if uses is not None and name in uses.jobs:
+            hint = f"the job is defined further down: `{name}.kill()` and `wait {name}` must stand "
+            hint += "below it"
+        elif self._uses is not None and name in self._uses.assigned:
             hint = "it is assigned only later: move the assignment up"
         else:
             similar = difflib.get_close_matches(name, self.known_names(), n=1)
@@ -318,9 +335,14 @@ class NameScope:
 
     # --- branches -------------------------------------------------------------------------
 
-    def branch(self) -> NameScope:
-        """Return a scope for one branch, body or round; `blocks` merges what it assigns."""
+    def branch(self, *, has_outputs: bool = False) -> NameScope:
+        """Return a scope for one branch, body or round; `blocks` merges what it assigns.
+
+        Args:
+            has_outputs: what `yield` reads in it is an output, if that is so in this scope.
+        """
         inner = NameScope(self.emitter, None, self)
+        inner.has_outputs = has_outputs and self.has_outputs
         inner.is_function = self.is_function
         inner._is_branch = True
         inner._forward = self._forward

@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..options import Kind
 from . import loops
-from .blocks import Branch, LoopReads, merge_branches
+from .blocks import Branch, LoopReads, merge_branches, merge_outputs
 from .calls import is_answer_text
 from .emitter import Emitter
 from .expressions import ExpressionLowerer
@@ -110,11 +110,12 @@ class StatementLowerer:
         branches = []
         for statements in (then, otherwise):
             with emitter.body() as (block, flow):
-                inner = scope.branch()
+                inner = scope.branch(has_outputs=True)
                 self.run(statements, inner)
             branches.append(Branch(block, flow, inner))
         needed = partial(self.reads.outside, [node, *rest])
         merges = merge_branches(emitter, scope, branches, needed, "`if`")
+        merge_outputs(emitter, scope, branches, merges)
         name = emitter.unique("branch")
         emitter.add(
             IfNode(
@@ -256,6 +257,17 @@ class StatementLowerer:
         value = self.expressions.lower(node, scope)
         mode = "delta" if value.kind == "stream" else "value"
         self.emit_yield(value, mode)
+        if scope.has_outputs and not scope.is_main:
+            self._record_outputs(node, value, scope)
+
+    def _record_outputs(self, node: ast.expr, value: Value, scope: NameScope) -> None:
+        """Record the names that a `yield` in a branch reads."""
+        reads = variables(value.expression)
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name):
+                found = scope.find(each.id)
+                if isinstance(found, Value) and found.variable in reads:
+                    scope.yielded[each.id] = found.variable
 
     def emit_yield(self, value: Value, mode: Any) -> None:
         """Add a `yield` node at this point."""

@@ -139,17 +139,65 @@ def critical_path(program: ProgramState) -> list[NodeState]:
     """Return the chain of nodes that determined the end of the program, first node first.
 
     Starts at the node that finished last. The predecessor of a node is, among the nodes it waited
-    for, the one that finished last.
+    for, the one that finished last; see `_Predecessors`.
     """
-    ended = [state for state in program.nodes.values() if _has_run(state)]
+    predecessors = _Predecessors(program)
     path: list[NodeState] = []
     seen: set[str] = set()  # a prompt may wait for a node that reads one of its outputs
-    state = max(ended, key=_finish, default=None)
+    ran = [each for each in program.nodes.values() if _has_run(each) and each.phase != "skipped"]
+    state = max(ran, key=_finish, default=None)
     while state is not None and state.node.id not in seen:
         path.append(state)
         seen.add(state.node.id)
-        state = max(filter(_has_run, _waited_for(program, state)), key=_finish, default=None)
+        state = predecessors.of(state)
     return path[::-1]
+
+
+class _Predecessors:
+    """The node that each node waited for last.
+
+    A skipped node did no work: the nodes that it waited for count instead. A killed node gave no
+    value: it counts only if the successor waited for no other node that ran.
+    """
+
+    def __init__(self, program: ProgramState) -> None:
+        self._program = program
+        self._before_skipped: dict[str, NodeState | None] = {}
+        """Skipped nodes, to the node that each of them waited for last."""
+
+    def of(self, state: NodeState) -> NodeState | None:
+        """Return the predecessor of a node; None if the node waited for none."""
+        return self.latest(_waited_for(self._program, state))
+
+    def latest(self, states: Iterable[NodeState]) -> NodeState | None:
+        """Return the node that finished last; None if none of them, or before them, has run."""
+        found: list[NodeState] = []
+        for state in states:
+            each = self._before(state) if state.phase == "skipped" else state
+            if each is not None and _has_run(each):
+                found.append(each)
+        return max(found, key=_rank, default=None)
+
+    def _before(self, skipped: NodeState) -> NodeState | None:
+        """Return the node that a skipped node waited for last, through other skipped nodes."""
+        known = self._before_skipped
+        if skipped.node.id in known:
+            return known[skipped.node.id]
+        found: list[NodeState] = []
+        stack, seen = [skipped], {skipped.node.id}
+        while stack:
+            for state in _waited_for(self._program, stack.pop()):
+                node_id = state.node.id
+                if node_id in seen:
+                    continue
+                seen.add(node_id)
+                each = known.get(node_id, state)
+                if each is not None and each.phase == "skipped":
+                    stack.append(each)
+                elif each is not None and _has_run(each):
+                    found.append(each)
+        known[skipped.node.id] = max(found, key=_rank, default=None)
+        return known[skipped.node.id]
 
 
 def _waited_for(program: ProgramState, state: NodeState) -> list[NodeState]:
@@ -181,6 +229,11 @@ def _has_run(state: NodeState) -> bool:
 
 def _finish(state: NodeState) -> float:
     return state.finished_at or 0.0
+
+
+def _rank(state: NodeState) -> tuple[bool, float]:
+    """Order nodes by their end, killed nodes before all others."""
+    return state.phase != "killed", _finish(state)
 
 
 def _covered_s(path: list[NodeState]) -> float:

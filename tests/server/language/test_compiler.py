@@ -9,6 +9,7 @@ import pytest
 
 from conure.server.language.compiler import compile_source, locate
 from conure.server.language.errors import LanguageError, SourceNameError
+from conure.server.language.lowering.methods import FUNCTIONS, METHODS
 from conure.server.program.decode import revalidate
 from conure.server.program.errors import ProgramError
 from conure.server.program.expressions.evaluate import evaluate
@@ -84,6 +85,42 @@ ROUNDS = "answer = ''\nfor i in range(3):\n    answer = gen(f'{i}{answer}')\n"
 )
 def test_a_result_has_the_name_that_the_author_gave_it(source: str) -> None:
     assert compiled(source).outputs == ["answer"]
+
+
+A = "a = gen('A')\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{A}if a:\n    answer = gen('x')\n    yield answer",
+        f"{A}with job():\n    if a:\n        answer = gen('x')\n        yield {{'n': answer}}",
+        f"{A}if a:\n    with job():\n        answer = gen('x')\n        yield answer",
+        f"{A}if a:\n    answer = gen('x')\n    yield answer\nelse:\n    answer = gen('y')",
+        f"{A}if a:\n    answer = gen('x')\n    yield answer\nelse:\n    answer = 'none'",
+        f"{A}if a:\n    pass\nelif a == '1':\n    answer = gen('x')\n    yield answer",
+        f"{A}if a:\n    if a == '1':\n        answer = gen('x')\n        yield answer",
+        f"{A}answer = None\nif a:\n    answer = gen('x')\n    yield answer",
+        f"{A}answer = gen('x')\nif a:\n    yield answer",
+        f"{A}answer = gen('x')\nif a:\n    if a == '1':\n        yield answer",
+        f"{A}if a:\n    answer = gen('x')\n    yield answer\n    answer = gen(answer)",
+        f"{A}if not a:\n    return\nanswer = gen('x')\nyield answer",
+    ],
+)
+def test_what_a_branch_yields_is_an_output(source: str) -> None:
+    assert compiled(source).outputs == ["answer"]
+
+
+def test_a_name_that_one_branch_assigns_and_yields_cannot_be_read_afterwards() -> None:
+    error = error_of(f"{A}if a:\n    x = gen('x')\n    yield x\nyield x")
+    assert error.code == "language.maybe_unassigned"
+
+
+def test_what_a_branch_of_a_loop_yields_is_no_output() -> None:
+    loop = "for i in range(2):\n    if a:\n        x = gen(f'{i}')\n        yield x"
+    program = compiled(f"{A}{loop}")
+    assert program.outputs == []
+    assert not any(getattr(node, "merge", None) for _, node in walk(program.nodes, ""))
 
 
 def test_the_variable_of_a_loop_has_no_value_after_it() -> None:
@@ -358,6 +395,33 @@ def test_a_race_kills_the_losers() -> None:
     nodes = nodes_of("a = gen('x')\nb = gen('y')\nwinner = race(a, b)\nyield winner")
     assert nodes["losers"]["targets"] == ["a", "b"]
     assert nodes["winner"]["after"] == ["losers"]
+
+
+@pytest.mark.parametrize("effect", ["right.kill()", "if a:\n        right.kill()", "wait right"])
+def test_a_job_that_is_defined_further_down_is_refused(effect: str) -> None:
+    left = f"with job() as left:\n    a = gen('A')\n    wait a\n    {effect}\n"
+    right = "with job() as right:\n    b = gen('B')\n    wait b\n    left.kill()\n"
+    message = error_of(f"{left}{right}yield a").message
+    assert "`right` is not defined: the job is defined further down" in message
+    assert "`right.kill()` and `wait right` must stand below it" in message
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("max(a, 'b')", "`max` takes 1 argument, got 2: write `max([a, b])`"),
+        ("a.split()", "`split` takes 1 argument, got 0: write `text.split(' ')`"),
+        ("range()", "`range` takes 1 to 3 arguments, got 0: write `range(3)`"),
+    ],
+)
+def test_a_wrong_number_of_arguments_is_refused_with_an_example(call: str, expected: str) -> None:
+    assert error_of(f"a = gen('x')\nyield {call}").message.endswith(expected)
+
+
+def test_the_examples_of_functions_compile() -> None:
+    names = "text = gen('t')\nvalue, items, a, b = text, [text], text, text\n"
+    for function in (*FUNCTIONS.values(), *METHODS.values()):
+        compiled(f"{names}yield {{'x': {function.example}}}")
 
 
 def test_a_kill_at_the_start_is_refused() -> None:

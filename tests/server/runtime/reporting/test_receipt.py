@@ -54,6 +54,36 @@ def test_critical_path_follows_the_last_predecessor() -> None:
     assert names(execution) == ["aside", "end"]
 
 
+def test_the_critical_path_goes_through_the_winner_of_a_race() -> None:
+    nodes = [
+        generate("a", "A"),
+        generate("b", "B"),
+        {"id": "race", "op": "wait", "variables": ["a", "b"], "mode": "any"},
+        {"id": "losers", "op": "kill", "targets": ["a", "b"], "after": ["race"]},
+        expr("winner", {"first": [var("a"), var("b")]}, after=["losers"]),
+    ]
+    times = {"a": (0, 5.1), "b": (0, 5), "race": (0, 5), "losers": (5, 5.2), "winner": (5.2, 5.3)}
+    execution = run(execute(nodes), times)
+    execution.nodes["a"].phase = "killed"
+    assert names(execution) == ["b", "race", "losers", "winner"]
+
+
+def test_the_critical_path_passes_over_skipped_nodes() -> None:
+    nodes = [
+        generate("a", "A"),
+        {"id": "wait", "op": "wait", "variables": ["a"]},
+        {"id": "wait_2", "op": "wait", "variables": ["a"], "after": ["wait"]},
+        {"id": "kill", "op": "kill", "targets": ["b"], "after": ["wait_2", "wait"]},
+        generate("b", "B"),
+        expr("end", {"lit": 1}, after=["kill"]),
+    ]
+    times = {"a": (0.0, 5.0), "wait": (0.0, 5.0), "wait_2": (0.0, 5.0)}
+    execution = run(execute(nodes), times | {"kill": (5.0, 6.0), "end": (6.0, 7.0)})
+    execution.nodes["wait"].phase = execution.nodes["wait_2"].phase = "skipped"
+    execution.nodes["a"].phase = "killed"
+    assert names(execution) == ["a", "kill", "end"]
+
+
 def test_overlapping_time_counts_once() -> None:
     prompt = [{"output": "a"}, {"input": "x"}, {"output": "b"}]
     nodes = [
