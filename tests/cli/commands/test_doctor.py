@@ -235,7 +235,7 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
 
 
 def test_models_of_the_package_are_those_of_the_registry() -> None:
-    assert doctor.OWN_MODELS == {registry.BUILTIN, registry.SEEDED}
+    assert {registry.BUILTIN, registry.SEEDED} == doctor.OWN_MODELS
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
