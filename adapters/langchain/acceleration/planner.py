@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.globals import get_llm_cache
-from langchain_core.language_models import BaseLanguageModel
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
@@ -32,7 +31,7 @@ from ..chat.model import ChatConure
 from ..compilation.chain_graph import ChainGraph, ChainPosition, UnsupportedPartError, unsupported
 from ..compilation.compiler import ChainCompiler
 from ..compilation.control_flow import CONTROL
-from ..compilation.traversal import is_opaque
+from ..compilation.traversal import is_opaque, is_other_model
 from ..compilation.values import AnswerValue, ClientValue, Source, Value
 from .plan import AwaitedValue, ChainPlan
 
@@ -83,7 +82,8 @@ class _PlanningCompiler(ChainCompiler):
 
     def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
         """Return the symbolic output of a Runnable; awaited where the server cannot compute it."""
-        if isinstance(runnable, BaseLanguageModel) and not isinstance(runnable, ChatConure):
+        if is_other_model(runnable):
+            self.may_grow |= is_opaque(runnable)  # its methods may call accelerated parts
             return self._await(
                 runnable, position, "its calls do not reach Conure: use ChatConure as the model"
             )

@@ -43,7 +43,7 @@ from .chain_graph import ChainGraph, ChainPosition, unsupported
 from .compiled_chain import CompiledChain
 from .control_flow import CONTROL, compile_control_flow
 from .prompts import render
-from .traversal import is_opaque, models_of
+from .traversal import is_opaque, is_other_model, models_of
 from .value_steps import compile_pick, compile_text_parser, described, item_of
 from .values import (
     AnswerTextValue,
@@ -339,9 +339,9 @@ def _is_function(runnable: Runnable[Any, Any]) -> bool:
         return type(runnable) is not StrOutputParser
     if isinstance(runnable, CONTROL):  # without a model it is user code only
         return next(models_of(runnable), None) is None
-    if isinstance(runnable, BaseLanguageModel):  # of another provider
-        return not isinstance(runnable, ChatConure)
-    return isinstance(runnable, RunnableGenerator | BaseRetriever | BaseTool)
+    return is_other_model(runnable) or isinstance(
+        runnable, RunnableGenerator | BaseRetriever | BaseTool
+    )
 
 
 def _separator(function: Any) -> str | None:

@@ -7,6 +7,7 @@ from functools import partialmethod
 from types import FunctionType
 from typing import Any
 
+from langchain_core.language_models import BaseLanguageModel
 from langchain_core.runnables import (
     RouterRunnable,
     RunnableAssign,
@@ -43,6 +44,11 @@ def is_opaque(runnable: Any) -> bool:
         if _is_behaviour(name, member)
     }
     return any(hasattr(base, name) for base in known for name in own_methods)
+
+
+def is_other_model(runnable: Any) -> bool:
+    """Return whether a Runnable is a model of another provider."""
+    return isinstance(runnable, BaseLanguageModel) and not isinstance(runnable, ChatConure)
 
 
 def _is_known(kind: type[Any]) -> bool:

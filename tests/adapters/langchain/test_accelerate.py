@@ -24,6 +24,7 @@ from langchain_core.runnables import (
 
 from conure.adapters.client import AsyncClient, Client, NotReadyError, Retry, ServerUnreachableError
 from conure.adapters.langchain import Accelerated, ChatConure, accelerate
+from conure.adapters.langchain.acceleration.planner import plan_of
 from conure.adapters.speculation import outbox
 from conure.server.app import create_app
 from conure.server.config import Config
@@ -450,6 +451,18 @@ def test_model_of_another_class_is_named_with_the_cure(client: Client) -> None:
     assert "FakeListChatModel): its calls do not reach Conure: use ChatConure" in str(
         fast.explain()
     )
+
+
+def test_plan_may_grow_after_model_with_overridden_methods() -> None:
+    class Wrapper(FakeListChatModel):
+        def invoke(self, *args: Any, **options: Any) -> Any:
+            return super().invoke(*args, **options)
+
+    def may_grow(model: FakeListChatModel) -> bool:
+        return plan_of(ask("{x}") | model, server=None, prefix="", config=None).may_grow
+
+    assert may_grow(Wrapper(responses=["x"]))
+    assert not may_grow(FakeListChatModel(responses=["x"]))
 
 
 def test_call_timeout_cancels_its_program(tmp_path: Path) -> None:
