@@ -247,23 +247,22 @@ class NameScope:
             case JobHandle():
                 reason = f"`{node.id}` is a job: it has no value; write `{node.id}.kill()` or wait"
             case None:
-                return self._refuse_unknown(node)
+                reason = f"`{node.id}` is not defined: {self._hint_for_unknown(node.id)}"
         raise SourceNameError("language.undefined_name", reason, node)
 
-    def _refuse_unknown(self, node: ast.Name) -> Value:
-        name = node.id
+    def _hint_for_unknown(self, name: str) -> str:
+        """Return advice for the author of a text that reads an undefined name."""
         uses = self._main_uses()
         if uses is not None and name in uses.jobs:
-            hint = f"the job is defined further down: `{name}.kill()` and `wait {name}` must stand "
-            hint += "below it"
-        elif self._uses is not None and name in self._uses.assigned:
-            hint = "it is assigned only later: move the assignment up"
-        else:
-            similar = difflib.get_close_matches(name, self.known_names(), n=1)
-            hint = f"assign it, or declare it as an input: `{name}: str`"
-            if similar:
-                hint = f"did you mean `{similar[0]}`? Otherwise {hint}"
-        raise SourceNameError("language.undefined_name", f"`{name}` is not defined: {hint}", node)
+            return (
+                f"the job is defined further down: `{name}.kill()` and `wait {name}` must stand "
+                "below it"
+            )
+        if self._uses is not None and name in self._uses.assigned:
+            return "it is assigned only later: move the assignment up"
+        hint = f"assign it, or declare it as an input: `{name}: str`"
+        similar = difflib.get_close_matches(name, self.known_names(), n=1)
+        return f"did you mean `{similar[0]}`? Otherwise {hint}" if similar else hint
 
     def known_names(self) -> list[str]:
         """Return the names that have a meaning here."""

@@ -166,14 +166,10 @@ class _Predecessors:
         """Skipped nodes, to the node that each of them waited for last."""
 
     def of(self, state: NodeState) -> NodeState | None:
-        """Return the predecessor of a node; None if the node waited for none."""
-        return self.latest(_waited_for(self._program, state))
-
-    def latest(self, states: Iterable[NodeState]) -> NodeState | None:
-        """Return the node that finished last; None if none of them, or before them, has run."""
+        """Return the predecessor of a node; None if no node that it waited for has run."""
         found: list[NodeState] = []
-        for state in states:
-            each = self._before(state) if state.phase == "skipped" else state
+        for waited in _waited_for(self._program, state):
+            each = self._before(waited) if waited.phase == "skipped" else waited
             if each is not None and _has_run(each):
                 found.append(each)
         return max(found, key=_rank, default=None)
