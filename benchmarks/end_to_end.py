@@ -85,10 +85,12 @@ async def run_system(
     url: str, name: str, seed: int, *, whole: bool, round_trip_s: float
 ) -> tuple[list[Answer], SystemResult]:
     """Run one workload by one system."""
-    async with httpx.AsyncClient(
-        base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)
-    ) as http:
-        client = Client(http, whole=whole, round_trip_s=round_trip_s)
+    async with (
+        httpx.AsyncClient(
+            base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)
+        ) as http,
+        Client(http, whole=whole, round_trip_s=round_trip_s) as client,
+    ):
         began = await _counters(http)
         # Each setting has its own texts, because the previous setting's prompts are in the cache.
         texts = f"{seed}.{name}.{round_trip_s}".replace(" ", "-")

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import httpx
 
 from apps.scaled_workloads import ScheduledProgram
+from conure.adapters.client import AsyncClient
 
-WAIT_S = 60
+WAIT_S = 120.0
+"""A whole program that takes longer ends the benchmark."""
 
 
 class Answer(NamedTuple):
@@ -30,12 +32,22 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """A client of one server."""
+    """A client of one server; `http` must stay open while it runs."""
 
     def __init__(self, http: httpx.AsyncClient, *, whole: bool, round_trip_s: float) -> None:
         self._http = http
         self._whole = whole
         self._half_s = round_trip_s / 2
+        self._programs = AsyncClient(str(http.base_url))
+
+    async def __aenter__(self) -> Self:
+        """Open the connections, so that no program's time contains the start of a client."""
+        for connected in (self._programs.programs(limit=1), self._http.get("/healthz")):
+            await connected
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._programs.close()
 
     async def run(self, sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
         """Send programs at their times; their texts are generated from the seed."""
@@ -62,18 +74,13 @@ class Client:
     # --- whole programs -------------------------------------------------------------------
 
     async def _send_whole(self, program: dict[str, Any]) -> dict[str, str]:
-        accepted = await self._ask("POST", "/v1/programs", json={"program": program})
-        url = accepted["url"]
-        names = program["outputs"]
-        texts = await asyncio.gather(*(self._get(url, name) for name in names))
-        return dict(zip(names, texts, strict=True))
-
-    async def _get(self, url: str, name: str) -> str:
-        found = await self._ask("GET", f"{url}/variables/{name}", params={"wait_s": WAIT_S})
-        if found["status"] != "done":
-            raise RuntimeError(f"{name}: {found}")
-        text: str = found["value"]
-        return text
+        """Submit a program; the reply is the stream of its outputs, so this is one round trip."""
+        await asyncio.sleep(self._half_s)
+        async with asyncio.timeout(WAIT_S):
+            run = await self._programs.submit(program, follow=True, types=["variable.committed"])
+            values = await run.result()
+        await asyncio.sleep(self._half_s)
+        return {name: str(value) for name, value in values.items()}
 
     # --- request by request ---------------------------------------------------------------
 

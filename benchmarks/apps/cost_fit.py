@@ -82,8 +82,10 @@ def error(cost: LinearCosts, times: Sequence[tuple[Trial, float]]) -> float:
 async def measure_trials(url: str, rounds: int) -> list[tuple[Trial, float]]:
     """Time every trial: the median of several rounds, each with new texts."""
     found: dict[Trial, list[float]] = {}
-    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-        client = Client(http, whole=True, round_trip_s=0.0)
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=120) as http,
+        Client(http, whole=True, round_trip_s=0.0) as client,
+    ):
         for number in range(rounds + 1):
             for trial in GRID:
                 # Each trial has its own texts, so that no trial finds another trial's cache.

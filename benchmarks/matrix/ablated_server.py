@@ -1,6 +1,6 @@
 """`conure` without one part of its scheduling policy.
 
-python benchmarks/pressure/ablated_server.py PART COMMAND [OPTION ...]
+python benchmarks/matrix/ablated_server.py PART COMMAND [OPTION ...]
 """
 
 from __future__ import annotations

@@ -1,22 +1,29 @@
-"""The six workloads where KV memory is short: the same application, sent in several ways.
+"""The six workloads on real engines: the same application, sent in several ways.
 
     requests     HTTP, one request for each call, to Conure
     whole        HTTP, one program, to Conure
     langchain    a LangChain chain on `ChatConure`
-    accelerated  the same chain with `accelerate`
-    peer         the same chain on `ChatOpenAI` and another server (--peer)
+    openai       the same chain on `ChatOpenAI`, to Conure
+    accelerated  the chain on `ChatConure` with `accelerate`
+    program      the chain on `ChatConure`, compiled by `to_program`
+    peer         the chain on `ChatOpenAI`, to vLLM (--peer)
 
     whole-without-order, -holds, -order-and-holds
                  `whole` without the order by remaining work, without held programs, without both
 
 The pool is a share of the working set: the most blocks that `requests` holds at once when memory
-is unlimited. Each system has its own server with equal options, all get the same prompts in
-a round and write the same number of tokens, and no two rounds have texts in common. The first
-round is not counted. Systems that share an engine must write the same texts.
+is unlimited, but at least the longest call. Each system has its own server with equal options, all
+get the same prompts in a round and write the same number of tokens, and no two rounds have texts
+in common. Systems take turns in an order that alternates. The first round is not counted. Systems
+that share an engine and send the same prompts must write the same texts; a difference ends the
+benchmark.
 
-    python benchmarks/pressure/run.py [--only WORKLOAD] [--system NAME] [--programs N ...]
+`openai` and `peer` need the package `langchain-openai` beside Conure. vLLM gets the same folder,
+type of weights, threads and number of KV blocks.
+
+    python benchmarks/matrix/run.py [--only WORKLOAD] [--system NAME] [--programs N ...]
         [--pool PERCENT ...] [--round-trip MS ...] [--rounds N] [--played]
-        [--model FOLDER] [--peer URL] [--peer-model NAME] [--option=OPTION ...] [--out FILE]
+        [--model FOLDER] [--peer PYTHON] [--option=OPTION ...] [--out FILE]
 """
 
 from __future__ import annotations
@@ -26,12 +33,15 @@ import asyncio
 import itertools
 import json
 import math
+import os
+import platform
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,27 +50,22 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from apps.client import Answer, Client
-from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, at_once
+from apps.scaled_workloads import CONTEXT_LEN, SCALED, at_once
+from conure.engine.testing import random_model
+from matrix.page import ratios
+from matrix.systems import OPENAI_CLIENTS, SAME_PROMPTS, SYSTEMS, WITHOUT, Side, side_of
+from matrix.vllm_server import vllm_counters, vllm_served
 from temporary_server import served
 
 BLOCK = 16
 ROOMY = 8_192
 """Blocks of an engine whose memory is never full."""
-SEEDED = ("seeded", "--engine", "local", "--dtype", "float32", "--threads", "1")
+REAL = ("--engine", "local", "--dtype", "float32", "--threads", "1")
 PLAYED = (
     *("--engine", "fake", "--time-per-prompt-token", "1e-4", "--max-sequences", "16"),
     *("--time-per-output-token", "3.5e-3", "--step-tokens", "512"),
 )
 """Steps sleep about as long as those of the seeded model take."""
-WITHOUT = "whole-without-"
-SYSTEMS = (
-    *("requests", "whole", "langchain", "accelerated", "peer"),
-    *(f"{WITHOUT}{part}" for part in ("order", "holds", "order-and-holds")),
-)
-SAME_PROMPTS = (("requests", "whole"), ("langchain", "accelerated"))
-"""Systems that send the same text to the same model."""
-
-Run = Callable[[Sequence[ScheduledProgram], str], Awaitable[list[Answer]]]
 
 
 class Setting(NamedTuple):
@@ -80,15 +85,15 @@ class Work(NamedTuple):
     steps: int
     computed: int
     """Prompt tokens that were computed for the first time."""
-    recomputed: int
+    recomputed: int | None
+    """Tokens that were computed again; None for vLLM, which does not report them."""
 
-
-class Side(NamedTuple):
-    """One system on its server."""
-
-    name: str
-    url: str
-    run: Run
+    def since(self, before: Work) -> Work:
+        """Return the work after an earlier state."""
+        recomputed = None
+        if self.recomputed is not None and before.recomputed is not None:
+            recomputed = self.recomputed - before.recomputed
+        return Work(self.steps - before.steps, self.computed - before.computed, recomputed)
 
 
 class Result(NamedTuple):
@@ -99,97 +104,32 @@ class Result(NamedTuple):
     work: Work
 
 
-def measure(side: Side, setting: Setting, seed: int) -> Result:
+def measure(side: Side, setting: Setting, seed: int, loop: asyncio.Runner) -> Result:
     """Run a workload once on one system."""
     sent = at_once(setting.workload, seed, setting.programs)
     texts = f"{setting} {seed}".replace(" ", "-")
 
-    async def run() -> list[Answer]:
-        return await side.run(sent, texts)
+    async def run() -> tuple[list[Answer], float]:
+        began = time.perf_counter()
+        answers = await side.run(sent, texts)
+        return answers, time.perf_counter() - began
 
     before = work_of(side.url)
-    began = time.perf_counter()
-    answers = asyncio.run(run())
-    wall_s = time.perf_counter() - began
-    work = (after - then for after, then in zip(work_of(side.url), before, strict=True))
-    return Result(answers, wall_s, Work(*work))
+    answers, wall_s = loop.run(run())
+    return Result(answers, wall_s, work_of(side.url).since(before))
 
 
 def work_of(url: str) -> Work:
-    """Return the work of a server; of a foreign server, only the computed prompt tokens."""
+    """Return the work of a Conure server or of vLLM since its start."""
     found = httpx.get(f"{url}/v1/engines", timeout=30)
     if found.is_success:
         engines = [each["counters"] for each in found.json()["engines"]]
         names = ("num_steps", "num_computed_tokens", "num_recomputed_tokens")
         return Work(*(sum(each[name] for each in engines) for name in names))
-    metrics: dict[str, float] = {}
-    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if not line.startswith("#"):
-            metrics[name.partition("{")[0]] = float(value)
-    cached = metrics.get("vllm:prefix_cache_hits_total", 0.0)
-    return Work(0, round(metrics.get("vllm:prompt_tokens_total", 0.0) - cached), 0)
+    return Work(*vllm_counters(url), None)
 
 
-# --- systems ------------------------------------------------------------------------------
-
-
-@contextmanager
-def side_of(name: str, url: str, round_trip_s: float, peer_model: str | None) -> Iterator[Side]:
-    """Yield a system; chains reach their server through a proxy that adds the round trip."""
-    if name == "requests" or name.startswith("whole"):
-
-        async def run(sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
-            limits = httpx.Limits(max_connections=None)
-            async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-                client = Client(http, whole=name != "requests", round_trip_s=round_trip_s)
-                return await client.run(sent, seed)
-
-        yield Side(name, url, run)
-        return
-    from langchain_core.language_models import BaseChatModel
-
-    from conure.adapters.client import Client as ConureClient
-    from conure.adapters.langchain import ChatConure, accelerate
-    from conure.cli.delayed_connection import delayed
-    from pressure.chains import run_chains
-
-    with ExitStack() as stack:
-        far = stack.enter_context(delayed(url, round_trip_s)) if round_trip_s else url
-        client = None if name == "peer" else stack.enter_context(ConureClient(far))
-
-        def conure_model(max_tokens: int) -> BaseChatModel:
-            return ChatConure(client=client, temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-        def foreign_model(max_tokens: int) -> BaseChatModel:
-            from langchain_openai import ChatOpenAI  # type: ignore[import-not-found,unused-ignore]
-
-            found: BaseChatModel = ChatOpenAI(
-                base_url=f"{far}/v1",
-                api_key="none",
-                model=peer_model or "default",
-                temperature=0,
-                max_tokens=max_tokens,
-                extra_body={"ignore_eos": True},
-                max_retries=0,
-            )
-            return found
-
-        model = foreign_model if name == "peer" else conure_model
-
-        async def run_all(sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
-            wrap = accelerate if name == "accelerated" else None
-            return await run_chains(sent, seed, model, wrap)
-
-        yield Side(name, url, run_all)
-
-
-def _server(name: str, options: Sequence[str]) -> AbstractContextManager[str]:
-    """Start the server of a system."""
-    if name.startswith(WITHOUT):
-        program = (str(Path(__file__).with_name("ablated_server.py")), name.removeprefix(WITHOUT))
-        return served(*options, program=program)
-    return served(*options)
+# --- working sets ----------------------------------------------------------------------------
 
 
 def working_set(engine: Sequence[str], name: str, programs: int) -> int:
@@ -229,9 +169,10 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     kinds = dict.fromkeys(answer.kind for result in results for answer in result.answers)
     cell: dict[str, Any] = {
         "wall_s": _spread([result.wall_s for result in results]),
+        "walls": [result.wall_s for result in results],
         "steps": statistics.median(result.work.steps for result in results),
         "computed": statistics.median(result.work.computed for result in results),
-        "recomputed": statistics.median(result.work.recomputed for result in results),
+        "recomputed": _median([result.work.recomputed for result in results]),
         "programs": {},
     }
     for kind in [*kinds, "all"]:
@@ -249,34 +190,35 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     return cell
 
 
+def _median(numbers: Sequence[int | None]) -> float | None:
+    counted = [number for number in numbers if number is not None]
+    return statistics.median(counted) if counted else None
+
+
 def _spread(numbers: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
 
 
-def ratio(before: dict[str, Any], after: dict[str, Any], kind: str = "all") -> dict[str, float]:
-    """Return how many times faster `after` is, from the mean seconds in the same round."""
-    pairs = zip(before["programs"][kind]["means"], after["programs"][kind]["means"], strict=True)
-    return _spread([old / new for old, new in pairs])
-
-
 def check_texts(results: dict[str, Result]) -> None:
-    """Raise unless systems that share an engine wrote the same texts."""
-    for one, other in SAME_PROMPTS:
-        if one in results and other in results:
-            pairs = zip(results[one].answers, results[other].answers, strict=True)
+    """Raise unless systems that share an engine and send the same prompts wrote the same texts."""
+    for group in SAME_PROMPTS:
+        first, *others = [name for name in group if name in results] or [""]
+        for other in others:
+            pairs = zip(results[first].answers, results[other].answers, strict=True)
             for ours, theirs in pairs:
-                same = {name: ours.texts[name] for name in theirs.texts}
-                if same != theirs.texts:
-                    raise SystemExit(f"{one} and {other} wrote different texts")
+                if {name: ours.texts[name] for name in theirs.texts} != theirs.texts:
+                    raise SystemExit(f"{first} and {other} wrote different texts")
 
 
-def run_cell(sides: Sequence[Side], setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
+def run_cell(
+    sides: Sequence[Side], setting: Setting, rounds: int, loop: asyncio.Runner
+) -> dict[str, dict[str, Any]]:
     """Run all systems round by round, in an order that alternates."""
     found: dict[str, list[Result]] = {side.name: [] for side in sides}
     for seed in range(rounds + 1):
         results = {}
         for side in sides if seed % 2 else sides[::-1]:
-            results[side.name] = measure(side, setting, seed)
+            results[side.name] = measure(side, setting, seed, loop)
         check_texts(results)
         if seed:
             for each, result in results.items():
@@ -294,9 +236,9 @@ def line_of(setting: Setting, cell: dict[str, dict[str, Any]]) -> str:
             if len(figures["programs"]) > 2 or kind == "all":
                 text = f"{system} {kind} {seconds['mean_s']['median']:.3f}"
                 if figures is not first:
-                    text += f" ({ratio(first, figures, kind)['median']:.2f}x)"
+                    text += f" ({statistics.median(ratios(first, figures, kind)):.2f}x)"
                 parts.append(text)
-        counted = f"{figures['steps']:g} steps {figures['computed']:g}+{figures['recomputed']:g}"
+        counted = f"{figures['steps']:g} steps {figures['computed']:g}+{figures['recomputed']}"
         parts.append(f"wall {figures['wall_s']['median']:.2f} {counted}")
     return " | ".join(parts)
 
@@ -319,7 +261,8 @@ def settings_of(options: argparse.Namespace, engine: Sequence[str]) -> Iterator[
 class Servers:
     """The servers of all systems; those with full memory are kept for other workloads."""
 
-    def __init__(self, engine: Sequence[str], peer: str | None, stack: ExitStack) -> None:
+    def __init__(self, model: str, engine: Sequence[str], peer: str, stack: ExitStack) -> None:
+        self._model = model
         self._engine = engine
         self._peer = peer
         self._roomy = stack
@@ -328,16 +271,28 @@ class Servers:
 
     def url(self, system: str, blocks: int) -> str:
         """Return the server of a system, started if it does not run."""
-        if system == "peer":
-            assert self._peer is not None, "checked with the options"
-            return self._peer
         if (system, blocks) not in self._urls:
-            context_len = min(CONTEXT_LEN, blocks * BLOCK)
-            limits = ("--num-blocks", str(blocks), "--context-len", str(context_len))
             stack = self._roomy if blocks == ROOMY else self._small
-            server = _server(system, (*self._engine, *limits))
+            server = self._started(system, blocks, min(CONTEXT_LEN, blocks * BLOCK))
             self._urls[system, blocks] = stack.enter_context(server)
         return self._urls[system, blocks]
+
+    def _started(self, system: str, blocks: int, context_len: int) -> AbstractContextManager[str]:
+        if system == "peer":
+            return vllm_served(
+                self._peer,
+                Path(self._model),
+                num_tokens=blocks * BLOCK,
+                context_len=context_len,
+                dtype="float32",
+                threads=1,
+            )
+        limits = ("--num-blocks", str(blocks), "--context-len", str(context_len))
+        options = (*self._engine, *limits)
+        if system.startswith(WITHOUT):
+            script = str(Path(__file__).with_name("ablated_server.py"))
+            return served(*options, program=(script, system.removeprefix(WITHOUT)))
+        return served(*options)
 
     def end_small(self) -> None:
         """Stop the servers with little memory."""
@@ -351,11 +306,12 @@ def main(arguments: Sequence[str]) -> int:
     # `timeout` sends SIGTERM; the servers must end with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     systems = options.system or ["requests", "whole"]
-    model = (options.model, *SEEDED[1:]) if options.model else SEEDED
-    engine = (*(PLAYED if options.played else model), *options.option)
-    record: list[dict[str, Any]] = []
+    model = options.model or str(random_model.create_cached())
+    engine = (*(PLAYED if options.played else (model, *REAL)), *options.option)
+    record = {**machine(), "engine": engine[1:], "rounds": options.rounds, "cells": []}
     with ExitStack() as stack:
-        servers = Servers(engine, options.peer, stack)
+        loop = stack.enter_context(asyncio.Runner())
+        servers = Servers(model, engine, options.peer, stack)
         latest = ROOMY
         for setting in settings_of(options, engine):
             if setting.blocks != latest:
@@ -364,17 +320,26 @@ def main(arguments: Sequence[str]) -> int:
             trip_s = setting.round_trip_ms / 1e3
             with ExitStack() as chains:
                 sides = [
-                    chains.enter_context(
-                        side_of(each, servers.url(each, latest), trip_s, options.peer_model)
-                    )
+                    chains.enter_context(side_of(each, servers.url(each, latest), trip_s, loop))
                     for each in systems
                 ]
-                cell = run_cell(sides, setting, options.rounds)
+                load = os.getloadavg()[0]
+                cell = run_cell(sides, setting, options.rounds, loop)
             print(line_of(setting, cell), flush=True)
-            record.append({**setting._asdict(), "systems": cell})
+            record["cells"].append({**setting._asdict(), "load": load, "systems": cell})
             if options.out:
                 options.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor and the number of its cores."""
+    names = (
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    return {"processor": next(names, platform.machine()), "cores": os.cpu_count()}
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -387,13 +352,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--played", action="store_true", help="engines that play their model")
     parser.add_argument("--model", help="a folder; default: the seeded model")
-    parser.add_argument("--peer", help="URL of an OpenAI-compatible server on the same folder")
-    parser.add_argument("--peer-model", help="the name under which it serves the model")
+    parser.add_argument("--peer", metavar="PYTHON", help="of an environment with vLLM")
     parser.add_argument("--option", action="append", default=[], help="passed to `conure serve`")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     options = parser.parse_args(arguments)
-    if (options.peer is not None) != ("peer" in (options.system or ())):
+    systems = options.system or ()
+    if (options.peer is not None) != ("peer" in systems):
         parser.error("--peer and --system peer need each other")
+    if any(name in systems for name in OPENAI_CLIENTS) and not find_spec("langchain_openai"):
+        parser.error("the systems openai and peer need the package langchain-openai")
     return options
 
 

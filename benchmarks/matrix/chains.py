@@ -1,13 +1,14 @@
 """The six applications as LangChain chains: a stage of parallel calls after another.
 
 Every call is a prompt template, a chat model and a text parser, as a developer would write it.
+The result of a chain is the outputs of its application.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from langchain_core.language_models import BaseChatModel
@@ -20,10 +21,14 @@ from apps.scaled_workloads import ScheduledProgram
 
 MakeModel = Callable[[int], BaseChatModel]
 """Returns a model whose answers have exactly that many tokens."""
-Wrap = Callable[[Runnable[Any, Any]], Runnable[Any, Any]]
+Chain = Runnable[Any, Any]
+Runner = Callable[[], Awaitable[dict[str, str]]]
+"""Runs a chain and returns its outputs."""
+Prepare = Callable[[Chain], Runner]
+"""Does what an app does once for a chain, such as compiling it; not part of a program's time."""
 
 
-def chain_of(program: dict[str, Any], model: MakeModel) -> Runnable[Any, Any]:
+def chain_of(program: dict[str, Any], model: MakeModel) -> Chain:
     """Return a chain that computes the variables of a program.
 
     Args:
@@ -31,7 +36,7 @@ def chain_of(program: dict[str, Any], model: MakeModel) -> Runnable[Any, Any]:
         model: makes the model of a call.
     """
     depth: dict[str, int] = {}
-    stages: list[dict[str, Runnable[Any, Any]]] = []
+    stages: list[dict[str, Chain]] = []
     for node in program["nodes"]:
         *parts, output = node["prompt"]
         reads = {part["input"] for part in parts if "input" in part}
@@ -44,26 +49,27 @@ def chain_of(program: dict[str, Any], model: MakeModel) -> Runnable[Any, Any]:
             stages.append({})
         stages[level][node["id"]] = call | StrOutputParser()
     first, *others = (RunnablePassthrough.assign(**stage) for stage in stages)
-    whole: Runnable[Any, Any] = first
+    whole: Chain = first
     for other in others:
         whole = whole | other
     return whole
 
 
 async def run_chains(
-    sent: Sequence[ScheduledProgram], seed: str, model: MakeModel, wrap: Wrap | None = None
+    sent: Sequence[ScheduledProgram], seed: str, model: MakeModel, prepare: Prepare
 ) -> list[Answer]:
-    """Run programs as chains at their times; `wrap` changes each chain before it runs."""
+    """Run programs as chains at their times."""
 
-    async def run(each: ScheduledProgram) -> Answer:
-        program = each.plan.written(seed)
-        chain = chain_of(program, model)
-        if wrap is not None:
-            chain = wrap(chain)
+    async def run(each: ScheduledProgram, runner: Runner) -> Answer:
         await asyncio.sleep(each.at_s)
         began = time.perf_counter()
-        found = await chain.ainvoke({})
-        took_s = time.perf_counter() - began
-        return Answer(each.kind, took_s, {name: found[name] for name in program["outputs"]})
+        texts = await runner()
+        return Answer(each.kind, time.perf_counter() - began, texts)
 
-    return await asyncio.gather(*(run(each) for each in sent))
+    prepared = []
+    for each in sent:
+        program = each.plan.written(seed)
+        prepared.append(prepare(chain_of(program, model).pick(program["outputs"])))
+    return await asyncio.gather(
+        *(run(each, runner) for each, runner in zip(sent, prepared, strict=True))
+    )

@@ -1,0 +1,174 @@
+"""Tables from the records of `run`, written into the page between their marks.
+
+    python benchmarks/matrix/page.py [FOLDER]
+
+The folder has the records (`*.json`) and the page (`README.md`); default: `results/matrix`. A
+record whose engine only plays its model goes into the last table, marked as played.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "results" / "matrix"
+MARK = re.compile(r"(<!-- (\w+) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
+PAIR_HEAD = (
+    "| workload | programs | pool | trip | {before}, s | {after}, s | ratio (min to max) "
+    "| wall ratio (min to max) | steps | computed | recomputed |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+CELL_HEAD = (
+    "| workload | programs | pool | trip | system | kind | mean s (min to max) | p50 | p99 "
+    "| wall s (min to max) | steps | computed | recomputed |\n"
+    "|---|--:|--:|--:|---|---|--:|--:|--:|--:|--:|--:|--:|"
+)
+Cell = dict[str, Any]
+"""One setting of a record, with the figures of its systems."""
+
+
+def cells_of(folder: Path) -> list[Cell]:
+    """Return the cells of all records of a folder."""
+    found: list[Cell] = []
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text("utf-8"))
+        is_played = "fake" in record["engine"]
+        found += (cell | {"is_played": is_played} for cell in record["cells"])
+    return sorted(found, key=lambda cell: (cell["is_played"], cell["workload"]))
+
+
+def ratios(before: dict[str, Any], after: dict[str, Any], kind: str = "all") -> list[float]:
+    """Return by round how many times as fast `after` is, in the mean of all programs of a kind."""
+    pairs = zip(before["programs"][kind]["means"], after["programs"][kind]["means"], strict=True)
+    return [old / new for old, new in pairs]
+
+
+def wall_ratios(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
+    """Return by round how many times as early the last program ends."""
+    return [old / new for old, new in zip(before["walls"], after["walls"], strict=True)]
+
+
+def pair_table(cells: Sequence[Cell], before: str, after: str) -> str:
+    """Return a table of two systems, with a row for each cell and kind of program."""
+    lines = [PAIR_HEAD.format(before=before, after=after)]
+    for cell in cells:
+        systems = cell["systems"]
+        if before in systems and after in systems and not cell["is_played"]:
+            lines += _pair_rows(cell, systems[before], systems[after])
+    return "\n".join(lines) + "\n"
+
+
+def _pair_rows(cell: Cell, before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for kind in _kinds(before):
+        texts = [
+            *_place(cell, kind),
+            *(f"{side['programs'][kind]['mean_s']['median']:.2f}" for side in (before, after)),
+            _shown(ratios(before, after, kind)),
+        ]
+        if kind == "all":
+            texts.append(_shown(wall_ratios(before, after)))
+            names = ("steps", "computed", "recomputed")
+            texts += (f"{_number(before[name])} / {_number(after[name])}" for name in names)
+        else:
+            texts += [""] * 4
+        yield f"| {' | '.join(texts)} |"
+
+
+def means_table(cells: Sequence[Cell], befores: Sequence[str], afters: Sequence[str]) -> str:
+    """Return the geometric means of median ratios over workloads, by setting and pair."""
+    lines = ["| programs | pool | trip | compared | workloads | geometric mean | least |"]
+    lines.append("|--:|--:|--:|---|--:|--:|--:|")
+    settings = {(c["programs"], c["pool"], c["round_trip_ms"]): None for c in cells}
+    for programs, pool, trip_ms in sorted(settings, key=lambda each: (each[0], -each[1], each[2])):
+        for before in befores:
+            for after in afters:
+                medians = [
+                    statistics.median(ratios(cell["systems"][before], cell["systems"][after]))
+                    for cell in cells
+                    if (programs, pool, trip_ms)
+                    == (cell["programs"], cell["pool"], cell["round_trip_ms"])
+                    and {before, after} <= cell["systems"].keys()
+                    and not cell["is_played"]
+                ]
+                if medians:
+                    mean = statistics.geometric_mean(medians)
+                    texts = [f"{programs}", f"{pool} %", f"{trip_ms:g} ms", f"{before} / {after}"]
+                    texts += [f"{len(medians)}", f"{mean:.2f}", f"{min(medians):.2f}"]
+                    lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cell_table(cells: Sequence[Cell]) -> str:
+    """Return a table with a row for every system and kind of program."""
+    lines = [CELL_HEAD]
+    for cell in cells:
+        for name, system in cell["systems"].items():
+            for kind in _kinds(system):
+                taken = system["programs"][kind]
+                label = f"{name}, played" if cell["is_played"] else name
+                workload, programs, pool, trip = _place(cell, "all")
+                texts = [
+                    *(workload, programs, pool, trip, label, kind),
+                    _spread(taken["mean_s"]),
+                    *(f"{taken[key]:.2f}" for key in ("p50_s", "p99_s")),
+                    _spread(system["wall_s"]),
+                    *(_number(system[key]) for key in ("steps", "computed", "recomputed")),
+                ]
+                lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kinds(system: dict[str, Any]) -> list[str]:
+    """Return the kinds of programs; a single kind is the same as all."""
+    kinds = list(system["programs"])
+    return kinds if len(kinds) > 2 else ["all"]
+
+
+def _place(cell: Cell, kind: str) -> list[str]:
+    workload = cell["workload"] if kind == "all" else f"{cell['workload']}: {kind}"
+    pool = f"{cell['pool']} %, {cell['blocks']}" if cell["pool"] < 100 else "100 %"
+    return [workload, f"{cell['programs']}", pool, f"{cell['round_trip_ms']:g} ms"]
+
+
+def _number(counted: float | None) -> str:
+    return "unknown" if counted is None else f"{counted:g}"
+
+
+def _shown(numbers: Sequence[float]) -> str:
+    return f"{statistics.median(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
+
+
+def _spread(spread: dict[str, float]) -> str:
+    return "{median:.2f} ({min:.2f} to {max:.2f})".format(**spread)
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """Return the tables of a folder of records by mark."""
+    cells = cells_of(folder)
+    others = ("openai", "langchain", "accelerated", "program")
+    return {
+        "whole": pair_table(cells, "requests", "whole"),
+        "program": pair_table(cells, "langchain", "program"),
+        "accelerated": pair_table(cells, "langchain", "accelerated"),
+        "peer": pair_table(cells, "peer", "program"),
+        "means": means_table(cells, ("peer", "langchain"), others),
+        "cells": cell_table(cells),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the tables into the page of a folder."""
+    folder = Path(arguments[0]) if arguments else FOLDER
+    page, found = folder / "README.md", tables(folder)
+    text = page.read_text("utf-8")
+    page.write_text(MARK.sub(lambda match: match[1] + found[match[2]], text), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""The matrix of workloads and systems: equal work in every way of sending it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from langchain_core.messages import AIMessage
+from langchain_core.prompt_values import PromptValue
+from langchain_core.runnables import RunnableLambda
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from apps.client import Answer
+from apps.programs import chain, coding, map_reduce, single
+from apps.scaled_workloads import ScheduledProgram, at_once
+from matrix import run
+from matrix.chains import Chain, Runner, chain_of, run_chains
+from matrix.page import ratios, tables, wall_ratios
+from matrix.run import Result, Work, check_texts, summary
+
+PLANS = [chain(3, 20, 4), map_reduce(3, 20, 4), coding(2, 1, scale=40), single("s", 20, 5, 4, 0)]
+
+
+def answer(prompt: str, max_tokens: int) -> str:
+    """Return a text that depends on everything that a call reads."""
+    return f"({max_tokens} {sum(map(ord, prompt))})"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_chain_computes_the_variables_of_its_program(plan: Any) -> None:
+    program = plan.written("seed")
+    values: dict[str, str] = {}
+    for node in program["nodes"]:
+        *parts, output = node["prompt"]
+        prompt = "".join(part.get("text") or values[part["input"]] for part in parts)
+        values[node["id"]] = answer(prompt, output["max_tokens"])
+
+    assert chain_of(program, echo).invoke({}) == values
+
+
+def echo(max_tokens: int) -> Any:
+    """Return a model whose answers depend on the prompt."""
+
+    def reply(prompt: PromptValue) -> AIMessage:
+        return AIMessage(answer(prompt.to_string(), max_tokens))
+
+    return RunnableLambda(reply)
+
+
+def test_users_share_system_prompts_and_instructions_only() -> None:
+    one, other = (map_reduce(2, 20, 4).copy(user).written("seed")["nodes"] for user in (0, 1))
+    assert one[0]["prompt"][0] == other[0]["prompt"][0]
+    assert one[0]["prompt"][1] != other[0]["prompt"][1]
+    one, other = (coding(2, 1, scale=40).copy(user).written("seed")["nodes"] for user in (0, 1))
+    assert one[0]["prompt"] != other[0]["prompt"], "the task of the design"
+    assert one[1]["prompt"][0] == other[1]["prompt"][0], "the instructions of the code"
+
+
+def test_programs_at_once_are_copies_of_the_workload() -> None:
+    sent = at_once("mixed chat and map-reduce", 0, 3)
+    assert [each.kind for each in sent] == [*["chat"] * 10, *["map-reduce"] * 3] * 3
+
+
+def result(*seconds: float, text: str = "same") -> Result:
+    answers = [Answer("app", each, {"out": text, "inner": "x"}) for each in seconds]
+    return Result(answers, max(seconds), Work(5, 100, 7))
+
+
+def test_chains_are_prepared_before_the_first_one_runs_and_return_their_outputs() -> None:
+    events = []
+
+    def prepare(chain: Chain) -> Runner:
+        events.append("prepared")
+
+        def ran() -> Awaitable[dict[str, str]]:
+            events.append("ran")
+            return chain.ainvoke({})
+
+        return ran
+
+    sent = [ScheduledProgram(chain(3, 20, 4), 0.0), ScheduledProgram(map_reduce(2, 20, 4), 0.0)]
+    answers = asyncio.run(run_chains(sent, "seed", echo, prepare))
+    assert events == ["prepared", "prepared", "ran", "ran"]
+    assert [list(each.texts) for each in answers] == [["s2"], ["out"]]
+
+
+def test_ratios_compare_the_same_round() -> None:
+    before = summary([result(2.0, 4.0), result(6.0)])
+    after = summary([result(1.0, 2.0), result(2.0)])
+    assert ratios(before, after) == [2.0, 3.0]
+    assert wall_ratios(before, after) == [2.0, 3.0]
+    assert before["recomputed"] == 7
+    assert before["programs"]["all"]["p99_s"] == 6.0
+
+
+def test_work_that_a_server_does_not_report_is_unknown(tmp_path: Path) -> None:
+    work = Work(12, 120, None).since(Work(2, 20, None))
+    assert work == Work(10, 100, None)
+    system = summary([Result([Answer("app", 1.0, {})], 1.0, work)])
+    key = {"workload": "w", "programs": 1, "pool": 100, "blocks": 9, "round_trip_ms": 5.0}
+    record = {"engine": [], "cells": [key | {"systems": {"peer": system}}]}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert "| 10 | 100 | unknown |" in tables(tmp_path)["cells"]
+
+
+def test_tables_have_pairs_means_and_cells(tmp_path: Path) -> None:
+    before = summary([result(2.0, 4.0), result(6.0)])
+    after = summary([result(1.0, 2.0), result(2.0)])
+    key = {"workload": "w", "programs": 1, "pool": 66, "blocks": 9, "round_trip_ms": 5.0}
+    cell = key | {"systems": {"requests": before, "whole": after}}
+    chains = key | {"systems": {"peer": before, "program": after}}
+    for name, engine, each in (("a", "local", cell), ("b", "local", chains), ("c", "fake", cell)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"engine": [engine], "cells": [each]}))
+    found = tables(tmp_path)
+    place = "| w | 1 | 66 %, 9 | 5 ms |"
+    figures = "4.50 | 1.75 | 2.50 (2.00 to 3.00) | 2.50 (2.00 to 3.00) | 5 / 5 | 100 / 100 | 7 / 7"
+    assert found["whole"].splitlines()[2:] == [f"{place} {figures} |"], "nothing that was played"
+    assert "| 1 | 66 % | 5 ms | peer / program | 1 | 2.50 | 2.50 |" in found["means"]
+    assert f"{place} whole, played | all | 1.75 (1.50 to 2.00) |" in found["cells"]
+
+
+def test_all_chains_write_the_same_texts_on_a_server(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    systems = ("langchain", "accelerated", "program")
+    options = ["--only", "map-reduce summary", "--programs", "1", "--pool", "100", "--rounds", "1"]
+    options += [f"--system={each}" for each in systems]
+    fast = ("--time-per-prompt-token", "--time-per-output-token")
+    assert (
+        run.main(
+            [*options, "--played", *(f"--option={each}=0" for each in fast), "--out", str(record)]
+        )
+        == 0
+    )
+    (cell,) = json.loads(record.read_text())["cells"]
+    computed = {name: figures["computed"] for name, figures in cell["systems"].items()}
+    assert computed["langchain"] == computed["accelerated"] == computed["program"] > 0
+
+
+def test_peer_and_its_python_need_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--system", "peer"], ["--peer", "python"]):
+        with pytest.raises(SystemExit):
+            run.main(arguments)
+        assert "need each other" in capsys.readouterr().err
+
+
+def test_counters_of_vllm_are_sums_over_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """# HELP vllm:prompt_tokens_total of prompts
+vllm:prompt_tokens_total{engine="0"} 100.0
+vllm:prompt_tokens_total{engine="1"} 50.0
+vllm:prefix_cache_hits_total{engine="0"} 30.0
+vllm:iteration_tokens_total_count{engine="0"} 12.0
+"""
+    monkeypatch.setattr(
+        httpx, "get", lambda url, **_: httpx.Response(200 if "metrics" in url else 404, text=text)
+    )
+    assert run.work_of("http://peer") == Work(12, 120, None)
+
+
+def test_different_texts_end_the_benchmark() -> None:
+    whole = Result([Answer("app", 1.0, {"out": "same"})], 1.0, Work(0, 0, 0))
+    check_texts({"requests": result(1.0), "whole": whole, "langchain": result(1.0, text="other")})
+    with pytest.raises(SystemExit, match="different texts"):
+        check_texts({"requests": result(1.0, text="other"), "whole": whole})
