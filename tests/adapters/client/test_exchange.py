@@ -241,7 +241,26 @@ def test_an_error_keeps_its_class(
 def test_a_foreign_error_body_is_an_error(body: bytes) -> None:
     error = exchange.error_of(Reply(502, {}, body))
     assert error.code == "http.502"
-    assert error.message
+    assert "answered with status 502" in error.message
+    assert "<" not in error.message
+
+
+def test_a_foreign_error_names_address_software_and_message() -> None:
+    headers = {"content-type": "application/json; charset=utf-8", "server": "uvicorn"}
+    url = "http://there:1/v1/programs"
+    error = exchange.error_of(Reply(404, headers, b'{"detail": "Not Found"}', url=url))
+    assert error.message == (
+        f"{url} (uvicorn) answered with status 404, application/json and the message 'Not Found'; "
+        "is this a Conure server? `conure serve` prints its address"
+    )
+
+
+@pytest.mark.parametrize("flow", [exchange.list_models, exchange.list_procedures])
+@pytest.mark.parametrize("body", [b"<html>", b"{}", b"[]"])
+def test_a_success_of_another_server_is_an_error(flow: Any, body: bytes) -> None:
+    with pytest.raises(errors.ConureError, match="is this a Conure server") as raised:
+        drive(flow(RETRY), Reply(200, {}, body))
+    assert raised.value.code == "client.answer"
 
 
 def test_a_reply_of_another_server_is_named() -> None:
