@@ -45,9 +45,9 @@ COMMANDS = (
 
 EXAMPLES = """\
 examples:
-  conure serve                          start a server with the small built-in model
-  conure serve Qwen/Qwen2.5-0.5B-Instruct --port 8401
-  conure run program.json -p topic=tea  run a program on it
+  conure serve                              start a server with the small built-in model
+  conure serve Qwen/Qwen2.5-0.5B-Instruct   the same with a model of the Hugging Face Hub
+  conure run --example                      run a small program on the server
 
 `conure COMMAND --help` describes a command.
 exit codes: 0 done, 1 failed, 2 wrong usage, 3 server unreachable, 130 interrupted

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_without_arguments_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert "conure run program.json -p topic=tea" in printed
+    assert "conure run --example" in printed
     assert all(command.name in printed for command in COMMANDS)
 
 

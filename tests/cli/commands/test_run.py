@@ -110,8 +110,42 @@ def test_failed_program_exits_1_with_its_reason(
     assert main(["run", write(file, {**FAILING, "outputs": ["x"]}), "--url", url]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "x: failed: " in printed.err
+    assert "x: failed" in printed.err
     assert "cannot divide by 0" in printed.err
+
+
+def test_one_failure_of_many_outputs_is_printed_once(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader = {"id": "g", "op": "expr", "expr": {"var": "x"}, "output": "y"}
+    program = {"nodes": [*FAILING["nodes"], reader], "outputs": ["x", "y"]}
+    assert main(["run", write(file, program), "--url", url]) == 1
+    _, *lines, _ = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "f: failed, expr.value: `div` cannot divide by 0",
+        "g: killed",
+        "x: failed",
+        "y: killed",
+    ]
+
+
+def test_the_last_lines_contain_a_failure_that_the_progress_did_not_print(
+    url: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # the live view shows states only
+    assert main(["run", write(file, {**FAILING, "outputs": ["x"]}), "--url", url]) == 1
+    assert "x: failed, expr.value: `div` cannot divide by 0" in capsys.readouterr().err
+
+
+def test_the_example_of_the_package_runs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--example", "--url", url]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("--- driver\n")
+    assert printed.err.startswith("program: ")
+    assert main(["run", "--example", "x.json", "--url", url]) == 2
+    assert "give no FILE" in capsys.readouterr().err
+    assert main(["run", "--url", url]) == 2
+    assert "`conure run --example`" in capsys.readouterr().err
 
 
 def test_invalid_program_exits_1_with_its_place(
