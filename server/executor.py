@@ -340,6 +340,7 @@ class Executor(ProgramReader):
                 id=model.name,
                 context_len=model.max_len,
                 description=model.description,
+                purpose=model.purpose,
                 created=int(model.loaded_at),
                 capabilities=(*tools, *embeddings),
             )

@@ -10,12 +10,12 @@ at any await, which only ends the wait.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Final, Protocol
 
 from msgspec import Struct
 
-from conure.engine.protocol import StatusReport
+from conure.engine.protocol import ModelPurpose, StatusReport
 
 from .program.explanation.records import ProgramExplanation
 from .program.functions import FunctionSignature
@@ -34,6 +34,18 @@ from .program.status import (
 )
 from .runtime.reporting.activity import ServerActivity
 
+SUGGESTED_MODEL: Final = "Qwen/Qwen2.5-0.5B-Instruct"
+"""A general model without conditions that runs on a CPU."""
+
+NOTICES: Final[Mapping[ModelPurpose, str]] = {
+    "general": "",
+    "demonstration": "This small model answers questions about short reports and nothing else; "
+    f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
+    "test": "The answers have no meaning and serve tests only; "
+    f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
+}
+"""The notice of a model, by its purpose."""
+
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """A model that programs can name."""
@@ -47,6 +59,12 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...] = ()
     """Capabilities beyond text: `tools` if the chat template defines a format for calls,
     `embeddings` if the operator has switched them on."""
+    purpose: ModelPurpose = "general"
+
+    @property
+    def notice(self) -> str:
+        """What a user must know before the first answer; empty for an ordinary model."""
+        return NOTICES[self.purpose]
 
 
 class GrammarInfo(Struct, frozen=True, kw_only=True):

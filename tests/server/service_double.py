@@ -329,7 +329,13 @@ class ScriptedService:
 
     def models(self) -> list[ModelInfo]:
         return [
-            ModelInfo(id="tiny", context_len=4096, description="a double", created=1_700_000_000),
+            ModelInfo(
+                id="tiny",
+                context_len=4096,
+                description="a double",
+                created=1_700_000_000,
+                purpose="test",
+            ),
             ModelInfo(id="org/other", context_len=128),
         ]
 
