@@ -41,7 +41,7 @@ NOTICES: Final[Mapping[ModelPurpose, str]] = {
     "general": "",
     "demonstration": "This small model answers questions about short reports and nothing else; "
     f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
-    "test": "The answers have no meaning and serve tests only; "
+    "test": "Its answers have no meaning: it is for tests; "
     f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
 }
 """The notice of a model, by its purpose."""

@@ -186,7 +186,7 @@ def test_banner_names_address_model_and_cache(server: subprocess.Popen[str]) -> 
     assert server.stdout is not None
     lines = [server.stdout.readline() for _ in range(7)]
     assert re.fullmatch(r"conure \S+ listens on http://127\.0\.0\.1:\d+\n", lines[0])
-    assert lines[2].split()[:2] == ["The", "answers"]
+    assert lines[2].split()[:2] == ["Its", "answers"]
     del lines[2]
     assert [line.split(maxsplit=1) for line in lines[1:4]] == [
         ["model", "tiny (a double), 4,096 tokens of context\n"],

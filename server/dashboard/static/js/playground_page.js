@@ -62,8 +62,10 @@ export function open() {
   async function showNotice() {
     try {
       const [model] = (await readModels()).data;
-      setText(notice, model?.notice ? `Model ${model.id}: ${model.notice}` : "");
-      notice.hidden = !model?.notice;
+      if (!model?.notice) return;
+      const parts = model.notice.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
+      replace(notice, `Model ${model.id}: `, parts);
+      notice.hidden = false;
     } catch {
       // A server that does not answer is reported by the request that the user makes.
     }
