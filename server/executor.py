@@ -169,7 +169,10 @@ class Executor(ProgramReader):
         scheduler = self.services.scheduler
         scheduler.pause()
         if num_running := scheduler.num_running:
-            message = "stopping: waiting up to %g s for %d running calls"
+            message = (
+                "stopping: waiting up to %g s for %d running calls; a second signal stops at once, "
+                "and the programs continue at the next start"
+            )
             logger.warning(message, self._config.drain_s, num_running)
         await scheduler.wait_idle()
         for run in self.programs:

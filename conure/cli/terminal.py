@@ -136,8 +136,8 @@ class LiveProgress:
         from rich.text import Text
 
         view = Table.grid(padding=(0, 2))
-        view.add_column(no_wrap=True)
-        view.add_column(no_wrap=True)
+        view.add_column(no_wrap=True, min_width=min(12, max(map(len, self._states))))
+        view.add_column(no_wrap=True, min_width=len("finished"))
         view.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         styles = {"finished": "green", "failed": "red", "killed": "yellow", "skipped": "yellow"}
         # Running nodes are last, where the eye is.

@@ -20,7 +20,7 @@ from conure.server.program.errors import UnavailableError
 from conure.server.program.status import ProgramStatus, VariableStatus
 
 from ..command import CommandError, ExitCode, UsageError, add_url, connect
-from ..submission_file import add_inputs, read_submission
+from ..submission_file import add_inputs, graph_of, read_submission
 from ..terminal import PrintedFailures, json_line, pretty, progress, summary
 
 EXAMPLE = Path(__file__).parents[1] / "example.decoder"
@@ -116,13 +116,12 @@ def _file_of(arguments: argparse.Namespace) -> Path:
 
 
 def _check_outputs(names: Sequence[str], body: Mapping[str, Any]) -> None:
-    program = body.get("program")
-    if program is None:
-        return  # a text: the server derives its outputs
-    declared = program.get("outputs", []) if isinstance(program, dict) else []
+    graph = graph_of(body) if names else None
+    if graph is None:
+        return
     for name in names:
-        if name not in declared:
-            known = ", ".join(map(str, declared)) or "none"
+        if name not in graph.outputs:
+            known = ", ".join(graph.outputs) or "none"
             raise UsageError(f"--output {name}: the program has no such output; it has {known}")
 
 

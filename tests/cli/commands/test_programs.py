@@ -128,6 +128,15 @@ def test_unknown_program_exits_1(
     assert error == "conure: program.not_found: there is no program p_none\n"
 
 
+def test_cancel_reports_a_missing_program_and_cancels_the_others(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", "p_none", waiting, "--url", url]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{waiting}: cancelled\n"
+    assert "there is no program p_none" in printed.err
+
+
 def test_chat_answers_one_message(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "How are you?", "--url", url, "--max-tokens", "8"]) == 0
     assert len(capsys.readouterr().out.split()) > 1

@@ -328,6 +328,38 @@ def test_wrong_input_is_named(
     assert printed.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (
+            ["-p", "goods=tea", "-p", "god=x"],
+            "no statement reads input `god`; did you mean `goods`?",
+        ),
+        (["-p", "goods=tea", "-p", "x=1"], "no statement reads input `x`; it reads `goods`"),
+        (["-p", "goods=tea", "--output", "y"], "--output y: the program has no such output"),
+        ([], "no value for input `goods`"),
+    ],
+)
+def test_arguments_are_checked_against_a_text(
+    argv: list[str], error: str, tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "tea.py"
+    text.write_text("goods: str\nreturn gen(f'{goods}', max_tokens=4)")
+    assert main(["run", str(text), *argv, "--url", url]) == 2
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_text_in_another_file_names_the_endings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "tea.txt"
+    text.write_text("return gen('Tea is ')")
+    assert main(["run", str(text)]) == 2
+    assert "texts end in .py, .decoder, .template" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"program": {}, "inputs": 3}'])
 def test_file_without_a_program_is_rejected(
     content: str, file: Path, capsys: pytest.CaptureFixture[str]
