@@ -39,6 +39,7 @@ from .garbage_collection import GarbageCollection
 from .listener import address, bind
 from .program.errors import ConureError
 from .routes.connection import BoundedHttpProtocol, ConnectionLimits, max_connections
+from .routes.request_context import TENANT
 from .service import EngineInfo, ModelInfo, Service
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,9 @@ class _ServerProcess:
         host, port = self._listener.getsockname()[:2]
         url = f"http://{address(host, port)}"
         service: Service = self._app.state.service
-        sys.stdout.write(banner(url, service.models(), await service.engines(), self._config))
+        num_programs = service.activity(tenant=TENANT).num_programs
+        engines = await service.engines()
+        sys.stdout.write(banner(url, service.models(), engines, self._config, num_programs))
         sys.stdout.flush()
 
 
@@ -201,9 +204,21 @@ def _uvicorn_config(app: Litestar, config: Config) -> uvicorn.Config:
 
 
 def banner(
-    url: str, models: Sequence[ModelInfo], engines: Sequence[EngineInfo], config: Config
+    url: str,
+    models: Sequence[ModelInfo],
+    engines: Sequence[EngineInfo],
+    config: Config,
+    num_programs: int,
 ) -> str:
-    """Return what `conure serve` prints when it is ready. The first line contains the URL."""
+    """Return what `conure serve` prints when it is ready. The first line contains the URL.
+
+    Args:
+        url: of the server.
+        models: that programs can name.
+        engines: that answer.
+        config: of the server.
+        num_programs: programs in the journal that have not ended.
+    """
     rows = []
     for model in models:
         rows.append(("model", describe(model)))
@@ -213,6 +228,9 @@ def banner(
         num_blocks = engine.report.num_blocks
         rows.append((engine.id, f"{num_blocks:,} blocks of KV cache"))
     rows.append(("data", str(config.data)))
+    if num_programs:
+        ending = " continues" if num_programs == 1 else "s continue"
+        rows.append(("", f"{num_programs:,} unfinished program{ending}"))
     is_default = url == f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
     command = "conure run --example" + ("" if is_default else f" --url {url}")
     rows.append(("next", f"{command}, or open {url} in a browser"))

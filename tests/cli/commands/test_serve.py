@@ -197,10 +197,22 @@ def test_banner_names_address_model_and_cache(server: subprocess.Popen[str]) -> 
     assert re.search(r"next +conure run --example --url http://127", lines[5])
 
 
-def banner_of(model: ModelInfo) -> str:
+def banner_of(model: ModelInfo, num_programs: int = 0) -> str:
     report = StatusReport(0, 10, 4, 5, 1, 2, *range(6))
     engine = EngineInfo(id="engine-0", epoch=7, model=model.id, report=report)
-    return banner("http://127.0.0.1:8400", [model], [engine], Config(data=Path("data")))
+    return banner(
+        "http://127.0.0.1:8400", [model], [engine], Config(data=Path("data")), num_programs
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "sentence"),
+    [(1, "1 unfinished program continues"), (1_200, "1,200 unfinished programs continue")],
+)
+def test_banner_says_how_many_programs_continue(num_programs: int, sentence: str) -> None:
+    model = ModelInfo(id="any", context_len=1024)
+    assert sentence in banner_of(model, num_programs)
+    assert "unfinished" not in banner_of(model)
 
 
 @pytest.mark.parametrize("purpose", ["demonstration", "test"])
