@@ -34,7 +34,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 # CPU build is installed, for the demo on every machine, for tests where no NVIDIA driver is loaded.
 # If its index cannot be reached, torch comes from the configured ones.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-install_torch = $(1) -m pip install --quiet -c constraints.txt $(TORCH)
+install_torch = $(1) -m pip install --quiet --no-compile -c constraints.txt $(TORCH)
 install_cpu_torch = $(call install_torch,$(1)) --no-deps --retries 0 --timeout 15 \
     --extra-index-url $(TORCH_INDEX) || $(call install_torch,$(1))
 install_test_torch = $(call \
@@ -69,7 +69,7 @@ $(STAMP): pyproject.toml constraints.txt
 .venv-demo/.installed: pyproject.toml constraints.txt
 	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
 	$(call install_cpu_torch,.venv-demo/bin/python)
-	.venv-demo/bin/python -m pip install --quiet -c constraints.txt -e '.[serve,langchain]'
+	.venv-demo/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[serve,langchain]'
 	@touch $@
 
 # What Sphinx needs of the package are its docstrings, for which the model libraries are not loaded.
