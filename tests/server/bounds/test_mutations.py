@@ -1,3 +1,5 @@
+"""The mutations of the fuzzer."""
+
 from __future__ import annotations
 
 import copy
