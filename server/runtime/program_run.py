@@ -113,6 +113,9 @@ class ProgramRun:
         # All events of earlier server processes have a lower number.
         self.events.first_seq = self._services.journal.last_seq + 1
         self.outbox.durable_variables |= self.state.values.keys() | self.state.missing_values.keys()
+        if recovered.stop is not None:
+            self.stop(*recovered.stop)
+            return
         self.start()
         for executor in self.context.executors.values():
             executor.resume()
