@@ -145,7 +145,8 @@ chaos: setup ## 500 damaged journals and 1,000 kills; takes an hour
 	$(BIN)/python -m tests.server.chaos --kills 1000
 
 fuzz: setup ## mutated requests to all routes, 500,000 bodies
-	CONURE_FUZZ_BODIES=500000 $(BIN)/pytest -q --timeout 0 tests/server/bounds/test_fuzz.py
+	CONURE_FUZZ_BODIES=500000 $(BIN)/pytest -q --timeout 0 -n auto \
+	    tests/server/bounds/test_fuzz.py
 
 bench: setup ## latency of chains and of wide programs over HTTP
 	$(BIN)/python benchmarks/latency.py

@@ -10,7 +10,7 @@ at any await, which only ends the wait.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from msgspec import Struct
@@ -372,8 +372,8 @@ class Service(ServiceLifecycle, ModelService, Protocol):
         """
         ...
 
-    async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
-        """Cancel a program. An ended program does not change.
+    async def cancel(self, program: str, *, tenant: str) -> None:
+        """Cancel a program; return once its end is durable. An ended program does not change.
 
         Raises:
             NotFoundError: if the program does not exist.
@@ -395,6 +395,17 @@ class Service(ServiceLifecycle, ModelService, Protocol):
 
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         """Return the status of a program.
+
+        Raises:
+            NotFoundError: if the program does not exist.
+        """
+        ...
+
+    async def status_parts(self, program: str, *, tenant: str) -> Iterator[bytes]:
+        """Return the JSON of the status of a program in parts, each made when it is read.
+
+        A program may have 100,000 nodes. What changes meanwhile is shown as it is when its part is
+        made.
 
         Raises:
             NotFoundError: if the program does not exist.

@@ -133,10 +133,11 @@ Flow: TypeAlias = Generator[Request | Sleep, Reply | None, T]
 class Retry:
     """How often, how soon and for how long a request is repeated.
 
-    A refused request (429, 502, 503, 504) is repeated up to `max_retries` times. A request without
-    an answer is repeated until the server was unreachable for `unreachable_timeout_s`, long enough
-    for a restart. A server that never answered this client gets `first_patience_s` only, as it is
-    most likely not running.
+    A refused request (429, 502, 503, 504) is repeated up to `max_retries` times. A program that a
+    busy server refuses (`queue.full`) is submitted again when the server asks for it, until
+    `busy_timeout_s` have passed. A request without an answer is repeated until the server was
+    unreachable for `unreachable_timeout_s`, long enough for a restart. A server that never answered
+    this client gets `first_patience_s` only, as it is most likely not running.
     """
 
     max_retries: int = 4
@@ -146,6 +147,7 @@ class Retry:
     max_delay_s: float = 2.0
     most_asked_s: float = 60.0
     """Longest Retry-After to wait for; beyond it the refusal is raised at once."""
+    busy_timeout_s: float = 600.0
     unreachable_timeout_s: float = 15.0
     first_patience_s: float = 2.0
     noise: random.Random = field(default_factory=random.Random)
@@ -223,7 +225,7 @@ class ProblemBody(msgspec.Struct, frozen=True):
 
 def send(request: Request, retry: Retry) -> Flow[Reply]:
     """Send a request until it gets a final reply or the retries are used up."""
-    num_refusals = 0
+    num_refusals, num_busy, busy_until_s = 0, 0, 0.0
     outage = OutageTimer(retry)
     while True:
         try:
@@ -235,12 +237,33 @@ def send(request: Request, retry: Retry) -> Flow[Reply]:
             yield Sleep(outage.next_delay_s(failure))
             continue
         outage.reset()
+        if is_busy(reply, retry):
+            now_s = retry.clock()
+            busy_until_s = busy_until_s if num_busy else now_s + retry.busy_timeout_s
+            delay_s = retry.delay_s(num_busy, retry_after_s(reply.headers))
+            if now_s + delay_s > busy_until_s:
+                return reply
+            yield Sleep(delay_s)
+            num_busy += 1
+            continue
         if not is_retryable(reply, retry, num_refusals):
             return reply
         if reply.status in (502, 504) and not request.repeatable:
             return reply
         yield Sleep(retry.delay_s(num_refusals, retry_after_s(reply.headers)))
         num_refusals += 1
+
+
+def is_busy(reply: Reply, retry: Retry) -> bool:
+    """Return whether the server has too much work and says when to try again."""
+    asked_s = retry_after_s(reply.headers)
+    return (
+        reply.status == 429
+        and retry.max_retries > 0
+        and asked_s is not None
+        and asked_s <= retry.most_asked_s
+        and problem_of(reply).code == "queue.full"
+    )
 
 
 def is_retryable(reply: Reply, retry: Retry, num_refusals: int) -> bool:

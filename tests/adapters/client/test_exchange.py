@@ -69,6 +69,33 @@ def test_retries_are_bounded() -> None:
     assert len(requests) == 3
 
 
+FULL = Reply(429, {"retry-after": "3"}, b'{"code": "queue.full"}')
+
+
+def test_a_program_that_a_busy_server_refuses_is_sent_again_for_minutes() -> None:
+    now_s = 0.0
+    retry = Retry(max_retries=1, busy_timeout_s=60, clock=lambda: now_s, noise=random.Random(0))
+    flow, num_requests = send(Request("POST", "/v1/programs"), retry), 0
+    what = next(flow)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            if isinstance(what, Sleep):
+                now_s += what.delay_s
+                what = flow.send(None)
+            else:
+                num_requests += 1
+                what = flow.send(FULL)
+    assert end.value.value == FULL
+    assert 19 <= num_requests <= 20
+    assert now_s <= 60
+
+
+def test_a_client_without_retries_is_refused_at_once() -> None:
+    retry = Retry(max_retries=0)
+    reply, requests, pauses = drive(send(Request("POST", "/v1/programs"), retry), FULL)
+    assert (reply, len(requests), pauses) == (FULL, 1, [])
+
+
 def test_a_long_retry_after_is_not_waited_for() -> None:
     hours = Reply(429, {"retry-after": "7200"}, b"{}")
     reply, requests, pauses = drive(send(Request("GET", "/x"), RETRY), hours)
