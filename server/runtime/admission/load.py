@@ -102,7 +102,9 @@ class LoadMonitor:
 
     def limit_s(self, newcomer: Newcomer) -> float:
         """Return how long a program may wait."""
-        max_wait_s = math.inf if self._limits.max_wait_s is None else self._limits.max_wait_s
+        max_wait_s = self._limits.max_wait_s
+        if max_wait_s is None:
+            return math.inf
         if newcomer.is_background:
             return max_wait_s
         return min(max_wait_s, max(MIN_WAIT_S, WAIT_SHARE * newcomer.depth * self.call_s))

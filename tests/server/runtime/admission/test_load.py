@@ -88,7 +88,8 @@ def test_calls_that_rank_after_the_program_do_not_count() -> None:
 
 
 def test_wait_without_limit_is_accepted_for_a_background_program() -> None:
-    check(observed(2.0, LoadLimits(10, None)), BATCH, 10**6)
+    for newcomer in (BATCH, Newcomer(num_calls=1, depth=1)):
+        check(observed(2.0, LoadLimits(10, None)), newcomer, 10**6)
 
 
 def test_refused_programs_are_asked_back_over_the_time_that_their_work_takes() -> None:
