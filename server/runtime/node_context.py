@@ -35,7 +35,7 @@ from ..program.status import EventType, Phase, Problem
 from ..store.journal import ValueRecord
 from .calls.aborted_outputs import AbortedOutputs
 from .calls.outputs import OutputResult
-from .node_state import MissingValue, NodeState, Ready
+from .node_state import NODE_KILLED, MissingValue, NodeState, Ready
 from .persistence.event_stream import EventStream
 from .persistence.journaled_events import ExpansionHistory, RecoveredState
 from .persistence.outbox import Outbox
@@ -181,7 +181,7 @@ class NodeContext:
         self._new_nodes: deque[str] = deque()
         """Nodes to register with the executors before the next slot is dispatched."""
         self._to_end: deque[tuple[str, Phase, Problem]] = deque()
-        """Nodes in the bodies of ended nodes, to end before any other work."""
+        """Nodes to end before any other work: in bodies of ended nodes, or because of a kill."""
         self._is_busy = False
         """Whether `_work_off` runs, or is scheduled for a later turn."""
         self._hooks: dict[str, list[Callable[..., None]]] = {}
@@ -255,6 +255,9 @@ class NodeContext:
         definition = self.state.graph.slots[node_id][slot]
         missing = self.state.missing_input(definition)
         try:
+            if slot == 0 and node.after and (cut := self.state.cut_before(node_id)) is not None:
+                self.advance(self.end_node(node_id, "skipped", cut))
+                return
             has_condition = slot == 0 and node.when is not UNSET
             if has_condition and not self.work.evaluate(input_expression(node.when)):
                 problem = Problem(code="node.when", message="`when` was false")
@@ -367,7 +370,7 @@ class NodeContext:
             elif limit is not None and node_state.slots_done >= limit:
                 message = "the outputs after this one were killed"
                 ready += self.end_node(
-                    node_id, "killed", Problem(code="node.killed", message=message)
+                    node_id, "killed", Problem(code=NODE_KILLED, message=message)
                 )
         self.advance(ready)
 
@@ -498,6 +501,10 @@ class NodeContext:
                 for child in children:
                     ready += self.end_node(child, inner_phase, problem)
         return ready
+
+    def end_soon(self, node_id: str, phase: Phase, problem: Problem) -> None:
+        """End a node before any other work of the program."""
+        self._to_end.append((node_id, phase, problem))
 
     def _node_ended(self, node_id: str) -> None:
         self.timers.cancel(node_id)
