@@ -27,6 +27,7 @@ from ...program.status import Event, EventType, Problem
 from ...store.journal import (
     TRACE,
     AliasRecord,
+    AliasRemoval,
     AppendRecord,
     DeleteRecord,
     EndRecord,
@@ -34,6 +35,7 @@ from ...store.journal import (
     Journal,
     PinRecord,
     ProcedureRecord,
+    ProcedureRemoval,
     ProgramRecord,
     Record,
     ValueRecord,
@@ -317,6 +319,8 @@ def _size(record: Record) -> int:
             return len(record.program)
         case AliasRecord():
             return len(record.alias)
+        case ProcedureRemoval() | AliasRemoval():
+            return 0
         case PinRecord() | WatchRecord() | DeleteRecord():
             return 0
 

@@ -14,7 +14,7 @@ from ...inprocess import ServerHarness, client, expr, generate, insert, server_h
 
 Json = Any
 
-LONG = {"max_tokens": 100_000, "ignore_eos": True}
+LONG: Json = {"max_tokens": 100_000, "ignore_eos": True}
 
 
 @pytest_asyncio.fixture
@@ -96,7 +96,7 @@ async def test_a_value_read_with_first_is_needed(harness: ServerHarness) -> None
 async def test_an_earlier_output_of_a_context_ends_the_call_after_it(
     harness: ServerHarness,
 ) -> None:
-    prompt = [{"text": "A"}, {"output": "one", "max_tokens": 9}, {"text": "B"}]
+    prompt: list[Json] = [{"text": "A"}, {"output": "one", "max_tokens": 9}, {"text": "B"}]
     nodes = [
         {"id": "p", "op": "generate", "prompt": [*prompt, {"output": "two", **LONG}]},
         generate("reader", insert("two"), **LONG),
@@ -109,7 +109,7 @@ async def test_an_earlier_output_of_a_context_ends_the_call_after_it(
 
 async def test_a_map_with_a_yield_in_its_body_goes_on(harness: ServerHarness) -> None:
     told = {"id": "told", "op": "yield", "value": var("s")}
-    body = [generate("s", insert("x"), max_tokens=9)]
+    body: list[Json] = [generate("s", insert("x"), max_tokens=9)]
     map_ = {"op": "map", "items": ["1", "2"], "as": "x", "collect": {"xs": "s"}}
     nodes = [
         {**map_, "id": "loud", "body": [*body, told]},
