@@ -42,7 +42,7 @@ async def phases_after_go(harness: ServerHarness, nodes: list[Json], **fields: J
 
 
 async def test_calls_that_only_a_killed_call_needs_are_killed(harness: ServerHarness) -> None:
-    nodes = [
+    nodes: list[Json] = [
         generate("plan", "P", **LONG),
         expr("part", {"slice": [var("plan"), 0, 9]}),
         generate("essay", insert("part"), **LONG),
@@ -55,7 +55,7 @@ async def test_calls_that_only_a_killed_call_needs_are_killed(harness: ServerHar
 async def test_a_call_goes_on_whose_value_is_an_output_or_has_another_reader(
     harness: ServerHarness,
 ) -> None:
-    nodes = [
+    nodes: list[Json] = [
         generate("output", "O", max_tokens=9),
         generate("read", "R", max_tokens=9),
         generate("reader", insert("read"), max_tokens=9),
@@ -70,7 +70,7 @@ async def test_a_call_goes_on_whose_value_is_an_output_or_has_another_reader(
 async def test_readers_of_a_killed_value_end_at_once_and_with_them_what_only_they_read(
     harness: ServerHarness,
 ) -> None:
-    nodes = [
+    nodes: list[Json] = [
         generate("a", "A", **LONG),
         generate("b", "B", **LONG),
         generate("both", insert("a"), insert("b"), **LONG),
@@ -83,7 +83,7 @@ async def test_readers_of_a_killed_value_end_at_once_and_with_them_what_only_the
 
 
 async def test_a_value_read_with_first_is_needed(harness: ServerHarness) -> None:
-    nodes = [
+    nodes: list[Json] = [
         generate("a", "A", **LONG),
         generate("b", "B", max_tokens=9),
         expr("end", {"first": [var("a"), var("b")]}),
@@ -97,7 +97,7 @@ async def test_an_earlier_output_of_a_context_ends_the_call_after_it(
     harness: ServerHarness,
 ) -> None:
     prompt: list[Json] = [{"text": "A"}, {"output": "one", "max_tokens": 9}, {"text": "B"}]
-    nodes = [
+    nodes: list[Json] = [
         {"id": "p", "op": "generate", "prompt": [*prompt, {"output": "two", **LONG}]},
         generate("reader", insert("two"), **LONG),
         generate("end", insert("one"), max_tokens=9),
@@ -111,7 +111,7 @@ async def test_a_map_with_a_yield_in_its_body_goes_on(harness: ServerHarness) ->
     told = {"id": "told", "op": "yield", "value": var("s")}
     body: list[Json] = [generate("s", insert("x"), max_tokens=9)]
     map_ = {"op": "map", "items": ["1", "2"], "as": "x", "collect": {"xs": "s"}}
-    nodes = [
+    nodes: list[Json] = [
         {**map_, "id": "loud", "body": [*body, told]},
         {**map_, "id": "quiet", "body": [generate("q", insert("x"), **LONG)]}
         | {"collect": {"qs": "q"}},
@@ -128,7 +128,7 @@ async def test_nodes_after_a_required_wait_for_a_killed_value_are_skipped(
     harness: ServerHarness, required: bool
 ) -> None:
     inner = {"id": "w", "op": "wait", "variables": ["a"], "required": required}
-    nodes = [
+    nodes: list[Json] = [
         generate("a", "A", **LONG),
         generate("b", "B", max_tokens=9),
         {"id": "c", "op": "if", "cond": True, "then": [inner], "else": [], "job": "side"},
@@ -150,7 +150,7 @@ async def test_nodes_after_a_required_wait_for_a_killed_value_are_skipped(
 async def test_a_loop_ends_after_the_round_whose_wait_is_not_met(harness: ServerHarness) -> None:
     wait = {"id": "w", "op": "wait", "variables": ["a"], "required": True}
     loop = {"id": "l", "op": "loop", "count": 3, "index": "i", "carry": {"n": [0, var("m")]}}
-    nodes = [
+    nodes: list[Json] = [
         generate("a", "A", **LONG),
         {**loop, "body": [wait, expr("m", {"add": [var("n"), 1]}, after=["w"])]},
         expr("after", 1, after=["l"]),
@@ -164,7 +164,7 @@ async def test_a_loop_ends_after_the_round_whose_wait_is_not_met(harness: Server
 async def test_a_restart_repeats_the_consequences_of_a_kill(tmp_path: Path) -> None:
     """The journal ends with the kill's first target; what served it ends after the restart."""
     settings: dict[str, Any] = {"time_per_output_token": 0.01, "context_len": 200_000}
-    nodes = [
+    nodes: list[Json] = [
         client("go", "go"),
         generate("plan", "P", **LONG),
         generate("essay", insert("plan"), **LONG),
