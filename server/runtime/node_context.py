@@ -180,7 +180,7 @@ class NodeContext:
         self._queue: deque[Ready] = deque()
         self._new_nodes: deque[str] = deque()
         """Nodes to register with the executors before the next slot is dispatched."""
-        self._to_end: deque[tuple[str, Phase, Problem]] = deque()
+        self.to_end: deque[tuple[str, Phase, Problem]] = deque()
         """Nodes to end before any other work: in bodies of ended nodes, or because of a kill."""
         self._is_busy = False
         """Whether `_work_off` runs, or is scheduled for a later turn."""
@@ -234,8 +234,8 @@ class NodeContext:
         while not self.is_over:
             if self.services.turns.has_ended:
                 return True
-            if self._to_end:
-                self._queue.extend(self.end_node(*self._to_end.popleft()))
+            if self.to_end:
+                self._queue.extend(self.end_node(*self.to_end.popleft()))
             elif self._new_nodes:
                 self._register_nodes()
             elif self._queue:
@@ -496,15 +496,11 @@ class NodeContext:
         inner_phase: Phase = "killed" if phase == "failed" else phase
         for children in self.state.graph.body_nodes(node_id).values():
             if turns.has_ended:
-                self._to_end.extend((child, inner_phase, problem) for child in children)
+                self.to_end.extend((child, inner_phase, problem) for child in children)
             else:
                 for child in children:
                     ready += self.end_node(child, inner_phase, problem)
         return ready
-
-    def end_soon(self, node_id: str, phase: Phase, problem: Problem) -> None:
-        """End a node before any other work of the program."""
-        self._to_end.append((node_id, phase, problem))
 
     def _node_ended(self, node_id: str) -> None:
         self.timers.cancel(node_id)

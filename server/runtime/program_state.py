@@ -76,7 +76,8 @@ class ProgramState:
         """Calls of the first item or round of each map and loop inside a body that has not
         expanded yet. Other expansions may never happen, or hours later."""
         self._reservations: dict[str, int] = {}
-        self._demanded: set[str] = set()
+        self.demanded: set[str] = set()
+        """Variables that clients have requested under `start: demand`."""
         self._is_session = is_open
         self._num_live_nodes = 0
         self._add_nodes(graph.nodes)
@@ -106,7 +107,7 @@ class ProgramState:
             ready += self.readiness.report(added)
         else:
             # A demanded variable may now have a producer, also an indirect one.
-            self.readiness.demand(self._demanded)
+            self.readiness.demand(self.demanded)
             ready += self.readiness.report_all()
         return added, ready
 
@@ -159,9 +160,9 @@ class ProgramState:
 
     def demand(self, variable: str) -> list[Ready]:
         """Let the ancestors of a variable run under `start: demand`."""
-        if self.readiness.demanded_nodes is None or variable in self._demanded:
+        if self.readiness.demanded_nodes is None or variable in self.demanded:
             return []
-        self._demanded.add(variable)
+        self.demanded.add(variable)
         self.readiness.demand([variable])
         return self.readiness.report_all()
 
@@ -169,10 +170,6 @@ class ProgramState:
         """Mark a slot that started before a restart and continues from its decisions."""
         self.readiness.mark_started(node_id, slot)
         self.nodes[node_id].phase = "running"
-
-    def is_demanded(self, variable: str) -> bool:
-        """Whether a client has requested a variable under `start: demand`."""
-        return variable in self._demanded
 
     # --- resolving ------------------------------------------------------------------------
 

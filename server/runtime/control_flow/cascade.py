@@ -8,7 +8,7 @@ Two rules, applied to every node that ends because of a kill:
                    when its last input arrives. A `wait` that is `required` ends in the same way,
                    and then the nodes `after` it.
 
-The nodes end one after the other before any other work of the program (`NodeContext.end_soon`),
+The nodes end one after the other before any other work of the program (`NodeContext.to_end`),
 and the end of each applies the rules again.
 """
 
@@ -81,7 +81,7 @@ class KillCascade:
         elif reader.tolerates_missing:
             return
         if first_unneeded_slot(self._state, reader.node, before=reader.index) == 0:
-            self._context.end_soon(reader.node, "skipped", problem)
+            self._context.to_end.append((reader.node, "skipped", problem))
 
     def _end_followers(self, node_id: str) -> None:
         """Skip the nodes after a required `wait` that ended without its values."""
@@ -90,7 +90,7 @@ class KillCascade:
         for follower in self._graph.nodes_after(node_id):
             problem = self._state.cut_before(follower)
             if problem is not None:
-                self._context.end_soon(follower, "skipped", problem)
+                self._context.to_end.append((follower, "skipped", problem))
 
     # --- what the node needs --------------------------------------------------------------
 
@@ -110,7 +110,9 @@ class KillCascade:
             stop = first_unneeded_slot(self._state, source, before=len(slots))
             if stop == 0:
                 message = f"killed: only ended nodes read its value, the last one was {node_id}"
-                self._context.end_soon(source, "killed", Problem(code=NODE_KILLED, message=message))
+                self._context.to_end.append(
+                    (source, "killed", Problem(code=NODE_KILLED, message=message))
+                )
             elif stop < len(slots):
                 self._context.stop_before_slot[source] = stop
 
@@ -150,7 +152,7 @@ def first_unneeded_slot(state: ProgramState, node_id: str, *, before: int) -> in
 def _is_needed(state: ProgramState, variable: str, producer: str) -> bool:
     """Whether a variable is an output, or another node reads it, or may read it later."""
     graph = state.graph
-    if variable in graph.outputs or state.is_demanded(variable):
+    if variable in graph.outputs or variable in state.demanded:
         return True
     if _is_result_of_body(state, variable, producer):
         return True
