@@ -223,7 +223,7 @@ class NodeContext:
         finally:
             self.services.watch.end()
         if has_more:
-            self.services.turns.wait(self._work_off)
+            self.outbox.wait_turn(self.services.turns, self._work_off)
             return
         self._is_busy = False
         if not self.is_over and self.state.is_complete:
@@ -563,6 +563,8 @@ def _usage_fields(node_state: NodeState) -> dict[str, Any]:
     """
     if node_state.started_at is None:
         return {}
-    usage = {name: n for name, n in msgspec.to_builtins(node_state.usage).items() if n}
     fields = {"engine": node_state.engine, "started_at": node_state.started_at}
+    if not node_state.has_usage:
+        return fields
+    usage = {name: n for name, n in msgspec.to_builtins(node_state.usage).items() if n}
     return fields | ({"usage": usage} if usage else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..program.ir import GraphNode
@@ -84,7 +84,25 @@ class NodeState:
     """Attempts after failures of the node itself, limited by its `retries`."""
     started_at: float | None = None
     finished_at: float | None = None
-    usage: NodeUsage = field(default_factory=NodeUsage)
+    _usage: NodeUsage | None = None
+
+    @property
+    def usage(self) -> NodeUsage:
+        """What the calls of the node have used. Made when it is first read: most nodes of a large
+        program are no calls.
+        """
+        if self._usage is None:
+            self._usage = NodeUsage()
+        return self._usage
+
+    @usage.setter
+    def usage(self, usage: NodeUsage) -> None:
+        self._usage = usage
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a call of the node may have used anything."""
+        return self._usage is not None
 
     @property
     def has_ended(self) -> bool:

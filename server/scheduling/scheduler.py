@@ -395,7 +395,8 @@ class Scheduler:
     def _is_held(self, call: QueuedCall, candidate: EngineCandidate) -> bool:
         """Return whether the policy holds the program of a call back from an engine."""
         engine, holds, pace = candidate.reservations, self.policy.holds, self.service_time
-        opening = self._openings.opening(call.request, candidate.num_shared_tokens)
+        num_engines = len(self._index.engines)
+        opening = self._openings.opening(call.request, candidate.num_shared_tokens, num_engines)
         # The reason that is strongest for any call on this engine, before looking at each program.
         if not engine.num_programs or not holds(
             opening, ProgramsAhead(engine.num_programs, 1), pace

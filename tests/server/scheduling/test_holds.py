@@ -122,6 +122,20 @@ async def test_program_begins_on_another_engine() -> None:
     assert harness.placements[-1] == ("p", "idle")
 
 
+async def test_engines_share_the_prefills_of_a_program() -> None:
+    for num_engines, starts in ((1, False), (4, True)):
+        harness = slow_harness()
+        for number in range(num_engines):
+            harness.add_engine(f"e{number}", capacity=1_000, max_sequences=16)
+            harness.submit(f"ahead {number}", rank=1.0, num_output=25)
+        await run_loop()
+        for call in ("p.1", "p.2", "p.3", "p.4"):
+            opening(harness, call, 2.0)
+        await run_loop()
+        is_begun = "p.1" in harness.started_names
+        assert is_begun is starts, "360 tokens, or 90 on each of 4, against 25 steps, four times"
+
+
 async def test_cached_tokens_do_not_cause_a_hold() -> None:
     harness = slow_harness()
     harness.add_engine(capacity=1_000, max_sequences=16)
