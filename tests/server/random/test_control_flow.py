@@ -59,11 +59,17 @@ def check(nodes: list[Json], things: list[str], status: ProgramStatus) -> None:
 
 
 def is_only_for_ended(variable: str, reading: Reading, status: ProgramStatus) -> bool:
-    """Whether a variable without a value had readers, none of which has run."""
-    readers = reading.readers.get(variable, set()) & status.nodes.keys()
-    return bool(readers) and all(
-        status.nodes[reader].status in ("skipped", "killed") for reader in readers
-    )
+    """Whether a variable without a value is in an ended body, or had a reader that ended.
+
+    A reader that is done had all the values it needed: `each` may bind a name again.
+    """
+
+    def has_ended(path: tuple[str, ...]) -> bool:
+        nodes = (status.nodes[node] for node in path if node in status.nodes)
+        return any(node.status in ("skipped", "killed") for node in nodes)
+
+    readers = reading.readers.get(variable, set())
+    return has_ended(reading.bodies[variable]) or any(map(has_ended, readers))
 
 
 async def cancel_after(program: Program, num_turns: int) -> None:
