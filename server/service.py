@@ -151,6 +151,23 @@ class ProcedureService(Protocol):
         """
         ...
 
+    async def remove(self, reference: str, *, tenant: str) -> None:
+        """Remove one version, `name@version`, and its pin. Programs that run it keep it.
+
+        Raises:
+            NotFoundError: if there is no such version.
+            ConflictError: `procedure.in_use` if an alias names it.
+        """
+        ...
+
+    async def remove_alias(self, name: str, alias: str, *, tenant: str) -> None:
+        """Remove an alias, not the version that it names.
+
+        Raises:
+            NotFoundError: if there is no such alias.
+        """
+        ...
+
     async def pin(self, reference: str, pin_s: float | None, *, tenant: str) -> StoredProcedure:
         """Keep the constant beginnings of a version's prompts on the engines for a time.
 

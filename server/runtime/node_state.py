@@ -8,6 +8,11 @@ from typing import NamedTuple
 from ..program.ir import GraphNode
 from ..program.status import ENDED, Phase, Problem
 
+NODE_KILLED = "node.killed"
+"""The code of nodes that a `kill` ended."""
+WAIT_UNMET = "wait.unmet"
+"""The code of a required `wait` that ended without its values, and of the nodes after it."""
+
 
 class Ready(NamedTuple):
     """A slot whose inputs and predecessors are all resolved."""
@@ -69,6 +74,9 @@ class NodeState:
     problem: Problem | None = None
     prefix_break: bool = False
     constraint_relaxed: bool = False
+    is_cut: bool = False
+    """Whether the control flow of the node's job ends here, because a required `wait` has ended
+    without its values."""
     slots_done: int = 0
     num_deaths: int = 0
     """Engines that died while the node ran on them."""

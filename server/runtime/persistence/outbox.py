@@ -29,6 +29,7 @@ from ...program.status import Event, EventType, Problem
 from ...store.journal import (
     TRACE,
     AliasRecord,
+    AliasRemoval,
     AppendRecord,
     DeleteRecord,
     EndRecord,
@@ -36,6 +37,7 @@ from ...store.journal import (
     Journal,
     PinRecord,
     ProcedureRecord,
+    ProcedureRemoval,
     ProgramRecord,
     Record,
     ValueRecord,
@@ -349,6 +351,8 @@ def _size(record: Record) -> int:
             return len(record.program)
         case AliasRecord():
             return len(record.alias)
+        case ProcedureRemoval() | AliasRemoval():
+            return 0
         case PinRecord() | WatchRecord() | DeleteRecord():
             return 0
 
