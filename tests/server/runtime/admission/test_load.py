@@ -87,7 +87,7 @@ def test_calls_that_rank_after_the_program_do_not_count() -> None:
     check(load, Newcomer(num_calls=1, depth=1), 10_000, num_ahead=20)
 
 
-def test_wait_without_limit_is_accepted_for_a_background_program() -> None:
+def test_without_limit_every_program_is_accepted() -> None:
     for newcomer in (BATCH, Newcomer(num_calls=1, depth=1)):
         check(observed(2.0, LoadLimits(10, None)), newcomer, 10**6)
 
