@@ -6,9 +6,10 @@
 # For an NVIDIA GPU, whose driver the host has:
 #
 #     docker build -t conure:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
-#     docker run --network host --gpus all -v conure:/data conure:cuda serve MODEL --data /data
+#     docker run --network host --gpus all -v conure:/data conure:cuda serve MODEL
 #
-# The server listens on the loopback interface only, so the container uses the host's network.
+# The server listens on the loopback interface only, so the container uses the host's network. The
+# volume keeps the journal, downloaded models and compiled kernels.
 
 FROM python:3.12-slim-bookworm AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -36,10 +37,10 @@ RUN apt-get update \
     && useradd --create-home --uid 10001 conure \
     && install --directory --owner conure --group conure --mode 0700 /data
 COPY --from=build /opt/conure /opt/conure
-ENV PATH=/opt/conure/bin:$PATH
+ENV PATH=/opt/conure/bin:$PATH XDG_CACHE_HOME=/data/cache XDG_STATE_HOME=/data/state
 USER 10001
 WORKDIR /home/conure
 VOLUME /data
 HEALTHCHECK --start-period=60s CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8400/readyz', timeout=3)"]
 ENTRYPOINT ["conure"]
-CMD ["serve", "--data", "/data"]
+CMD ["serve"]

@@ -30,9 +30,15 @@ DEMO := $(if $(wildcard $(STAMP)),$(STAMP),.venv-demo/.installed)
 # Exactly one torch fits: a looser request would bring another build than the tested one.
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 
-# The demo needs no GPU: its torch is the CPU build, on every machine. That of the default index
-# contains several gigabytes of CUDA libraries.
+# The default index has the CUDA build of torch, which brings several gigabytes of libraries. So the
+# CPU build is installed, for the demo on every machine, for tests where no NVIDIA driver is loaded.
+# If its index cannot be reached, torch comes from the configured ones.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+install_torch = $(1) -m pip install --quiet --no-compile -c constraints.txt $(TORCH)
+install_cpu_torch = $(call install_torch,$(1)) --no-deps --retries 0 --timeout 15 \
+    --extra-index-url $(TORCH_INDEX) || $(call install_torch,$(1))
+install_test_torch = $(call \
+    $(if $(wildcard /proc/driver/nvidia/version),install_torch,install_cpu_torch),$(1))
 
 # Time that the tests of a folder may take on one core. What needs longer is marked `slow`,
 # which `make test` leaves to `make test-all`.
@@ -56,15 +62,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	    f"Conure needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
+	$(call install_test_torch,$(BIN)/python)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 .venv-demo/.installed: pyproject.toml constraints.txt
 	test -x .venv-demo/bin/python || $(PYTHON) -m venv .venv-demo
-	.venv-demo/bin/python -m pip install --quiet --no-deps $(TORCH) \
-	    --retries 0 --extra-index-url $(TORCH_INDEX)
-	.venv-demo/bin/python -m pip install --quiet -c constraints.txt -e '.[serve,langchain]'
+	$(call install_cpu_torch,.venv-demo/bin/python)
+	.venv-demo/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[serve,langchain]'
 	@touch $@
 
 # What Sphinx needs of the package are its docstrings, for which the model libraries are not loaded.
@@ -84,7 +89,7 @@ $(OLD)/.installed: pyproject.toml constraints.txt
 $(KERNELS)/.installed: pyproject.toml constraints.txt
 	test -x $(KERNELS)/bin/python || $(PYTHON) -m venv $(KERNELS)
 	grep -v '^triton' constraints.txt > $(KERNELS)/constraints.txt
-	$(KERNELS)/bin/python -m pip install --quiet -c $(KERNELS)/constraints.txt $(TORCH)
+	$(call install_test_torch,$(KERNELS)/bin/python)
 	$(KERNELS)/bin/python -m pip install --quiet -c $(KERNELS)/constraints.txt -e . \
 	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
@@ -140,7 +145,8 @@ chaos: setup ## 500 damaged journals and 1,000 kills; takes an hour
 	$(BIN)/python -m tests.server.chaos --kills 1000
 
 fuzz: setup ## mutated requests to all routes, 500,000 bodies
-	CONURE_FUZZ_BODIES=500000 $(BIN)/pytest -q --timeout 0 tests/server/bounds/test_fuzz.py
+	CONURE_FUZZ_BODIES=500000 $(BIN)/pytest -q --timeout 0 -n auto \
+	    tests/server/bounds/test_fuzz.py
 
 bench: setup ## latency of chains and of wide programs over HTTP
 	$(BIN)/python benchmarks/latency.py

@@ -34,6 +34,7 @@ COMMANDS: Final = (
     "",
     "--version",
     "--help",
+    "run --example",
     "run program.json --receipt",
     "run program.json --json",
     "chat Hello --temperature 0",

@@ -32,6 +32,10 @@ from msgspec import Struct
 
 PROTOCOL_VERSION = 3
 
+ModelPurpose: TypeAlias = Literal["general", "demonstration", "test"]
+"""What the text of a model is for: `general` is an ordinary model, `demonstration` the small
+built-in model, which has been trained for one task, and `test` is text without a meaning."""
+
 
 class EngineError(Exception):
     """An engine cannot execute a command. `code` is stable; sent as `Failed`."""
@@ -214,6 +218,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     capabilities: list[str]
     """Features beyond greedy text: `tokens`, `logprobs`, `constraints`, `embeddings`, ..."""
     description: str = ""
+    purpose: ModelPurpose = "general"
 
 
 class Filled(Struct, frozen=True, array_like=True, tag="filled"):

@@ -59,7 +59,7 @@ from .runtime.program_run import MAX_NODES_INLINE, ProgramRun
 from .runtime.program_state import ProgramState
 from .runtime.reporting.activity import ServerActivity, server_activity
 from .runtime.reporting.receipt import usage_report
-from .runtime.reporting.status import program_status
+from .runtime.reporting.status import append_status, stored_variable
 from .runtime.reporting.trace_exporter import TraceExporter
 from .runtime.services import RuntimeServices
 from .runtime.steps.client_writes import is_same_value, put_value
@@ -169,7 +169,10 @@ class Executor(ProgramReader):
         scheduler = self.services.scheduler
         scheduler.pause()
         if num_running := scheduler.num_running:
-            message = "stopping: waiting up to %g s for %d running calls"
+            message = (
+                "stopping: waiting up to %g s for %d running calls; a second signal stops at once, "
+                "and the programs continue at the next start"
+            )
             logger.warning(message, self._config.drain_s, num_running)
         await scheduler.wait_idle()
         for run in self.programs:
@@ -268,20 +271,21 @@ class Executor(ProgramReader):
         await self._intake.append(run, append, body)
         await _wait_durable(run.outbox.barrier(), "the append")
         receipt = run.receipt if run.outbox.has_ended else None
-        return program_status(run.state, run.outbox.durable_variables, receipt, only=append)
+        return append_status(run.state, run.outbox.durable_variables, receipt, append)
 
-    async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
+    async def cancel(self, program: str, *, tenant: str) -> None:
         """Stop a program; see `Service.cancel`."""
         run = self.programs.find_live(program, tenant)
-        if run is not None:
-            run.cancel()
-            await _wait_durable(run.outbox.wait_ended(), "the end of the program")
-        return await self.status(program, tenant=tenant)
+        if run is None:
+            await self.find(program, tenant=tenant)
+            return
+        run.cancel()
+        await _wait_durable(run.outbox.wait_ended(), "the end of the program")
 
     async def erase(self, program: str, *, tenant: str) -> None:
         """Delete a program with its content; see `Service.erase`."""
-        status = await self.cancel(program, tenant=tenant)
-        record = DeleteRecord(programs=(status.id,), is_secure=True)
+        await self.cancel(program, tenant=tenant)
+        record = DeleteRecord(programs=(program,), is_secure=True)
         await _wait_durable(self.programs.journal.append([record]), "the deletion")
         self.programs.remove(program)
 
@@ -291,7 +295,7 @@ class Executor(ProgramReader):
         """Commit a value that a client sent; see `Service.put`."""
         run = self.programs.find_live(program, tenant)
         if run is None:
-            status = (await self.programs.load(program, tenant)).variables.get(variable)
+            status = stored_variable(await self.programs.load(program, tenant), variable)
             if status is not None and is_same_value(status, body):
                 return status
             raise ConflictError("program.ended", f"program {program} has ended")
@@ -340,6 +344,7 @@ class Executor(ProgramReader):
                 id=model.name,
                 context_len=model.max_len,
                 description=model.description,
+                purpose=model.purpose,
                 created=int(model.loaded_at),
                 capabilities=(*tools, *embeddings),
             )

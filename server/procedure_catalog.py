@@ -116,6 +116,17 @@ class ProcedureCatalog:
         await library.move_alias(tenant, procedure, alias)
         return await self.find(procedure.reference, tenant=tenant)
 
+    async def remove(self, reference: str, *, tenant: str) -> None:
+        """Remove one version and its pin."""
+        procedure = await self._intake.library.find(tenant, reference)
+        await self._intake.library.remove(tenant, procedure)
+        if self._pins.unpin(PinKey(tenant, procedure.name, procedure.version)):
+            await self._append_pin(tenant, procedure, 0.0)
+
+    async def remove_alias(self, name: str, alias: str, *, tenant: str) -> None:
+        """Remove an alias."""
+        await self._intake.library.remove_alias(tenant, name, alias)
+
     # --- pins -----------------------------------------------------------------------------
 
     async def pin(self, reference: str, pin_s: float | None, *, tenant: str) -> StoredProcedure:

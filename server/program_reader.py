@@ -5,12 +5,13 @@ Invariant: reading a variable lets its producers start, and changes nothing else
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 
 from .program.errors import NotFoundError
 from .program.ir import Objective
 from .program.status import Event, Phase, ProgramPage, ProgramStatus, VariableStatus
 from .runtime.persistence.program_directory import ProgramDirectory, run_variable_status
+from .runtime.reporting.status import stored_phase, stored_variable
 
 
 class ProgramReader:
@@ -26,9 +27,9 @@ class ProgramReader:
     async def find(self, program: str, *, tenant: str) -> Phase:
         """Return the phase of a program; see `Service.find`."""
         run = self.programs.find(program, tenant)
-        return (
-            (await self.programs.load(program, tenant)).status if run is None else run.state.phase
-        )
+        if run is None:
+            return stored_phase(await self.programs.load(program, tenant))
+        return run.state.phase
 
     async def find_submitted(self, idempotency_key: str, *, tenant: str) -> str | None:
         """Return the program of an idempotency key; see `Service.find_submitted`."""
@@ -38,6 +39,10 @@ class ProgramReader:
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         """Return the status of a program; see `Service.status`."""
         return await self.programs.status(program, tenant)
+
+    async def status_parts(self, program: str, *, tenant: str) -> Iterator[bytes]:
+        """Return the JSON of a status in parts; see `Service.status_parts`."""
+        return await self.programs.status_parts(program, tenant)
 
     async def list_programs(
         self, *, tenant: str, status: str | None, cursor: int | None, limit: int, search: str = ""
@@ -59,7 +64,7 @@ class ProgramReader:
         """Wait for a variable; see `Service.get`."""
         run = self.programs.find(program, tenant)
         if run is None:
-            status = (await self.programs.load(program, tenant)).variables.get(variable)
+            status = stored_variable(await self.programs.load(program, tenant), variable)
             if status is None:
                 message = f"program {program} has no variable {variable}"
                 raise NotFoundError("variable.not_found", message)

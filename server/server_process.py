@@ -24,7 +24,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 import uvloop
@@ -33,11 +33,13 @@ from litestar import Litestar
 from conure import __version__
 
 from .app import create_app, drain
-from .config import DEFAULT_PORT, Config
+from .config import DEFAULT_HOST, DEFAULT_PORT, Config
 from .engines.connection import EngineStartError
 from .garbage_collection import GarbageCollection
+from .listener import address, bind
 from .program.errors import ConureError
 from .routes.connection import BoundedHttpProtocol, ConnectionLimits, max_connections
+from .routes.request_context import TENANT
 from .service import EngineInfo, ModelInfo, Service
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ def serve(config: Config, *, functions: Mapping[str, Callable[..., Any]]) -> Non
         ServeError: if the port is taken, or the service cannot start.
     """
     _return_freed_memory()
-    with _bind(config.host, config.port) as listener:
+    with _listener(config) as listener:
         try:
             app = create_app(config, functions=functions)
         except ConureError as exc:
@@ -84,23 +86,15 @@ def _return_freed_memory() -> None:
         mallopt(M_ARENA_MAX, MAX_HEAPS)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Bind the port without listening yet, so that early clients are refused and do not hang."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is explicit because asyncio disables Nagle only on sockets that have one.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+PORT_ADVICE: Final = "--port N chooses another port, --port 0 a free one"
+
+
+def _listener(config: Config) -> socket.socket:
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        return bind(config.host, config.port)
     except OSError as exc:
-        listener.close()
-        reason = exc.strerror or str(exc)
-        raise ServeError(f"cannot listen on {_address(host, port)}: {reason}") from exc
-    return listener
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        place, reason = address(config.host, config.port), exc.strerror or str(exc)
+        raise ServeError(f"cannot listen on {place}: {reason}; {PORT_ADVICE}") from exc
 
 
 class _UvicornServer(uvicorn.Server):
@@ -180,9 +174,11 @@ class _ServerProcess:
 
     async def _announce(self) -> None:
         host, port = self._listener.getsockname()[:2]
-        url = f"http://{_address(host, port)}"
+        url = f"http://{address(host, port)}"
         service: Service = self._app.state.service
-        sys.stdout.write(banner(url, service.models(), await service.engines(), self._config))
+        num_programs = service.activity(tenant=TENANT).num_programs
+        engines = await service.engines()
+        sys.stdout.write(banner(url, service.models(), engines, self._config, num_programs))
         sys.stdout.flush()
 
 
@@ -208,18 +204,37 @@ def _uvicorn_config(app: Litestar, config: Config) -> uvicorn.Config:
 
 
 def banner(
-    url: str, models: Sequence[ModelInfo], engines: Sequence[EngineInfo], config: Config
+    url: str,
+    models: Sequence[ModelInfo],
+    engines: Sequence[EngineInfo],
+    config: Config,
+    num_programs: int,
 ) -> str:
-    """Return what `conure serve` prints when it is ready. The first line contains the URL."""
-    rows = [("model", describe(model)) for model in models]
-    if config.engine == "local" and config.model is None and config.dummy_weights is None:
-        rows.append(("", "for tests and demos: it answers questions about short reports only"))
+    """Return what `conure serve` prints when it is ready. The first line contains the URL.
+
+    Args:
+        url: of the server.
+        models: that programs can name.
+        engines: that answer.
+        config: of the server.
+        num_programs: programs in the journal that have not ended.
+    """
+    rows = []
+    for model in models:
+        rows.append(("model", describe(model)))
+        if model.notice:
+            rows.append(("", model.notice))
     for engine in engines:
         num_blocks = engine.report.num_blocks
         rows.append((engine.id, f"{num_blocks:,} blocks of KV cache"))
     rows.append(("data", str(config.data)))
-    command = "conure run program.json" + ("" if config.port == DEFAULT_PORT else f" --url {url}")
-    rows.append(("next", f"{command}, or an OpenAI client with base_url={url}/v1"))
+    if num_programs:
+        ending = " continues" if num_programs == 1 else "s continue"
+        rows.append(("", f"{num_programs:,} unfinished program{ending}"))
+    is_default = url == f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+    command = "conure run --example" + ("" if is_default else f" --url {url}")
+    rows.append(("next", f"{command}, or open {url} in a browser"))
+    rows.append(("", f"OpenAI clients: base_url={url}/v1"))
     lines = [
         f"conure {__version__} listens on {url}",
         *(f"  {name:<9} {text}" for name, text in rows),

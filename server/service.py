@@ -10,12 +10,12 @@ at any await, which only ends the wait.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Final, Protocol
 
 from msgspec import Struct
 
-from conure.engine.protocol import StatusReport
+from conure.engine.protocol import ModelPurpose, StatusReport
 
 from .program.explanation.records import ProgramExplanation
 from .program.functions import FunctionSignature
@@ -34,6 +34,18 @@ from .program.status import (
 )
 from .runtime.reporting.activity import ServerActivity
 
+SUGGESTED_MODEL: Final = "Qwen/Qwen2.5-0.5B-Instruct"
+"""A general model without conditions that runs on a CPU."""
+
+NOTICES: Final[Mapping[ModelPurpose, str]] = {
+    "general": "",
+    "demonstration": "This small model answers questions about short reports and nothing else; "
+    f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
+    "test": "Its answers have no meaning: it is for tests; "
+    f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
+}
+"""The notice of a model, by its purpose."""
+
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """A model that programs can name."""
@@ -47,6 +59,12 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...] = ()
     """Capabilities beyond text: `tools` if the chat template defines a format for calls,
     `embeddings` if the operator has switched them on."""
+    purpose: ModelPurpose = "general"
+
+    @property
+    def notice(self) -> str:
+        """What a user must know before the first answer; empty for an ordinary model."""
+        return NOTICES[self.purpose]
 
 
 class GrammarInfo(Struct, frozen=True, kw_only=True):
@@ -130,6 +148,23 @@ class ProcedureService(Protocol):
         Raises:
             NotFoundError: if there is no such version.
             ConflictError: `procedure.signature`.
+        """
+        ...
+
+    async def remove(self, reference: str, *, tenant: str) -> None:
+        """Remove one version, `name@version`, and its pin. Programs that run it keep it.
+
+        Raises:
+            NotFoundError: if there is no such version.
+            ConflictError: `procedure.in_use` if an alias names it.
+        """
+        ...
+
+    async def remove_alias(self, name: str, alias: str, *, tenant: str) -> None:
+        """Remove an alias, not the version that it names.
+
+        Raises:
+            NotFoundError: if there is no such alias.
         """
         ...
 
@@ -354,8 +389,8 @@ class Service(ServiceLifecycle, ModelService, Protocol):
         """
         ...
 
-    async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
-        """Cancel a program. An ended program does not change.
+    async def cancel(self, program: str, *, tenant: str) -> None:
+        """Cancel a program; return once its end is durable. An ended program does not change.
 
         Raises:
             NotFoundError: if the program does not exist.
@@ -377,6 +412,17 @@ class Service(ServiceLifecycle, ModelService, Protocol):
 
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         """Return the status of a program.
+
+        Raises:
+            NotFoundError: if the program does not exist.
+        """
+        ...
+
+    async def status_parts(self, program: str, *, tenant: str) -> Iterator[bytes]:
+        """Return the JSON of the status of a program in parts, each made when it is read.
+
+        A program may have 100,000 nodes. What changes meanwhile is shown as it is when its part is
+        made.
 
         Raises:
             NotFoundError: if the program does not exist.

@@ -55,6 +55,7 @@ from .connection import (
     begins_event_stream,
     committed_values,
     has_last_event,
+    reply_of,
     types_query,
 )
 from .exchange import Flow, Reply, Request, ServerUnreachableError, Sleep, Submittable
@@ -278,8 +279,7 @@ class AsyncClient(AsyncBaseClient):
 
     async def models(self) -> list[dict[str, Json]]:
         """Return the models that programs can use, in the format of `/v1/models`."""
-        page = await self._do(exchange.get_json("/v1/models", self._retry))
-        return list(page["data"])
+        return await self._do(exchange.list_models(self._retry))
 
     async def tokenize(
         self,
@@ -293,8 +293,7 @@ class AsyncClient(AsyncBaseClient):
         body["prompt" if isinstance(prompt, str) else "messages"] = prompt
         if tools:
             body["tools"] = list(tools)
-        reply = await self._do(exchange.post_json("/v1/tokenize", body, self._retry))
-        return list(reply["tokens"])
+        return await self._do(exchange.tokenize(body, self._retry))
 
     async def embed(
         self, texts: Sequence[str], *, model: str = "default", dimensions: int | None = None
@@ -336,11 +335,11 @@ class AsyncClient(AsyncBaseClient):
         message = http.build_request(**self._settings.request_arguments(request))
         response = await http.send(message, stream=request.accepts_stream)
         if not request.accepts_stream:
-            return Reply(response.status_code, response.headers, response.content)
+            return reply_of(response, response.content)
         if begins_event_stream(response):
-            return Reply(response.status_code, response.headers, b"", response)
+            return reply_of(response, b"", response)
         async with contextlib.aclosing(response):
-            return Reply(response.status_code, response.headers, await response.aread())
+            return reply_of(response, await response.aread())
 
     async def _events(
         self,
@@ -381,8 +380,7 @@ class AsyncClient(AsyncBaseClient):
             try:
                 async with connection as response:
                     if response.status_code >= 400:
-                        body = await response.aread()
-                        reader.on_refusal(Reply(response.status_code, response.headers, body))
+                        reader.on_refusal(reply_of(response, await response.aread()))
                     else:
                         async for chunk in response.aiter_raw():
                             yield reader.feed(chunk)

@@ -98,6 +98,7 @@ class SharedClient:
             retry = Retry(
                 max_retries=max_retries,
                 first_patience_s=min(retry.first_patience_s, timeout_s),
+                busy_timeout_s=min(retry.busy_timeout_s, timeout_s),
                 unreachable_timeout_s=min(retry.unreachable_timeout_s, timeout_s),
             )
         self._create = functools.partial(

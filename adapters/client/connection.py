@@ -162,6 +162,12 @@ def begins_event_stream(response: httpx.Response) -> bool:
     return True
 
 
+def reply_of(response: httpx.Response, body: bytes, stream: httpx.Response | None = None) -> Reply:
+    """Return a response as a reply."""
+    url = str(response.url.copy_with(query=None, userinfo=None))
+    return Reply(response.status_code, response.headers, body, stream, url)
+
+
 def committed_values(events: list[Event]) -> dict[str, Json]:
     """Return the values that the events report, by variable."""
     return {

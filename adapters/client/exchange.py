@@ -113,6 +113,8 @@ class Reply(NamedTuple):
     body: bytes
     stream: Any = None
     """The open response, if it is an event stream."""
+    url: str = ""
+    """The address that the reply came from, without the query."""
 
 
 class Sleep(NamedTuple):
@@ -131,10 +133,11 @@ Flow: TypeAlias = Generator[Request | Sleep, Reply | None, T]
 class Retry:
     """How often, how soon and for how long a request is repeated.
 
-    A refused request (429, 502, 503, 504) is repeated up to `max_retries` times. A request without
-    an answer is repeated until the server was unreachable for `unreachable_timeout_s`, long enough
-    for a restart. A server that never answered this client gets `first_patience_s` only, as it is
-    most likely not running.
+    A refused request (429, 502, 503, 504) is repeated up to `max_retries` times. A program that a
+    busy server refuses (`queue.full`) is submitted again when the server asks for it, until
+    `busy_timeout_s` have passed. A request without an answer is repeated until the server was
+    unreachable for `unreachable_timeout_s`, long enough for a restart. A server that never answered
+    this client gets `first_patience_s` only, as it is most likely not running.
     """
 
     max_retries: int = 4
@@ -144,6 +147,7 @@ class Retry:
     max_delay_s: float = 2.0
     most_asked_s: float = 60.0
     """Longest Retry-After to wait for; beyond it the refusal is raised at once."""
+    busy_timeout_s: float = 600.0
     unreachable_timeout_s: float = 15.0
     first_patience_s: float = 2.0
     noise: random.Random = field(default_factory=random.Random)
@@ -221,7 +225,7 @@ class ProblemBody(msgspec.Struct, frozen=True):
 
 def send(request: Request, retry: Retry) -> Flow[Reply]:
     """Send a request until it gets a final reply or the retries are used up."""
-    num_refusals = 0
+    num_refusals, num_busy, busy_until_s = 0, 0, 0.0
     outage = OutageTimer(retry)
     while True:
         try:
@@ -233,12 +237,33 @@ def send(request: Request, retry: Retry) -> Flow[Reply]:
             yield Sleep(outage.next_delay_s(failure))
             continue
         outage.reset()
+        if is_busy(reply, retry):
+            now_s = retry.clock()
+            busy_until_s = busy_until_s if num_busy else now_s + retry.busy_timeout_s
+            delay_s = retry.delay_s(num_busy, retry_after_s(reply.headers))
+            if now_s + delay_s > busy_until_s:
+                return reply
+            yield Sleep(delay_s)
+            num_busy += 1
+            continue
         if not is_retryable(reply, retry, num_refusals):
             return reply
         if reply.status in (502, 504) and not request.repeatable:
             return reply
         yield Sleep(retry.delay_s(num_refusals, retry_after_s(reply.headers)))
         num_refusals += 1
+
+
+def is_busy(reply: Reply, retry: Retry) -> bool:
+    """Return whether the server has too much work and says when to try again."""
+    asked_s = retry_after_s(reply.headers)
+    return (
+        reply.status == 429
+        and retry.max_retries > 0
+        and asked_s is not None
+        and asked_s <= retry.most_asked_s
+        and problem_of(reply).code == "queue.full"
+    )
 
 
 def is_retryable(reply: Reply, retry: Retry, num_refusals: int) -> bool:
@@ -257,21 +282,27 @@ def fetch(request: Request, retry: Retry, record: type[T]) -> Flow[T]:
     Raises:
         ConureError: the class that belongs to the reply's status, with the server's code.
     """
-    return _decode(request, (yield from send(request, retry)), record)
+    return _decode((yield from send(request, retry)), record)
 
 
-def _decode(request: Request, reply: Reply, record: type[T]) -> T:
+def _decode(reply: Reply, record: type[T]) -> T:
     if reply.status >= 400:
         raise error_of(reply)
     try:
         return msgspec.json.decode(reply.body, type=record)
     except msgspec.MsgspecError as problem:
-        raise ConureError(
-            "client.answer",
-            f"{request.method} {request.path}: the {reply.status} reply is not a "
-            f"{record.__name__} ({problem}); is this a Conure server?",
-            status=reply.status,
-        ) from problem
+        message = _foreign(reply, f", and not with a {record.__name__.lstrip('_')} ({problem})")
+        raise ConureError("client.answer", message, status=reply.status) from problem
+
+
+def _foreign(reply: Reply, difference: str) -> str:
+    """Return the message on a reply that is not in the format of a Conure server."""
+    kind = reply.headers.get("content-type", "").partition(";")[0] or "no content type"
+    software = f" ({reply.headers['server']})" if "server" in reply.headers else ""
+    return (
+        f"{reply.url or 'the server'}{software} answered with status {reply.status}, {kind}"
+        f"{difference}; is this a Conure server? `conure serve` prints its address"
+    )
 
 
 def submission_body(
@@ -374,10 +405,13 @@ def procedure(reference: str, retry: Retry) -> Flow[StoredProcedure]:
     return (yield from fetch(Request("GET", _procedure_path(reference)), retry, StoredProcedure))
 
 
+class _ProcedurePage(msgspec.Struct, frozen=True):
+    procedures: list[StoredProcedure]
+
+
 def list_procedures(retry: Retry) -> Flow[list[StoredProcedure]]:
     """Read the list of all versions of all procedures."""
-    page = yield from get_json("/v1/procedures", retry)
-    return msgspec.convert(page["procedures"], list[StoredProcedure])
+    return (yield from fetch(Request("GET", "/v1/procedures"), retry, _ProcedurePage)).procedures
 
 
 def run_procedure(
@@ -412,7 +446,7 @@ def submit_attached(
     )
     reply = yield from send(request, retry)
     if reply.stream is None:
-        return _decode(request, reply, Accepted), None
+        return _decode(reply, Accepted), None
     url = reply.headers["location"]
     outputs = msgspec.to_builtins(body["program"]).get("outputs", [])
     id_ = unquote(url.rpartition("/")[2])
@@ -502,20 +536,31 @@ def append(
     return (yield from fetch(request, retry, ProgramStatus))
 
 
-def get_json(path: str, retry: Retry) -> Flow[Json]:
-    """Return the JSON of any path of the server."""
-    reply = yield from send(Request("GET", path), retry)
-    if reply.status >= 400:
-        raise error_of(reply)
-    return msgspec.json.decode(reply.body)
+class _ModelPage(msgspec.Struct, frozen=True):
+    data: list[dict[str, Json]]
 
 
-def post_json(path: str, body: Json, retry: Retry) -> Flow[Json]:
-    """Send JSON to a path of the server that changes nothing; return its JSON."""
-    reply = yield from send(Request("POST", path, encode_json(body)), retry)
-    if reply.status >= 400:
-        raise error_of(reply)
-    return msgspec.json.decode(reply.body)
+def list_models(retry: Retry) -> Flow[list[dict[str, Json]]]:
+    """Read the list of models."""
+    return (yield from fetch(Request("GET", "/v1/models"), retry, _ModelPage)).data
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+def tokenize(body: Json, retry: Retry) -> Flow[list[int]]:
+    """Return the token ids of a prompt."""
+    request = Request("POST", "/v1/tokenize", encode_json(body))
+    return (yield from fetch(request, retry, _Tokens)).tokens
+
+
+class _Embedding(msgspec.Struct, frozen=True):
+    embedding: list[float]
+
+
+class _EmbeddingPage(msgspec.Struct, frozen=True):
+    data: list[_Embedding]
 
 
 def embed(
@@ -530,8 +575,9 @@ def embed(
         }
         if dimensions is not None:
             body["dimensions"] = dimensions
-        reply = yield from post_json("/v1/embeddings", body, retry)
-        vectors += [each["embedding"] for each in reply["data"]]
+        request = Request("POST", "/v1/embeddings", encode_json(body))
+        page = yield from fetch(request, retry, _EmbeddingPage)
+        vectors += [each.embedding for each in page.data]
     return vectors
 
 
@@ -567,11 +613,13 @@ def failure_of(problem: Problem) -> ConureError:
 def error_of(reply: Reply) -> ConureError:
     """Return the error that a reply with status 400 or higher describes."""
     problem = problem_of(reply)
-    code = problem.code or f"http.{reply.status}"
-    excerpt = reply.body[:300].decode(errors="replace").strip()
+    code, message = problem.code, problem.detail or problem.title
+    if not code:  # every error of a Conure server has a code
+        code = f"http.{reply.status}"
+        message = _foreign(reply, f" and the message {message!r}" if message else "")
     return _error_class(reply.status, code)(
         code,
-        problem.detail or problem.title or excerpt or f"the server answered {reply.status}",
+        message or f"the server answered {reply.status}",
         path=problem.path,
         retry_after_s=retry_after_s(reply.headers),
         status=reply.status,

@@ -55,6 +55,7 @@ from .connection import (
     begins_event_stream,
     committed_values,
     has_last_event,
+    reply_of,
     types_query,
 )
 from .exchange import Flow, Reply, Request, ServerUnreachableError, Sleep, Submittable
@@ -279,8 +280,7 @@ class Client(BaseClient):
 
     def models(self) -> list[dict[str, Json]]:
         """Return the models that programs can use, in the format of `/v1/models`."""
-        page = self._do(exchange.get_json("/v1/models", self._retry))
-        return list(page["data"])
+        return self._do(exchange.list_models(self._retry))
 
     def tokenize(
         self,
@@ -294,8 +294,7 @@ class Client(BaseClient):
         body["prompt" if isinstance(prompt, str) else "messages"] = prompt
         if tools:
             body["tools"] = list(tools)
-        reply = self._do(exchange.post_json("/v1/tokenize", body, self._retry))
-        return list(reply["tokens"])
+        return self._do(exchange.tokenize(body, self._retry))
 
     def embed(
         self, texts: Sequence[str], *, model: str = "default", dimensions: int | None = None
@@ -337,11 +336,11 @@ class Client(BaseClient):
         message = http.build_request(**self._settings.request_arguments(request))
         response = http.send(message, stream=request.accepts_stream)
         if not request.accepts_stream:
-            return Reply(response.status_code, response.headers, response.content)
+            return reply_of(response, response.content)
         if begins_event_stream(response):
-            return Reply(response.status_code, response.headers, b"", response)
+            return reply_of(response, b"", response)
         with contextlib.closing(response):
-            return Reply(response.status_code, response.headers, response.read())
+            return reply_of(response, response.read())
 
     def _events(
         self,
@@ -381,8 +380,7 @@ class Client(BaseClient):
             try:
                 with connection as response:
                     if response.status_code >= 400:
-                        body = response.read()
-                        reader.on_refusal(Reply(response.status_code, response.headers, body))
+                        reader.on_refusal(reply_of(response, response.read()))
                     else:
                         for chunk in response.iter_raw():
                             yield reader.feed(chunk)

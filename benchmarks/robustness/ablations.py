@@ -40,6 +40,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "order of programs": {"policy": _OrderOfArrival()},
     "deduction": {"deduces_objectives": False},
     "groups": {"has_groups": False},
+    "remaining work": {"has_remaining_work": False},
+    "holds": {"holds_programs": False},
     "sharing": {"has_prefix_cache": False, "reads_shared_once": False},
 }
 """Changes to our system, by the mechanism that they remove."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from conure.server.program.graph.objectives import PerformanceObjective
 from conure.server.program.ir import GenerateNode, Options
+from conure.server.runtime.calls.remaining_work import RemainingWork
 from conure.server.runtime.node_state import Ready
 from conure.server.runtime.program_state import ProgramState
 from conure.server.scheduling.policy import Policy, policy_named
@@ -60,6 +61,10 @@ class SimulationConfig:
     """False: a reader is assumed to wait for every call by itself, as for single requests."""
     has_groups: bool = True
     """False: the calls of a stage are not known to be a task group."""
+    has_remaining_work: bool = True
+    """False: the engine time of a program's remaining calls does not change its rank."""
+    holds_programs: bool = True
+    """False: no program is held before it begins."""
     round_trip_s: Callable[[], float] = field(default=lambda: 0.0)
     """Called for every request of a client. Half of the time is spent in each direction."""
 
@@ -109,6 +114,7 @@ class Simulation:
         pace = self.scheduler.service_time  # The other averages are learned during the run.
         pace.prompt_token_s = setting.cost.prompt_token_s
         pace.held_token_s = setting.cost.held_token_s
+        pace.tokens_per_char = 1.0  # Texts have lengths in tokens.
         self.engines = {
             name: SimulatedEngine(
                 name, self.clock, setting.cost, reads_shared_once=setting.reads_shared_once
@@ -162,6 +168,10 @@ class _ProgramRun:
         self._salt = self._name.encode()
         self._then = then
         self._attained_s = 0.0
+        self._has_begun = False
+        self._work = RemainingWork()
+        for node_id, shape in profile.calls.items():
+            self._work.add_call(node_id, shape.size)
         self._execution = ProgramState(
             self._name,
             "",
@@ -235,6 +245,7 @@ class _ProgramRun:
             kind=performance.kind,
             depth=performance.depth,
             total_s=self._profile.total_s,
+            remaining_work_s=self._remaining_work_s(),
             priority=shape.priority,
             latest_start_s=None
             if shape.latest_start_s is None
@@ -249,12 +260,21 @@ class _ProgramRun:
             group=performance.group if self._setting.has_groups else None,
             is_latency_critical=is_latency_sensitive and performance.group is None,
             is_latency_sensitive=is_latency_sensitive,
+            opens_program=self._setting.holds_programs
+            and not self._has_begun
+            and self._execution.num_open_calls > 1,
+            num_remaining_steps=shape.num_remaining_steps,
         )
         scheduler = self._simulation.scheduler
         rank = scheduler.policy.rank(inputs).at_s
         call = QueuedCall(request, rank, lambda placement: self._placed(placement, call, finish))
         finish = partial(self._finished, node_id, now, answer_s)
         scheduler.submit(call)
+
+    def _remaining_work_s(self) -> float:
+        if not self._setting.has_remaining_work:
+            return 0.0
+        return self._work.seconds(self._simulation.scheduler.service_time)
 
     def _prefixes(self, call: CallShape) -> tuple[PromptPrefix, ...]:
         """Return prefixes as `hash_prefixes` does, with symbolic values that are named by their
@@ -274,6 +294,7 @@ class _ProgramRun:
         call: QueuedCall,
         finished: Callable[[QueuedCall, float], None],
     ) -> None:
+        self._has_begun = True
         started_s = self._clock.now
         scheduler = self._simulation.scheduler
         work = SimulatedCall(
@@ -290,6 +311,7 @@ class _ProgramRun:
         self, node_id: str, arrived_s: float, answer_s: float, call: QueuedCall, started_s: float
     ) -> None:
         now = self._clock.now
+        self._work.remove(node_id)
         self._simulation.scheduler.release(call)
         self._simulation.calls.append(CallTrace(self._number, call.request, started_s, now))
         self._attained_s += now - started_s

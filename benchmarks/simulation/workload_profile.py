@@ -8,7 +8,7 @@ Out of scope: time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -16,9 +16,10 @@ from msgspec import UNSET
 from conure.server.program.graph.critical_path import get_latest_starts, get_remaining
 from conure.server.program.graph.graph import Graph, Slot
 from conure.server.program.graph.objectives import PerformanceObjective, get_perf_objective
-from conure.server.program.ir import GenerateNode, Objective, Program
+from conure.server.program.ir import GenerateNode, Objective, Program, Segment
 from conure.server.program.prompt_prefix import prefixes
 from conure.server.runtime.calls.outputs import output_specs
+from conure.server.runtime.calls.remaining_work import CallSize
 from conure.server.scheduling.service_time import ServiceTimeEstimator
 
 
@@ -43,6 +44,10 @@ class CallShape(NamedTuple):
     latest_start_s: float | None
     """Latest start that meets every deadline that depends on the call, in seconds after the
     program starts; None without a deadline."""
+    size: CallSize
+    """Lengths for the engine time of the program's remaining calls; a character is a token."""
+    num_remaining_steps: int
+    """Decode steps from the start of the call to the end of the program."""
 
 
 class WorkloadProfile(NamedTuple):
@@ -92,6 +97,14 @@ class WorkloadProfile(NamedTuple):
             name: call._replace(latest_start_s=latest_starts.get(name))
             for name, call in calls.items()
         }
+        num_steps = get_remaining(
+            graph, lambda slot: calls[slot.node].num_output if slot.node in calls else 0.0
+        )
+        if len(calls) > 1:
+            calls = {
+                name: call._replace(num_remaining_steps=round(num_steps[name]))
+                for name, call in calls.items()
+            }
         total_s = max(get_remaining(graph, seconds).values(), default=0.0)
         return cls(graph, calls, total_s)
 
@@ -110,4 +123,17 @@ def _shape(
     known = prefixes(node)
     boundaries = tuple(map(Boundary, known.hashes, ends, known.constants))
     num_output = lengths[target.variable]
-    return CallShape(total - num_output, num_output, boundaries, performance, node.priority, None)
+    size = _size(node.prompt, lengths, num_output)
+    return CallShape(
+        total - num_output, num_output, boundaries, performance, node.priority, None, size, 0
+    )
+
+
+def _size(prompt: Sequence[Segment], lengths: Mapping[str, int], num_output: int) -> CallSize:
+    """Return the lengths of a call as `RemainingWork` counts them: a text is named by itself."""
+    texts = [segment.text for segment in prompt if isinstance(segment.text, str)]
+    num_chars = sum(lengths[text] for text in texts)
+    num_tokens = sum(lengths[each.input] for each in prompt if isinstance(each.input, str))
+    head = prompt[0].text if isinstance(prompt[0].text, str) else ""
+    num_head_chars = lengths[head] if head else 0
+    return CallSize(head, num_head_chars, num_chars - num_head_chars, num_tokens, num_output)

@@ -9,9 +9,10 @@ import argparse
 import difflib
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from conure.engine.config import ConfigError
 from conure.server.program.errors import ConureError, UnavailableError
@@ -45,9 +46,9 @@ COMMANDS = (
 
 EXAMPLES = """\
 examples:
-  conure serve                          start a server with the small built-in model
-  conure serve Qwen/Qwen2.5-0.5B-Instruct --port 8401
-  conure run program.json -p topic=tea  run a program on it
+  conure serve                              start a server with the small built-in model
+  conure serve Qwen/Qwen2.5-0.5B-Instruct   the same with a model of the Hugging Face Hub
+  conure run --example                      run a small program on the server
 
 `conure COMMAND --help` describes a command.
 exit codes: 0 done, 1 failed, 2 wrong usage, 3 server unreachable, 130 interrupted
@@ -106,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return ExitCode.DONE
     except KeyboardInterrupt:
+        if sys.stderr.isatty():  # the terminal has shown ^C
+            sys.stderr.write("\n")
         return ExitCode.INTERRUPTED
 
 
@@ -114,7 +117,9 @@ def _run(argv: list[str]) -> int:
     if name is not None and name not in {command.name for command in COMMANDS}:
         raise UsageError(_unknown(name))
     try:
-        arguments = build_parser(name).parse_args(argv)
+        arguments, unknown = build_parser(name).parse_known_args(argv)
+        if unknown:
+            raise UsageError(_unrecognized(arguments.parser, unknown[0]))
     except SystemExit as exc:
         # argparse exits on errors, on --help and on --version.
         return exc.code if isinstance(exc.code, int) else ExitCode.USAGE
@@ -134,6 +139,20 @@ def _unknown(name: str) -> str:
     return f"unknown command {name!r}; commands: {', '.join(names)}"
 
 
+def _unrecognized(parser: argparse.ArgumentParser, word: str) -> str:
+    flags = re.findall(r"--[a-z][a-z-]*", parser.format_usage())
+    close = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"see `{parser.prog} --help`"
+    return f"`{parser.prog}` has no argument {word!r}; {hint}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
 def build_parser(name: str | None, *, all_commands: bool = False) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
@@ -141,7 +160,7 @@ def build_parser(name: str | None, *, all_commands: bool = False) -> argparse.Ar
         name: the command whose arguments are added, and whose module is imported.
         all_commands: add the arguments of every command.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="conure",
         description="A server for LLM applications that runs whole programs of LLM calls.",
         epilog=EXAMPLES,
@@ -154,7 +173,7 @@ def build_parser(name: str | None, *, all_commands: bool = False) -> argparse.Ar
         if all_commands or command.name == name:
             module = importlib.import_module(f".commands.{command.name}", __package__)
             module.add_arguments(child)
-            child.set_defaults(module=module)
+            child.set_defaults(module=module, parser=child)
             _add_log_level(child)
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,8 @@ def _decode(file: Path) -> dict[str, Any]:
     except OSError as exc:
         raise UsageError(f"{file}: {exc.strerror or exc}") from exc
     except msgspec.DecodeError as exc:
-        raise UsageError(f"{file}: {exc}") from exc
+        hint = "" if file.suffix == ".json" else f"; texts end in {', '.join(LANGUAGES)}"
+        raise UsageError(f"{file}: {exc}{hint}") from exc
     if not isinstance(content, dict):
         raise UsageError(f"{file}: expected a JSON object")
     submission = content if "program" in content else {"program": content}
@@ -109,30 +111,45 @@ def read_input(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
-    """Check that a closed program has all input values it needs, so that it cannot wait forever.
+def graph_of(body: Mapping[str, Any]) -> Graph | None:
+    """Return the graph of a submission; None if this process cannot build it.
 
-    Raises:
-        UsageError: if inputs lack a value; the message names them.
+    The server checks the program, too, and has all of its libraries.
     """
     inputs = body["inputs"]
     try:
         if "source" in body:
-            program = compile_source(body["source"], body["language"], inputs=inputs)
-            graph = Graph.build(program, inputs)
-        else:
-            submission = decode_submission(msgspec.json.encode(body))
-            graph = Graph.build(submission.program, inputs, open=submission.open)
+            return Graph.build(
+                compile_source(body["source"], body["language"], inputs=inputs), inputs
+            )
+        submission = decode_submission(msgspec.json.encode(body))
+        return Graph.build(submission.program, inputs, open=submission.open)
     except (ProgramError, ModuleNotFoundError):
-        return  # the server checks the program, too, and has all of its libraries
-    if body.get("open"):
+        return None
+
+
+def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
+    """Check that a closed program has all input values it needs, so that it cannot wait forever.
+
+    Raises:
+        UsageError: if inputs lack a value, or a text does not read one; the message names them.
+    """
+    graph = graph_of(body)
+    if graph is None or body.get("open"):
         return
-    missing = [
-        name
-        for name in sorted(graph.inputs - inputs.keys())
-        if graph.variables[name].default is UNSET
-        if graph.get_consumers(name) or name in graph.outputs
-    ]
+    inputs = body["inputs"]
+    read = {name for name in graph.inputs if graph.get_consumers(name) or name in graph.outputs}
+    # A text need not declare its inputs, so the server accepts every name.
+    if "source" in body and (unread := sorted(inputs.keys() - read)):
+        close = difflib.get_close_matches(unread[0], read, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"it reads {_named(sorted(read))}"
+        raise UsageError(f"{file}: no statement reads input `{unread[0]}`; {hint}")
+    missing = sorted(
+        name for name in read - inputs.keys() if graph.variables[name].default is UNSET
+    )
     if missing:
-        names = ", ".join(f"`{name}`" for name in missing)
-        raise UsageError(f"{file}: no value for input {names}; use -p NAME=VALUE")
+        raise UsageError(f"{file}: no value for input {_named(missing)}; use -p NAME=VALUE")
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "no input"

@@ -64,6 +64,20 @@ def summary(receipt: Receipt) -> str:
     )
 
 
+class PrintedFailures:
+    """The failures that were printed: nodes and outputs often share one."""
+
+    def __init__(self) -> None:
+        self._printed: set[tuple[str, str]] = set()
+
+    def describe(self, code: str, message: str) -> str:
+        """Return code and message the first time, and an empty text afterwards."""
+        if (code, message) in self._printed:
+            return ""
+        self._printed.add((code, message))
+        return f"{code}: {message}" if message else code
+
+
 class Progress(Protocol):
     """Shows a program while it runs."""
 
@@ -75,12 +89,13 @@ class Progress(Protocol):
 class LineProgress:
     """Prints one line per change of a node."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, failures: PrintedFailures) -> None:
         self._url = url
+        self._failures = failures
 
     def show(self, event: Event) -> None:
         """Print the change, if it is one of a node or a request to the client."""
-        line = describe(event, self._url)
+        line = describe(event, self._url, self._failures)
         if line is not None:
             sys.stderr.write(line + "\n")
 
@@ -88,8 +103,9 @@ class LineProgress:
 class LiveProgress:
     """Shows the nodes of a program with their states and the end of their texts."""
 
-    def __init__(self, url: str, live: Any) -> None:
+    def __init__(self, url: str, failures: PrintedFailures, live: Any) -> None:
         self._url = url
+        self._failures = failures
         self._live = live
         self._states: dict[str, str] = {}
         self._texts: dict[str, str] = {}
@@ -98,7 +114,9 @@ class LiveProgress:
     def show(self, event: Event) -> None:
         """Update the view."""
         node = event.data.get("node")
-        line = describe(event, self._url) if event.type in ("client.requested", "yield") else None
+        line = None
+        if event.type in ("client.requested", "yield"):
+            line = describe(event, self._url, self._failures)
         if line is not None:
             self._live.console.print(line, markup=False, highlight=False)
         if not isinstance(node, str) or not event.type.startswith("node."):
@@ -118,8 +136,8 @@ class LiveProgress:
         from rich.text import Text
 
         view = Table.grid(padding=(0, 2))
-        view.add_column(no_wrap=True)
-        view.add_column(no_wrap=True)
+        view.add_column(no_wrap=True, min_width=min(12, max(map(len, self._states))))
+        view.add_column(no_wrap=True, min_width=len("finished"))
         view.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         styles = {"finished": "green", "failed": "red", "killed": "yellow", "skipped": "yellow"}
         # Running nodes are last, where the eye is.
@@ -130,7 +148,7 @@ class LiveProgress:
         return view
 
 
-def describe(event: Event, url: str) -> str | None:
+def describe(event: Event, url: str, failures: PrintedFailures) -> str | None:
     """Return one line about an event, or None if it is a detail."""
     data: Mapping[str, Any] = event.data
     if event.type == "client.requested":
@@ -141,22 +159,23 @@ def describe(event: Event, url: str) -> str | None:
     if event.type in ("node.finished", "node.restarted"):
         return f"{data.get('node')}: {event.type.removeprefix('node.')}"
     if event.type in ("node.failed", "node.killed", "node.skipped"):
+        failure = failures.describe(str(data.get("code", "")), str(data.get("message", "")))
         state = event.type.removeprefix("node.")
-        return f"{data.get('node')}: {state}, {data.get('code')}: {data.get('message')}"
+        return f"{data.get('node')}: {state}" + (f", {failure}" if failure else "")
     return None
 
 
 @contextlib.contextmanager
-def progress(url: str) -> Iterator[Progress]:
+def progress(url: str, failures: PrintedFailures) -> Iterator[Progress]:
     """Return the live view on a terminal, and lines everywhere else."""
     if not sys.stderr.isatty():
-        yield LineProgress(url)
+        yield LineProgress(url, failures)
         return
     try:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        yield LineProgress(url)
+        yield LineProgress(url, failures)
         return
     with Live(console=Console(stderr=True), transient=True, refresh_per_second=12) as live:
-        yield LiveProgress(url, live)
+        yield LiveProgress(url, failures, live)

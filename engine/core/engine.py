@@ -103,6 +103,7 @@ class EngineCore:
                 *(["constraints"] if self._has_constraints else []),
             ],
             description=runner.description,
+            purpose=runner.purpose,
         )
 
     def apply(self, command: protocol.Command) -> None:

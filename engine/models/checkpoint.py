@@ -53,7 +53,8 @@ def locate(model: str) -> Path:
         return folder.resolve()
     is_hub_name = model.count("/") == 1 and not model.startswith(("/", ".", "~"))
     if folder.is_file() or not is_hub_name:
-        raise EngineError("model.not_found", f"model folder {model!r} does not exist")
+        hint = "" if "/" in model else "; a model of the Hugging Face Hub has the form owner/name"
+        raise EngineError("model.not_found", f"model folder {model!r} does not exist{hint}")
     # Imported on demand: a local folder needs no network client.
     from huggingface_hub import snapshot_download
 

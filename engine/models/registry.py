@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..protocol import ModelPurpose
 from ..testing import random_model
 from . import builtin, checkpoint, weights
 from .checkpoint import Checkpoint
@@ -23,7 +24,19 @@ BUILTIN: Final = "builtin"
 """The name of the model that ships with the engine."""
 SEEDED: Final = "seeded"
 """The name of the small random model."""
-_OWN_DESCRIPTIONS: Final = {BUILTIN: builtin.DESCRIPTION, SEEDED: random_model.DESCRIPTION}
+
+
+class _OwnModel(NamedTuple):
+    """A model of the package."""
+
+    description: str
+    purpose: ModelPurpose
+
+
+_OWN_MODELS: Final = {
+    BUILTIN: _OwnModel(builtin.DESCRIPTION, "demonstration"),
+    SEEDED: _OwnModel(random_model.DESCRIPTION, "test"),
+}
 
 
 class LoadedModel(NamedTuple):
@@ -34,6 +47,7 @@ class LoadedModel(NamedTuple):
     description: str
     checkpoint: Checkpoint
     model: PreTrainedModel
+    purpose: ModelPurpose
 
 
 def find(name: str, *, is_dummy: bool) -> Checkpoint:
@@ -74,10 +88,12 @@ def load(
     """
     load_or_make = weights.make if is_dummy else weights.load
     model = load_or_make(source, config, dtype, str(device))
-    if name in _OWN_DESCRIPTIONS and not is_dummy:
-        return LoadedModel(name, _OWN_DESCRIPTIONS[name], source, model)
+    if name in _OWN_MODELS and not is_dummy:
+        own = _OWN_MODELS[name]
+        return LoadedModel(name, own.description, source, model, own.purpose)
     description = _describe(model, is_dummy=is_dummy)
-    return LoadedModel(_public_name(name, source.folder), description, source, model)
+    purpose: ModelPurpose = "test" if is_dummy else "general"
+    return LoadedModel(_public_name(name, source.folder), description, source, model, purpose)
 
 
 def _locate(name: str) -> Path:

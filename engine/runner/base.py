@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..protocol import EngineLimits, SamplingParams, TokenLogprob
+from ..protocol import EngineLimits, ModelPurpose, SamplingParams, TokenLogprob
 from ..sampling.token_counts import TokenCounts
 
 
@@ -137,6 +137,7 @@ class Runner(Protocol):
     limits: EngineLimits
     capabilities: tuple[str, ...]
     description: str
+    purpose: ModelPurpose = "general"
 
     def start(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> Handle:
         """Copy blocks (source, destination), start the rows, and return a handle to their ids.

@@ -177,6 +177,7 @@ class TorchModelRunner(Runner):
         self._has_logits_to_keep = "logits_to_keep" in parameters
         self.layers = probe.probe(loaded.model, str(checkpoint.folder))
         self.model, self.description = loaded.name, loaded.description
+        self.purpose = loaded.purpose
         self.tokenizer_json = checkpoint.tokenizer_json
         self.chat_template = checkpoint.chat_template
         self.special_tokens = checkpoint.special_tokens

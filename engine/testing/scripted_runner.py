@@ -187,6 +187,7 @@ class FakeRunner(Runner):
         embeddings = ("embeddings",) if has_embeddings else ()
         self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)
         self.description = "scripted text, no model"
+        self.purpose = "test"
         self._answer = answer
         self._time_per_call = time_per_call
         self._time_per_prompt_token = time_per_prompt_token

@@ -38,6 +38,7 @@ class ServedModel:
     limits: protocol.EngineLimits
     capabilities: frozenset[str]
     description: str
+    purpose: protocol.ModelPurpose
     loaded_at: float
 
     @classmethod
@@ -63,6 +64,7 @@ class ServedModel:
             limits=hello.limits,
             capabilities=frozenset(hello.capabilities),
             description=hello.description,
+            purpose=hello.purpose,
             loaded_at=time.time(),
         )
 

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from litestar import Request
+from litestar import MediaType, Request
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
 from litestar.openapi.spec import (
@@ -57,27 +57,46 @@ def success_response(content: type[Struct], description: str) -> ResponseSpec:
     return ResponseSpec(content, generate_examples=False, description=description)
 
 
-def json_body(*bodies: type[Struct], streams: int | None = None) -> type[Operation]:
+class ServerSentEvent(Struct, frozen=True, omit_defaults=True):
+    """An event of a stream; `data` is JSON."""
+
+    event: str
+    data: str
+    id: str = ""
+
+
+def json_body(
+    *bodies: type[Struct], streams: int | None = None, texts: int | None = None
+) -> type[Operation]:
     """Return an operation class whose request body is the JSON of one of `bodies`.
 
     Args:
-        bodies: the structs.
+        bodies: the structs; none: the operation has no body.
         streams: the status of a response that may also be an event stream.
+        texts: the status of a response that may also be plain text.
     """
 
     @dataclass
     class BodyOperation(Operation):
         def __post_init__(self) -> None:
             references = [Reference(ref=f"#/components/schemas/{b.__name__}") for b in bodies]
-            schema = references[0] if len(references) == 1 else Schema(one_of=[*references])
-            content = {"application/json": OpenAPIMediaType(schema=schema)}
-            self.request_body = RequestBody(content=content, required=True)
-            answer = (self.responses or {}).get(str(streams))
-            if isinstance(answer, OpenAPIResponse) and answer.content is not None:
-                text = Schema(type=OpenAPIType.STRING)
-                answer.content[EVENT_STREAM] = OpenAPIMediaType(schema=text)
+            if references:
+                schema = references[0] if len(references) == 1 else Schema(one_of=[*references])
+                content = {"application/json": OpenAPIMediaType(schema=schema)}
+                self.request_body = RequestBody(content=content, required=True)
+            _add_media_type(self, streams, EVENT_STREAM, Schema(type=OpenAPIType.OBJECT))
+            _add_media_type(self, texts, MediaType.TEXT, Schema(type=OpenAPIType.STRING))
 
     return BodyOperation
+
+
+def _add_media_type(
+    operation: Operation, status: int | None, media_type: str, schema: Schema
+) -> None:
+    """Add another media type to the response of a status."""
+    answer = (operation.responses or {}).get(str(status))
+    if isinstance(answer, OpenAPIResponse) and answer.content is not None:
+        answer.content[media_type] = OpenAPIMediaType(schema=schema)
 
 
 class _JsonPage(JsonRenderPlugin):

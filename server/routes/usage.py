@@ -33,6 +33,8 @@ from .request_context import RequestError, service_of, tenant_of
 
 SECONDS = (0.005, 0.05, 0.5, 5.0, 60.0)
 """Histogram buckets of request durations. Some requests wait for values."""
+_METRICS_TYPE = CONTENT_TYPE_LATEST.replace("; charset=utf-8", "")
+"""Media type of Prometheus text; Litestar adds the charset to a `text/` type."""
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 Since = Annotated[
@@ -83,12 +85,12 @@ class RequestMetricsMiddleware(ASGIMiddleware):
             self._seconds.labels(method, route, status).observe(took_s)
 
 
-@get("/metrics", media_type=CONTENT_TYPE_LATEST, responses=error_responses(), tags=["server"])
+@get("/metrics", media_type=_METRICS_TYPE, responses=error_responses(), tags=["server"])
 async def read_metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Return the server's metrics in Prometheus text format."""
     requests: RequestMetricsMiddleware = request.app.state.requests
     page = await service_of(request).metrics() + generate_latest(requests.registry)
-    return Response(page, media_type=CONTENT_TYPE_LATEST)
+    return Response(page, media_type=_METRICS_TYPE)
 
 
 @get("/v1/usage", responses=error_responses(), tags=["server"])

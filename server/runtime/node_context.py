@@ -35,7 +35,7 @@ from ..program.status import EventType, Phase, Problem
 from ..store.journal import ValueRecord
 from .calls.aborted_outputs import AbortedOutputs
 from .calls.outputs import OutputResult
-from .node_state import MissingValue, NodeState, Ready
+from .node_state import NODE_KILLED, MissingValue, NodeState, Ready
 from .persistence.event_stream import EventStream
 from .persistence.journaled_events import ExpansionHistory, RecoveredState
 from .persistence.outbox import Outbox
@@ -180,8 +180,8 @@ class NodeContext:
         self._queue: deque[Ready] = deque()
         self._new_nodes: deque[str] = deque()
         """Nodes to register with the executors before the next slot is dispatched."""
-        self._to_end: deque[tuple[str, Phase, Problem]] = deque()
-        """Nodes in the bodies of ended nodes, to end before any other work."""
+        self.to_end: deque[tuple[str, Phase, Problem]] = deque()
+        """Nodes to end before any other work: in bodies of ended nodes, or because of a kill."""
         self._is_busy = False
         """Whether `_work_off` runs, or is scheduled for a later turn."""
         self._hooks: dict[str, list[Callable[..., None]]] = {}
@@ -223,7 +223,7 @@ class NodeContext:
         finally:
             self.services.watch.end()
         if has_more:
-            self.services.turns.wait(self._work_off)
+            self.outbox.wait_turn(self.services.turns, self._work_off)
             return
         self._is_busy = False
         if not self.is_over and self.state.is_complete:
@@ -234,8 +234,8 @@ class NodeContext:
         while not self.is_over:
             if self.services.turns.has_ended:
                 return True
-            if self._to_end:
-                self._queue.extend(self.end_node(*self._to_end.popleft()))
+            if self.to_end:
+                self._queue.extend(self.end_node(*self.to_end.popleft()))
             elif self._new_nodes:
                 self._register_nodes()
             elif self._queue:
@@ -255,6 +255,9 @@ class NodeContext:
         definition = self.state.graph.slots[node_id][slot]
         missing = self.state.missing_input(definition)
         try:
+            if slot == 0 and node.after and (cut := self.state.cut_before(node_id)) is not None:
+                self.advance(self.end_node(node_id, "skipped", cut))
+                return
             has_condition = slot == 0 and node.when is not UNSET
             if has_condition and not self.work.evaluate(input_expression(node.when)):
                 problem = Problem(code="node.when", message="`when` was false")
@@ -367,7 +370,7 @@ class NodeContext:
             elif limit is not None and node_state.slots_done >= limit:
                 message = "the outputs after this one were killed"
                 ready += self.end_node(
-                    node_id, "killed", Problem(code="node.killed", message=message)
+                    node_id, "killed", Problem(code=NODE_KILLED, message=message)
                 )
         self.advance(ready)
 
@@ -493,7 +496,7 @@ class NodeContext:
         inner_phase: Phase = "killed" if phase == "failed" else phase
         for children in self.state.graph.body_nodes(node_id).values():
             if turns.has_ended:
-                self._to_end.extend((child, inner_phase, problem) for child in children)
+                self.to_end.extend((child, inner_phase, problem) for child in children)
             else:
                 for child in children:
                     ready += self.end_node(child, inner_phase, problem)
@@ -560,6 +563,8 @@ def _usage_fields(node_state: NodeState) -> dict[str, Any]:
     """
     if node_state.started_at is None:
         return {}
-    usage = {name: n for name, n in msgspec.to_builtins(node_state.usage).items() if n}
     fields = {"engine": node_state.engine, "started_at": node_state.started_at}
+    if not node_state.has_usage:
+        return fields
+    usage = {name: n for name, n in msgspec.to_builtins(node_state.usage).items() if n}
     return fields | ({"usage": usage} if usage else {})

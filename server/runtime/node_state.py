@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..program.ir import GraphNode
 from ..program.status import ENDED, Phase, Problem
+
+NODE_KILLED = "node.killed"
+"""The code of nodes that a `kill` ended."""
+WAIT_UNMET = "wait.unmet"
+"""The code of a required `wait` that ended without its values, and of the nodes after it."""
 
 
 class Ready(NamedTuple):
@@ -69,6 +74,9 @@ class NodeState:
     problem: Problem | None = None
     prefix_break: bool = False
     constraint_relaxed: bool = False
+    is_cut: bool = False
+    """Whether the control flow of the node's job ends here, because a required `wait` has ended
+    without its values."""
     slots_done: int = 0
     num_deaths: int = 0
     """Engines that died while the node ran on them."""
@@ -76,7 +84,25 @@ class NodeState:
     """Attempts after failures of the node itself, limited by its `retries`."""
     started_at: float | None = None
     finished_at: float | None = None
-    usage: NodeUsage = field(default_factory=NodeUsage)
+    _usage: NodeUsage | None = None
+
+    @property
+    def usage(self) -> NodeUsage:
+        """What the calls of the node have used. Made when it is first read: most nodes of a large
+        program are no calls.
+        """
+        if self._usage is None:
+            self._usage = NodeUsage()
+        return self._usage
+
+    @usage.setter
+    def usage(self, usage: NodeUsage) -> None:
+        self._usage = usage
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a call of the node may have used anything."""
+        return self._usage is not None
 
     @property
     def has_ended(self) -> bool:

@@ -33,7 +33,7 @@ from .node_state import MissingValue, NodeState
 from .persistence.journaled_events import RecoveredState
 from .program_state import ProgramState
 from .reporting.receipt import make_receipt
-from .reporting.status import end_snapshot
+from .reporting.status_parts import end_snapshot
 from .services import RuntimeServices
 from .steps.client_step import ClientStepExecutor, PendingClientStep
 
@@ -113,6 +113,9 @@ class ProgramRun:
         # All events of earlier server processes have a lower number.
         self.events.first_seq = self._services.journal.last_seq + 1
         self.outbox.durable_variables |= self.state.values.keys() | self.state.missing_values.keys()
+        if recovered.stop is not None:
+            self.stop(*recovered.stop)
+            return
         self.start()
         for executor in self.context.executors.values():
             executor.resume()
@@ -243,7 +246,7 @@ class ProgramRun:
         for node_id in nodes:
             self.context.end_node(node_id, node_phase, problem)
             if turns.has_ended:
-                turns.wait(lambda: self._end_nodes(nodes, phase, problem))
+                self.outbox.wait_turn(turns, lambda: self._end_nodes(nodes, phase, problem))
                 return
         self.state.phase = phase
         self.state.problem = problem
@@ -334,6 +337,6 @@ def _describe_end(state: ProgramState, blocks_held: int) -> tuple[Receipt, EndRe
         finished_at=state.finished_at,
         receipt=msgspec.json.encode(receipt),
         error=None if state.problem is None else msgspec.json.encode(state.problem),
-        nodes=msgspec.json.encode(end_snapshot(state)),
+        nodes=end_snapshot(state),
     )
     return receipt, record

@@ -18,16 +18,18 @@ from ..program.graph.instances import BodyInstance, BodyTemplate
 from ..program.ir import (
     Append,
     GenerateNode,
+    GraphNode,
     Job,
     Json,
     LoopNode,
     MapNode,
     Options,
     RoundEndNode,
+    WaitNode,
 )
 from ..program.nodes.bodies import BodyRef, count_calls
 from ..program.status import Phase, Problem
-from .node_state import MissingValue, NodeState, Ready
+from .node_state import WAIT_UNMET, MissingValue, NodeState, Ready
 from .slot_readiness import SlotReadiness
 
 
@@ -74,7 +76,8 @@ class ProgramState:
         """Calls of the first item or round of each map and loop inside a body that has not
         expanded yet. Other expansions may never happen, or hours later."""
         self._reservations: dict[str, int] = {}
-        self._demanded: set[str] = set()
+        self.demanded: set[str] = set()
+        """Variables that clients have requested under `start: demand`."""
         self._is_session = is_open
         self._num_live_nodes = 0
         self._add_nodes(graph.nodes)
@@ -104,7 +107,7 @@ class ProgramState:
             ready += self.readiness.report(added)
         else:
             # A demanded variable may now have a producer, also an indirect one.
-            self.readiness.demand(self._demanded)
+            self.readiness.demand(self.demanded)
             ready += self.readiness.report_all()
         return added, ready
 
@@ -157,9 +160,9 @@ class ProgramState:
 
     def demand(self, variable: str) -> list[Ready]:
         """Let the ancestors of a variable run under `start: demand`."""
-        if self.readiness.demanded_nodes is None or variable in self._demanded:
+        if self.readiness.demanded_nodes is None or variable in self.demanded:
             return []
-        self._demanded.add(variable)
+        self.demanded.add(variable)
         self.readiness.demand([variable])
         return self.readiness.report_all()
 
@@ -202,6 +205,8 @@ class ProgramState:
         if node_state.has_ended:
             return []
         node_state.problem = problem
+        if _ends_control_flow(node_state.node, phase, problem):
+            self._mark_cut(node_id)
         ready = self._end(node_state, phase, at)
         problem = problem or Problem(code=f"node.{phase}", message=f"{node_id}: {phase}")
         missing = MissingValue(phase, problem)
@@ -218,6 +223,28 @@ class ProgramState:
         self.num_open_calls -= isinstance(node_state.node, GenerateNode)
         self._release_reservation(node_state.node.id)
         return self.readiness.node_ended(node_state.node.id)
+
+    def _mark_cut(self, node_id: str) -> None:
+        """End the control flow of a job after a node, and after the nodes around it."""
+        job = self.graph.nodes[node_id].job
+        self.nodes[node_id].is_cut = True
+        body = self.graph.body_of(node_id)
+        while body is not None and self.graph.nodes[body.control].job == job:
+            self.nodes[body.control].is_cut = True
+            body = self.graph.body_of(body.control)
+
+    def cut_before(self, node_id: str) -> Problem | None:
+        """Return why a node never runs: a required `wait` before it ended without its values.
+
+        A node of another job only follows the end of that `wait`, unless the job began after it.
+        """
+        node = self.graph.nodes[node_id]
+        if isinstance(node, RoundEndNode):
+            return None  # a loop ends after the round
+        for other in node.after:
+            if self.nodes[other].is_cut and self.is_within(node.job, self.graph.nodes[other].job):
+                return Problem(code=WAIT_UNMET, message=f"{other} ended without its values")
+        return None
 
     def missing_input(self, slot: Slot) -> MissingValue | None:
         """Return why a slot cannot run because of what it reads; None if nothing is missing.
@@ -296,3 +323,10 @@ class ProgramState:
             return self.missing_values[variable].phase
         producer = self.graph.get_producer(variable)
         return "waiting" if producer is None else self.nodes[producer.node].phase
+
+
+def _ends_control_flow(node: GraphNode, phase: Phase, problem: Problem | None) -> bool:
+    """Whether the nodes after an ended node never run."""
+    if problem is not None and problem.code == WAIT_UNMET:
+        return True
+    return isinstance(node, WaitNode) and node.required and phase == "failed"

@@ -36,7 +36,8 @@ class Opening(NamedTuple):
     """A program that would begin on an engine."""
 
     num_prefill_tokens: int
-    """Prompt tokens of its waiting calls that the engine does not have."""
+    """Prompt tokens that one engine would prefill for its waiting calls, which spread evenly over
+    the engines."""
     num_waiting_programs: int
     """Programs that wait to begin, including this one."""
 
@@ -136,19 +137,24 @@ class OpeningPrograms(Generic[C]):
             return False
         return request.program in self.held or len(self.held) < MAX_HELD_PROGRAMS
 
-    def opening(self, request: ResourceRequest, num_shared_tokens: int) -> Opening:
-        """Return what it takes to begin a program.
+    def opening(
+        self, request: ResourceRequest, num_shared_tokens: int, num_engines: int
+    ) -> Opening:
+        """Return what it takes one engine to begin a program.
 
         Args:
             request: a call of the program.
             num_shared_tokens: leading tokens of the call that the engine has. The first prefix of
                 the calls counts once.
+            num_engines: engines of the server; at least 1. A call runs on one of them.
         """
         known = self._waiting[request.program]
         num_shared = known.num_calls * num_shared_tokens
         if not num_shared and request.prefixes:
             num_shared = (known.num_calls - 1) * request.prefixes[0].num_tokens
-        return Opening(max(known.num_tokens - num_shared, 0), len(self._waiting))
+        num_prefill = max(known.num_tokens - num_shared, 0)
+        num_shares = min(num_engines, known.num_calls)
+        return Opening(num_prefill // num_shares, len(self._waiting))
 
     def hold(self, call: C) -> None:
         """Hold a call that was taken from its heap."""

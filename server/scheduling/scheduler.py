@@ -317,6 +317,10 @@ class Scheduler:
     def run_round(self) -> None:
         """Start every call that an engine has room for, best rank first."""
         self._is_scheduled = False
+        # One call of each held program decides on all of its calls. It joins its queue first: if it
+        # ranks before the head of the line, it may need the engine that is reserved for the head.
+        for call in self._openings.pop_first():
+            self._queue_of(call.request).push(call)
         for queue in self._queues:
             if not queue.is_blocked:
                 queue.begin_round()
@@ -327,8 +331,6 @@ class Scheduler:
                 assert first is not None
                 if first[2] is not head:
                     self._release_engine(head)  # A call of better rank has arrived.
-        for call in self._openings.pop_first():  # It decides on all held calls of its program.
-            self._queue_of(call.request).push(call)
         while not self._is_paused:
             entries = [
                 (entry, queue)
@@ -395,7 +397,8 @@ class Scheduler:
     def _is_held(self, call: QueuedCall, candidate: EngineCandidate) -> bool:
         """Return whether the policy holds the program of a call back from an engine."""
         engine, holds, pace = candidate.reservations, self.policy.holds, self.service_time
-        opening = self._openings.opening(call.request, candidate.num_shared_tokens)
+        num_engines = len(self._index.engines)
+        opening = self._openings.opening(call.request, candidate.num_shared_tokens, num_engines)
         # The reason that is strongest for any call on this engine, before looking at each program.
         if not engine.num_programs or not holds(
             opening, ProgramsAhead(engine.num_programs, 1), pace

@@ -72,7 +72,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         JournalError: as `lock_folder` and `check_file`.
     """
-    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    existing = existing_part(folder)
     try:
         if os.path.exists(folder / LOCK_NAME):
             os.close(_lock(folder))
@@ -80,10 +80,19 @@ def check_folder(folder: Path) -> None:
             _check_creation(folder)
         check_file(folder)
     finally:
-        for path in missing:
+        for path in (folder.absolute(), *folder.absolute().parents):
+            if path == existing:
+                break
             # A server that started in the meantime has filled the folder.
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def existing_part(path: Path) -> Path:
+    """Return the path or the nearest of its parents that exists, as an absolute path."""
+    return next(
+        each for each in (path.absolute(), *path.absolute().parents) if os.path.exists(each)
+    )
 
 
 def _check_creation(folder: Path) -> None:

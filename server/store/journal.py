@@ -56,6 +56,7 @@ from .reader import JournalReader
 from .records import (
     TRACE,
     AliasRecord,
+    AliasRemoval,
     AppendRecord,
     DeleteRecord,
     DuplicateKeyError,
@@ -66,6 +67,7 @@ from .records import (
     PinRecord,
     ProcedureListing,
     ProcedureRecord,
+    ProcedureRemoval,
     ProgramListing,
     ProgramRecord,
     Record,
@@ -81,6 +83,7 @@ from .writer import HANG_S, RETRY_AFTER_S, JournalWriter, WriteBatch
 __all__ = [
     "TRACE",
     "AliasRecord",
+    "AliasRemoval",
     "AppendRecord",
     "DeleteRecord",
     "DuplicateKeyError",
@@ -91,6 +94,7 @@ __all__ = [
     "JournalStatus",
     "PinRecord",
     "ProcedureRecord",
+    "ProcedureRemoval",
     "ProgramListing",
     "ProgramRecord",
     "Record",

@@ -73,6 +73,22 @@ class AliasRecord(Struct, frozen=True, kw_only=True):
     version: str
 
 
+class ProcedureRemoval(Struct, frozen=True, kw_only=True):
+    """Removes one version of a procedure. Its aliases must be gone; an unknown one is ignored."""
+
+    tenant: str
+    name: str
+    version: str
+
+
+class AliasRemoval(Struct, frozen=True, kw_only=True):
+    """Removes an alias of a procedure, not the version that it names."""
+
+    tenant: str
+    name: str
+    alias: str
+
+
 class PinRecord(Struct, frozen=True, kw_only=True):
     """Until when the prefixes of a procedure's version are pinned; replaces an earlier record."""
 
@@ -170,6 +186,8 @@ Record: TypeAlias = (
     | EndRecord
     | ProcedureRecord
     | AliasRecord
+    | ProcedureRemoval
+    | AliasRemoval
     | PinRecord
     | WatchRecord
     | DeleteRecord

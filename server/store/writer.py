@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from ..program.errors import UnavailableError
 from .checksums import (
@@ -41,6 +42,7 @@ from .damage.commit_log import CommitLine, CommitLog
 from .database import BUSY_TIMEOUT_MS, FILE_NAME, SEQ_BLOCK, fill_reserve
 from .records import (
     AliasRecord,
+    AliasRemoval,
     AppendRecord,
     DeleteRecord,
     DuplicateKeyError,
@@ -49,6 +51,7 @@ from .records import (
     JournalError,
     PinRecord,
     ProcedureRecord,
+    ProcedureRemoval,
     ProgramRecord,
     Record,
     ValueRecord,
@@ -110,6 +113,8 @@ _STATEMENTS: tuple[tuple[type[Record], str], ...] = (
         "INSERT INTO procedure_alias (tenant, name, alias, version) VALUES (?, ?, ?, ?) "
         "ON CONFLICT DO UPDATE SET version = excluded.version",
     ),
+    (ProcedureRemoval, "DELETE FROM procedure WHERE tenant = ? AND name = ? AND version = ?"),
+    (AliasRemoval, "DELETE FROM procedure_alias WHERE tenant = ? AND name = ? AND alias = ?"),
     (
         PinRecord,
         "INSERT INTO procedure_pin (tenant, name, version, expires_at) VALUES (?, ?, ?, ?) "
@@ -409,6 +414,8 @@ class JournalWriter:
                         changed[record.program] = None
                     case ProcedureRecord() | AliasRecord() | PinRecord():
                         pass  # belongs to no program
+                    case ProcedureRemoval() | AliasRemoval():
+                        pass
                     case _:
                         changed[record.program] = None
         if self._proof is None and not deleted:
@@ -567,12 +574,8 @@ def _row(record: Record) -> tuple[object, ...]:
             return record.program, record.num_deaths, record.num_values, record.problem
         case DeleteRecord():
             raise AssertionError("a removal has no row")
-        case ProcedureRecord():
-            return (record.tenant, record.name, record.version, record.created_at, record.program)
-        case AliasRecord():
-            return record.tenant, record.name, record.alias, record.version
-        case PinRecord():
-            return record.tenant, record.name, record.version, record.expires_at
+        case _:  # of procedures: the fields are the parameters, in order
+            return structs.astuple(record)
 
 
 def _name(record: Record) -> str:
@@ -586,7 +589,9 @@ def _name(record: Record) -> str:
             return f"event {record.seq} of {record.program}"
         case EndRecord():
             return f"end of {record.program}"
-        case ProcedureRecord() | AliasRecord() | PinRecord():
+        case AliasRemoval():
+            return f"alias {record.name}:{record.alias}"
+        case ProcedureRecord() | AliasRecord() | PinRecord() | ProcedureRemoval():
             return f"procedure {record.name}@{record.version}"
         case AppendRecord():
             return f"nodes of {record.program}"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_without_arguments_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert "conure run program.json -p topic=tea" in printed
+    assert "conure run --example" in printed
     assert all(command.name in printed for command in COMMANDS)
 
 
@@ -44,6 +44,28 @@ def test_unknown_command_exits_2_with_a_hint(
     error = capsys.readouterr().err
     assert error.startswith(f"conure: unknown command {word!r}; {hint}")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["run", "--exmple"], "`conure run` has no argument '--exmple'; did you mean --example?"),
+        (["serve", "--prt", "1"], "`conure serve` has no argument '--prt'; did you mean --port?"),
+        (["ps", "7"], "`conure ps` has no argument '7'; see `conure ps --help`"),
+        (["ps", "-n", "x"], "argument -n: invalid int value: 'x'; see `conure ps --help`"),
+        (["ps", "--status", "ill"], "invalid choice: 'ill' (choose from 'running', 'done'"),
+        (["logs"], "the following arguments are required: PROGRAM; see `conure logs --help`"),
+        (["--verbose"], "the following arguments are required: COMMAND; see `conure --help`"),
+    ],
+)
+def test_wrong_usage_is_one_line_with_a_hint(
+    argv: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("conure: ")
+    assert error in printed
+    assert printed.count("\n") == 1
 
 
 def test_wrong_flag_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

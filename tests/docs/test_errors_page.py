@@ -38,7 +38,17 @@ OTHER_FORMATS = (
     "server/runtime/reporting/spans.py",
     "adapters/client/local_app.py",
 )
-FILE_ENDINGS = ("current", "html", "jinja", "json", "log", "max", "safetensors", "sqlite3")
+FILE_ENDINGS = (
+    "current",
+    "decoder",
+    "html",
+    "jinja",
+    "json",
+    "log",
+    "max",
+    "safetensors",
+    "sqlite3",
+)
 # The beginnings of names that are not codes: modules, fields of other APIs, stages of ASGI.
 NO_CODES = {
     "call.traced",

@@ -134,7 +134,8 @@ class Program:
         )
 
     async def cancel(self) -> ProgramStatus:
-        return await self._executor.cancel(self.id, tenant=self._tenant)
+        await self._executor.cancel(self.id, tenant=self._tenant)
+        return await self.status()
 
     async def status(self) -> ProgramStatus:
         return await self._executor.status(self.id, tenant=self._tenant)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 from litestar import Litestar
 
@@ -208,12 +209,11 @@ class ScriptedService:
         found.is_open = not append.close
         return found.snapshot()
 
-    async def cancel(self, program: str, *, tenant: str) -> ProgramStatus:
+    async def cancel(self, program: str, *, tenant: str) -> None:
         found = self._find(program)
         self.cancelled.append(program)
         if found.status not in ENDED:
             found.finish("cancelled")
-        return found.snapshot()
 
     async def erase(self, program: str, *, tenant: str) -> None:
         self._find(program)
@@ -228,6 +228,9 @@ class ScriptedService:
 
     async def status(self, program: str, *, tenant: str) -> ProgramStatus:
         return self._find(program).snapshot()
+
+    async def status_parts(self, program: str, *, tenant: str) -> Iterator[bytes]:
+        return iter([msgspec.json.encode(self._find(program).snapshot())])
 
     async def list_programs(
         self, *, tenant: str, status: str | None, cursor: int | None, limit: int, search: str = ""
@@ -329,7 +332,13 @@ class ScriptedService:
 
     def models(self) -> list[ModelInfo]:
         return [
-            ModelInfo(id="tiny", context_len=4096, description="a double", created=1_700_000_000),
+            ModelInfo(
+                id="tiny",
+                context_len=4096,
+                description="a double",
+                created=1_700_000_000,
+                purpose="test",
+            ),
             ModelInfo(id="org/other", context_len=128),
         ]
 

@@ -279,6 +279,17 @@ async def test_openapi_lists_event_response_of_submission() -> None:
     assert set(answers["202"]["content"]) == {"application/json", "text/event-stream"}
 
 
+async def test_openapi_lists_text_response_of_explanations() -> None:
+    paths = (await document())["paths"]
+    for path, method in (
+        ("/v1/programs/explain", "post"),
+        ("/v1/programs/{program}/explain", "get"),
+    ):
+        operation = paths[path][method]
+        assert {"application/json", "text/plain"} == operation["responses"]["200"]["content"].keys()
+    assert "requestBody" not in operation
+
+
 async def test_integers_are_bounded_in_openapi() -> None:
     whole = await document()
     bodies = {body.__name__ for body in (*programs.BODIES, *parrot.BODIES, *openai.BODIES)}

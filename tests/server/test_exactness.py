@@ -99,7 +99,7 @@ def reference() -> Reference:
 async def harness(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServerHarness]:
     data: Path = tmp_path_factory.mktemp("exactness")
     async with server_harness(
-        data, engine="local", model="seeded", dtype="float32", threads=1
+        data, engine="local", model="seeded", dtype="float32", threads=1, max_wait_s=0
     ) as harness:
         yield harness
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..command import ExitCode, add_url, connect
+from conure.server.program.errors import NotFoundError
+
+from ..command import ExitCode, add_url, connect, describe_error, print_error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,9 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Cancel programs. A program that has ended does not change."""
+    """Cancel programs. A program that has ended does not change; a missing one is reported."""
+    code = ExitCode.DONE
     with connect(arguments.url) as client:
         for program in arguments.programs:
-            status = client.attach(program).cancel()
+            try:
+                status = client.attach(program).cancel()
+            except NotFoundError as exc:
+                print_error(describe_error(exc))
+                code = ExitCode.FAILED
+                continue
             sys.stdout.write(f"{program}: {status.status}\n")
-    return ExitCode.DONE
+    return code

@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer one message, or every line of stdin, until end of file or `/exit`."""
     with connect(arguments.url) as client:
-        model = arguments.model or client.models()[0]["id"]
+        models = client.models()
+    model = str(arguments.model or models[0]["id"])
+    notice = next((each.get("notice") for each in models if each["id"] == model), None)
+    if notice:
+        sys.stderr.write(f"{model}: {notice}\n")
     conversation: list[dict[str, str]] = []
     if arguments.system:
         conversation.append({"role": "system", "content": arguments.system})
@@ -47,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, key)) is not None
     }
     with httpx.Client(base_url=address_of(arguments.url), timeout=TIMEOUT) as http:
-        for line in _messages(arguments.message, str(model)):
+        for line in _messages(arguments.message, model):
             conversation.append({"role": "user", "content": line})
             answer = ""
-            with contextlib.closing(_answer(http, str(model), conversation, options)) as pieces:
+            with contextlib.closing(_answer(http, model, conversation, options)) as pieces:
                 for piece in pieces:
                     answer += piece
                     sys.stdout.write(piece)

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -29,7 +28,8 @@ from conure.server.config import (
     ConfigError,
     default_data_folder,
 )
-from conure.server.store.database import check_folder
+from conure.server.listener import address, bind
+from conure.server.store.database import check_folder, existing_part
 from conure.server.store.records import JournalError
 
 from ..command import ExitCode, UsageError
@@ -232,23 +232,21 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
     except ConfigError as exc:
         yield Finding("problem", "port", str(exc))
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as exc:
-            reason = exc.strerror or str(exc)
-            if exc.errno == errno.EADDRINUSE and is_conure(host, port):
-                reason += " by a Conure server"
-            yield Finding(
-                "problem",
-                "port",
-                f"cannot listen on {host}:{port}: {reason}; stop the process that uses the port "
-                f"(`ss -ltnp sport = :{port}`), or choose another: conure serve --port {port + 1}",
-            )
-            return
-    yield Finding("ok", "port", f"{host}:{port} is free")
+    place = address(host, port)
+    try:
+        bind(host, port).close()
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        if exc.errno == errno.EADDRINUSE and is_conure(host, port):
+            reason += " by a Conure server"
+        yield Finding(
+            "problem",
+            "port",
+            f"cannot listen on {place}: {reason}; stop the process that uses the port "
+            f"(`ss -ltnp sport = :{port}`), or choose another: conure serve --port {port + 1}",
+        )
+        return
+    yield Finding("ok", "port", f"{place} is free")
 
 
 def is_conure(host: str, port: int) -> bool:
@@ -265,8 +263,7 @@ def is_conure(host: str, port: int) -> bool:
 
 def check_data(folder: Path) -> Iterator[Finding]:
     """Check that the journal directory can be written and that no server uses it."""
-    parents = folder.absolute().parents
-    nearest = next(path for path in (folder, *parents) if os.path.exists(path))
+    nearest = existing_part(folder)
     if not nearest.is_dir():
         yield Finding(
             "problem", "data", f"{nearest} is a file; choose a directory: conure serve --data DIR"

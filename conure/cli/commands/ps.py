@@ -11,12 +11,14 @@ from conure.server.program.status import ProgramSummary
 from ..command import ExitCode, add_url, connect
 from ..terminal import duration, pretty, table
 
+STATUSES = ("running", "done", "failed", "cancelled", "deadline_exceeded")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure ps`."""
     add_url(parser)
     parser.add_argument("-a", "--all", action="store_true", help="also programs that have ended")
-    parser.add_argument("--status", help="only programs with this status, for example failed")
+    parser.add_argument("--status", choices=STATUSES, help="only programs with this status")
     parser.add_argument(
         "-n", type=int, default=20, dest="limit", help="at most this many (default: %(default)s)"
     )

@@ -20,18 +20,25 @@ from conure.server.program.errors import UnavailableError
 from conure.server.program.status import ProgramStatus, VariableStatus
 
 from ..command import CommandError, ExitCode, UsageError, add_url, connect
-from ..submission_file import add_inputs, read_submission
-from ..terminal import json_line, pretty, progress, summary
+from ..submission_file import add_inputs, graph_of, read_submission
+from ..terminal import PrintedFailures, json_line, pretty, progress, summary
+
+EXAMPLE = Path(__file__).parents[1] / "example.decoder"
+"""A program that the built-in model can answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure run`."""
     parser.add_argument(
         "file",
+        nargs="?",
         type=Path,
         metavar="FILE",
         help="program or submission as JSON, or a text in the decoder language (.py, .template); "
         "- reads stdin",
+    )
+    parser.add_argument(
+        "--example", action="store_true", help="run a small program of the package instead"
     )
     add_inputs(
         parser,
@@ -72,15 +79,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the program in a file, and return 0 if it ended without an error."""
     if not arguments.wait_s >= 0:
         raise UsageError(f"--wait is {arguments.wait_s}; it must be at least 0 seconds")
+    file = _file_of(arguments)
     with connect(arguments.url, wait_s=arguments.wait_s) as client:
-        body = read_submission(arguments.file, arguments.inputs)
+        body = read_submission(file, arguments.inputs)
         _check_outputs(arguments.outputs, body)
         if arguments.trace is not None:
             body["options"] = {**body.get("options", {}), "trace": True}
         submitted = client.submit(body, follow=True)
         url = arguments.url.rstrip("/")
+        failures = PrintedFailures()
         try:
-            status = _follow(submitted, url)
+            status = _follow(submitted, url, failures)
         except KeyboardInterrupt:
             sys.stderr.write(f"{submitted.id} continues; see it: {_commands(submitted.id, url)}\n")
             return ExitCode.INTERRUPTED
@@ -90,18 +99,29 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError(message, ExitCode.UNREACHABLE) from exc
         if arguments.trace is not None:
             _write_trace(arguments.trace, submitted)
-    _print(status, arguments)
+    _print(status, arguments, failures)
     return ExitCode.DONE if status.status == "done" else ExitCode.FAILED
 
 
+def _file_of(arguments: argparse.Namespace) -> Path:
+    if arguments.example:
+        if arguments.file is not None:
+            raise UsageError("--example is a program; give no FILE with it")
+        sys.stderr.write(f"program: {EXAMPLE}\n")
+        return EXAMPLE
+    if arguments.file is None:
+        raise UsageError("`conure run` needs a FILE; `conure run --example` runs a small program")
+    file: Path = arguments.file
+    return file
+
+
 def _check_outputs(names: Sequence[str], body: Mapping[str, Any]) -> None:
-    program = body.get("program")
-    if program is None:
-        return  # a text: the server derives its outputs
-    declared = program.get("outputs", []) if isinstance(program, dict) else []
+    graph = graph_of(body) if names else None
+    if graph is None:
+        return
     for name in names:
-        if name not in declared:
-            known = ", ".join(map(str, declared)) or "none"
+        if name not in graph.outputs:
+            known = ", ".join(graph.outputs) or "none"
             raise UsageError(f"--output {name}: the program has no such output; it has {known}")
 
 
@@ -109,10 +129,10 @@ def _commands(program: str, url: str) -> str:
     return f"conure logs {program} -f --url {url}; stop it: conure cancel {program} --url {url}"
 
 
-def _follow(submitted: Run, url: str) -> ProgramStatus:
+def _follow(submitted: Run, url: str, failures: PrintedFailures) -> ProgramStatus:
     """Show the program until it ends, and return its final status."""
     sys.stderr.write(f"{submitted.id}: accepted\n")
-    with progress(url) as view:
+    with progress(url, failures) as view:
         for event in submitted.events():
             view.show(event)
     return submitted.status()
@@ -126,7 +146,7 @@ def _write_trace(file: Path, submitted: Run) -> None:
         raise CommandError(f"--trace {file}: {exc.strerror or exc}") from exc
 
 
-def _print(status: ProgramStatus, arguments: argparse.Namespace) -> None:
+def _print(status: ProgramStatus, arguments: argparse.Namespace, failures: PrintedFailures) -> None:
     if arguments.json:
         sys.stdout.write(pretty(status) + "\n")
         return
@@ -134,7 +154,7 @@ def _print(status: ProgramStatus, arguments: argparse.Namespace) -> None:
     for name in names:
         text = _text(status.variables.get(name))
         if text is None:
-            sys.stderr.write(f"{name}: {_reason(status.variables.get(name))}\n")
+            sys.stderr.write(f"{name}: {_reason(status.variables.get(name), failures)}\n")
         elif len(names) > 1 and not arguments.outputs:
             sys.stdout.write(f"--- {name}\n{text}\n")
         else:
@@ -145,7 +165,9 @@ def _print(status: ProgramStatus, arguments: argparse.Namespace) -> None:
         if variable is not None and variable.truncated:
             sys.stderr.write(f"{name}: cut off by max_tokens or the end of the context\n")
     if status.error is not UNSET:
-        sys.stderr.write(f"{status.status}: {status.error.code}: {status.error.message}\n")
+        failure = failures.describe(status.error.code, status.error.message)
+        if failure:
+            sys.stderr.write(f"{status.status}: {failure}\n")
     if status.receipt is not UNSET:
         sys.stderr.write(f"{status.status} · {summary(status.receipt)}\n")
         if arguments.receipt:
@@ -159,8 +181,11 @@ def _text(variable: VariableStatus | None) -> str | None:
     return variable.value if isinstance(variable.value, str) else pretty(variable.value)
 
 
-def _reason(variable: VariableStatus | None) -> str:
+def _reason(variable: VariableStatus | None, failures: PrintedFailures) -> str:
+    """Return why an output has no value, without the failure if it was printed before."""
     if variable is None:
         return "no value"
-    message = "no value" if variable.error is UNSET else variable.error.message
-    return f"{variable.status}: {message}"
+    if variable.error is UNSET:
+        return f"{variable.status}, no value"
+    failure = failures.describe(variable.error.code, variable.error.message)
+    return variable.status + (f", {failure}" if failure else "")

@@ -21,6 +21,7 @@ from ..errors import (
     position_of,
 )
 from ..options import Kind
+from ..syntax import children
 from . import loops
 from .blocks import Branch, LoopReads, merge_branches, merge_outputs
 from .calls import is_answer_text
@@ -263,11 +264,14 @@ class StatementLowerer:
     def _record_outputs(self, node: ast.expr, value: Value, scope: NameScope) -> None:
         """Record the names that a `yield` in a branch reads."""
         reads = variables(value.expression)
-        for each in ast.walk(node):
-            if isinstance(each, ast.Name):
-                found = scope.find(each.id)
-                if isinstance(found, Value) and found.variable in reads:
-                    scope.yielded[each.id] = found.variable
+        level: list[ast.AST] = [node]
+        while level:
+            for each in level:
+                if type(each) is ast.Name:
+                    found = scope.find(each.id)
+                    if isinstance(found, Value) and found.variable in reads:
+                        scope.yielded[each.id] = found.variable
+            level = [child for each in level for child in children(each)]
 
     def emit_yield(self, value: Value, mode: Any) -> None:
         """Add a `yield` node at this point."""
@@ -303,7 +307,9 @@ class StatementLowerer:
         fields: dict[str, Any] = {"mode": "any"} if options.get("any") else {}
         if options.get("timeout") is not None:
             fields["timeout_s"] = options["timeout"]
-        emitter.add(WaitNode(id=name, variables=list(names), **fields, **emitter.common()))
+        emitter.add(
+            WaitNode(id=name, variables=list(names), required=True, **fields, **emitter.common())
+        )
         emitter.mark_wait(name)
 
     def _kill(self, node: ast.Call, target: ast.Name, scope: NameScope) -> None:

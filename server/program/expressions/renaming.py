@@ -41,6 +41,8 @@ class Renaming:
         self.keeps_seeds = keeps_seeds
         self._jobs = jobs or {}
         self._names = names
+        self._renamed: dict[str, str] = {}
+        """Names that were renamed already: nodes and slots of an instance share them."""
         self._bound = bound
         self._reads = {name: variables(expression) for name, expression in bound.items()}
         self._captured: frozenset[str] = frozenset().union(*self._reads.values())
@@ -52,12 +54,17 @@ class Renaming:
     def name(self, name: str) -> str:
         """Rename a node, or a variable that the template defines."""
         if name in self._names:
-            return name + self.suffix
+            renamed = self._renamed.get(name)
+            if renamed is None:
+                renamed = self._renamed[name] = name + self.suffix
+            return renamed
         base, dot, rest = name.rpartition(".")
         return f"{base}{self.suffix}.{rest}" if dot and base in self._names else name
 
     def names(self, names: frozenset[str]) -> frozenset[str]:
         """Rename variables that are read, with bound names replaced by what they read."""
+        if not names:
+            return names
         renamed: set[str] = set()
         for name in names:
             if name in self._bound:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..ir import Deadline
+from ..ir import Deadline, GenerateNode
+from ..nodes.base import OUTPUT, TemplateNode
+from ..nodes.bodies import count_calls
 from .graph import Graph, Slot
 from .slot_graph import SlotGraph
 
@@ -103,6 +105,24 @@ def get_remaining(
         if is_call:
             by_node[slot.node] = max(left, by_node.get(slot.node, 0.0))
     return by_node
+
+
+def longest_chain(graph: Graph) -> int:
+    """Return the number of LLM calls on the longest path, with one instance of each template."""
+    slot_graph = SlotGraph.of(graph)
+    calls = [0] * len(slot_graph.slots)
+    for index in slot_graph.reverse_order:
+        longest = max((calls[later] for later in slot_graph.successors[index]), default=0)
+        calls[index] = longest + _num_calls(graph, slot_graph.slots[index])
+    return max(calls, default=0)
+
+
+def _num_calls(graph: Graph, slot: Slot) -> int:
+    node = graph.nodes[slot.node]
+    if isinstance(node, TemplateNode) and slot.index == OUTPUT:
+        (body,) = node.bodies()
+        return count_calls(body.nodes)
+    return int(isinstance(node, GenerateNode))
 
 
 def _deadlines(graph: Graph) -> dict[str, float]:

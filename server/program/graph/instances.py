@@ -44,6 +44,8 @@ class BodyTemplate:
         self._control = control
         self._flat = [(node, node.make_slots(), place) for _, node, place in flatten(nodes, "")]
         self._names = frozenset(defined_names(nodes))
+        self._last_reads: dict[Slot, frozenset[str]] = {}
+        """What each slot read in the last instance."""
 
     def instantiate(
         self, part: str, suffix: str, bound: Mapping[str, Expression]
@@ -61,9 +63,21 @@ class BodyTemplate:
         for node, slots, place in self._flat:
             renamed = node.renamed(renaming)
             body = own if place is None else BodyRef(renaming.name(place.control), place.part)
-            renamed_slots = tuple(_rename_slot(slot, node, renamed, renaming) for slot in slots)
+            renamed_slots = tuple(
+                _rename_slot(slot, node, renamed, renaming, self._reads(slot, renaming))
+                for slot in slots
+            )
             instances.append(BodyInstance(cast(GraphNode, renamed), renamed_slots, body))
         return instances
+
+    def _reads(self, slot: Slot, renaming: Renaming) -> frozenset[str]:
+        """Return what a slot reads in an instance. Instances that read the same share the set."""
+        reads = renaming.names(slot.reads)
+        last = self._last_reads.get(slot)
+        if reads == last:
+            return last
+        self._last_reads[slot] = reads
+        return reads
 
     def renaming_of(self, suffix: str, bound: Mapping[str, Expression]) -> Renaming:
         """Return the renaming of one instance, for references into the body."""
@@ -94,7 +108,9 @@ def defined_names(nodes: Sequence[Node]) -> set[str]:
     return names
 
 
-def _rename_slot(slot: Slot, node: Node, renamed: Node, renaming: Renaming) -> Slot:
+def _rename_slot(
+    slot: Slot, node: Node, renamed: Node, renaming: Renaming, reads: frozenset[str]
+) -> Slot:
     decisions: dict[str | None, str | None] = {}
     if isinstance(node, NodeWithBodies) and isinstance(renamed, NodeWithBodies):
         # An item that is renamed to an expression changes the kind of the decision.
@@ -102,7 +118,7 @@ def _rename_slot(slot: Slot, node: Node, renamed: Node, renaming: Renaming) -> S
     return msgspec.structs.replace(
         slot,
         node=renamed.id,
-        reads=renaming.names(slot.reads),
+        reads=reads,
         writes=tuple(decisions.get(name) or renaming.name(name) for name in slot.writes),
         may_read=renaming.names(slot.may_read),
     )

@@ -212,7 +212,7 @@ class Node(
             self,
             id=renaming.name(self.id),
             job=renaming.job(self.job),
-            after=[renaming.name(other) for other in self.after],
+            after=[renaming.name(other) for other in self.after] if self.after else self.after,
             when=self.when if self.when is UNSET else renaming.reference(self.when),
             **self._renamed_fields(renaming),
         )

@@ -20,6 +20,8 @@ class WaitNode(Node, frozen=True, kw_only=True, tag="wait"):
     variables: Annotated[list[Name], Meta(min_length=1, max_length=MAX_NODES)]
     mode: Literal["all", "any"] | Annotated[int, Meta(ge=1, le=MAX_NODES)] = "all"
     """A number: that many variables."""
+    required: bool = False
+    """Whether the nodes `after` it are skipped if it ends without enough values."""
 
     can_retry: ClassVar[bool] = False
 

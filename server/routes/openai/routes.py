@@ -19,6 +19,8 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 from msgspec import Struct
 
+from conure.engine.protocol import ModelPurpose
+
 from ...program.decode import revalidate
 from ...program.errors import NotFoundError
 from ...program.ir import AnyNode
@@ -63,6 +65,9 @@ class Model(Struct, frozen=True, kw_only=True):
     max_model_len: int
     description: str = ""
     capabilities: list[str] = []
+    purpose: ModelPurpose = "general"
+    notice: str = ""
+    """What a user must know before the first answer; empty for an ordinary model."""
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -153,6 +158,8 @@ def _model(info: ModelInfo) -> Model:
         max_model_len=info.context_len,
         description=info.description,
         capabilities=[*info.capabilities],
+        purpose=info.purpose,
+        notice=info.notice,
     )
 
 

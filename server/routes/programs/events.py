@@ -19,7 +19,7 @@ from litestar.openapi import ResponseSpec
 from litestar.params import FromPath, HeaderParameter, QueryParameter
 
 from ...program.status import Event, EventType
-from ..openapi import error_responses
+from ..openapi import ServerSentEvent, error_responses
 from ..request_context import EVENT_STREAM, EventStreamResponse, draining_of, service_of, tenant_of
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ Follow = Annotated[
     "/v1/programs/{program:str}/events",
     responses={
         200: ResponseSpec(
-            str,
+            ServerSentEvent,
             generate_examples=False,
             description="Server-sent events, until program.finished or server.draining",
             media_type=EVENT_STREAM,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from litestar import Request, get, post
+from litestar import MediaType, Request, get, post
 from litestar.params import FromPath, QueryParameter
 from litestar.response.base import ASGIResponse
 
@@ -28,7 +28,7 @@ Format = Annotated[
 @post(
     "/v1/programs/explain",
     status_code=200,
-    operation_class=json_body(Submission, SourceSubmission),
+    operation_class=json_body(Submission, SourceSubmission, texts=200),
     responses={
         200: success_response(ProgramExplanation, "What the program would do"),
         **error_responses(),
@@ -51,6 +51,7 @@ async def explain_program(request: Request[Any, Any, Any], form: Format = "json"
 
 @get(
     "/v1/programs/{program:str}/explain",
+    operation_class=json_body(texts=200),
     responses={
         200: success_response(ProgramExplanation, "What the program did"),
         **error_responses(404),
@@ -73,7 +74,7 @@ def _response(explanation: ProgramExplanation, form: str) -> ASGIResponse:
             body=msgspec.json.encode(explanation), status_code=200, media_type="application/json"
         )
     text = to_text(explanation) if form == "text" else to_mermaid(explanation)
-    return ASGIResponse(body=text.encode(), status_code=200, media_type="text/plain; charset=utf-8")
+    return ASGIResponse(body=text.encode(), status_code=200, media_type=MediaType.TEXT)
 
 
 ROUTES = (explain_program, explain_run)

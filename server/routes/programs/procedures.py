@@ -26,6 +26,7 @@ from ..request_context import RequestError, read_json, service_of, tenant_of
 from .programs import IdempotencyKey
 
 _REFERENCE = re.compile(REFERENCE_PATTERN)
+_VERSION = re.compile(r"[A-Za-z_][\w.-]{0,127}@[0-9a-f]{32}")
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
 _ALIAS = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
@@ -97,6 +98,35 @@ async def delete_pin(request: Request[Any, Any, Any], reference: FromPath[str]) 
     return await service_of(request).procedures.pin(reference, None, tenant=tenant_of(request))
 
 
+@delete(
+    "/v1/procedures/{reference:str}",
+    responses=error_responses(400, 404, 409),
+    tags=["procedures"],
+)
+async def delete_procedure(request: Request[Any, Any, Any], reference: FromPath[str]) -> None:
+    """Remove one version, by `name@version`, and its pin.
+
+    Programs that run it, and procedures that call it, have a copy. A version that an alias names
+    is refused with `procedure.in_use`. Versions are kept until they are removed.
+    """
+    _check(_VERSION, reference, "a version (`name@version`)")
+    await service_of(request).procedures.remove(reference, tenant=tenant_of(request))
+
+
+@delete(
+    "/v1/procedures/{name:str}/aliases/{alias:str}",
+    responses=error_responses(404),
+    tags=["procedures"],
+)
+async def delete_alias(
+    request: Request[Any, Any, Any], name: FromPath[str], alias: FromPath[str]
+) -> None:
+    """Remove an alias, not the version that it names."""
+    _check(_NAME, name, "a name")
+    _check(_ALIAS, alias, "an alias")
+    await service_of(request).procedures.remove_alias(name, alias, tenant=tenant_of(request))
+
+
 @get("/v1/procedures", tags=["procedures"])
 async def list_procedures(request: Request[Any, Any, Any]) -> ProcedureList:
     """List all versions of all procedures with their aliases."""
@@ -160,6 +190,8 @@ ROUTES = (
     put_alias,
     put_pin,
     delete_pin,
+    delete_procedure,
+    delete_alias,
     list_procedures,
     read_procedure,
     run_procedure,

@@ -7,10 +7,13 @@ events in the same response, so a short program needs no second request.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
-from litestar import Request, Response, delete, get, post, put
+from litestar import MediaType, Request, Response, delete, get, post, put
 from litestar.params import FromPath, HeaderParameter, QueryParameter
 from litestar.response.base import ASGIResponse
 
@@ -21,6 +24,7 @@ from ..openapi import error_responses, json_body, success_response
 from ..problem import MissingValueError
 from ..request_context import (
     EventStreamResponse,
+    GeneratorResponse,
     accepts_event_stream,
     decode_body,
     read_json,
@@ -145,20 +149,43 @@ async def list_programs(
     )
 
 
-@get("/v1/programs/{program:str}", responses=error_responses(404), tags=["programs"])
-async def read_program(request: Request[Any, Any, Any], program: FromPath[str]) -> ProgramStatus:
+_STATUS = {
+    200: success_response(ProgramStatus, "The status, its nodes and its variables"),
+    **error_responses(404),
+}
+
+
+@get("/v1/programs/{program:str}", responses=_STATUS, tags=["programs"])
+async def read_program(request: Request[Any, Any, Any], program: FromPath[str]) -> ASGIResponse:
     """Return the status of a program, its nodes and its variables, and the receipt of an ended
     program.
     """
-    return await service_of(request).status(program, tenant=tenant_of(request))
+    return await _status_response(request, program)
 
 
-@delete(
-    "/v1/programs/{program:str}", status_code=200, responses=error_responses(404), tags=["programs"]
-)
-async def cancel_program(request: Request[Any, Any, Any], program: FromPath[str]) -> ProgramStatus:
+@delete("/v1/programs/{program:str}", status_code=200, responses=_STATUS, tags=["programs"])
+async def cancel_program(request: Request[Any, Any, Any], program: FromPath[str]) -> ASGIResponse:
     """Cancel a program. An ended program does not change."""
-    return await service_of(request).cancel(program, tenant=tenant_of(request))
+    await service_of(request).cancel(program, tenant=tenant_of(request))
+    return await _status_response(request, program)
+
+
+async def _status_response(request: Request[Any, Any, Any], program: str) -> ASGIResponse:
+    """Return the status of a program: a large one as a stream, whose parts are made as they are
+    sent.
+    """
+    parts = await service_of(request).status_parts(program, tenant=tenant_of(request))
+    first, second = next(parts), next(parts, None)
+    if second is None:
+        return ASGIResponse(body=first, media_type=MediaType.JSON)
+    return GeneratorResponse(_in_turns([first, second], parts), media_type=MediaType.JSON)
+
+
+async def _in_turns(first: Sequence[bytes], others: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield parts, with a turn of the event loop for other requests after each."""
+    for part in chain(first, others):
+        yield part
+        await asyncio.sleep(0)
 
 
 @delete(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from ...program.errors import UnavailableError
@@ -54,6 +55,7 @@ class CallQuota:
         self._map_limit = max(1, int(max_calls * MAP_SHARE))
         self._num_reserved = 0
         self._counts: dict[str, tuple[int, int]] = {}
+        self._states: dict[str, ProgramState] = {}
         self._queue: deque[QuotaWaiter] = deque()
         self._is_blocked = False
         """Whether the first map in the queue waits until several items fit."""
@@ -64,6 +66,7 @@ class CallQuota:
     def add(self, state: ProgramState) -> None:
         """Add a program."""
         self._counts[state.id] = (0, 0)
+        self._states[state.id] = state
         self.count(state)
 
     def count(self, state: ProgramState) -> None:
@@ -75,7 +78,7 @@ class CallQuota:
         """Remove a program that has ended or was not accepted."""
         if state.id in self._counts:
             self._set(state.id, (0, 0))
-            del self._counts[state.id]
+            del self._counts[state.id], self._states[state.id]
             self._prune()
 
     def _set(self, program: str, counts: tuple[int, int]) -> None:
@@ -102,6 +105,14 @@ class CallQuota:
                 retry_after_s=2,
                 status=429,
             )
+
+    def num_calls_of(self, is_counted: Callable[[ProgramState], bool]) -> int:
+        """Return the number of open calls of some programs."""
+        return sum(
+            num_open
+            for program, (num_open, _) in self._counts.items()
+            if num_open and is_counted(self._states[program])
+        )
 
     # --- items of maps --------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 from ...engines.constraint_validator import ConstraintValidator
 from ...program.errors import ConflictError, ConureError, UnavailableError
+from ...program.graph.critical_path import longest_chain
 from ...program.graph.graph import Graph, check_append, graph_of
-from ...program.ir import Append, Submission
+from ...program.ir import Append, Objective, Submission
 from ...program.nodes.bodies import count_calls
 from ...program.status import Accepted
 from ...store.journal import DuplicateKeyError, ProgramRecord
@@ -22,7 +23,9 @@ from ..persistence.program_directory import ProgramDirectory
 from ..program_run import ProgramRun
 from ..program_state import ProgramState
 from ..services import RuntimeServices
+from .backlog import Backlog, is_background
 from .checks import check_options, check_program, num_calls
+from .load import Load, Newcomer
 from .preparation import prepare, prepare_append
 from .procedure_library import ProcedureLibrary
 
@@ -55,6 +58,7 @@ class ProgramIntake:
         self._programs = programs
         self._constraints = constraints
         self._create_run = create_run
+        self._backlog = Backlog(services.call_quota, services.scheduler.policy)
 
     async def submit(
         self,
@@ -138,13 +142,20 @@ class ProgramIntake:
         return submission, await self._check(submission, body)
 
     async def _check(self, submission: Submission, body: bytes) -> Graph:
-        self._check_capacity()
+        services = self._services
+        # No chain is longer than all calls.
+        most = count_calls(submission.program.nodes)
+        background = is_background(_objectives_of(submission))
+        newcomer = Newcomer(most, most, background)
+        self._check_capacity(newcomer)
         self._check_id(submission.id)
-        check_options(submission, self._services.scheduler.policy.name)
+        check_options(submission, services.scheduler.policy.name)
         graph = await self._off_loop(body, lambda: graph_of(submission))
         num_new_calls = num_calls(graph)
-        self._check_capacity(num_new_calls)
-        services = self._services
+        if services.load.is_busy(self._load()):
+            depth = await self._off_loop(body, lambda: longest_chain(graph))
+            newcomer = Newcomer(num_new_calls, depth, background)
+        self._check_capacity(newcomer, num_new_calls)
         await check_program(
             graph,
             submission.inputs,
@@ -155,7 +166,7 @@ class ProgramIntake:
             clip_outputs=submission.options.clip_outputs,
             is_large=len(body) > MAX_INLINE_BYTES,
         )
-        self._check_capacity(num_new_calls)  # other programs were accepted meanwhile
+        self._check_capacity(newcomer, num_new_calls)  # other programs were accepted meanwhile
         self._check_id(submission.id)
         return graph
 
@@ -170,7 +181,8 @@ class ProgramIntake:
         self._check_memory(len(body))
         append, body = await prepare_append(append, body, run.state.tenant, self.library)
         num_new_calls = count_calls(append.nodes)
-        self._check_capacity(num_new_calls, is_append=True)
+        newcomer = Newcomer(num_new_calls, is_background=True)  # what it continues was accepted
+        self._check_capacity(newcomer, num_new_calls, is_append=True)
         graph = run.state.graph
         checked = await self._off_loop(body, lambda: check_append(graph, append))
         services = self._services
@@ -189,7 +201,7 @@ class ProgramIntake:
                 break
             checked = await self._off_loop(body, lambda: check_append(graph, append))
         # Other programs were accepted meanwhile.
-        self._check_capacity(num_new_calls, is_append=True)
+        self._check_capacity(newcomer, num_new_calls, is_append=True)
         self._check_open(run)
         run.append(append, body, checked)
         services.call_quota.count(run.state)
@@ -205,7 +217,17 @@ class ProgramIntake:
             message = f"program {run.state.id} is closed and accepts no more nodes"
             raise ConflictError("session.closed", message)
 
-    def _check_capacity(self, num_new_calls: int = 0, *, is_append: bool = False) -> None:
+    def _load(self, *, is_append: bool = False) -> Load:
+        services = self._services
+        return Load(
+            num_programs=0 if is_append else len(self._programs),
+            num_calls=services.call_quota.num_calls,
+            num_sequences=services.num_sequences,
+        )
+
+    def _check_capacity(
+        self, newcomer: Newcomer, num_new_calls: int = 0, *, is_append: bool = False
+    ) -> None:
         if self.is_draining:
             raise UnavailableError(
                 "server.draining", "the server is stopping", retry_after_s=DRAINING_RETRY_AFTER_S
@@ -213,9 +235,11 @@ class ProgramIntake:
         services = self._services
         services.call_quota.check(num_new_calls)
         services.load.check(
-            num_programs=0 if is_append else len(self._programs),
-            num_calls=services.call_quota.num_calls,
-            num_sequences=services.num_sequences,
+            newcomer,
+            self._load(is_append=is_append),
+            lambda: self._backlog.num_ahead(
+                newcomer, call_s=services.load.call_s, now_s=services.clock.now()
+            ),
         )
 
     def _check_memory(self, size: int) -> None:
@@ -251,6 +275,12 @@ class ProgramIntake:
             )
         status = await self._programs.status(program, tenant)
         return _accepted(program, status.outputs)
+
+
+def _objectives_of(submission: Submission) -> dict[str, Objective]:
+    """Return the objective of each output; the default is `latency`."""
+    defaults: dict[str, Objective] = dict.fromkeys(submission.program.outputs, "latency")
+    return defaults | submission.objectives
 
 
 def _id_taken(program: str) -> ConflictError:

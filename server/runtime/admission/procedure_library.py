@@ -22,7 +22,13 @@ from ...program.procedures import (
     expand_calls,
     parse_reference,
 )
-from ...store.journal import AliasRecord, Journal, ProcedureRecord
+from ...store.journal import (
+    AliasRecord,
+    AliasRemoval,
+    Journal,
+    ProcedureRecord,
+    ProcedureRemoval,
+)
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
 
@@ -110,6 +116,36 @@ class ProcedureLibrary:
         async with self._moving:
             await self._check_alias(tenant, procedure, alias)
             await self._journal().append([_alias(tenant, procedure, alias)], fail_fast=True)
+
+    async def remove(self, tenant: str, procedure: Procedure) -> None:
+        """Remove a version that no alias names; return once that is durable.
+
+        Raises:
+            ConflictError: `procedure.in_use`.
+        """
+        async with self._moving:
+            listing = await self._journal().list_procedures(tenant, procedure.name)
+            aliases = [alias for _, alias, used in listing.aliases if used == procedure.version]
+            if aliases:
+                raise ConflictError(
+                    "procedure.in_use",
+                    f"the aliases {', '.join(aliases)} name {procedure.reference}: move or "
+                    "remove them first",
+                )
+            record = ProcedureRemoval(tenant=tenant, name=procedure.name, version=procedure.version)
+            await self._journal().append([record], fail_fast=True)
+            self._decoded.pop((tenant, procedure.name, procedure.version), None)
+
+    async def remove_alias(self, tenant: str, name: str, alias: str) -> None:
+        """Remove an alias; return once that is durable.
+
+        Raises:
+            NotFoundError: `procedure.not_found`.
+        """
+        async with self._moving:
+            await self.find(tenant, f"{name}:{alias}")
+            record = AliasRemoval(tenant=tenant, name=name, alias=alias)
+            await self._journal().append([record], fail_fast=True)
 
     async def _check_alias(self, tenant: str, procedure: Procedure, alias: str) -> None:
         try:

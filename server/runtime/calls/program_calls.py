@@ -263,7 +263,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
     def node_ended(self, node_id: str) -> None:
         """Abandon the call of a node, and release the prefixes that only this call waited for."""
         node_state = self.state.nodes[node_id]
-        if node_id in self._priorities.live_nodes:
+        if node_id in self._priorities.live_nodes and node_state.has_usage:
             usage = node_state.usage
             self._priorities.service.attained_s += usage.prefill_s + usage.decode_s
         self.abandon(node_id)

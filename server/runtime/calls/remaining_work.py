@@ -24,7 +24,8 @@ class CallSize(NamedTuple):
     """The lengths of one call."""
 
     head: str
-    """Text at the start of the prompt."""
+    """Text at the start of the prompt, or a name that stands for this text only."""
+    num_head_chars: int
     num_chars: int
     """Characters after the head, of text and of values that are known."""
     num_tokens: int
@@ -33,7 +34,8 @@ class CallSize(NamedTuple):
 
     def seconds(self, pace: ServiceTimeEstimator) -> float:
         """Return the engine time of the call alone."""
-        return _seconds(pace, self.num_chars + len(self.head), self.num_tokens, self.num_output)
+        num_chars = self.num_head_chars + self.num_chars
+        return _seconds(pace, num_chars, self.num_tokens, self.num_output)
 
 
 class RemainingWork:
@@ -56,13 +58,17 @@ class RemainingWork:
                 length = output.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS
                 self._lengths[output.variable] = length
         for node in new:
-            size = self._calls[node.id] = self._size(node, values)
-            if not self._heads[size.head]:
-                self._num_chars += len(size.head)
-            self._heads[size.head] += 1
-            self._num_chars += size.num_chars
-            self._num_tokens += size.num_tokens
-            self._num_output += size.num_output
+            self.add_call(node.id, self._size(node, values))
+
+    def add_call(self, node_id: str, size: CallSize) -> None:
+        """Add a call whose lengths are known."""
+        self._calls[node_id] = size
+        if not self._heads[size.head]:
+            self._num_chars += size.num_head_chars
+        self._heads[size.head] += 1
+        self._num_chars += size.num_chars
+        self._num_tokens += size.num_tokens
+        self._num_output += size.num_output
 
     def remove(self, node_id: str) -> None:
         """Remove a call that has ended; safe to repeat."""
@@ -72,7 +78,7 @@ class RemainingWork:
         self._heads[size.head] -= 1
         if not self._heads[size.head]:
             del self._heads[size.head]
-            self._num_chars -= len(size.head)
+            self._num_chars -= size.num_head_chars
         self._num_chars -= size.num_chars
         self._num_tokens -= size.num_tokens
         self._num_output -= size.num_output
@@ -104,7 +110,7 @@ class RemainingWork:
         if not isinstance(node.prompt, list):
             num_output = sum(self._lengths[each.variable] for each in output_specs(node))
         head = head or ""
-        return CallSize(head, num_chars - len(head), num_tokens, num_output)
+        return CallSize(head, len(head), num_chars - len(head), num_tokens, num_output)
 
 
 class _Part(NamedTuple):

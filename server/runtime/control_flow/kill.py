@@ -1,7 +1,6 @@
 """Executes `kill`: ends the nodes that produce named variables or belong to named jobs.
 
-A variable is killed with the node that writes it. If that node is an `expr`, its inputs are killed
-as well, unless another node still needs them.
+What only serves killed nodes ends with them; see `cascade`.
 
 Invariants: ended nodes never change. A node that survives loses no input it still needs, except a
 variable that the kill names explicitly.
@@ -9,11 +8,13 @@ variable that the kill names explicitly.
 
 from __future__ import annotations
 
-from ...program.ir import ExprNode, KillNode
+from ...program.ir import KillNode
 from ...program.status import Problem
-from ..node_context import NodeExecutor
+from ..node_context import NodeContext, NodeExecutor
+from ..node_state import NODE_KILLED
 from ..persistence.journaled_events import RecoveredState
 from ..program_state import ProgramState
+from .cascade import KillCascade, first_unneeded_slot
 
 
 class KillExecutor(NodeExecutor[KillNode]):
@@ -21,10 +22,14 @@ class KillExecutor(NodeExecutor[KillNode]):
 
     kind = KillNode
 
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
+        self._cascade = KillCascade(context)
+
     def run(self, node: KillNode, slot: int) -> None:
-        """End the nodes of the kill set."""
+        """End the nodes of the kill set. The end of each node may end more (`node_ended`)."""
         kill_set = KillSet(self.state, node)
-        problem = Problem(code="node.killed", message=f"killed by {node.id}")
+        problem = Problem(code=NODE_KILLED, message=f"killed by {node.id}")
         self.context.stop_before_slot |= kill_set.stop_before_slot
         ready = [
             each
@@ -33,6 +38,10 @@ class KillExecutor(NodeExecutor[KillNode]):
         ]
         self.context.complete_slot(node.id, slot, ready)
 
+    def node_ended(self, node_id: str) -> None:
+        """End what only served a killed node, and what cannot run without its values."""
+        self._cascade.node_ended(node_id)
+
     def restore(self, recovered: RecoveredState) -> None:
         """Restore which calls end early because of kills before a restart."""
         for node_state in self.state.nodes.values():
@@ -40,9 +49,19 @@ class KillExecutor(NodeExecutor[KillNode]):
                 kill_set = KillSet(self.state, node_state.node)
                 self.context.stop_before_slot |= kill_set.stop_before_slot
 
+    def resume(self) -> None:
+        """Repeat the consequences of kills, in case the server stopped in between."""
+        for node_id, node_state in list(self.state.nodes.items()):
+            body = self.state.graph.body_of(node_id)
+            if node_state.has_ended and (
+                body is None or not self.state.nodes[body.control].has_ended
+            ):
+                self._cascade.node_ended(node_id)
+        self.context.advance([])
+
 
 class KillSet:
-    """The nodes that a kill ends."""
+    """The nodes that a kill names."""
 
     def __init__(self, state: ProgramState, node: KillNode) -> None:
         self._state = state
@@ -81,45 +100,12 @@ class KillSet:
         return ancestors
 
     def _add_variable(self, variable: str) -> None:
-        stack = [variable]
-        while stack:
-            name = stack.pop()
-            producer = self._state.graph.get_producer(name)
-            if producer is None or self._state.is_resolved(name):
-                continue
-            node_id = producer.node
-            if node_id in self.nodes or self._state.nodes[node_id].has_ended:
-                continue
-            if self._is_needed_before(node_id, producer.index):
-                self.stop_before_slot[node_id] = min(
-                    self.stop_before_slot.get(node_id, producer.index), producer.index
-                )
-                continue
+        producer = self._state.graph.get_producer(variable)
+        if producer is None or self._state.is_resolved(variable):
+            return
+        node_id, index = producer.node, producer.index
+        if first_unneeded_slot(self._state, node_id, before=index) > 0:
+            stop = min(self.stop_before_slot.get(node_id, index), index)
+            self.stop_before_slot[node_id] = stop
+        else:
             self.nodes[node_id] = None
-            node = self._state.graph.nodes[node_id]
-            if isinstance(node, ExprNode):
-                reads = self._state.graph.slots[node_id][0].reads
-                stack += [read for read in sorted(reads) if not self._is_needed(read)]
-
-    def _is_needed_before(self, node_id: str, slot: int) -> bool:
-        """Whether an output of the node before this slot is still needed."""
-        earlier = self._state.graph.slots[node_id][:slot]
-        return any(
-            not self._state.is_resolved(name) and self._is_needed(name)
-            for each in earlier
-            for name in each.writes
-        )
-
-    def _is_needed(self, variable: str) -> bool:
-        """Whether a node that is not killed reads a variable, or may read it later."""
-        graph = self._state.graph
-        if variable in graph.outputs:
-            return True
-        readers = (*graph.get_consumers(variable), *graph.get_potential_readers(variable))
-        states = self._state.nodes
-        return any(
-            reader.node not in self.nodes
-            and not states[reader.node].has_ended
-            and states[reader.node].slots_done <= reader.index
-            for reader in readers
-        )

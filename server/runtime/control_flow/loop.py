@@ -114,7 +114,10 @@ class RoundExecutor(NodeExecutor[RoundEndNode]):
             name: self._evaluate(carried, self.state.values[node.keeps[name]])
             for name, carried in node.carry.items()
         }
-        more = node.until is UNSET or not is_true(self._evaluate(node.until, False))
+        is_cut = self.state.nodes[loop.id].is_cut
+        more = not is_cut and (
+            node.until is UNSET or not is_true(self._evaluate(node.until, False))
+        )
         if more and index + 1 >= loop.max_iter:
             message = f"loop {loop.id} did not end within {loop.max_iter} rounds, its `max_iter`"
             raise RunError("loop.exhausted", message)

@@ -138,7 +138,8 @@ class MapExecutor(NodeExecutor[MapNode]):
 
     def _add_in_batches(self, pending: PendingMap) -> None:
         if pending.admit(pending.width):
-            self.context.services.turns.wait(lambda: self._add_in_batches(pending))
+            turns = self.context.services.turns
+            self.context.outbox.wait_turn(turns, lambda: self._add_in_batches(pending))
 
     def _add_guaranteed_item(self, pending: PendingMap) -> None:
         """Add an item if none is live, regardless of the quota.

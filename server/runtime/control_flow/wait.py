@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...program.ir import WaitNode
 from ..node_context import NodeExecutor
+from .cascade import unmet
 
 
 class WaitExecutor(NodeExecutor[WaitNode]):
@@ -20,4 +21,4 @@ class WaitExecutor(NodeExecutor[WaitNode]):
             return
         missing = self.state.missing_input(self.state.graph.slots[node.id][1])
         assert missing is not None
-        self.context.advance(self.context.end_node(node.id, missing.phase, missing.problem))
+        self.context.advance(self.context.end_node(node.id, missing.phase, unmet(node, missing)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
+from ...program.status import Phase, Problem
 from ...store.journal import EventRecord, ValueRecord
 from ..node_state import NodeUsage
 
@@ -39,6 +41,13 @@ def decode_event(record: EventRecord) -> JournaledEvent:
     return _decoder.decode(record.data)
 
 
+class ProgramStop(NamedTuple):
+    """The end of a program before its nodes have ended by themselves."""
+
+    phase: Phase
+    problem: Problem
+
+
 @dataclass(slots=True)
 class RecoveredState:
     """The state of a program at the end of an earlier server process, besides its values."""
@@ -49,6 +58,8 @@ class RecoveredState:
     """Request ids of client steps that clients have received."""
     started: set[str] = field(default_factory=set)
     """Nodes that had started and not ended."""
+    stop: ProgramStop | None = None
+    """Why the program was ending early. Its end was not written."""
 
 
 @dataclass(slots=True)

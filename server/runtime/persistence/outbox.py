@@ -7,7 +7,8 @@ predecessors.
 
 Invariants: batches are written in the order in which their records were added, after the program
 itself. A waiter wakes exactly once, by its variable or by the end of the program, and only after
-that is durable.
+that is durable. Records that are not durable yet have a bound: a program whose records exceed it
+continues when the journal has caught up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -27,6 +29,7 @@ from ...program.status import Event, EventType, Problem
 from ...store.journal import (
     TRACE,
     AliasRecord,
+    AliasRemoval,
     AppendRecord,
     DeleteRecord,
     EndRecord,
@@ -34,6 +37,7 @@ from ...store.journal import (
     Journal,
     PinRecord,
     ProcedureRecord,
+    ProcedureRemoval,
     ProgramRecord,
     Record,
     ValueRecord,
@@ -42,11 +46,14 @@ from ...store.journal import (
 from ..clock import SteadyClock
 from ..quota import ProgramQuota
 from ..reporting.trace_records import TraceRecord, UntracedCall
+from ..turns import Turns
 from .event_stream import EventStream
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
+MAX_PENDING_BYTES: Final = 2 * 1024 * 1024
+"""JSON of records that are not durable yet, above which their program takes no more turns."""
 _LIMITED: Final[frozenset[EventType]] = frozenset({"client.requested", "yield"})
 """Events with data of the program. `NodeContext.publish` checks values before their events."""
 
@@ -57,6 +64,7 @@ class _Batch:
     events: list[Event] = field(default_factory=list)
     resolved: list[str] = field(default_factory=list)
     is_last: bool = False
+    num_bytes: int = 0
 
 
 class Outbox:
@@ -81,6 +89,10 @@ class Outbox:
         self._quota = quota
         self._on_ended = on_ended
         self._batch = _Batch()
+        self._pending_bytes = 0
+        """JSON of the records that were added and are not durable."""
+        self._delayed: list[Callable[[], None]] = []
+        """Work that continues when the journal has caught up."""
         self._is_scheduled = False
         self._accepting: asyncio.Future[None] | None = None
         """Set while the program itself is being written; all other batches wait for it."""
@@ -141,9 +153,21 @@ class Outbox:
 
     def add(self, record: Record) -> None:
         """Add a record."""
-        self._quota.journal_bytes += _size(record)
+        size = _size(record)
+        self._quota.journal_bytes += size
+        self._pending_bytes += size
+        self._batch.num_bytes += size
         self._batch.records.append(record)
         self._schedule()
+
+    def wait_turn(self, turns: Turns, work: Callable[[], None]) -> None:
+        """Continue work in a later turn, and not before the journal has caught up: when at most
+        `MAX_PENDING_BYTES` of records are not durable.
+        """
+        if self._pending_bytes <= MAX_PENDING_BYTES:
+            turns.wait(work)
+        else:
+            self._delayed.append(partial(turns.wait, work))
 
     def mark_durable_on_commit(self, variables: Iterable[str]) -> None:
         """Wake the waiters of variables once everything added so far is durable."""
@@ -183,6 +207,7 @@ class Outbox:
         )
         _fail([self._ended, *(each for many in self._waiters.values() for each in many)], error)
         self._waiters.clear()
+        self._delayed.clear()
         self._on_ended = _ignore
 
     # --- writing --------------------------------------------------------------------------
@@ -218,6 +243,15 @@ class Outbox:
             self.flush()
 
     def _on_written(self, done: asyncio.Future[None], batch: _Batch) -> None:
+        self._pending_bytes -= batch.num_bytes
+        self._finish(done, batch)
+        if self._pending_bytes <= MAX_PENDING_BYTES:
+            delayed, self._delayed = self._delayed, []
+            for wait_turn in delayed:
+                wait_turn()
+
+    def _finish(self, done: asyncio.Future[None], batch: _Batch) -> None:
+        """Publish a batch that is durable, or fail one that was rejected."""
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
         if error is not None:
             # The journal retries failed writes, so a batch that it rejects is a bug of the server.
@@ -317,6 +351,8 @@ def _size(record: Record) -> int:
             return len(record.program)
         case AliasRecord():
             return len(record.alias)
+        case ProcedureRemoval() | AliasRemoval():
+            return 0
         case PinRecord() | WatchRecord() | DeleteRecord():
             return 0
 

@@ -24,6 +24,7 @@ from ...program.status import (
 from ...store.journal import EventRecord, Journal, ProgramListing, StoredProgram
 from ..program_run import ProgramRun
 from ..reporting.status import program_status, stored_status, variable_status
+from ..reporting.status_parts import live_status_parts, stored_status_parts
 from ..services import RuntimeServices
 from .event_stream import TextOffsets
 from .outbox import format_timestamp
@@ -178,8 +179,8 @@ class ProgramDirectory:
                 "server.draining", "the server is stopping", retry_after_s=RETRY_AFTER_S
             )
 
-    async def load(self, program: str, tenant: str) -> ProgramStatus:
-        """Return the status of an ended program from the journal.
+    async def load(self, program: str, tenant: str) -> StoredProgram:
+        """Return an ended program from the journal.
 
         Raises:
             NotFoundError: `program.not_found`.
@@ -188,7 +189,7 @@ class ProgramDirectory:
         if stored is None or stored.end is None:
             self._check_running()  # a program that the stop suspended has no end either
             raise NotFoundError("program.not_found", f"there is no program {program}")
-        return stored_status(stored)
+        return stored
 
     async def status(self, program: str, tenant: str) -> ProgramStatus:
         """Return the status of a program, wherever it is.
@@ -198,10 +199,23 @@ class ProgramDirectory:
         """
         run = self.find(program, tenant)
         if run is None:
-            return await self.load(program, tenant)
+            return stored_status(await self.load(program, tenant))
         receipt = run.receipt if run.outbox.has_ended else None
         status = program_status(run.state, run.outbox.durable_variables, receipt)
         return status if receipt else msgspec.structs.replace(status, quotas=run.quotas)
+
+    async def status_parts(self, program: str, tenant: str) -> Iterator[bytes]:
+        """Return the JSON of the status of a program in parts.
+
+        Raises:
+            NotFoundError: `program.not_found`.
+        """
+        run = self.find(program, tenant)
+        if run is None:
+            return stored_status_parts(await self.load(program, tenant))
+        receipt = run.receipt if run.outbox.has_ended else None
+        durable = run.outbox.durable_variables
+        return live_status_parts(run.state, durable, receipt, run.quotas)
 
     async def list(
         self, tenant: str, *, status: str | None, cursor: int | None, limit: int, search: str = ""

@@ -15,13 +15,29 @@ from ...store.journal import StoredProgram
 from ..node_registry import node_executors
 from ..node_state import MissingValue, NodeState
 from ..program_state import ProgramState
-from .journaled_events import ExpansionHistory, JournaledEvent, RecoveredState, decode_event
+from ..program_watch import QUARANTINED
+from .journaled_events import (
+    ExpansionHistory,
+    JournaledEvent,
+    ProgramStop,
+    RecoveredState,
+    decode_event,
+)
 
 _END_PHASES: dict[str, Phase] = {
     "node.failed": "failed",
     "node.skipped": "skipped",
     "node.killed": "killed",
 }
+
+_STOP_PHASES: dict[str, Phase] = {
+    "program.cancelled": "cancelled",
+    "program.deadline_exceeded": "deadline_exceeded",
+    "program.idle": "cancelled",
+    "program.lease_lost": "cancelled",
+    QUARANTINED: "failed",
+}
+"""Codes with which a program stops, and kills its nodes."""
 
 
 def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramState, RecoveredState]:
@@ -107,6 +123,22 @@ def _replay_events(
             _restore_usage(node_state, event, shift_s)
             problem = Problem(code=event.code, message=event.message, cause=event.cause)
             state.end(node_id, _END_PHASES[record.type], problem, at=record.at + shift_s)
+            recovered.stop = recovered.stop or _stop_of(state, node_id, problem)
+
+
+def _stop_of(state: ProgramState, node_id: str, problem: Problem) -> ProgramStop | None:
+    """Return why the program was ending when this node ended early; None if it was not.
+
+    The first nodes of a program that stops are durable before its end: it must not go on without
+    them, or end as if nothing had happened.
+    """
+    if state.graph.body_of(node_id) is not None:
+        return None  # the node around it decides
+    phase = state.nodes[node_id].phase
+    if phase == "failed":
+        return None if state.isolates(node_id) else ProgramStop("failed", problem)
+    stop_phase = _STOP_PHASES.get(problem.code) if phase == "killed" else None
+    return None if stop_phase is None else ProgramStop(stop_phase, problem)
 
 
 def _complete_committed_slots(

@@ -247,5 +247,5 @@ def _single_requests_s(program: ProgramState) -> float:
     return estimate_s(
         states,
         lambda state: _waited_for(program, state),
-        {state.node.id: explain(state.usage).computed for state in states},
+        {state.node.id: explain(state.usage).computed for state in states if state.has_usage},
     )

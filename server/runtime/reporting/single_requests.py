@@ -41,24 +41,23 @@ def estimate_s(
     Args:
         states: the nodes that have started and finished.
         waited_for: the nodes that a node waited for; others than `states` are ignored.
-        computed: prompt tokens that were computed for each node.
+        computed: prompt tokens that were computed for each call.
     """
     known = {state.node.id for state in states}
-    before = {
-        state.node.id: [each for each in waited_for(state) if each.node.id in known]
-        for state in states
-    }
-    fill_s = sum(state.usage.fill_s for state in states)
+    fill_s = sum(state.usage.fill_s for state in states if state.has_usage)
     token_s = fill_s / max(sum(computed.values()), 1)
-    work = {state.node.id: _work(state, before[state.node.id], token_s) for state in states}
-    return _Counterfactual(
-        work, {name: {each.node.id for each in some} for name, some in before.items()}
-    ).run()
+    work: dict[str, _Work] = {}
+    before: dict[str, tuple[str, ...]] = {}
+    for state in states:
+        waited = [each for each in waited_for(state) if each.node.id in known]
+        work[state.node.id] = _work(state, waited, token_s)
+        before[state.node.id] = tuple({each.node.id: None for each in waited})
+    return _Counterfactual(work, before).run()
 
 
 def _work(state: NodeState, before: Iterable[NodeState], token_s: float) -> _Work:
-    usage = state.usage
     if isinstance(state.node, GenerateNode):
+        usage = state.usage
         decode_s = max(usage.decode_s - usage.paused_s, 0.0)
         return _Work(state.engine or "", usage.logical * token_s, decode_s)
     began = max((each.finished_at or 0.0 for each in before), default=0.0)
@@ -97,13 +96,13 @@ class _Engine:
 class _Counterfactual:
     """Events of the counterfactual, in order of time."""
 
-    def __init__(self, work: Mapping[str, _Work], before: Mapping[str, set[str]]) -> None:
+    def __init__(self, work: Mapping[str, _Work], before: Mapping[str, tuple[str, ...]]) -> None:
         self._work = work
         self._num_open = {name: len(names) for name, names in before.items()}
-        self._after: dict[str, list[str]] = {name: [] for name in work}
+        self._after: dict[str, list[str]] = {}
         for name, names in before.items():
             for each in names:
-                self._after[each].append(name)
+                self._after.setdefault(each, []).append(name)
         self._started: set[str] = set()
         self._ended: list[tuple[float, str]] = []
         """Nodes without an engine, by their end."""
@@ -175,7 +174,7 @@ class _Counterfactual:
 
     def _finish(self, name: str, now_s: float) -> None:
         self._end_s = max(self._end_s, now_s)
-        for later in self._after[name]:
+        for later in self._after.get(name, ()):
             self._num_open[later] -= 1
             if not self._num_open[later]:
                 self._start(later, now_s)

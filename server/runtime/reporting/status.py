@@ -5,7 +5,8 @@ Pure functions. A value is shown only if it is durable.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
+from typing import cast
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -31,15 +32,26 @@ from .receipt import explain
 
 def node_status(state: NodeState) -> NodeStatus:
     """Return the status of a node."""
-    node, usage = state.node, state.usage
-    prompt = explain(usage)
-    is_call = isinstance(node, GenerateNode)
-    return NodeStatus(
+    node = state.node
+    status = NodeStatus(
         status=state.phase,
-        op=str(node.__struct_config__.tag),
+        op=node.op(),
         engine=state.engine,
         why=state.why,
         attempt=state.attempt,
+        prefix_break=state.prefix_break,
+        constraint_relaxed=state.constraint_relaxed,
+        error=UNSET if state.problem is None else state.problem,
+        meta=UNSET if node.meta is None else node.meta,
+    )
+    return _with_usage(status, state) if isinstance(node, GenerateNode) else status
+
+
+def _with_usage(status: NodeStatus, state: NodeState) -> NodeStatus:
+    usage = state.usage
+    prompt = explain(usage)
+    return msgspec.structs.replace(
+        status,
         queued_s=usage.queued_s,
         prefill_s=usage.prefill_s,
         decode_s=usage.decode_s,
@@ -47,18 +59,10 @@ def node_status(state: NodeState) -> NodeStatus:
             logical=prompt.logical,
             computed=prompt.computed,
             shared=prompt.logical - prompt.computed,
-        )
-        if is_call
-        else UNSET,
+        ),
         output_tokens=OutputTokens(
             decoded=usage.decoded, forced=usage.forced, discarded=usage.discarded
-        )
-        if is_call
-        else UNSET,
-        prefix_break=state.prefix_break,
-        constraint_relaxed=state.constraint_relaxed,
-        error=UNSET if state.problem is None else state.problem,
-        meta=UNSET if node.meta is None else node.meta,
+        ),
     )
 
 
@@ -99,7 +103,8 @@ def program_status(
     durable: Container[str],
     receipt: Receipt | None,
     *,
-    only: Append | None = None,
+    names: Iterable[str] | None = None,
+    nodes: Iterable[str] | None = None,
 ) -> ProgramStatus:
     """Return the status of a program that is live or in memory.
 
@@ -107,12 +112,11 @@ def program_status(
         program: the program.
         durable: variables whose value, or the lack of it, is durable.
         receipt: None until the end of the program is durable.
-        only: restricts nodes and variables to those that this append added.
+        names: the variables to show; None: all.
+        nodes: the nodes to show; None: all.
     """
-    names, nodes = program.variable_names(), list(program.nodes)
-    if only is not None:
-        nodes = [node.id for node in only.nodes]
-        names = _added_variables(program, only)
+    names = program.variable_names() if names is None else names
+    nodes = program.nodes if nodes is None else nodes
     is_ended = receipt is not None
     finished_at = program.finished_at if is_ended else None
     return ProgramStatus(
@@ -131,6 +135,15 @@ def program_status(
     )
 
 
+def append_status(
+    program: ProgramState, durable: Container[str], receipt: Receipt | None, append: Append
+) -> ProgramStatus:
+    """Return the status of a program, with only the nodes and variables that an append added."""
+    nodes = [node.id for node in append.nodes]
+    names = _added_variables(program, append)
+    return program_status(program, durable, receipt, names=names, nodes=nodes)
+
+
 def _added_variables(program: ProgramState, append: Append) -> list[str]:
     """Return the variables that an append declares, provides or produces, each once."""
     written = (
@@ -142,27 +155,14 @@ def _added_variables(program: ProgramState, append: Append) -> list[str]:
     return list(dict.fromkeys((*append.variables, *append.inputs, *written)))
 
 
-class EndSnapshot(Struct, frozen=True, kw_only=True):
+class StoredSnapshot(Struct, frozen=True, kw_only=True):
     """The state of an ended program besides its values, stored in `EndRecord.nodes`."""
 
-    nodes: dict[str, NodeStatus]
+    nodes: msgspec.Raw
+    """The `NodeStatus` of each node, by its id."""
     absences: dict[str, VariableStatus]
     """Variables without a value. The journal has a record for each of the others."""
     outputs: list[str]
-
-
-def end_snapshot(program: ProgramState) -> EndSnapshot:
-    """Return the snapshot of a program that has just ended."""
-    names = program.variable_names()
-    return EndSnapshot(
-        nodes={node_id: node_status(state) for node_id, state in program.nodes.items()},
-        absences={
-            name: variable_status(program, program.missing_values, name, is_ended=True)
-            for name in names
-            if name not in program.values
-        },
-        outputs=list(program.graph.outputs),
-    )
 
 
 class _Program(Struct, frozen=True):
@@ -191,8 +191,8 @@ def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> 
     """Return the end of a program that cannot be recovered from its stored state."""
     outputs = _decode_body(stored.body).program.outputs
     known = {record.variable for record in stored.values}
-    last = EndSnapshot(
-        nodes={},
+    last = StoredSnapshot(
+        nodes=msgspec.Raw(b"{}"),
         absences={
             name: VariableStatus(name=name, status="failed", error=problem)
             for name in outputs
@@ -212,38 +212,77 @@ def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> 
 
 def stored_status(stored: StoredProgram) -> ProgramStatus:
     """Return the status of an ended program from the journal."""
+    snapshot = stored_snapshot(stored)
+    return msgspec.structs.replace(
+        stored_head(stored, snapshot),
+        variables=dict(stored_variables(stored)) | snapshot.absences,
+        nodes=msgspec.json.decode(snapshot.nodes, type=dict[str, NodeStatus]),
+    )
+
+
+def stored_snapshot(stored: StoredProgram) -> StoredSnapshot:
+    """Return the state of an ended program besides its values."""
+    assert stored.end is not None
+    return msgspec.json.decode(stored.end.nodes, type=StoredSnapshot)
+
+
+def stored_phase(stored: StoredProgram) -> Phase:
+    """Return the phase of an ended program."""
+    assert stored.end is not None
+    return cast(Phase, stored.end.status)  # written from a Phase
+
+
+def stored_head(stored: StoredProgram, snapshot: StoredSnapshot) -> ProgramStatus:
+    """Return the status of an ended program without its variables and nodes."""
     end = stored.end
     assert end is not None
-    submission = _decode_body(stored.body)
     problem = None if end.error is None else msgspec.json.decode(end.error, type=Problem)
-    last = msgspec.json.decode(end.nodes, type=EndSnapshot)
-    given = dict(submission.inputs)
-    for body in stored.appends:
-        given |= _decode_body(body).inputs
-    given |= {record.variable: msgspec.json.decode(record.value) for record in stored.values}
-    receipt = msgspec.json.decode(end.receipt, type=Receipt)
-    values = {
-        name: VariableStatus(
-            name=name,
-            status="done",
-            value=value,
-            truncated=name in receipt.truncated,
-            deadline_missed=name in receipt.deadlines_missed,
-        )
-        for name, value in given.items()
-    }
     return ProgramStatus(
         id=stored.id,
-        name=submission.program.name,
-        status=end.status,  # type: ignore[arg-type]  # written from a Phase
+        name=_decode_body(stored.body).program.name,
+        status=stored_phase(stored),
         created_at=format_timestamp(stored.created_at),
         finished_at=format_timestamp(end.finished_at),
-        outputs=last.outputs,
-        variables=values | last.absences,
-        nodes=last.nodes,
-        receipt=receipt,
+        outputs=snapshot.outputs,
+        receipt=msgspec.json.decode(end.receipt, type=Receipt),
         error=UNSET if problem is None else problem,
     )
+
+
+def stored_variables(
+    stored: StoredProgram, *, only: str | None = None
+) -> Iterator[tuple[str, VariableStatus]]:
+    """Iterate over the variables of an ended program that have a value, in order.
+
+    Args:
+        stored: the program.
+        only: the variable to return, if it has a value; None: all.
+    """
+    assert stored.end is not None
+    receipt = msgspec.json.decode(stored.end.receipt, type=Receipt)
+    truncated, late = frozenset(receipt.truncated), frozenset(receipt.deadlines_missed)
+    given = dict(_decode_body(stored.body).inputs)
+    for body in stored.appends:
+        given |= _decode_body(body).inputs
+    records = {record.variable: record.value for record in stored.values}
+    for name in (given | records) if only is None else {only} & (given.keys() | records.keys()):
+        value = msgspec.json.decode(records[name]) if name in records else given[name]
+        yield (
+            name,
+            VariableStatus(
+                name=name,
+                status="done",
+                value=value,
+                truncated=name in truncated,
+                deadline_missed=name in late,
+            ),
+        )
+
+
+def stored_variable(stored: StoredProgram, name: str) -> VariableStatus | None:
+    """Return a variable of an ended program from the journal; None if there is none."""
+    found = dict(stored_variables(stored, only=name))
+    return found.get(name) or stored_snapshot(stored).absences.get(name)
 
 
 def _never_set(variable: str, problem: Problem | None, *, is_late: bool) -> VariableStatus:

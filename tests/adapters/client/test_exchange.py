@@ -69,6 +69,33 @@ def test_retries_are_bounded() -> None:
     assert len(requests) == 3
 
 
+FULL = Reply(429, {"retry-after": "3"}, b'{"code": "queue.full"}')
+
+
+def test_a_program_that_a_busy_server_refuses_is_sent_again_for_minutes() -> None:
+    now_s = 0.0
+    retry = Retry(max_retries=1, busy_timeout_s=60, clock=lambda: now_s, noise=random.Random(0))
+    flow, num_requests = send(Request("POST", "/v1/programs"), retry), 0
+    what = next(flow)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            if isinstance(what, Sleep):
+                now_s += what.delay_s
+                what = flow.send(None)
+            else:
+                num_requests += 1
+                what = flow.send(FULL)
+    assert end.value.value == FULL
+    assert 19 <= num_requests <= 20
+    assert now_s <= 60
+
+
+def test_a_client_without_retries_is_refused_at_once() -> None:
+    retry = Retry(max_retries=0)
+    reply, requests, pauses = drive(send(Request("POST", "/v1/programs"), retry), FULL)
+    assert (reply, len(requests), pauses) == (FULL, 1, [])
+
+
 def test_a_long_retry_after_is_not_waited_for() -> None:
     hours = Reply(429, {"retry-after": "7200"}, b"{}")
     reply, requests, pauses = drive(send(Request("GET", "/x"), RETRY), hours)
@@ -241,7 +268,26 @@ def test_an_error_keeps_its_class(
 def test_a_foreign_error_body_is_an_error(body: bytes) -> None:
     error = exchange.error_of(Reply(502, {}, body))
     assert error.code == "http.502"
-    assert error.message
+    assert "answered with status 502" in error.message
+    assert "<" not in error.message
+
+
+def test_a_foreign_error_names_address_software_and_message() -> None:
+    headers = {"content-type": "application/json; charset=utf-8", "server": "uvicorn"}
+    url = "http://there:1/v1/programs"
+    error = exchange.error_of(Reply(404, headers, b'{"detail": "Not Found"}', url=url))
+    assert error.message == (
+        f"{url} (uvicorn) answered with status 404, application/json and the message 'Not Found'; "
+        "is this a Conure server? `conure serve` prints its address"
+    )
+
+
+@pytest.mark.parametrize("flow", [exchange.list_models, exchange.list_procedures])
+@pytest.mark.parametrize("body", [b"<html>", b"{}", b"[]"])
+def test_a_success_of_another_server_is_an_error(flow: Any, body: bytes) -> None:
+    with pytest.raises(errors.ConureError, match="is this a Conure server") as raised:
+        drive(flow(RETRY), Reply(200, {}, body))
+    assert raised.value.code == "client.answer"
 
 
 def test_a_reply_of_another_server_is_named() -> None:

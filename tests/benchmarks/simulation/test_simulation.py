@@ -73,6 +73,27 @@ def test_calls_of_a_stage_run_together() -> None:
     assert whole == pytest.approx(0.2 + 0.100 + 4 * 0.050 + 0.2 + 0.040 + 0.2, rel=0.01)
 
 
+def test_program_with_little_work_left_goes_first() -> None:
+    wide = blueprint([call(f"w{i}", "body", max_tokens=50) for i in range(3)], "w0", body=100)
+    narrow = blueprint([call("n", "other", max_tokens=50)], "n", other=100)
+    setting = replace(WHOLE, capacity=150)
+    by_work, by_arrival = (
+        took(replace(setting, has_remaining_work=each), wide, wide, narrow)[2]
+        for each in (True, False)
+    )
+    assert by_work < by_arrival
+
+
+def test_program_is_held_while_its_prefill_would_delay_more_programs() -> None:
+    slow = replace(WHOLE, cost=COST._replace(prompt_token_s=1.0), capacity=10_000)
+    chats = [blueprint([call("out", f"t{i}")], "out", **{f"t{i}": 1}) for i in range(6)]
+    wide = blueprint([call(f"w{i}", f"b{i}") for i in range(2)], "w0", "w1", b0=100, b1=100)
+    held, begun = (
+        took(replace(slow, holds_programs=each), *chats, wide)[0] for each in (True, False)
+    )
+    assert held < begun / 10
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_is_complete_and_deterministic(policy: str) -> None:
     setting = replace(WHOLE, policy=policy, num_engines=3, capacity=500, latency_tokens=300)

@@ -146,6 +146,12 @@ def test_taken_port_is_named() -> None:
     assert f"conure serve --port {port + 1}" in finding.text
 
 
+def test_address_of_ipv6_is_written_as_in_a_url() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert f"[::1]:{port}" in only(doctor.check_port("::1", port)).text
+
+
 def test_port_of_a_conure_server_is_recognized(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     assert "in use by a Conure server" in only(doctor.check_port(host, int(port))).text

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import io
 import json
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -122,9 +128,28 @@ def test_unknown_program_exits_1(
     assert error == "conure: program.not_found: there is no program p_none\n"
 
 
+def test_cancel_reports_a_missing_program_and_cancels_the_others(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", "p_none", waiting, "--url", url]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{waiting}: cancelled\n"
+    assert "there is no program p_none" in printed.err
+
+
 def test_chat_answers_one_message(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "How are you?", "--url", url, "--max-tokens", "8"]) == 0
     assert len(capsys.readouterr().out.split()) > 1
+
+
+def test_chat_says_once_what_a_special_model_is_for(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHow are you?\n"))
+    assert main(["chat", "--url", url, "--max-tokens", "4"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("`conure serve Qwen/") == 1
+    assert "conure serve" not in printed.out
 
 
 def test_chat_reports_a_refusal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,3 +174,51 @@ def test_missing_server_exits_3(tmp_path: Path, capsys: pytest.CaptureFixture[st
         error = capsys.readouterr().err
         assert "is the server running (`conure serve`)" in error
         assert error.count("\n") == 1
+
+
+@contextlib.contextmanager
+def web_server(status: int) -> Iterator[str]:
+    """Run a server in a thread that answers every request with a page."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = b"<!DOCTYPE html><title>Welcome</title>"
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def do_DELETE(self) -> None:
+            self.do_GET()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - inherited
+            """Print nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_server_that_is_not_conure_is_named(
+    status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = (["ps"], ["logs", "p"], ["cancel", "p"], ["chat", "Hi"], ["run", "--example"])
+    with web_server(status) as address:
+        for argv in (*commands, ["bench"], ["procedures", "list"], ["trace", "p"]):
+            assert main([*argv, "--url", address]) == 1
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert f"{address}/v1/" in error
+            assert f"answered with status {status}, text/html" in error
+            assert "is this a Conure server?" in error
+            assert "<" not in error

@@ -110,8 +110,42 @@ def test_failed_program_exits_1_with_its_reason(
     assert main(["run", write(file, {**FAILING, "outputs": ["x"]}), "--url", url]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "x: failed: " in printed.err
+    assert "x: failed" in printed.err
     assert "cannot divide by 0" in printed.err
+
+
+def test_one_failure_of_many_outputs_is_printed_once(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader = {"id": "g", "op": "expr", "expr": {"var": "x"}, "output": "y"}
+    program = {"nodes": [*FAILING["nodes"], reader], "outputs": ["x", "y"]}
+    assert main(["run", write(file, program), "--url", url]) == 1
+    _, *lines, _ = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "f: failed, expr.value: `div` cannot divide by 0",
+        "g: killed",
+        "x: failed",
+        "y: killed",
+    ]
+
+
+def test_the_last_lines_contain_a_failure_that_the_progress_did_not_print(
+    url: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # the live view shows states only
+    assert main(["run", write(file, {**FAILING, "outputs": ["x"]}), "--url", url]) == 1
+    assert "x: failed, expr.value: `div` cannot divide by 0" in capsys.readouterr().err
+
+
+def test_the_example_of_the_package_runs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--example", "--url", url]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("--- driver\n")
+    assert printed.err.startswith("program: ")
+    assert main(["run", "--example", "x.json", "--url", url]) == 2
+    assert "give no FILE" in capsys.readouterr().err
+    assert main(["run", "--url", url]) == 2
+    assert "`conure run --example`" in capsys.readouterr().err
 
 
 def test_invalid_program_exits_1_with_its_place(
@@ -292,6 +326,38 @@ def test_wrong_input_is_named(
     printed = capsys.readouterr().err
     assert printed.startswith("conure: " + error.replace("{BINARY}", str(binary)))
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (
+            ["-p", "goods=tea", "-p", "god=x"],
+            "no statement reads input `god`; did you mean `goods`?",
+        ),
+        (["-p", "goods=tea", "-p", "x=1"], "no statement reads input `x`; it reads `goods`"),
+        (["-p", "goods=tea", "--output", "y"], "--output y: the program has no such output"),
+        ([], "no value for input `goods`"),
+    ],
+)
+def test_arguments_are_checked_against_a_text(
+    argv: list[str], error: str, tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "tea.py"
+    text.write_text("goods: str\nreturn gen(f'{goods}', max_tokens=4)")
+    assert main(["run", str(text), *argv, "--url", url]) == 2
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_text_in_another_file_names_the_endings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "tea.txt"
+    text.write_text("return gen('Tea is ')")
+    assert main(["run", str(text)]) == 2
+    assert "texts end in .py, .decoder, .template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"program": {}, "inputs": 3}'])

@@ -19,8 +19,11 @@ import pytest
 from conure.cli.commands import serve as command
 from conure.cli.main import build_parser, main
 from conure.engine.config import EngineConfig
+from conure.engine.protocol import ModelPurpose, StatusReport
 from conure.server.config import Config
 from conure.server.engines.command_line import EngineCommandLine
+from conure.server.server_process import banner
+from conure.server.service import EngineInfo, ModelInfo
 
 ROOT = Path(__file__).parents[3]
 EXIT_S = 60.0
@@ -167,6 +170,7 @@ def test_used_port_exits_1_with_one_line() -> None:
         out, error = process.communicate(timeout=EXIT_S)
     assert (process.returncode, out) == (1, "")
     assert re.fullmatch(r"conure: cannot listen on 127\.0\.0\.1:\d+: .+\n", error)
+    assert "--port 0" in error
 
 
 def test_failing_service_exits_1_with_one_line() -> None:
@@ -180,15 +184,49 @@ def test_failing_service_exits_1_with_one_line() -> None:
 
 def test_banner_names_address_model_and_cache(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
-    lines = [server.stdout.readline() for _ in range(6)]
+    lines = [server.stdout.readline() for _ in range(7)]
     assert re.fullmatch(r"conure \S+ listens on http://127\.0\.0\.1:\d+\n", lines[0])
+    assert lines[2].split()[:2] == ["Its", "answers"]
+    del lines[2]
     assert [line.split(maxsplit=1) for line in lines[1:4]] == [
         ["model", "tiny (a double), 4,096 tokens of context\n"],
         ["model", "org/other, 128 tokens of context\n"],
         ["engine-0", "10 blocks of KV cache\n"],
     ]
     assert lines[4].split()[0] == "data"
-    assert re.search(r"next +conure run program.json --url http://127", lines[5])
+    assert re.search(r"next +conure run --example --url http://127", lines[5])
+
+
+def banner_of(model: ModelInfo, num_programs: int = 0) -> str:
+    report = StatusReport(0, 10, 4, 5, 1, 2, *range(6))
+    engine = EngineInfo(id="engine-0", epoch=7, model=model.id, report=report)
+    return banner(
+        "http://127.0.0.1:8400", [model], [engine], Config(data=Path("data")), num_programs
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "sentence"),
+    [(1, "1 unfinished program continues"), (1_200, "1,200 unfinished programs continue")],
+)
+def test_banner_says_how_many_programs_continue(num_programs: int, sentence: str) -> None:
+    model = ModelInfo(id="any", context_len=1024)
+    assert sentence in banner_of(model, num_programs)
+    assert "unfinished" not in banner_of(model)
+
+
+@pytest.mark.parametrize("purpose", ["demonstration", "test"])
+def test_banner_says_what_a_special_model_is_for(purpose: ModelPurpose) -> None:
+    special = ModelInfo(id="any", context_len=1024, purpose=purpose)
+    assert special.notice in banner_of(special)
+    assert "conure serve Qwen/" in special.notice
+    ordinary = ModelInfo(id="builtin", context_len=1024)
+    assert ordinary.notice == ""
+    assert "conure serve" not in banner_of(ordinary)
+
+
+def test_banner_on_the_default_port_shows_the_shortest_command() -> None:
+    assert "conure run --example, or" in banner_of(ModelInfo(id="any", context_len=1024))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -63,6 +63,7 @@ def test_built_in_model_describes_itself() -> None:
     runner = TorchModelRunner(EngineConfig(model="builtin", threads=1, num_blocks=64))
     assert runner.model == "builtin"
     assert "means nothing" not in runner.description
+    assert runner.purpose == "demonstration"
     assert "<|im_start|>" in runner.chat_template
     found = checkpoint.read(builtin.FOLDER)
     assert found.eos_ids == runner.eos_ids

@@ -213,4 +213,5 @@ def test_engine_process_serves_dummy_weights(tmp_path: Path) -> None:
             ours.close()
             assert process.wait(timeout=60) == 0
     assert "random weights: its text means nothing" in hello.description
+    assert hello.purpose == "test"
     assert hello.tokenizer_json == byte_tokenizer.tokenizer_json()

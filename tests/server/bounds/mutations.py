@@ -66,7 +66,7 @@ def _change(holder: Any, rng: random.Random, others: list[Any]) -> None:
     key = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
     kind = rng.random()
     if kind < 0.25:
-        holder[key] = rng.choice(ODD_VALUES)
+        holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
     elif kind < 0.45:
         del holder[key]
     elif kind < 0.65 and isinstance(holder, list):
@@ -75,7 +75,8 @@ def _change(holder: Any, rng: random.Random, others: list[Any]) -> None:
         donors = _containers(rng.choice(others))
         holder[key] = copy.deepcopy(rng.choice(donors))
     elif isinstance(holder, dict):
-        holder[rng.choice((f"{key}x", "when", "after", "retries", "on_error", "id"))] = holder[key]
+        other = rng.choice((f"{key}x", "when", "after", "retries", "on_error", "id"))
+        holder[other] = copy.deepcopy(holder[key])
     elif isinstance(holder[key], str):
         text = holder[key]
         at = rng.randrange(len(text) + 1)

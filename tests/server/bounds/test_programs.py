@@ -11,12 +11,25 @@ from typing import Any
 
 import pytest
 
+from conure.server.app import create_app
+from conure.server.config import Config
 from conure.server.program.errors import ProgramError, RunError
+from conure.server.runtime.persistence import outbox
 from conure.server.runtime.quota import QuotaLimits
 from conure.server.runtime.slot_work import INLINE_STEPS
 from conure.server.runtime.turns import STEPS_PER_TURN
 
-from ..inprocess import Program, ServerHarness, client, expr, generate, server_harness, var
+from ..inprocess import (
+    DelayedJournalWriter,
+    Program,
+    ServerHarness,
+    client,
+    expr,
+    generate,
+    server_harness,
+    var,
+)
+from ..service_double import in_process
 from .loop_lag import loop_lag
 
 MAX_PIECE = 2 * INLINE_STEPS + 128 * 40
@@ -201,3 +214,69 @@ async def test_stop_does_not_wait_for_hostile_programs(tmp_path: Path) -> None:
         await harness.submit([expr(f"e{i}", TURNS) for i in range(500)])
         async with asyncio.timeout(60):
             await harness.executor.drain()
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+async def test_program_of_many_nodes_does_not_run_ahead_of_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_PENDING_BYTES", 4_000)
+    async with server_harness(tmp_path) as harness:
+        writer = DelayedJournalWriter(harness)
+        submitting = asyncio.create_task(submit(harness, [nested_maps(40)], {}))
+        await writer.came.wait()
+        (run,) = harness.executor.programs
+        num_nodes = -1
+        while num_nodes < len(run.state.nodes):
+            num_nodes = len(run.state.nodes)
+            for _ in range(50):
+                await asyncio.sleep(0)
+        assert num_nodes < 600, "of 1,641 nodes"
+        writer.release()
+        status = await (await submitting).end()
+    assert status.status == "done"
+    assert len(status.nodes) == 1_641
+
+
+async def test_only_calls_have_a_record_of_their_cost(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        nodes = [generate("g", "x"), expr("e", var("g"))]
+        program = await submit(harness, nodes, {})
+        await program.end()
+        run = harness.executor.programs.find(program.id, harness.tenant)
+        assert run is not None
+        assert {name: state.has_usage for name, state in run.state.nodes.items()} == {
+            "g": True,
+            "e": False,
+        }
+
+
+async def test_instances_that_read_the_same_variables_share_the_set(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await submit(harness, [nested_maps(3)], {})
+        await program.end()
+        run = harness.executor.programs.find(program.id, harness.tenant)
+        assert run is not None
+        slots = [run.state.graph.slots[f"e.0.{i}"][0] for i in range(3)]
+    assert len({id(slot.reads) for slot in slots}) == 1
+    assert len({id(slot.may_read) for slot in slots}) == 1
+
+
+async def test_large_status_is_sent_in_parts(tmp_path: Path) -> None:
+    app = create_app(Config(data=tmp_path, engine="fake"))
+    async with in_process(app) as http:
+        body = {"program": {"nodes": [nested_maps(30)], "outputs": ["z"]}}
+        url = (await http.post("/v1/programs", json=body)).json()["url"]
+        await http.get(f"{url}/variables/z", params={"wait_s": 60})
+        await http.get(f"{url}/events")
+        for answer in (await http.get(url), await http.delete(url)):
+            assert answer.headers["content-type"] == "application/json"
+            assert "content-length" not in answer.headers
+            status = answer.json()
+            assert status["status"] == "done"
+            assert len(status["nodes"]) == 931
+            assert len(status["variables"]["z"]["value"]) == 30
+        small = (await http.post("/v1/programs", json={"program": {}})).json()["url"]
+        assert "content-length" in (await http.get(small)).headers

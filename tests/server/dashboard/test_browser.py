@@ -31,6 +31,7 @@ playwright.expect.set_options(timeout=WAIT_MS)
 MARKUP = '<img src="x" onerror="document.title = 1"> & <b>bold</b> '
 LONG_TEXT = MARKUP + "word " * 4_000
 SHORT_TEXT = MARKUP + "the end"
+BOTTOM = "element => element.getBoundingClientRect().bottom"
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 
 Page = Any
@@ -130,6 +131,9 @@ async def test_a_running_program_is_watched_and_cancelled(tmp_path: Path) -> Non
             "length => document.querySelector('.details .value').textContent.length > length",
             arg=length,
         )
+        excerpt = story.locator(".text")
+        await expect(excerpt).to_have_text(re.compile("^….*word"))
+        assert await excerpt.evaluate("text => text.scrollHeight <= text.clientHeight")
         assert await page.locator("main b, main img").count() == 0
         await expect(page.locator(".lanes tbody tr:not(.lane)")).to_have_count(2)
 
@@ -188,6 +192,9 @@ async def test_a_graph_of_500_nodes_is_shown_in_a_few_boxes(tmp_path: Path) -> N
         await expect(page.locator(".graph header .note")).to_have_text("500 nodes")
         stack = page.locator(".box.stack")
         await expect(stack).to_contain_text("499 of 499")
+        await expect(page.locator(".lanes .lane")).to_contain_text("499 calls")
+        last_cell = stack.locator(".cells i").last
+        assert await last_cell.evaluate(BOTTOM) <= await stack.locator(".cells").evaluate(BOTTOM)
         assert await page.locator(".box").count() == 2
         await stack.click()
         await page.get_by_role("button", name="n250", exact=True).click()
@@ -219,6 +226,22 @@ async def test_the_tree_shows_what_running_calls_share(tmp_path: Path) -> None:
         await expect(page.locator(".heading .status")).to_contain_text("cancelled")
 
 
+async def test_the_first_page_of_1000_programs_is_painted_within_a_second(tmp_path: Path) -> None:
+    async with fake_server(tmp_path) as url, browser_page() as page:
+        node = {"id": "a", "op": "expr", "expr": 1, "output": "x"}
+        body = {"program": {"name": "one of many", "nodes": [node], "outputs": ["x"]}}
+        async with httpx.AsyncClient(base_url=url) as client:
+            for _ in range(1_000):
+                (await client.post("/v1/programs", json=body)).raise_for_status()
+        await page.goto(url)
+        await page.locator("tbody tr").nth(49).wait_for()
+        listed_ms = await page.evaluate("performance.now()")
+        painted_ms = await page.evaluate(
+            "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        )
+        assert painted_ms <= listed_ms <= 1_000
+
+
 async def test_programs_are_searched_filtered_and_paged() -> None:
     service = ScriptedService()
     async with over_socket(app_of(service)) as url, browser_page() as page:
@@ -244,6 +267,8 @@ async def test_the_playground_explains_runs_and_copies(tmp_path: Path) -> None:
     async with fake_server(tmp_path) as url, browser_page() as page:
         expect = playwright.expect
         await page.goto(f"{url}/#/playground")
+        notice = page.get_by_role("note")
+        await expect(notice).to_contain_text("it is for tests; conure serve Qwen/")
         code = page.get_by_role("region", name="Code")
         for kind in ("Prompt", "Program (JSON)", "Program (text)"):
             await page.get_by_label(kind).check(force=True)
@@ -263,6 +288,46 @@ async def test_the_playground_explains_runs_and_copies(tmp_path: Path) -> None:
         await page.get_by_label("Program", exact=True).fill("{")
         await page.get_by_role("button", name="Run").click()
         await expect(page.get_by_role("alert")).to_contain_text("the program is not JSON")
+
+
+RECEIPT = {
+    "wall_s": 0.05,
+    "calls": 3,
+    "prompt_tokens": {"logical": 96, "computed": 64},
+    "output_tokens": {"decoded": 0, "forced": 0, "discarded": 0},
+    "round_trips_saved": 2,
+    "truncated": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("estimated_s", "computed", "conclusion"),
+    [
+        (0.4, 64, None),
+        (0.04, 64, "What this program shares is too little to save time."),
+        (0.04, 96, "The prompts of this program share nothing: only the round trips are saved."),
+    ],
+)
+async def test_a_receipt_compares_with_single_requests_in_plain_words(
+    estimated_s: float, computed: int, conclusion: str | None
+) -> None:
+    receipt = {
+        **RECEIPT,
+        "prompt_tokens": {"logical": 96, "computed": computed},
+        "as_single_requests": {"prompt_tokens": 96, "estimated_s": estimated_s},
+    }
+    async with over_socket(app_of(ScriptedService())) as url, browser_page() as page:
+        await page.goto(url)
+        sentences = await page.evaluate(
+            "async (receipt) => "
+            "(await import('/dashboard/model/format.js')).receiptSentences(receipt, 'done')",
+            receipt,
+        )
+    compared = (
+        "As single requests to an idle engine without a network, the calls would take about "
+        f"{round(1000 * estimated_s)} ms and 2 more round trips."
+    )
+    assert sentences[2:] == [compared, *filter(None, [conclusion])]
 
 
 async def test_the_api_reference_lists_and_finds_all_operations() -> None:

@@ -7,7 +7,10 @@ public text for a prompt. The server must give the same values, and in each job 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from conure.engine.testing.scripted_runner import default_text
@@ -15,17 +18,34 @@ from conure.engine.text.byte_tokenizer import SPECIAL_IDS, TURN_END, TURN_START
 from conure.server.language.syntax import rewrite
 from conure.server.language.template import InputSlot, OutputSlot, parse_template
 
+OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
+    ast.In: lambda left, right: left in right,
+}
+KILLED = object()  # the value of a variable that is killed
+
 
 class FailureError(Exception):
     """A failure of the program."""
 
 
-class LoopBreakError(Exception):
-    """The loop ends."""
+class KilledError(Exception):
+    """What reads a killed value is skipped."""
+
+
+class JobEndError(Exception):
+    """A `wait` for a killed value ends the job."""
 
 
 class RoundEndError(Exception):
-    """The round ends."""
+    """The round ends, and the loop with it or not."""
 
 
 class ReturnedError(Exception):
@@ -56,7 +76,7 @@ class Interpreter:
             case ast.FunctionDef(name=name):
                 self._functions[name] = node
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                names[name] = self._value(value, names)
+                names[name] = self._or_killed(value, names)
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
                 for target, item in zip(targets, self._value(value, names), strict=True):
                     assert isinstance(target, ast.Name)
@@ -64,17 +84,21 @@ class Interpreter:
             case ast.AugAssign(target=ast.Name(id=name), value=value):
                 names[name] = names[name] + self._value(value, names)
             case ast.Expr(value=ast.Yield(value=ast.expr() as value)):
-                self.yields.append((self._job, self._value(value, names)))
-            case ast.Expr(value=ast.Call(func=ast.Name(id="wait"))):
-                pass  # every value is known already
+                if (found := self._or_killed(value, names)) is not KILLED:
+                    self.yields.append((self._job, found))
+            case ast.Expr(value=ast.Call(func=ast.Name(id="wait"), args=waited)):
+                if any(self._or_killed(each, names) is KILLED for each in waited):
+                    raise JobEndError
             case ast.Expr(value=ast.Call(func=ast.Attribute(attr="kill"))):
-                pass  # what is killed here has ended already
+                pass  # what is killed here has ended already, or is KILLED from its beginning
             case ast.Expr(
                 value=ast.Call(func=ast.Attribute(ast.Name(name), "append"), args=[item])
             ):
                 names[name] = [*names[name], self._value(item, names)]
             case ast.Expr(value=value):
                 self._value(value, names)
+            case ast.If(test=test) if self._or_killed(test, names) is KILLED:
+                pass  # the programs read nothing that such a branch assigns
             case ast.If(test=test, body=body, orelse=otherwise):
                 self._block(body if self._value(test, names) else otherwise, names)
             case ast.For():
@@ -82,7 +106,8 @@ class Interpreter:
             case ast.With(body=body):
                 outer, self._num_jobs = self._job, self._num_jobs + 1
                 self._job = self._num_jobs
-                self._block(body, names)
+                with contextlib.suppress(JobEndError):
+                    self._block(body, names)
                 self._job = outer
             case ast.Try(body=body, handlers=[handler]):
                 before = dict(names)
@@ -95,11 +120,18 @@ class Interpreter:
             case ast.Return(value=ast.expr() as value):
                 raise ReturnedError(self._value(value, names))
             case ast.Break():
-                raise LoopBreakError
+                raise RoundEndError(True)
             case ast.Continue():
-                raise RoundEndError
+                raise RoundEndError(False)
             case _:
                 raise AssertionError(ast.dump(node))
+
+    def _or_killed(self, node: ast.expr, names: dict[str, Any]) -> Any:
+        """Return the value of an expression; KILLED if it reads a killed value."""
+        try:
+            return self._value(node, names)
+        except KilledError:
+            return KILLED
 
     def _loop(self, node: ast.For, names: dict[str, Any]) -> None:
         items = self._value(node.iter, names)
@@ -107,10 +139,9 @@ class Interpreter:
             self._bind(node.target, item, names)
             try:
                 self._block(node.body, names)
-            except RoundEndError:
-                continue
-            except LoopBreakError:
-                break
+            except RoundEndError as end:
+                if end.args[0]:
+                    break
 
     def _bind(self, target: ast.expr, item: Any, names: dict[str, Any]) -> None:
         match target:
@@ -124,6 +155,8 @@ class Interpreter:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
+                if names[name] is KILLED:
+                    raise KilledError
                 return names[name]
             case ast.List(elts=items) | ast.Tuple(elts=items):
                 return [self._value(item, names) for item in items]
@@ -135,7 +168,7 @@ class Interpreter:
             case ast.IfExp(test=test, body=body, orelse=otherwise):
                 return self._value(body if self._value(test, names) else otherwise, names)
             case ast.BinOp(left=left, op=op, right=right):
-                return self._operator(op, self._value(left, names), self._value(right, names))
+                return OPERATORS[type(op)](self._value(left, names), self._value(right, names))
             case ast.UnaryOp(op=op, operand=operand):
                 value = self._value(operand, names)
                 return not value if isinstance(op, ast.Not) else -value
@@ -146,7 +179,7 @@ class Interpreter:
                     value = self._value(others.pop(0), names)
                 return value
             case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return self._compare(op, self._value(left, names), self._value(right, names))
+                return OPERATORS[type(op)](self._value(left, names), self._value(right, names))
             case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
                 bounds = [None if b is None else self._value(b, names) for b in (lower, upper)]
                 return self._value(value, names)[slice(*bounds)]
@@ -167,34 +200,6 @@ class Interpreter:
             return value
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
-    def _operator(self, op: ast.operator, left: Any, right: Any) -> Any:
-        match op:
-            case ast.Add():
-                return left + right
-            case ast.Sub():
-                return left - right
-            case ast.Mult():
-                return left * right
-            case ast.FloorDiv():
-                return left // right
-            case ast.Mod():
-                return left % right
-            case _:
-                raise AssertionError(op)
-
-    def _compare(self, op: ast.cmpop, left: Any, right: Any) -> bool:
-        match op:
-            case ast.Eq():
-                return bool(left == right)
-            case ast.Gt():
-                return bool(left > right)
-            case ast.Lt():
-                return bool(left < right)
-            case ast.In():
-                return left in right
-            case _:
-                raise AssertionError(op)
-
     def _item(self, value: Any, key: Any) -> Any:
         if isinstance(value, dict):
             return value.get("content" if key == "context" else key)
@@ -211,13 +216,19 @@ class Interpreter:
                 result.append(self._value(element, inner))
         return result
 
-    def _call(self, node: ast.Call, names: dict[str, Any]) -> Any:
+    def _call(self, node: ast.Call, names: dict[str, Any]) -> Any:  # noqa: C901
         options = {each.arg: self._value(each.value, names) for each in node.keywords if each.arg}
         if isinstance(node.func, ast.Attribute):
             arguments = [self._value(each, names) for each in node.args]
             return self._method(node.func.attr, self._value(node.func.value, names), arguments)
         assert isinstance(node.func, ast.Name)
         name = node.func.id
+        if name in ("client", "first"):  # no client answers; the programs kill such calls
+            found = (self._or_killed(each, names) for each in node.args)
+            value = next((each for each in found if each is not KILLED), KILLED)
+            if name == "client" or value is KILLED:
+                raise KilledError
+            return value
         arguments = [self._value(each, names) for each in node.args]
         if name in self._functions:
             return self._function(self._functions[name], arguments)
@@ -240,15 +251,8 @@ class Interpreter:
             case "enumerate", [items]:
                 return list(enumerate(items))
             case _:
-                pure: dict[str, Any] = {
-                    "len": len,
-                    "sum": sum,
-                    "sorted": sorted,
-                    "max": max,
-                    "min": min,
-                    "str": str,
-                }
-                return pure[name](*arguments)
+                pure: Any = (len, sum, sorted, max, min, str)
+                return next(each for each in pure if each.__name__ == name)(*arguments)
 
     def _chat(self, messages: list[dict[str, str]], max_tokens: int) -> str:
         start, end = SPECIAL_IDS[TURN_START], SPECIAL_IDS[TURN_END]

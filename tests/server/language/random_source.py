@@ -52,7 +52,7 @@ class SourceGenerator:
         if depth < 3:
             kinds += ["branch", "branch", "loop", "attempt"]
         if depth == 0 and not is_job:
-            kinds += ["job", "job"]
+            kinds += ["job", "job", "kill"]
         if in_loop:
             kinds += ["leave"]
         kind = self._rng.choice(kinds)
@@ -89,6 +89,8 @@ class SourceGenerator:
                 return self._attempt(texts, lists)
             case "job":
                 return self._job(texts, lists)
+            case "kill":
+                return self._kill(texts)
             case _:
                 return [
                     f"if {self._condition(texts)}:",
@@ -154,6 +156,34 @@ class SourceGenerator:
             lines += self._indented(self._statement(inner_texts, inner_lists, 1, is_job=True))
         texts[:], lists[:] = inner_texts, inner_lists
         return lines
+
+    def _kill(self, texts: list[str]) -> list[str]:
+        """Return a call that is killed before it ends, what reads it, and jobs that wait for it.
+
+        The client never answers, so a program ends only if the kill ends all that serves it.
+        """
+        never, served, both, either = (self._name("k") for _ in range(4))
+        text, word = self._rng.choice(texts), self._name("y")
+        texts.append(either)
+        waiting = [f"wait {self._rng.choice((never, both))}", f"yield {{'{word}': {text}}}"]
+        if self._rng.random() < 0.5:
+            waiting = [f"if len({text}) < 9999:", *self._indented(waiting), waiting[1]]
+        elif self._rng.random() < 0.5:
+            waiting = ["for _ in range(2):", *self._indented(waiting), waiting[1]]
+        return [
+            f"{served} = client('serves')",
+            f"{never} = client('never', data={served})",
+            f"{both} = gen(f'{{{never}}} {{{text}}}', max_tokens=9)",
+            "with job():",
+            f"    if len({text}) < 9999:",
+            f"        {never}.kill()",
+            "with job():",
+            *self._indented([f"yield {{'{word}': 1}}", *waiting, f"yield {{'{word}': {both}}}"]),
+            f"yield {{'{word}': {both}}}",
+            f"if {both} == 'x':",
+            f"    yield {{'{word}': 2}}",
+            f"{either} = first({never}, {text})",
+        ]
 
     def _condition(self, texts: list[str]) -> str:
         text, other = self._rng.choice(texts), self._rng.choice(texts)

@@ -12,7 +12,9 @@ server.
 from __future__ import annotations
 
 import copy
+import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -293,6 +295,12 @@ class Reading:
     """Variables that may or may not have a value: of losers, killed nodes and failed bodies."""
     never: set[str] = field(default_factory=set)
     """Nodes that must not have started."""
+    readers: dict[str, set[tuple[str, ...]]] = field(default_factory=dict)
+    """The paths of the nodes that read each variable."""
+    bodies: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The path of the node in whose body each variable is."""
+    path: tuple[str, ...] = ()
+    """The current node, after the nodes around it."""
     depth: int = 0
     """Nesting depth of `try`."""
 
@@ -302,12 +310,28 @@ class Reading:
         Raises:
             FailureError: if one fails.
         """
+        outside = self.path
         for node in nodes:
-            getattr(self, f"_{node['op']}")(node, scope, suffix)
+            self.path = (*outside, node["id"] + suffix)
+            try:
+                self._note_reads(node, scope)
+                getattr(self, f"_{node['op']}")(node, scope, suffix)
+            finally:
+                self.path = outside
+
+    def _note_reads(self, node: Json, scope: dict[str, Json]) -> None:
+        """Record what a node reads, but not what the nodes in its bodies read."""
+        others = ("body", "then", "else", "handlers", "merge", "collect", "carry", "until")
+        fields = json.dumps({key: value for key, value in node.items() if key not in others})
+        for name in re.findall(r'"(\w+)"', fields):
+            if full := scope.get(f"#{name}"):
+                self.readers.setdefault(full, set()).add(self.path)
 
     def _set(self, name: str, value: Json, scope: dict[str, Json], suffix: str) -> None:
-        scope[name] = value
+        scope[name], scope[f"#{name}"] = value, name + suffix
         self.values[name + suffix] = value
+        is_of_round = suffix.count(".") > self.path[-1].count(".")
+        self.bodies[name + suffix] = self.path if is_of_round else self.path[:-1]
 
     def _generate(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
         if "when" in node and not self._evaluate(node["when"], scope):
@@ -365,6 +389,7 @@ class Reading:
             before = set(self.values)
             try:
                 self.run(node["body"], within, f"{suffix}.{index}")
+                self._note_reads({"id": node["id"], "output": inner}, within)
                 found.append(within.get(inner))
             except FailureError as failure:
                 if node["fail"] == "any":
@@ -383,6 +408,7 @@ class Reading:
         self.run(node[taken], within, suffix)
         ((outer, sides),) = node["merge"].items()
         inner = sides[taken == "else"]
+        self._note_reads({"id": node["id"], "output": inner}, within)
         if inner in within:
             self._set(outer, within[inner], scope, suffix)
 
@@ -390,6 +416,7 @@ class Reading:
         ((name, (init, following)),) = node["carry"].items()
         count = node.get("count")
         value = self._evaluate(init, scope)
+        self._note_reads({"id": node["id"], "output": init}, scope)
         self._set(name, value, {}, f"{suffix}.0")
         index = 0
         while index != count:
@@ -397,6 +424,8 @@ class Reading:
                 raise FailureError("loop.exhausted")
             within = {**scope, name: value, node["index"]: index}
             self.run(node["body"], within, f"{suffix}.{index}")
+            ends = {"id": node["id"], "output": [following, node["until"]]}
+            self._note_reads(ends, within)
             is_over = self._evaluate(node["until"], within)
             value = self._evaluate(following, within)
             index += 1
@@ -433,5 +462,6 @@ class Reading:
             within = dict(scope)
             self.run(node["handlers"][0]["body"], within, suffix)
             inner = sides[1]
+        self._note_reads({"id": node["id"], "output": inner}, within)
         if inner in within:
             self._set(outer, within[inner], scope, suffix)

@@ -13,7 +13,9 @@ from ..test_app import PROGRAM, check_problem
 async def series(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]], float]:
     answer = await client.get("/metrics")
     assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/plain; version=")
+    media_type, version, charset = answer.headers["content-type"].split("; ")
+    assert (media_type, charset) == ("text/plain", "charset=utf-8")
+    assert version.startswith("version=")
     return {
         (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(answer.text)

@@ -122,6 +122,20 @@ async def test_program_begins_on_another_engine() -> None:
     assert harness.placements[-1] == ("p", "idle")
 
 
+async def test_engines_share_the_prefills_of_a_program() -> None:
+    for num_engines, starts in ((1, False), (4, True)):
+        harness = slow_harness()
+        for number in range(num_engines):
+            harness.add_engine(f"e{number}", capacity=1_000, max_sequences=16)
+            harness.submit(f"ahead {number}", rank=1.0, num_output=25)
+        await run_loop()
+        for call in ("p.1", "p.2", "p.3", "p.4"):
+            opening(harness, call, 2.0)
+        await run_loop()
+        is_begun = "p.1" in harness.started_names
+        assert is_begun is starts, "360 tokens, or 90 on each of 4, against 25 steps, four times"
+
+
 async def test_cached_tokens_do_not_cause_a_hold() -> None:
     harness = slow_harness()
     harness.add_engine(capacity=1_000, max_sequences=16)
@@ -159,6 +173,22 @@ async def test_number_of_held_programs_is_bounded() -> None:
         opening(harness, f"p{number}", 2.0 + number)
     await run_loop()
     assert harness.started_names == ["ahead", *(f"p{MAX_HELD_PROGRAMS + i}" for i in range(3))]
+
+
+async def test_held_program_gets_the_engine_that_a_call_of_worse_rank_reserved() -> None:
+    harness = slow_harness()
+    harness.add_engine(capacity=100, max_sequences=16)
+    ahead = harness.submit("ahead", rank=1.0, need=30, num_output=5)
+    await run_loop()
+    opening(harness, "held.1", 2.0, num_output=1)
+    opening(harness, "held.2", 2.0, num_output=1)
+    long = harness.submit("long", rank=3.0, need=95)
+    await run_loop()
+    assert harness.why["long"].startswith("first in queue")
+    harness.scheduler.release(ahead)
+    await run_loop()
+    assert harness.started_names[:2] == ["ahead", "held.1"]
+    assert not long.is_released
 
 
 class _Model:
@@ -237,3 +267,49 @@ def test_holds_equal_a_model_and_every_call_starts(
         model.check()
     assert sorted(harness.started_names) == sorted(model.calls)
     assert harness.scheduler.num_waiting == 0
+
+
+@settings(max_examples=200)
+@given(
+    num_engines=st.integers(1, 3),
+    latency_tokens=st.sampled_from([None, 60]),
+    steps=steps_of_clients,
+)
+def test_every_call_starts_where_memory_is_short(
+    num_engines: int, latency_tokens: int | None, steps: list[tuple[int, int, int, int]]
+) -> None:
+    rounds: list[Any] = []
+    harness = SchedulerHarness(Scheduler(latency_tokens=latency_tokens, defer=rounds.append))
+    harness.scheduler.service_time = SLOW_PREFILL
+    for number in range(num_engines):
+        harness.add_engine(f"e{number}", capacity=100, max_sequences=4)
+    calls: list[QueuedCall] = []
+
+    def running() -> list[QueuedCall]:
+        return [call for call in calls if call.reservations is not None and not call.is_released]
+
+    def settle() -> None:
+        while rounds:
+            rounds.pop(0)()
+
+    for number, (kind, num_calls, num_prompt, num_output) in enumerate(steps):
+        if kind < 4:
+            calls += (
+                harness.submit(
+                    f"p{number}.{index}",
+                    rank=float(num_prompt),
+                    need=num_prompt + num_output,
+                    num_output=num_output,
+                    opens_program=num_calls > 1,
+                    is_latency_critical=kind == 0,
+                )
+                for index in range(num_calls)
+            )
+        elif now := running():
+            harness.scheduler.release(now[num_prompt % len(now)])
+        settle()
+    while now := running():
+        harness.scheduler.release(now[0])
+        settle()
+    assert harness.scheduler.num_waiting == 0
+    assert len(harness.started_names) == len(calls)

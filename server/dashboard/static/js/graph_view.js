@@ -8,8 +8,10 @@ import { setStatus, statusLabel, statusShape } from "./status.js";
 
 const WIDTH = 236;
 const HEIGHTS = { call: 104, plain: 46, stack: 132 };
-const MAX_CELLS = 240;
-const TAIL = 150;
+/** Cells that fit into a box: 6 rows of 26. */
+const MAX_CELLS = 156;
+/** Characters of a text that is being written: two lines of a box. */
+const TAIL = 48;
 const ZOOMS = [0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 0.8, 1, 1.25, 1.5];
 const FAR = 0.35;
 const NEAR = 0.8;
@@ -202,7 +204,7 @@ function boxView(spec, model, onSelect) {
   function updateNode(node) {
     const written = textOf(node);
     const isOver = ENDED.has(node.status);
-    setText(text, node.error?.message || (isOver ? written.slice(0, 2 * TAIL) : written.slice(-TAIL)));
+    setText(text, node.error?.message || (isOver ? written.slice(0, 5 * TAIL) : tailOf(written, TAIL)));
     const tokens = node.output_tokens?.decoded;
     const seconds = node.finishedAt && node.startedAt ? (node.finishedAt - node.startedAt) / 1000 : null;
     setText(foot, [
@@ -218,13 +220,16 @@ function boxView(spec, model, onSelect) {
       cell.title = `${spec.members[i]} ${statusShape(state)}`;
     });
     const writing = nodes.findLast((node) => node.status === "running") ?? nodes.at(-1);
-    setText(text, writing ? textOf(writing).slice(-TAIL / 2) : "");
+    setText(text, writing ? tailOf(textOf(writing), TAIL / 2) : "");
     const ended = nodes.filter((node) => ENDED.has(node.status)).length;
     setText(foot, `${number(ended)} of ${number(spec.members.length)}`);
   }
 
   return box;
 }
+
+/** The end of a text, with a mark if it has an earlier part. */
+const tailOf = (text, size) => (text.length > size ? `…${text.slice(-size)}` : text);
 
 function statusOf(nodes) {
   const all = new Set(nodes.map((node) => node.status));

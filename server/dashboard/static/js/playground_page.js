@@ -1,6 +1,6 @@
 /* Write a prompt or a program, have it explained, run it, and copy it in other languages. */
 
-import { explainProgram, followProgram, submitProgram } from "./api.js";
+import { explainProgram, followProgram, readModels, submitProgram } from "./api.js";
 import { announce, copyButton, h, replace, setText } from "./dom.js";
 import { PROGRAM, PROGRAM_INPUTS, PROMPT, SOURCE } from "../model/examples.js";
 import { count, number, valueText } from "../model/format.js";
@@ -41,9 +41,11 @@ export function open() {
       h("div", { class: "group" }, copyButton(() => code.textContent))),
     code,
   );
+  const notice = h("p", { class: "note", role: "note", hidden: true });
   const element = h(
     "div", { class: "page" },
     h("div", { class: "heading" }, h("h1", {}, "Playground")),
+    notice,
     h("div", { class: "playground" }, h("div", {}, form, copy), result),
   );
 
@@ -53,6 +55,19 @@ export function open() {
       setText(code, language[1](location.origin, body, chat));
     } catch (error) {
       setText(code, `# ${error.message}`);
+    }
+  }
+
+  /** Show what the server states about its default model, if the model is no general one. */
+  async function showNotice() {
+    try {
+      const [model] = (await readModels()).data;
+      if (!model?.notice) return;
+      const parts = model.notice.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
+      replace(notice, `Model ${model.id}: `, parts);
+      notice.hidden = false;
+    } catch {
+      // A server that does not answer is reported by the request that the user makes.
     }
   }
 
@@ -85,6 +100,7 @@ export function open() {
 
   replace(result, resultHeading("Result"), h("p", { class: "note" }, "Run shows the answers while they are written. Explain says what the program would do, without running it."));
   showCode();
+  showNotice();
   return { element, title: "Playground", close: () => stop() };
 }
 

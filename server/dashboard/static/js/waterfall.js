@@ -11,6 +11,8 @@ const OWN_WORK = new Set(["client", "call"]);
 /** Create the waterfall of a program. */
 export function waterfallView(model) {
   const rows = new Map();
+  const totals = new Map();
+  const labels = new Map();
   let limit = MAX_ROWS;
   let end = 0;
   const ticks = h("div", { class: "ticks", "aria-hidden": "true" });
@@ -52,10 +54,10 @@ export function waterfallView(model) {
     more.hidden = shown.length <= limit;
     setText(more, `Show ${number(shown.length - wanted.length)} more`);
     const lanes = new Map();
-    for (const [node] of wanted) {
-      const lane = OWN_WORK.has(node.op) ? "functions and client steps" : node.engine ?? "waiting for an engine";
-      lanes.set(lane, [...(lanes.get(lane) ?? []), node]);
-    }
+    for (const [node] of wanted) lanes.set(laneOf(node), [...(lanes.get(laneOf(node)) ?? []), node]);
+    totals.clear();
+    for (const [node] of shown) totals.set(laneOf(node), (totals.get(laneOf(node)) ?? 0) + 1);
+    for (const [lane, label] of labels) setText(label, count(totals.get(lane) ?? 0, "call"));
     const order = JSON.stringify([...lanes].map(([lane, nodes]) => [lane, nodes.map((node) => node.id)]));
     if (order === arrange.order) return false;
     arrange.order = order;
@@ -71,8 +73,15 @@ export function waterfallView(model) {
         h("th", { scope: "col" }, "Call"), h("th", { scope: "col", class: "axis" }, h("span", { class: "hidden" }, "Time"), ticks),
         h("th", { scope: "col", class: "number" }, "Took"), h("th", { scope: "col", class: "prompt" }, "Prompt tokens shared"))),
       lanes.map(([lane, nodes]) => h("tbody", {},
-        h("tr", { class: "lane" }, h("th", { scope: "rowgroup", colspan: "4" }, lane, h("span", {}, count(nodes.length, "call")))),
+        h("tr", { class: "lane" }, h("th", { scope: "rowgroup", colspan: "4" }, lane, labelOf(lane))),
         nodes.map((node) => rows.get(node.id).element))));
+  }
+
+  /** The number of all calls of a lane, also of those without a row. */
+  function labelOf(lane) {
+    const label = h("span", {}, count(totals.get(lane), "call"));
+    labels.set(lane, label);
+    return label;
   }
 
   return { element, update };
@@ -106,6 +115,10 @@ function row(node) {
   }
 
   return { element, update };
+}
+
+function laneOf(node) {
+  return OWN_WORK.has(node.op) ? "functions and client steps" : node.engine ?? "waiting for an engine";
 }
 
 /** The end of the axis: grows in steps, so that bars keep their places for a while. */

@@ -75,7 +75,6 @@ export function promptParts(tokens) {
 /** The account of an ended program as sentences. */
 export function receiptSentences(receipt, status) {
   const prompt = receipt.prompt_tokens;
-  const single = receipt.as_single_requests;
   const shared = prompt.logical - prompt.computed;
   const verb = { done: "Done", cancelled: "Cancelled", failed: "Failed" }[status] ?? "Ended";
   const sentences = [`${verb} after ${duration(receipt.wall_s)} and ${count(receipt.calls, "LLM call")}.`];
@@ -90,15 +89,26 @@ export function receiptSentences(receipt, status) {
     const discarded = output.discarded ? ` ${number(output.discarded)} of them were discarded.` : "";
     sentences.push(`The model decoded ${count(output.decoded, "output token")}${forced}.${discarded}`);
   }
-  if (receipt.round_trips_saved && single.estimated_s)
-    sentences.push(
-      `Sent one by one, the calls would take about ${duration(single.estimated_s)}, ` +
-        `with ${count(receipt.round_trips_saved, "more round trip")}.`,
-    );
+  if (receipt.round_trips_saved && receipt.as_single_requests.estimated_s)
+    sentences.push(...singleRequestSentences(receipt, shared));
   if (prompt.recomputed)
     sentences.push(`${count(prompt.recomputed, "token")} had to be computed again.`);
   if (receipt.truncated.length)
     sentences.push(`Cut off by max_tokens: ${listed(receipt.truncated)}.`);
+  return sentences;
+}
+
+/** What the same calls would take as single requests, without network and other programs. */
+function singleRequestSentences(receipt, shared) {
+  const estimated_s = receipt.as_single_requests.estimated_s;
+  const trips = count(receipt.round_trips_saved, "more round trip");
+  const sentences = [`As single requests to an idle engine without a network, the calls would take about ${duration(estimated_s)} and ${trips}.`];
+  if (estimated_s <= receipt.wall_s)
+    sentences.push(
+      shared
+        ? "What this program shares is too little to save time."
+        : "The prompts of this program share nothing: only the round trips are saved.",
+    );
   return sentences;
 }
 

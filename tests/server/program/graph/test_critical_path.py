@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.program.graph.critical_path import get_latest_starts, get_remaining, has_deadline
+from conure.server.program.graph.critical_path import (
+    get_latest_starts,
+    get_remaining,
+    has_deadline,
+    longest_chain,
+)
 from conure.server.program.graph.graph import Graph, Slot
 from conure.server.program.graph.slot_graph import SlotGraph
 from conure.server.program.ir import Deadline, Program
@@ -120,3 +125,20 @@ def test_latest_starts_leave_time_for_successors(data: st.DataObject) -> None:
     remaining = get_remaining(graph, seconds)
     for name, start in found.items():
         assert remaining[name] >= 100.0 - start - 1e-9
+
+
+def test_longest_chain_counts_calls_and_those_in_a_template_once() -> None:
+    assert longest_chain(graph_of(DIAMOND)) == 3
+    assert longest_chain(graph_of({"a": [], "b": []})) == 1
+    assert longest_chain(graph_of({})) == 0
+    call = {"id": "c", "op": "generate", "prompt": [{"input": "a"}, {"output": "c"}]}
+    loop = {
+        "id": "l",
+        "op": "loop",
+        "carry": {"a": ["x", {"var": "c"}]},
+        "body": [call],
+        "count": 9,
+    }
+    last = {"id": "d", "op": "generate", "prompt": [{"input": "a"}, {"output": "d"}]}
+    graph = Graph.build(msgspec.convert({"nodes": [loop, last]}, Program), {})
+    assert longest_chain(graph) == 2

@@ -152,8 +152,13 @@ async def test_openai_client_lists_models() -> None:
         over_socket(app_of(ScriptedService())) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
     ):
-        assert [model.id async for model in client.models.list()] == ["tiny", "org/other"]
+        models = [model.model_dump() async for model in client.models.list()]
+        assert [model["id"] for model in models] == ["tiny", "org/other"]
         assert (await client.models.retrieve("org/other")).owned_by == "conure"
+        tiny, other = ((model["purpose"], model["notice"]) for model in models)
+        assert other == ("general", "")
+        assert tiny[0] == "test"
+        assert "no meaning" in tiny[1]
         with pytest.raises(openai.NotFoundError) as caught:
             await client.models.retrieve("nothing")
         assert caught.value.code == "model_not_found"

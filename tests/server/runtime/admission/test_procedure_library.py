@@ -40,6 +40,7 @@ LOUDER = {
         }
     ],
 }
+OUTPUT_C = {"outputs": ["c"]}
 
 
 async def put(
@@ -111,6 +112,40 @@ async def test_procedures_survive_a_restart_and_programs_keep_their_version(tmp_
         await restarted.event("client.requested")
         await restarted.put("word", "a")
         assert await restarted.value("c") == "a!"
+
+
+async def test_a_version_is_removed_once_no_alias_names_it(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        procedures, tenant = harness.executor.procedures, harness.tenant
+        stored = await put(harness, "shout", SHOUT)
+        louder = await put(harness, "shout", LOUDER, "next")
+        version = f"shout@{stored.version}"
+        await put(harness, "caller", {"nodes": [call("shout", args={"text": "x"})]} | OUTPUT_C)
+        with pytest.raises(ConflictError, match="the aliases default name") as refused:
+            await procedures.remove(version, tenant=tenant)
+        assert refused.value.code == "procedure.in_use"
+        waiting = {"id": "who", "op": "client", "name": "who", "output": "who"}
+        running = await harness.submit(
+            [waiting, call("shout", args={"text": {"var": "who"}})], outputs=["c"]
+        )
+        requested = await running.event("client.requested")
+        await procedures.remove_alias("shout", "default", tenant=tenant)
+        await procedures.remove(version, tenant=tenant)
+        for reference in ("shout", version):
+            with pytest.raises(NotFoundError):
+                await procedures.find(reference, tenant=tenant)
+        with pytest.raises(NotFoundError):
+            await procedures.remove_alias("shout", "default", tenant=tenant)
+        await running.put("who", "hi", requested.data["request_id"])
+        assert await running.value("c") == "hi!"
+        assert await value(harness, call("caller")) == "x!"
+        again = await put(harness, "shout", SHOUT)
+        assert again.version == stored.version
+        await procedures.remove_alias("shout", "default", tenant=tenant)
+        await procedures.remove(version, tenant=tenant)
+    async with server_harness(tmp_path) as harness:
+        listed = await harness.executor.procedures.list_all(tenant=harness.tenant)
+        assert [each.version for each in listed if each.name == "shout"] == [louder.version]
 
 
 async def test_a_stored_procedure_keeps_the_version_of_what_it_calls(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 from conure.server.program.errors import UnavailableError
 from conure.server.program.status import Event
 from conure.server.runtime.clock import SteadyClock
+from conure.server.runtime.persistence import outbox
 from conure.server.runtime.persistence.event_stream import EventStream
 from conure.server.runtime.persistence.outbox import Outbox
 from conure.server.runtime.quota import ProgramQuota, QuotaLimits
+from conure.server.runtime.turns import Turns
 from conure.server.store.journal import (
     EventRecord,
     Journal,
@@ -308,3 +310,45 @@ async def test_shutdown_fails_waiters(stage: Stage) -> None:
     assert not stage.outbox.has_ended
     await stage.journal.write()
     assert stage.ends == 0
+
+
+class WorkLog:
+    """The work that was given to a turn."""
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.turns = Turns()
+        setattr(self.turns, "wait", lambda work: work())  # noqa: B010 - mypy forbids the plain one
+
+    def wait(self, stage: Stage, name: str) -> None:
+        stage.outbox.wait_turn(self.turns, lambda: self.waiting.append(name))
+
+
+async def test_work_waits_until_most_records_are_durable(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_PENDING_BYTES", 500)
+    log = WorkLog()
+    log.wait(stage, "now")
+    assert log.waiting == ["now"]
+    for variable in "xyz":
+        stage.outbox.emit("node.finished", node=variable, text="a" * 200)
+        await turn()
+    log.wait(stage, "later")
+    await stage.journal.write(JournalError("store.invariant", "rejected"))
+    assert log.waiting == ["now"], "600 bytes are not durable"
+    await stage.journal.write()
+    assert log.waiting == ["now", "later"]
+
+
+async def test_abandoned_program_continues_no_work(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_PENDING_BYTES", 0)
+    log = WorkLog()
+    stage.commit("x")
+    await turn()
+    log.wait(stage, "later")
+    stage.outbox.abandon()
+    await stage.journal.write()
+    assert log.waiting == []

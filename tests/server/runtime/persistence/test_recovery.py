@@ -20,6 +20,7 @@ from conure.server.program.graph.objectives import PerformanceObjective
 from conure.server.program.ir import GenerateNode
 from conure.server.program.status import Problem
 from conure.server.prompts.served_model import ServedModel
+from conure.server.runtime.calls.aborted_outputs import AbortedOutputs
 from conure.server.runtime.calls.kv_context import PromptPlan
 from conure.server.runtime.calls.llm_call import LLMCall
 from conure.server.runtime.calls.prefix_registry import PrefixRegistry
@@ -195,6 +196,40 @@ async def test_retries_survive_restarts(tmp_path: Path) -> None:
         await program.put_error("x", "twice", again.data["request_id"])
         ended = await program.end()
         assert ended.error == Problem(code="twice", message="no")
+
+
+@pytest.mark.parametrize(
+    ("cause", "status", "code"),
+    [
+        ("failure", "failed", "expr.json"),
+        ("cancel", "cancelled", "program.cancelled"),
+        ("deadline", "deadline_exceeded", "program.deadline_exceeded"),
+    ],
+)
+async def test_program_that_was_stopping_is_stopped_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str, status: str, code: str
+) -> None:
+    nodes = [
+        generate("slow", "x", ignore_eos=True),
+        expr("bad", {"parse_json": "{"}) if cause == "failure" else expr("good", 1),
+        client("step", "given"),
+    ]
+    options: dict[str, Any] = {"deadline_s": 0.05} if cause == "deadline" else {}
+    with monkeypatch.context() as crash:
+        # The server dies while the engine stops the call.
+        crash.setattr(AbortedOutputs, "when_settled", lambda self, callback: None)
+        async with server_harness(tmp_path, time_per_output_token=0.1) as harness:
+            program = await harness.submit(nodes, **options)
+            cancelling = asyncio.create_task(program.cancel()) if cause == "cancel" else None
+            await program.event("node.killed", node="step")
+            if cancelling is not None:
+                cancelling.cancel()
+                await asyncio.gather(cancelling, return_exceptions=True)
+    async with server_harness(tmp_path) as harness:
+        ended = await Program(harness, program.id).end()
+        assert (ended.status, ended.error and ended.error.code) == (status, code)
+        assert {node.status for node in ended.nodes.values()} <= {"failed", "killed", "done"}
+        assert set(await harness.num_held()) == {(0, 0)}
 
 
 async def test_session_is_restored_unchanged(tmp_path: Path) -> None:

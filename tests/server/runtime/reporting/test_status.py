@@ -8,10 +8,15 @@ import pytest
 from conure.server.program.status import Problem, ProgramStatus, Receipt
 from conure.server.runtime.program_state import ProgramState
 from conure.server.runtime.reporting.status import (
-    end_snapshot,
     program_status,
     stored_status,
+    stored_variable,
     variable_status,
+)
+from conure.server.runtime.reporting.status_parts import (
+    end_snapshot,
+    live_status_parts,
+    stored_status_parts,
 )
 from conure.server.store.journal import EndRecord, StoredProgram, ValueRecord
 
@@ -155,7 +160,7 @@ def stored(execution: ProgramState, receipt: Receipt) -> StoredProgram:
             finished_at=execution.finished_at,
             receipt=msgspec.json.encode(receipt),
             error=None if problem is None else msgspec.json.encode(problem),
-            nodes=msgspec.json.encode(end_snapshot(execution)),
+            nodes=end_snapshot(execution),
         ),
     )
 
@@ -182,6 +187,14 @@ def test_ended_program_status_matches_the_journal(
     assert msgspec.to_builtins(stored_status(stored(execution, receipt))) == msgspec.to_builtins(
         live
     )
+    for parts in (
+        live_status_parts(execution, settled, receipt, {}),
+        stored_status_parts(stored(execution, receipt)),
+    ):
+        assert msgspec.json.decode(b"".join(parts), type=ProgramStatus) == live
+    for name, variable in live.variables.items():
+        assert stored_variable(stored(execution, receipt), name) == variable
+    assert stored_variable(stored(execution, receipt), "other") is None
     expected = "cancelled" if is_cancelled else "done"
     assert (live.status, live.variables["sum"].status) == (expected, expected)
     assert live.variables["free"].status == "cancelled"

@@ -1,0 +1,187 @@
+"""What a kill ends: its targets, what only served them, and what cannot run without them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from ...inprocess import ServerHarness, client, expr, generate, insert, server_harness, var
+
+Json = Any
+
+LONG: Json = {"max_tokens": 100_000, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture
+async def harness(tmp_path: Path) -> AsyncIterator[ServerHarness]:
+    async with server_harness(
+        tmp_path, time_per_output_token=0.01, context_len=200_000, num_blocks=20_000
+    ) as harness:
+        yield harness
+
+
+def kill(*targets: str) -> Json:
+    return {"id": "k", "op": "kill", "targets": list(targets), "when": var("go")}
+
+
+async def phases_after_go(harness: ServerHarness, nodes: list[Json], **fields: Json) -> Json:
+    """Run nodes; let the kill run once all calls have started. Return the phases at the end."""
+    program = await harness.submit([client("go", "go"), *nodes], **fields)
+    requested = await program.event("client.requested")
+    await program.put("go", True, requested.data["request_id"])
+    async with asyncio.timeout(20):
+        status = await program.end()
+    assert status.status == "done", status.error
+    assert await harness.num_held() == [(0, 0)]
+    return {name: node.status for name, node in status.nodes.items()}
+
+
+async def test_calls_that_only_a_killed_call_needs_are_killed(harness: ServerHarness) -> None:
+    nodes: list[Json] = [
+        generate("plan", "P", **LONG),
+        expr("part", {"slice": [var("plan"), 0, 9]}),
+        generate("essay", insert("part"), **LONG),
+        kill("essay"),
+    ]
+    phases = await phases_after_go(harness, nodes)
+    assert [phases[name] for name in ("plan", "part", "essay")] == ["killed"] * 3
+
+
+async def test_a_call_goes_on_whose_value_is_an_output_or_has_another_reader(
+    harness: ServerHarness,
+) -> None:
+    nodes: list[Json] = [
+        generate("output", "O", max_tokens=9),
+        generate("read", "R", max_tokens=9),
+        generate("reader", insert("read"), max_tokens=9),
+        generate("essay", insert("output"), insert("read"), **LONG),
+        kill("essay"),
+    ]
+    phases = await phases_after_go(harness, nodes, outputs=["output", "reader"])
+    assert phases["essay"] == "killed"
+    assert [phases[name] for name in ("output", "read", "reader")] == ["done"] * 3
+
+
+async def test_readers_of_a_killed_value_end_at_once_and_with_them_what_only_they_read(
+    harness: ServerHarness,
+) -> None:
+    nodes: list[Json] = [
+        generate("a", "A", **LONG),
+        generate("b", "B", **LONG),
+        generate("both", insert("a"), insert("b"), **LONG),
+        {"id": "told", "op": "yield", "value": var("both")},
+        kill("a"),
+    ]
+    phases = await phases_after_go(harness, nodes)
+    assert (phases["a"], phases["b"]) == ("killed", "killed")
+    assert (phases["both"], phases["told"]) == ("skipped", "skipped")
+
+
+async def test_a_value_read_with_first_is_needed(harness: ServerHarness) -> None:
+    nodes: list[Json] = [
+        generate("a", "A", **LONG),
+        generate("b", "B", max_tokens=9),
+        expr("end", {"first": [var("a"), var("b")]}),
+        kill("a"),
+    ]
+    phases = await phases_after_go(harness, nodes, outputs=["end"])
+    assert (phases["b"], phases["end"]) == ("done", "done")
+
+
+async def test_an_earlier_output_of_a_context_ends_the_call_after_it(
+    harness: ServerHarness,
+) -> None:
+    prompt: list[Json] = [{"text": "A"}, {"output": "one", "max_tokens": 9}, {"text": "B"}]
+    nodes: list[Json] = [
+        {"id": "p", "op": "generate", "prompt": [*prompt, {"output": "two", **LONG}]},
+        generate("reader", insert("two"), **LONG),
+        generate("end", insert("one"), max_tokens=9),
+        kill("reader"),
+    ]
+    phases = await phases_after_go(harness, nodes, outputs=["end"])
+    assert (phases["p"], phases["end"]) == ("killed", "done")
+
+
+async def test_a_map_with_a_yield_in_its_body_goes_on(harness: ServerHarness) -> None:
+    told = {"id": "told", "op": "yield", "value": var("s")}
+    body: list[Json] = [generate("s", insert("x"), max_tokens=9)]
+    map_ = {"op": "map", "items": ["1", "2"], "as": "x", "collect": {"xs": "s"}}
+    nodes: list[Json] = [
+        {**map_, "id": "loud", "body": [*body, told]},
+        {**map_, "id": "quiet", "body": [generate("q", insert("x"), **LONG)]}
+        | {"collect": {"qs": "q"}},
+        generate("essay", insert("xs"), insert("qs"), **LONG),
+        kill("essay"),
+    ]
+    phases = await phases_after_go(harness, nodes)
+    assert (phases["loud"], phases["quiet"], phases["q.0"]) == ("done", "killed", "killed")
+    assert phases["told.1"] == "done"
+
+
+@pytest.mark.parametrize("required", [False, True])
+async def test_nodes_after_a_required_wait_for_a_killed_value_are_skipped(
+    harness: ServerHarness, required: bool
+) -> None:
+    inner = {"id": "w", "op": "wait", "variables": ["a"], "required": required}
+    nodes: list[Json] = [
+        generate("a", "A", **LONG),
+        generate("b", "B", max_tokens=9),
+        {"id": "c", "op": "if", "cond": True, "then": [inner], "else": [], "job": "side"},
+        expr("after", {"concat": [var("b"), "!"]}, after=["c"], job="side"),
+        expr("later", 1, after=["after"], job="side"),
+        expr("elsewhere", 1, after=["after"]),
+        kill("a"),
+    ]
+    nodes[2]["then"] = [{**inner, "job": "side"}]
+    phases = await phases_after_go(harness, nodes, jobs={"side": {}})
+    expected = "skipped" if required else "done"
+    assert phases["w"] == "skipped"
+    assert phases["c"] == "done"
+    assert (phases["after"], phases["later"]) == (expected, expected)
+    assert phases["elsewhere"] == "done"
+    assert (phases["b"] == "killed") == required
+
+
+async def test_a_loop_ends_after_the_round_whose_wait_is_not_met(harness: ServerHarness) -> None:
+    wait = {"id": "w", "op": "wait", "variables": ["a"], "required": True}
+    loop = {"id": "l", "op": "loop", "count": 3, "index": "i", "carry": {"n": [0, var("m")]}}
+    nodes: list[Json] = [
+        generate("a", "A", **LONG),
+        {**loop, "body": [wait, expr("m", {"add": [var("n"), 1]}, after=["w"])]},
+        expr("after", 1, after=["l"]),
+        kill("a"),
+    ]
+    phases = await phases_after_go(harness, nodes, outputs=["n"])
+    assert "w.1" not in phases
+    assert (phases["l"], phases["after"]) == ("done", "skipped")
+
+
+async def test_a_restart_repeats_the_consequences_of_a_kill(tmp_path: Path) -> None:
+    """The journal ends with the kill's first target; what served it ends after the restart."""
+    settings: dict[str, Any] = {"time_per_output_token": 0.01, "context_len": 200_000}
+    nodes: list[Json] = [
+        client("go", "go"),
+        generate("plan", "P", **LONG),
+        generate("essay", insert("plan"), **LONG),
+        kill("essay"),
+    ]
+    async with server_harness(tmp_path, num_blocks=20_000, **settings) as harness:
+        program = await harness.submit(nodes)
+        run = harness.executor.programs.find(program.id, harness.tenant)
+        assert run is not None
+        requested = await program.event("client.requested")
+        run.context.to_end = deque(maxlen=0)
+        await program.put("go", True, requested.data["request_id"])
+        await program.event("node.killed", node="essay")
+        assert run.state.nodes["plan"].phase == "running"
+    async with server_harness(tmp_path, num_blocks=20_000, **settings) as harness:
+        program = type(program)(harness, program.id)
+        async with asyncio.timeout(20):
+            status = await program.end()
+        assert status.nodes["plan"].status == "killed"
