@@ -11,7 +11,8 @@ program requests from its client, and `failures` finds the failure to report. `c
 
 from .async_client import AsyncClient, AsyncRun
 from .client_steps import StepResult
-from .exchange import NotReadyError, Retry, ServerUnreachableError
+from .exchange.problems import NotReadyError, ServerUnreachableError
+from .exchange.retry import Retry
 from .sync_client import Client, Run
 
 __all__ = [

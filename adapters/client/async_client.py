@@ -39,7 +39,6 @@ from conure.server.program.status import (
     VariableStatus,
 )
 
-from . import exchange
 from .async_io import AsyncBaseClient, AsyncStepRunner, call_function, shield, sleep
 from .client_steps import (
     ClientStepSession,
@@ -58,7 +57,11 @@ from .connection import (
     reply_of,
     types_query,
 )
-from .exchange import Flow, Reply, Request, ServerUnreachableError, Sleep, Submittable
+from .exchange import models, procedures, programs
+from .exchange.problems import ServerUnreachableError
+from .exchange.programs import Submittable
+from .exchange.records import Flow, Reply, Request, Sleep
+from .exchange.retry import Retry
 
 T = TypeVar("T")
 
@@ -98,23 +101,23 @@ class AsyncClient(AsyncBaseClient):
             ProgramError: if the program is invalid.
             UnavailableError: if the server is unreachable or accepts no programs now.
         """
-        body = exchange.submission_body(
+        body = programs.submission_body(
             program, inputs=inputs, objectives=objectives, options=options, is_open=open
         )
         # The outputs of a text are known to the server only, and its events do not list them.
         if not follow or "source" in body:
-            accepted = await self._do(exchange.submit(body, self._retry, key=idempotency_key))
+            accepted = await self._do(programs.submit(body, self._retry, key=idempotency_key))
             return AsyncRun(self, accepted, body.get("program"))
         query = types_query(types)
-        flow = exchange.submit_attached(body, self._retry, key=idempotency_key, query=query)
+        flow = programs.submit_attached(body, self._retry, key=idempotency_key, query=query)
         accepted, response = await self._do(flow)
         attached = None if response is None else AttachedStream(response, types)
         return AsyncRun(self, accepted, body.get("program"), attached)
 
     async def attach(self, program_id: str) -> AsyncRun:
         """Return a handle on a program that was submitted before, by any client."""
-        status = await self._do(exchange.status(program_id, self._retry))
-        return AsyncRun(self, exchange.accepted_of(status))
+        status = await self._do(programs.status(program_id, self._retry))
+        return AsyncRun(self, programs.accepted_of(status))
 
     async def append(
         self, program_id: str, more: Append | Mapping[str, Json], *, wait_s: float = 0.0
@@ -127,7 +130,7 @@ class AsyncClient(AsyncBaseClient):
             wait_s: how long the server waits for the program, if its submission may arrive after
                 this request.
         """
-        return await self._do(exchange.append(program_id, more, self._retry, wait_s=wait_s))
+        return await self._do(programs.append(program_id, more, self._retry, wait_s=wait_s))
 
     async def run(
         self,
@@ -153,7 +156,7 @@ class AsyncClient(AsyncBaseClient):
             ConureError: if the program failed or was cancelled. If one of the functions failed,
                 its exception is the cause.
         """
-        body = exchange.submission_body(
+        body = programs.submission_body(
             program, inputs=inputs, objectives=objectives, options=options
         )
         check_functions(body.get("program"), functions or {})
@@ -186,9 +189,9 @@ class AsyncClient(AsyncBaseClient):
             NotFoundError: if there is no program with the id.
         """
         if isinstance(program, str):
-            return await self._do(exchange.explain_run(program, self._retry))
-        body = exchange.submission_body(program, inputs=inputs, objectives=objectives)
-        return await self._do(exchange.explain(body, self._retry))
+            return await self._do(programs.explain_run(program, self._retry))
+        body = programs.submission_body(program, inputs=inputs, objectives=objectives)
+        return await self._do(programs.explain(body, self._retry))
 
     async def store_procedure(
         self,
@@ -213,9 +216,7 @@ class AsyncClient(AsyncBaseClient):
             ConflictError: `procedure.signature` if the alias names a version with other
                 parameters or results.
         """
-        return await self._do(
-            exchange.put_procedure(name, program, self._retry, alias=alias, pin_s=pin_s)
-        )
+        return await self._do(procedures.put(name, program, self._retry, alias=alias, pin_s=pin_s))
 
     async def move_alias(self, name: str, alias: str, version: str) -> StoredProcedure:
         """Let an alias of a procedure name another version with the same parameters and results.
@@ -224,15 +225,15 @@ class AsyncClient(AsyncBaseClient):
             NotFoundError: if there is no such version.
             ConflictError: `procedure.signature`.
         """
-        return await self._do(exchange.put_alias(name, alias, version, self._retry))
+        return await self._do(procedures.put_alias(name, alias, version, self._retry))
 
     async def procedure(self, reference: str) -> StoredProcedure:
         """Return one version of a procedure: `name`, `name:alias` or `name@version`."""
-        return await self._do(exchange.procedure(reference, self._retry))
+        return await self._do(procedures.get(reference, self._retry))
 
     async def procedures(self) -> list[StoredProcedure]:
         """Return all versions of all procedures with their aliases."""
-        return await self._do(exchange.list_procedures(self._retry))
+        return await self._do(procedures.list_all(self._retry))
 
     async def run_procedure(
         self,
@@ -261,7 +262,7 @@ class AsyncClient(AsyncBaseClient):
             objectives=dict(objectives or {}),
             options=msgspec.convert(options or {}, Options),
         )
-        flow = exchange.run_procedure(reference, body, self._retry, key=idempotency_key)
+        flow = procedures.run(reference, body, self._retry, key=idempotency_key)
         return AsyncRun(self, await self._do(flow))
 
     async def programs(
@@ -274,12 +275,12 @@ class AsyncClient(AsyncBaseClient):
             cursor: the `next` of the page before.
             limit: programs per page, at most 200.
         """
-        flow = exchange.list_programs(self._retry, status=status, cursor=cursor, limit=limit)
+        flow = programs.list_programs(self._retry, status=status, cursor=cursor, limit=limit)
         return await self._do(flow)
 
     async def models(self) -> list[dict[str, Json]]:
         """Return the models that programs can use, in the format of `/v1/models`."""
-        return await self._do(exchange.list_models(self._retry))
+        return await self._do(models.list_all(self._retry))
 
     async def tokenize(
         self,
@@ -293,7 +294,7 @@ class AsyncClient(AsyncBaseClient):
         body["prompt" if isinstance(prompt, str) else "messages"] = prompt
         if tools:
             body["tools"] = list(tools)
-        return await self._do(exchange.tokenize(body, self._retry))
+        return await self._do(models.tokenize(body, self._retry))
 
     async def embed(
         self, texts: Sequence[str], *, model: str = "default", dimensions: int | None = None
@@ -307,7 +308,7 @@ class AsyncClient(AsyncBaseClient):
             model: name of a model on the server.
             dimensions: keep only the first components, at length 1 again.
         """
-        flow = exchange.embed(texts, self._retry, model=model, dimensions=dimensions)
+        flow = models.embed(texts, self._retry, model=model, dimensions=dimensions)
         return await self._do(flow)
 
     async def _do(self, flow: Flow[T]) -> T:
@@ -388,7 +389,7 @@ class AsyncClient(AsyncBaseClient):
             except httpx.TransportError as problem:
                 reader.on_disconnect(problem)
             if reader.may_have_ended():
-                status = await self._do(exchange.status(program, self._retry))
+                status = await self._do(programs.status(program, self._retry))
                 if status.status in ENDED:
                     reader.on_ended()
             if not reader.is_over:
@@ -429,12 +430,12 @@ class AsyncRun:
             ConureError: if the variable ended without a value. The code is the server's.
         """
         return await self._client._do(
-            exchange.get(self.id, variable, self._retry, wait_s=wait_s, clock=time.monotonic)
+            programs.get(self.id, variable, self._retry, wait_s=wait_s, clock=time.monotonic)
         )
 
     async def status(self) -> ProgramStatus:
         """Return the current status of the program."""
-        return await self._client._do(exchange.status(self.id, self._retry))
+        return await self._client._do(programs.status(self.id, self._retry))
 
     def events(
         self,
@@ -465,7 +466,7 @@ class AsyncRun:
             ConflictError: if the variable has another value.
         """
         answer = PutValue(value=value, request_id=request_id)
-        return await self._client._do(exchange.put(self.id, variable, answer, self._retry))
+        return await self._client._do(programs.put(self.id, variable, answer, self._retry))
 
     async def append(self, more: Append | Mapping[str, Json]) -> ProgramStatus:
         """Add nodes to a program that was submitted with `open`, or close it."""
@@ -476,7 +477,7 @@ class AsyncRun:
         attached, self._attached = self._attached, None
         if attached is not None:
             await attached.response.aclose()
-        return await self._client._do(exchange.cancel(self.id, self._retry))
+        return await self._client._do(programs.cancel(self.id, self._retry))
 
     async def result(self, *, wait_s: float | None = None) -> dict[str, Json]:
         """Wait for all outputs, at most `wait_s` seconds for each.
@@ -528,7 +529,7 @@ class AsyncRun:
                 `trace`.
             NotFoundError: if the program was deleted.
         """
-        return await self._client._do(exchange.trace(self.id, self._retry, token_ids=token_ids))
+        return await self._client._do(programs.trace(self.id, self._retry, token_ids=token_ids))
 
     async def serve_client_steps(self, functions: Mapping[str, Function]) -> StepResult:
         """Run the program's client steps until it ends; see `AsyncClient.run`."""
@@ -550,7 +551,7 @@ class AsyncRun:
             deduplicator.close(self.id)
 
     @property
-    def _retry(self) -> exchange.Retry:
+    def _retry(self) -> Retry:
         return self._client._retry
 
     async def _run_step(self, session: ClientStepSession, step: StepRequest) -> None:
@@ -560,7 +561,7 @@ class AsyncRun:
         except Exception as problem:
             answer = session.failed(step, problem)
         refused = partial(session.failed, step)
-        flow = exchange.answer(self.id, step.output, answer, self._retry, refused=refused)
+        flow = programs.answer(self.id, step.output, answer, self._retry, refused=refused)
         try:
             await self._client._do(flow)
         except (ConflictError, NotFoundError):

@@ -19,7 +19,7 @@ import httpx
 
 from .client_steps import StepRequest
 from .connection import LIMITS, ClientSettings
-from .exchange import Retry
+from .exchange.retry import Retry
 from .local_app import Application, AsyncTransport
 
 shield = asyncio.shield

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 from .async_client import AsyncClient
 from .connection import address_of
-from .exchange import Retry
+from .exchange.retry import Retry
 from .sync_client import Client
 
 MAX_CLIENTS: Final = 64

@@ -22,7 +22,7 @@ from conure.server.program.ir import Json
 from conure.server.program.status import ENDED, Event, Problem, ProgramStatus, PutValue, Receipt
 
 from ..nodes import iter_nodes
-from .exchange import failure_of
+from .exchange.problems import failure_of
 from .failures import Failures
 from .json_encoding import encode_json
 

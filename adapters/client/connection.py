@@ -21,18 +21,11 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from .client_steps import ClientStepDeduplicator
-from .exchange import (
-    EVENT_HEADERS,
-    EVENT_STREAM,
-    OutageTimer,
-    Reply,
-    Request,
-    Retry,
-    ServerUnreachableError,
-    error_of,
-    is_retryable,
-    program_path,
-)
+from .exchange.problems import ServerUnreachableError, error_of
+from .exchange.programs import program_path
+from .exchange.records import EVENT_HEADERS, EVENT_STREAM, Reply, Request
+from .exchange.retry import OutageTimer, Retry
+from .exchange.transfer import is_retryable
 from .local_app import Application, LocalApp
 from .sse import Cursor
 

@@ -19,7 +19,7 @@ import httpx
 from .async_client import AsyncClient
 from .client_steps import StepRequest
 from .connection import LIMITS, ClientSettings
-from .exchange import Retry
+from .exchange.retry import Retry
 from .io_thread import IOThread
 from .local_app import Application, SyncTransport
 

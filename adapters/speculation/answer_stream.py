@@ -13,7 +13,7 @@ from conure.server.program.errors import ConureError, RunError
 from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType, Problem
 
-from ..client.exchange import failure_of
+from ..client.exchange.problems import failure_of
 
 FAILURE_EVENTS: Final[frozenset[EventType]] = frozenset(
     {"node.failed", "node.killed", "node.skipped"}

@@ -26,7 +26,7 @@ from conure.adapters.client.connection import (
     EventReader,
     begins_event_stream,
 )
-from conure.adapters.client.exchange import Request
+from conure.adapters.client.exchange.records import Request
 from conure.server.program.errors import (
     ConflictError,
     ConureError,

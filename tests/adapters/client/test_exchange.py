@@ -9,16 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from conure.adapters.client import exchange
-from conure.adapters.client.exchange import (
+from conure.adapters.client.exchange import models, procedures, programs
+from conure.adapters.client.exchange.problems import (
     NotReadyError,
-    Reply,
-    Request,
-    Retry,
     ServerUnreachableError,
-    Sleep,
-    send,
+    error_of,
 )
+from conure.adapters.client.exchange.records import Reply, Request, Sleep
+from conure.adapters.client.exchange.retry import Retry
+from conure.adapters.client.exchange.transfer import send
 from conure.server.program import errors
 from conure.server.program.ir import Options, Program, Submission
 from conure.server.program.status import Accepted
@@ -168,7 +167,7 @@ def test_clients_spread_their_reconnections() -> None:
 def test_get_bounds_the_unreachable_timeout() -> None:
     now = [0.0]
     retry = Retry(clock=lambda: now[0])
-    flow = exchange.get("p", "x", retry, wait_s=3.0, clock=lambda: now[0])
+    flow = programs.get("p", "x", retry, wait_s=3.0, clock=lambda: now[0])
     what = next(flow)
     with pytest.raises(ServerUnreachableError):
         while True:
@@ -201,10 +200,10 @@ def test_only_repeatable_requests_are_sent_twice() -> None:
 def test_submit_retries_keep_the_idempotency_key() -> None:
     accepted = Accepted(id="p", status="accepted", outputs=[], url="/")
     answer = Reply(202, {}, msgspec.json.encode(accepted))
-    made, requests, _ = drive(exchange.submit({}, RETRY, key=None), lost(), BUSY, answer)
+    made, requests, _ = drive(programs.submit({}, RETRY, key=None), lost(), BUSY, answer)
     assert made == accepted
     assert len({request.headers["Idempotency-Key"] for request in requests}) == 1
-    _, others, _ = drive(exchange.submit({}, RETRY, key=None), answer)
+    _, others, _ = drive(programs.submit({}, RETRY, key=None), answer)
     assert others[0].headers != requests[0].headers
 
 
@@ -219,7 +218,7 @@ def test_a_long_wait_is_split_into_polls() -> None:
             now[0] += what.wait_s
             what = flow.send(Reply(202, {}, b'{"status":"waiting"}'))
 
-    flow = exchange.get("p", "x", RETRY, wait_s=50, clock=lambda: now[0])
+    flow = programs.get("p", "x", RETRY, wait_s=50, clock=lambda: now[0])
     with pytest.raises(NotReadyError, match=r"variable 'x' is waiting after 50 s.*longer wait_s"):
         poll()
     assert waits == [20, 20, 10]
@@ -230,7 +229,7 @@ def test_a_failed_variable_is_not_retried() -> None:
         {"code": "server.draining", "detail": "gone", "variable_status": "failed"}
     )
     with pytest.raises(errors.UnavailableError, match="gone"):
-        drive(exchange.get("p", "x", RETRY, wait_s=None, clock=lambda: 0.0), Reply(503, {}, body))
+        drive(programs.get("p", "x", RETRY, wait_s=None, clock=lambda: 0.0), Reply(503, {}, body))
 
 
 def test_only_the_field_makes_a_503_final() -> None:
@@ -258,7 +257,7 @@ def test_an_error_keeps_its_class(
     status: int, code: str, expected: type[errors.ConureError]
 ) -> None:
     body = {"code": code, "detail": "why", "path": "program.nodes[3]"}
-    error = exchange.error_of(Reply(status, {"retry-after": "2"}, msgspec.json.encode(body)))
+    error = error_of(Reply(status, {"retry-after": "2"}, msgspec.json.encode(body)))
     assert type(error) is expected
     assert (error.code, error.message, error.path) == (code, "why", "program.nodes[3]")
     assert (error.status, error.retry_after_s) == (status, 2.0)
@@ -266,7 +265,7 @@ def test_an_error_keeps_its_class(
 
 @pytest.mark.parametrize("body", [b"", b"<html>Bad gateway</html>", b"[1]", b'{"detail": 3}'])
 def test_a_foreign_error_body_is_an_error(body: bytes) -> None:
-    error = exchange.error_of(Reply(502, {}, body))
+    error = error_of(Reply(502, {}, body))
     assert error.code == "http.502"
     assert "answered with status 502" in error.message
     assert "<" not in error.message
@@ -275,14 +274,14 @@ def test_a_foreign_error_body_is_an_error(body: bytes) -> None:
 def test_a_foreign_error_names_address_software_and_message() -> None:
     headers = {"content-type": "application/json; charset=utf-8", "server": "uvicorn"}
     url = "http://there:1/v1/programs"
-    error = exchange.error_of(Reply(404, headers, b'{"detail": "Not Found"}', url=url))
+    error = error_of(Reply(404, headers, b'{"detail": "Not Found"}', url=url))
     assert error.message == (
         f"{url} (uvicorn) answered with status 404, application/json and the message 'Not Found'; "
         "is this a Conure server? `conure serve` prints its address"
     )
 
 
-@pytest.mark.parametrize("flow", [exchange.list_models, exchange.list_procedures])
+@pytest.mark.parametrize("flow", [models.list_all, procedures.list_all])
 @pytest.mark.parametrize("body", [b"<html>", b"{}", b"[]"])
 def test_a_success_of_another_server_is_an_error(flow: Any, body: bytes) -> None:
     with pytest.raises(errors.ConureError, match="is this a Conure server") as raised:
@@ -292,14 +291,14 @@ def test_a_success_of_another_server_is_an_error(flow: Any, body: bytes) -> None
 
 def test_a_reply_of_another_server_is_named() -> None:
     with pytest.raises(errors.ConureError, match="is this a Conure server"):
-        drive(exchange.status("p", RETRY), Reply(200, {}, b"<html>"))
+        drive(programs.status("p", RETRY), Reply(200, {}, b"<html>"))
 
 
 def test_submission_body_merges_its_arguments() -> None:
     program = Program(name="p")
     whole = Submission(program=program, inputs={"a": 1}, options=Options(trace=True))
-    body = exchange.submission_body(whole, inputs={"b": 2}, options={"deadline_s": 3.0})
+    body = programs.submission_body(whole, inputs={"b": 2}, options={"deadline_s": 3.0})
     assert body["inputs"] == {"a": 1, "b": 2}
     assert body["options"] == {"trace": True, "deadline_s": 3.0}
-    assert exchange.submission_body({"name": "p"}) == {"program": {"name": "p"}}
-    assert exchange.submission_body({"program": program, "open": True})["open"] is True
+    assert programs.submission_body({"name": "p"}) == {"program": {"name": "p"}}
+    assert programs.submission_body({"program": program, "open": True})["open"] is True

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from conure.adapters.client import exchange
 from conure.adapters.client.client_steps import StepRequest, answer_of
+from conure.adapters.client.exchange import programs
+from conure.adapters.client.exchange.retry import Retry
 from conure.adapters.client.json_encoding import encode_json
 from conure.server.program.errors import ExpressionError
 from conure.server.program.status import PutValue
@@ -24,7 +25,7 @@ def test_number_that_json_lacks_is_refused(number: float, place: Any) -> None:
     for send in (
         lambda: encode_json(value),
         lambda: answer_of(STEP, value),
-        lambda: next(exchange.submit({"inputs": {"x": value}}, exchange.Retry(), key=None)),
+        lambda: next(programs.submit({"inputs": {"x": value}}, Retry(), key=None)),
     ):
         with pytest.raises(ExpressionError, match=f"{number} is not a JSON number"):
             send()

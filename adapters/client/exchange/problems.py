@@ -1,0 +1,147 @@
+"""The errors of the client, and those that replies describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import msgspec
+
+from conure.server.program.errors import (
+    ConflictError,
+    ConureError,
+    ExpressionError,
+    NotFoundError,
+    ProgramError,
+    PromptError,
+    RunError,
+    UnavailableError,
+)
+from conure.server.program.status import Problem, VariableStatus
+
+from .records import Reply
+
+
+class ServerUnreachableError(UnavailableError):
+    """The server did not answer (code `client.unreachable`).
+
+    Attributes:
+        was_sent: the request may have reached the server.
+        is_known: the server has answered this client before.
+    """
+
+    def __init__(self, message: str, *, was_sent: bool = False, is_known: bool = True) -> None:
+        super().__init__("client.unreachable", message)
+        self.was_sent = was_sent
+        self.is_known = is_known
+
+
+class NotReadyError(ConureError, TimeoutError):
+    """The variable got no value within the given time; it may still get one."""
+
+    status = 408
+
+    @classmethod
+    def after(cls, timeout_s: float | None) -> Self:
+        """Return the error of a model call."""
+        return cls("client.not_ready", f"the call has no answer after {timeout_s:g} s")
+
+
+class OpenAIError(msgspec.Struct, frozen=True):
+    """The error of a route in OpenAI's shape."""
+
+    message: str = ""
+    code: str | None = None
+    param: str | None = None
+
+
+class ProblemBody(msgspec.Struct, frozen=True):
+    """The fields of a problem+json body that the client reads."""
+
+    code: str = ""
+    detail: str = ""
+    title: str = ""
+    path: str | None = None
+    variable_status: str | None = None
+    """Set if the requested variable has ended without a value."""
+    error: OpenAIError | None = None
+    """Instead of the other fields, on the routes of OpenAI's API."""
+
+
+def missing_value_error(variable: str, status: VariableStatus) -> ConureError:
+    """Return the error of a variable that has ended without a value."""
+    if status.error is not msgspec.UNSET:
+        return failure_of(status.error)
+    return RunError(
+        f"run.{status.status}", f"variable {variable!r} is {status.status} and has no value"
+    )
+
+
+def failure_of(problem: Problem) -> ConureError:
+    """Return the error that a problem in an event or a status describes."""
+    return _error_class(RunError.status, problem.code)(
+        problem.code, problem.message or problem.code
+    )
+
+
+def error_of(reply: Reply) -> ConureError:
+    """Return the error that a reply with status 400 or higher describes."""
+    problem = problem_of(reply)
+    code, message = problem.code, problem.detail or problem.title
+    if not code:  # every error of a Conure server has a code
+        code = f"http.{reply.status}"
+        message = foreign_reply(reply, f" and the message {message!r}" if message else "")
+    return _error_class(reply.status, code)(
+        code,
+        message or f"the server answered {reply.status}",
+        path=problem.path,
+        retry_after_s=retry_after_s(reply.headers),
+        status=reply.status,
+    )
+
+
+def problem_of(reply: Reply) -> ProblemBody:
+    """Return the problem+json body of a reply; an empty one if the body is something else."""
+    try:
+        body = msgspec.json.decode(reply.body, type=ProblemBody)
+    except msgspec.DecodeError:
+        return ProblemBody()
+    if body.error is None or body.code:
+        return body
+    error = body.error
+    return ProblemBody(code=error.code or "", detail=error.message, path=error.param)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the Retry-After header if it is given in seconds."""
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except ValueError:
+        return None
+
+
+def _error_class(status: int, code: str) -> type[ConureError]:
+    if code.startswith("prompt."):
+        return PromptError
+    if code.startswith("expr."):
+        return ExpressionError
+    classes: dict[int, type[ConureError]] = {
+        400: ProgramError,
+        404: NotFoundError,
+        409: ConflictError,
+        422: ExpressionError,
+        424: RunError,
+        429: UnavailableError,
+        503: UnavailableError,
+    }
+    return classes.get(status, ConureError)
+
+
+def foreign_reply(reply: Reply, difference: str) -> str:
+    """Return the message on a reply that is not in the format of a Conure server."""
+    kind = reply.headers.get("content-type", "").partition(";")[0] or "no content type"
+    software = f" ({reply.headers['server']})" if "server" in reply.headers else ""
+    return (
+        f"{reply.url or 'the server'}{software} answered with status {reply.status}, {kind}"
+        f"{difference}; is this a Conure server? `conure serve` prints its address"
+    )

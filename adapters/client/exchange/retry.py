@@ -1,0 +1,83 @@
+"""How often, how soon and for how long a request is repeated."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from .problems import ServerUnreachableError
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often, how soon and for how long a request is repeated.
+
+    A refused request (429, 502, 503, 504) is repeated up to `max_retries` times. A program that a
+    busy server refuses (`queue.full`) is submitted again when the server asks for it, until
+    `busy_timeout_s` have passed. A request without an answer is repeated until the server was
+    unreachable for `unreachable_timeout_s`, long enough for a restart. A server that never answered
+    this client gets `first_patience_s` only, as it is most likely not running.
+    """
+
+    max_retries: int = 4
+    """0: never repeat."""
+    base_delay_s: float = 0.1
+    """Before the first retry; doubles with each further one."""
+    max_delay_s: float = 2.0
+    most_asked_s: float = 60.0
+    """Longest Retry-After to wait for; beyond it the refusal is raised at once."""
+    busy_timeout_s: float = 600.0
+    unreachable_timeout_s: float = 15.0
+    first_patience_s: float = 2.0
+    noise: random.Random = field(default_factory=random.Random)
+    """Source of the jitter."""
+    clock: Callable[[], float] = time.monotonic
+
+    def within(self, wait_s: float) -> Retry:
+        """Return this policy for a caller that waits at most `wait_s`.
+
+        `first_patience_s` stays the minimum, to survive a short interruption.
+        """
+        timeout_s = min(self.unreachable_timeout_s, max(wait_s, self.first_patience_s))
+        return replace(self, unreachable_timeout_s=timeout_s)
+
+    def delay_s(self, attempt: int, retry_after_s: float | None = None) -> float:
+        """Return the jittered delay before retry `attempt` (from 0), at least `retry_after_s`."""
+        max_s = min(self.max_delay_s, self.base_delay_s * 2.0 ** min(attempt, 60))
+        if retry_after_s is None:
+            # At least half, so that no run of short draws spends all retries at once.
+            return self.noise.uniform(max_s / 2, max_s)
+        return retry_after_s + self.noise.uniform(0, max_s) / 4
+
+
+class OutageTimer:
+    """Measures how long a server has been unreachable for one request or stream."""
+
+    def __init__(self, retry: Retry) -> None:
+        self._retry = retry
+        self.num_tries = 0
+        """Tries since the server was lost."""
+        self._start_s = 0.0
+
+    def reset(self) -> None:
+        """Record that the server has answered."""
+        self.num_tries = 0
+
+    def next_delay_s(self, failure: ServerUnreachableError) -> float:
+        """Return the delay before the next try.
+
+        Raises:
+            ServerUnreachableError: `failure`, if the outage has lasted too long.
+        """
+        retry, now_s = self._retry, self._retry.clock()
+        if self.num_tries == 0:
+            self._start_s = now_s
+        timeout_s = retry.unreachable_timeout_s if failure.is_known else retry.first_patience_s
+        left_s = timeout_s - (now_s - self._start_s)
+        if left_s <= 0 or retry.max_retries == 0:
+            raise failure
+        delay_s = min(left_s, retry.delay_s(self.num_tries))
+        self.num_tries += 1
+        return delay_s
