@@ -54,6 +54,9 @@ examples:
 exit codes: 0 done, 1 failed, 2 wrong usage, 3 server unreachable, 130 interrupted
 """
 
+DETAILED_LOG = "%(asctime)s %(levelname)s %(name)s %(message)s"
+"""The log format of a server, and of other commands when a user asks for details."""
+
 EXTRA_OF_MODULE = {
     "litestar": "serve",
     "uvicorn": "serve",
@@ -123,9 +126,10 @@ def _run(argv: list[str]) -> int:
     except SystemExit as exc:
         # argparse exits on errors, on --help and on --version.
         return exc.code if isinstance(exc.code, int) else ExitCode.USAGE
+    is_detailed = name == "serve" or arguments.log_level in ("debug", "info")
     logging.basicConfig(
         level=arguments.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        format=DETAILED_LOG if is_detailed else "conure: %(message)s",
         stream=sys.stderr,
     )
     code: int = arguments.module.run(arguments)

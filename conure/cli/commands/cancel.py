@@ -8,17 +8,20 @@ import sys
 from conure.server.program.errors import NotFoundError
 
 from ..command import ExitCode, add_url, connect, describe_error, print_error
+from ..terminal import pretty
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure cancel`."""
     parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="id of a program")
     add_url(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Cancel programs. A program that has ended does not change; a missing one is reported."""
     code = ExitCode.DONE
+    cancelled: list[dict[str, str]] = []
     with connect(arguments.url) as client:
         for program in arguments.programs:
             try:
@@ -27,5 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
                 print_error(describe_error(exc))
                 code = ExitCode.FAILED
                 continue
-            sys.stdout.write(f"{program}: {status.status}\n")
+            if arguments.json:
+                cancelled.append({"id": program, "status": status.status})
+            else:
+                sys.stdout.write(f"{program}: {status.status}\n")
+    if arguments.json:
+        sys.stdout.write(pretty(cancelled) + "\n")
     return code

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ import msgspec
 from conure.adapters.client.connection import address_of
 
 from ..command import CommandError, ExitCode, add_url, connect
+from ..terminal import json_line
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="instructions for the model")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's)")
     parser.add_argument("--max-tokens", type=int, help="longest answer (default: no limit)")
+    parser.add_argument(
+        "--json", action="store_true", help="print each answer as one line of JSON when it is whole"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,26 +46,45 @@ def run(arguments: argparse.Namespace) -> int:
     notice = next((each.get("notice") for each in models if each["id"] == model), None)
     if notice:
         sys.stderr.write(f"{model}: {notice}\n")
-    conversation: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     if arguments.system:
-        conversation.append({"role": "system", "content": arguments.system})
-    options = {
-        key: value
-        for key in ("temperature", "max_tokens")
-        if (value := getattr(arguments, key)) is not None
-    }
+        messages.append({"role": "system", "content": arguments.system})
+    body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
+    for key in ("temperature", "max_tokens"):
+        if (value := getattr(arguments, key)) is not None:
+            body[key] = value
+    if arguments.json:
+        body["stream_options"] = {"include_usage": True}
     with httpx.Client(base_url=address_of(arguments.url), timeout=TIMEOUT) as http:
         for line in _messages(arguments.message, model):
-            conversation.append({"role": "user", "content": line})
-            answer = ""
-            with contextlib.closing(_answer(http, model, conversation, options)) as pieces:
-                for piece in pieces:
-                    answer += piece
+            messages.append({"role": "user", "content": line})
+            answer = _print_answer(http, body, as_json=arguments.json)
+            messages.append({"role": "assistant", "content": answer})
+    return ExitCode.DONE
+
+
+def _print_answer(http: httpx.Client, body: Mapping[str, Any], *, as_json: bool) -> str:
+    """Print the answer to a conversation, and return its text."""
+    answer, finish_reason, usage = "", None, None
+    with contextlib.closing(_chunks(http, body)) as chunks:
+        for chunk in chunks:
+            usage = chunk.get("usage") or usage
+            for choice in chunk.get("choices", ()):
+                piece = choice["delta"].get("content") or ""
+                answer += piece
+                finish_reason = choice.get("finish_reason") or finish_reason
+                if not as_json:
                     sys.stdout.write(piece)
                     sys.stdout.flush()
-            sys.stdout.write("\n")
-            conversation.append({"role": "assistant", "content": answer})
-    return ExitCode.DONE
+    if as_json:
+        line = {"content": answer, "finish_reason": finish_reason, "usage": usage}
+        sys.stdout.write(json_line({"model": body["model"], **line}))
+        sys.stdout.flush()
+        return answer
+    sys.stdout.write("\n")
+    if finish_reason == "length":
+        sys.stderr.write("(cut at the token limit)\n")
+    return answer
 
 
 def _messages(message: str | None, model: str) -> Iterator[str]:
@@ -82,15 +105,12 @@ def _messages(message: str | None, model: str) -> Iterator[str]:
             yield line.strip()
 
 
-def _answer(
-    http: httpx.Client, model: str, conversation: list[dict[str, str]], options: dict[str, Any]
-) -> Generator[str, None, None]:
-    """Yield the answer in pieces.
+def _chunks(http: httpx.Client, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+    """Yield the chunks of the answer to a conversation.
 
     Raises:
         CommandError: if the server refuses the conversation or is lost.
     """
-    body = {"model": model, "messages": conversation, "stream": True, **options}
     try:
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
@@ -99,13 +119,10 @@ def _answer(
                 data = line.removeprefix("data: ")
                 if not line.startswith("data: ") or data == "[DONE]":
                     continue
-                chunk = msgspec.json.decode(data)
+                chunk = msgspec.json.decode(data, type=dict[str, Any])
                 if "error" in chunk:
                     raise CommandError(chunk["error"].get("message", "the answer broke off"))
-                for choice in chunk.get("choices", ()):
-                    yield choice["delta"].get("content") or ""
-                    if choice.get("finish_reason") == "length":
-                        sys.stderr.write("\n(cut at the token limit)")
+                yield chunk
     except httpx.TransportError as exc:
         raise CommandError(f"lost the server: {exc}", ExitCode.UNREACHABLE) from exc
 

@@ -10,6 +10,7 @@ from ..command import ExitCode
 EXAMPLES = """\
 bash:  conure completion bash > ~/.local/share/bash-completion/completions/conure
 zsh:   conure completion zsh > ~/.zfunc/_conure    (a directory in $fpath)
+fish:  conure completion fish > ~/.config/fish/completions/conure.fish
 """
 
 
@@ -17,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure completion`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
+    parser.add_argument(
+        "shell", choices=("bash", "zsh", "fish", "tcsh", "powershell"), help="the shell"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text)
         add_url(action)
+        if name == "list":
+            action.add_argument("--json", action="store_true", help="print JSON")
         if name == "show":
             action.add_argument(
                 "reference", metavar="REFERENCE", help="NAME, NAME:ALIAS or NAME@VERSION"
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     with connect(arguments.url) as client:
         match arguments.action:
             case "list":
-                _list(client)
+                _list(client, as_json=arguments.json)
             case "show":
                 sys.stdout.write(pretty(client.procedure(arguments.reference)) + "\n")
             case "put":
@@ -86,10 +88,12 @@ def _put(client: Client, arguments: argparse.Namespace) -> None:
     sys.stdout.write(f"{_reference(stored)}\n")
 
 
-def _list(client: Client) -> None:
-    rows = [
-        (each.name, each.version, ", ".join(each.aliases) or "-") for each in client.procedures()
-    ]
+def _list(client: Client, *, as_json: bool) -> None:
+    stored = client.procedures()
+    if as_json:
+        sys.stdout.write(pretty(stored) + "\n")
+        return
+    rows = [(each.name, each.version, ", ".join(each.aliases) or "-") for each in stored]
     if not rows:
         sys.stderr.write("no procedures; `conure procedures put NAME FILE` stores one\n")
         return

@@ -83,6 +83,12 @@ def test_procedures_are_stored_listed_and_moved(
     assert main(["procedures", "list", "--url", url]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert sorted(rows) == sorted([["sum", first, "default"], ["sum", second, "-"]])
+    assert main(["procedures", "list", "--json", "--url", url]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {each["version"]: each.get("aliases") for each in listed} == {
+        first: ["default"],
+        second: None,
+    }
     assert main(["procedures", "show", "sum", "--url", url]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["version"], list(shown["parameters"]), list(shown["results"])) == (
@@ -128,6 +134,13 @@ def test_unknown_program_exits_1(
     assert error == "conure: program.not_found: there is no program p_none\n"
 
 
+def test_cancel_prints_json_on_request(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", waiting, "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"id": waiting, "status": "cancelled"}]
+
+
 def test_cancel_reports_a_missing_program_and_cancels_the_others(
     url: str, waiting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +153,17 @@ def test_cancel_reports_a_missing_program_and_cancels_the_others(
 def test_chat_answers_one_message(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "How are you?", "--url", url, "--max-tokens", "8"]) == 0
     assert len(capsys.readouterr().out.split()) > 1
+
+
+def test_chat_prints_one_json_line_per_answer(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHow are you?\n"))
+    assert main(["chat", "--json", "--url", url, "--max-tokens", "4"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["finish_reason"] for answer in answers] == ["length", "length"]
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [4, 4]
+    assert all(answer["content"] for answer in answers)
 
 
 def test_chat_says_once_what_a_special_model_is_for(

@@ -269,7 +269,7 @@ def test_run_survives_a_server_restart(file: Path, tmp_path: Path) -> None:
         assert run.stderr is not None
         place = read_until(run.stderr, r"PUT (\S+)")
         server.kill()
-        read_until(run.stderr, r"(connection lost)")
+        read_until(run.stderr, r"conure: (connection lost)")
         again = start(*serve, "--port", address.rpartition(":")[2])
         assert again.stdout is not None
         assert read_until(again.stdout, r"(http://127\.0\.0\.1:\d+)") == address
