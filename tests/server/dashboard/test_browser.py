@@ -202,6 +202,29 @@ async def test_a_graph_of_500_nodes_is_shown_in_a_few_boxes(tmp_path: Path) -> N
         await expect(page.get_by_role("button", name="Show 299 more")).to_be_visible()
 
 
+async def test_a_long_chain_stays_readable_and_is_followed(tmp_path: Path) -> None:
+    async with fake_server(tmp_path, time_per_output_token=0.05) as url, browser_page() as page:
+        expect = playwright.expect
+        first, steps = generate("n0", "SHORT", 4), range(1, 13)
+        chain = (generate(f"n{n}", f"{{{{n{n - 1}_text}}}} SHORT", 4) for n in steps)
+        last = generate("last", "{{n12_text}} LONG")
+        program = await submit(url, first, *chain, last, outputs=["last_text"], name="chain")
+        await page.goto(f"{url}/#/programs/{program}")
+        running = page.locator(".box[data-status=running]", has_text="last")
+        await expect(running).to_be_in_viewport(ratio=1)
+        level = page.get_by_label("Zoom", exact=True)
+        assert await percent(level) >= 50
+        await page.get_by_role("button", name="Fit", exact=True).click()
+        assert await percent(level) < 35
+        await page.get_by_role("button", name="Cancel", exact=True).click()
+        await expect(page.locator(".heading .status")).to_contain_text("cancelled")
+
+
+async def percent(element: Any) -> int:
+    text: str = await element.text_content()
+    return int(text.removesuffix(" %"))
+
+
 async def test_the_tree_shows_what_running_calls_share(tmp_path: Path) -> None:
     async with fake_server(tmp_path, time_per_output_token=0.05) as url, browser_page() as page:
         expect = playwright.expect

@@ -14,7 +14,9 @@ const MAX_CELLS = 156;
 const TAIL = 48;
 const ZOOMS = [0.02, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 0.8, 1, 1.25, 1.5];
 const FAR = 0.35;
+const READABLE = 0.5;
 const NEAR = 0.8;
+const SCROLL_KEYS = /^(Arrow|Page|Home|End)/;
 const WORKER = "/dashboard/js/layout_worker.js";
 
 /**
@@ -31,7 +33,9 @@ export function graphView(model, onSelect) {
   let job = 0;
   let zoom = 1;
   let extent = { width: 0, height: 0 };
-  let isFitted = true;
+  /** "auto" shows the whole graph, or follows a long one; "whole"; "manual" is the user's choice. */
+  let mode = "auto";
+  let followed = null;
 
   const edgeLayer = svg("svg", { class: "edges", "aria-hidden": "true" });
   const boxLayer = h("ol", { class: "boxes" });
@@ -48,14 +52,19 @@ export function graphView(model, onSelect) {
         h("button", { type: "button", class: "quiet", "aria-label": "Zoom out", onclick: () => step(-1) }, "−"),
         level,
         h("button", { type: "button", class: "quiet", "aria-label": "Zoom in", onclick: () => step(1) }, "+"),
-        h("button", { type: "button", class: "quiet", onclick: fit }, "Fit"))),
+        h("button", { type: "button", class: "quiet", onclick: fitWhole }, "Fit"))),
     viewport,
   );
   const worker = new Worker(trusted(WORKER), { type: "module" });
   worker.onmessage = ({ data }) => data.job === job && place(data);
   worker.onerror = () => setText(note, "The graph could not be laid out.");
-  const observer = new ResizeObserver(() => isFitted && fit());
+  const observer = new ResizeObserver(() => fit());
   observer.observe(viewport);
+  for (const type of ["wheel", "pointerdown", "keydown"]) {
+    viewport.addEventListener(type, (event) => {
+      if (!event.key || SCROLL_KEYS.test(event.key)) mode = "manual";
+    }, { passive: true });
+  }
 
   /** Rebuild boxes and edges after nodes were added. */
   function rebuild() {
@@ -85,6 +94,7 @@ export function graphView(model, onSelect) {
     canvas.classList.remove("pending");
     for (const [key, x, y] of positions) {
       const box = boxes.get(key);
+      box.x = x;
       setVars(box.element, { "--x": `${x - WIDTH / 2}px`, "--y": `${y - box.height / 2}px` });
     }
     setAttribute(edgeLayer, "viewBox", `0 0 ${width} ${height}`);
@@ -100,7 +110,7 @@ export function graphView(model, onSelect) {
       paths.push([path, boxes.get(from), boxes.get(to)]);
       return path;
     }));
-    if (isFitted) fit();
+    fit();
     colourEdges();
   }
 
@@ -122,6 +132,8 @@ export function graphView(model, onSelect) {
     touched.delete(undefined);
     for (const box of touched) box.update();
     if (touched.size) colourEdges();
+    const running = [...touched].findLast((box) => box.status === "running");
+    if (running) follow(running);
   }
 
   function select(box) {
@@ -132,22 +144,42 @@ export function graphView(model, onSelect) {
     if (zoom < FAR) approach(box);
   }
 
+  function fitWhole() {
+    mode = "whole";
+    fit();
+  }
+
+  /** Choose the zoom, unless the user did. A graph that is only too long stays readable. */
   function fit() {
-    isFitted = true;
-    if (!extent.width) return;
-    const scale = Math.min(viewport.clientWidth / extent.width, viewport.clientHeight / extent.height, 1);
-    setZoom(Math.max(scale, ZOOMS[0]));
+    if (mode === "manual" || !extent.width) return;
+    const [wide, high] = [viewport.clientWidth / extent.width, viewport.clientHeight / extent.height];
+    const whole = Math.max(Math.min(wide, high, 1), ZOOMS[0]);
+    setZoom(isTooLong() ? Math.min(high, NEAR) : whole);
+    if (followed) follow(followed);
+  }
+
+  function isTooLong() {
+    // The outer size does not change when a scroll bar appears.
+    return mode === "auto" && viewport.offsetWidth / extent.width < READABLE
+      && viewport.offsetHeight / extent.height >= READABLE;
+  }
+
+  /** Keep a box in view while a long graph runs. */
+  function follow(box) {
+    followed = box;
+    if (!extent.width || !isTooLong()) return;
+    viewport.scrollLeft = zoom * (box.x ?? 0) - viewport.clientWidth / 2;
   }
 
   /** Zoom to a box that was too small to read. */
   function approach(box) {
-    isFitted = false;
+    mode = "manual";
     setZoom(NEAR);
     box.element.scrollIntoView({ block: "center", inline: "center" });
   }
 
   function step(direction) {
-    isFitted = false;
+    mode = "manual";
     const next = direction > 0
       ? ZOOMS.find((each) => each > zoom + 0.01) ?? ZOOMS.at(-1)
       : ZOOMS.findLast((each) => each < zoom - 0.01) ?? ZOOMS[0];
