@@ -27,26 +27,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-from msgspec import structs
-
 from ..program.errors import UnavailableError
-from .checksums import (
-    append_checksum,
-    end_checksum,
-    event_checksum,
-    program_checksum,
-    value_checksum,
-)
 from .damage.commit_log import CommitLine, CommitLog
 from .database import BUSY_TIMEOUT_MS, FILE_NAME, SEQ_BLOCK, fill_reserve
 from .records import (
     AliasRecord,
     AliasRemoval,
-    AppendRecord,
     DeleteRecord,
     DuplicateKeyError,
-    EndRecord,
     EventRecord,
     JournalError,
     PinRecord,
@@ -54,10 +42,9 @@ from .records import (
     ProcedureRemoval,
     ProgramRecord,
     Record,
-    ValueRecord,
-    WatchRecord,
 )
 from .retention import delete_programs, give_back_space
+from .rows import STATEMENTS, TABLE_OF, name_of, row_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,60 +62,6 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 IDLE_S = 5.0
 """Time without a write after which the write-ahead log is checkpointed."""
 
-# For an unknown program the subquery is NULL, which violates the column's constraint.
-_NUMBER = "(SELECT number FROM program WHERE id = ?)"
-_STATEMENTS: tuple[tuple[type[Record], str], ...] = (
-    (
-        ProgramRecord,
-        "INSERT INTO program (id, tenant, idempotency_key, body_hash, created_at, body, "
-        "name, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-    ),
-    (AppendRecord, f"INSERT INTO appended (program, body, crc) VALUES ({_NUMBER}, ?, ?)"),
-    (
-        ValueRecord,
-        "INSERT INTO value (program, variable, epoch, attempt, tokenizer_hash, token_ids, text, "
-        f"value, crc) VALUES ({_NUMBER}, ?, ?, ?, ?, ?, ?, ?, ?)",
-    ),
-    (
-        EventRecord,
-        f"INSERT INTO event (program, seq, type, at, data, crc) VALUES ({_NUMBER}, ?, ?, ?, ?, ?)",
-    ),
-    (
-        EndRecord,
-        "INSERT INTO ending (program, status, finished_at, receipt, error, nodes, crc) "
-        f"VALUES ({_NUMBER}, ?, ?, ?, ?, ?, ?)",
-    ),
-    (
-        WatchRecord,
-        "INSERT OR REPLACE INTO watched (program, num_deaths, num_values, problem) "
-        f"VALUES ({_NUMBER}, ?, ?, ?)",
-    ),
-    (
-        ProcedureRecord,
-        "INSERT INTO procedure (tenant, name, version, created_at, program) "
-        "VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-    ),
-    (
-        AliasRecord,
-        "INSERT INTO procedure_alias (tenant, name, alias, version) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT DO UPDATE SET version = excluded.version",
-    ),
-    (ProcedureRemoval, "DELETE FROM procedure WHERE tenant = ? AND name = ? AND version = ?"),
-    (AliasRemoval, "DELETE FROM procedure_alias WHERE tenant = ? AND name = ? AND alias = ?"),
-    (
-        PinRecord,
-        "INSERT INTO procedure_pin (tenant, name, version, expires_at) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT DO UPDATE SET expires_at = excluded.expires_at",
-    ),
-)
-_TABLE_OF: dict[type[Record], str] = {
-    ProgramRecord: "program",
-    AppendRecord: "appended",
-    ValueRecord: "value",
-    EventRecord: "event",
-    EndRecord: "ending",
-    WatchRecord: "watched",
-}
 _CONTENT_ERRORS = (
     sqlite3.IntegrityError,
     sqlite3.DataError,
@@ -344,16 +277,16 @@ class JournalWriter:
         for batch in group:
             for record in batch.records:
                 if not isinstance(record, DeleteRecord):
-                    rows.setdefault(type(record), []).append(_row(record))
+                    rows.setdefault(type(record), []).append(row_of(record))
         written: type[Record] | None = None
-        for kind, statement in _STATEMENTS:
+        for kind, statement in STATEMENTS:
             if kind in rows:
                 self._connection.executemany(statement, rows[kind])
                 # Procedures have no row that proves a commit: storing them again writes none.
-                written = kind if kind in _TABLE_OF else written
+                written = kind if kind in TABLE_OF else written
         if written is not None:
             (rowid,) = self._connection.execute("SELECT last_insert_rowid()").fetchone()
-            self._proof = (_TABLE_OF[written], rowid)
+            self._proof = (TABLE_OF[written], rowid)
         for batch in group:
             for record in batch.records:
                 if isinstance(record, DeleteRecord):
@@ -386,7 +319,7 @@ class JournalWriter:
                 if row is not None:
                     return DuplicateKeyError(*row)
         # Names that cannot be written may not be printable either.
-        names = sorted({ascii(_name(record)) for record in batch.records})
+        names = sorted({ascii(name_of(record)) for record in batch.records})
         return JournalError(
             "store.invariant",
             f"the batch contradicts written records ({cause}): {', '.join(names[:8])}",
@@ -529,73 +462,3 @@ def _file_id(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _row(record: Record) -> tuple[object, ...]:
-    """Return the parameters of the statement that writes a record, its checksum last."""
-    match record:
-        case EventRecord(program=program):
-            fields = (record.seq, record.type, record.at, record.data)
-            return program, *fields, event_checksum(program, *fields)
-        case ValueRecord(program=program, token_ids=ids):
-            content = (
-                record.variable,
-                record.epoch,
-                record.attempt,
-                record.tokenizer_hash,
-                None if ids is None else msgspec.msgpack.encode(ids),
-                record.text,
-                record.value,
-            )
-            return program, *content, value_checksum(program, *content)
-        case ProgramRecord():
-            row = (
-                record.id,
-                record.tenant,
-                record.idempotency_key,
-                record.body_hash,
-                record.created_at,
-                record.body,
-                record.name,
-            )
-            return *row, program_checksum(*row)
-        case AppendRecord(program=program):
-            return program, record.body, append_checksum(program, record.body)
-        case EndRecord(program=program):
-            last = (
-                record.status,
-                record.finished_at,
-                record.receipt,
-                record.error,
-                record.nodes,
-            )
-            return program, *last, end_checksum(program, *last)
-        case WatchRecord():
-            return record.program, record.num_deaths, record.num_values, record.problem
-        case DeleteRecord():
-            raise AssertionError("a removal has no row")
-        case _:  # of procedures: the fields are the parameters, in order
-            return structs.astuple(record)
-
-
-def _name(record: Record) -> str:
-    """Return the name of a record for error messages."""
-    match record:
-        case ProgramRecord():
-            return f"program {record.id}"
-        case ValueRecord():
-            return f"value of {record.variable} in {record.program}"
-        case EventRecord():
-            return f"event {record.seq} of {record.program}"
-        case EndRecord():
-            return f"end of {record.program}"
-        case AliasRemoval():
-            return f"alias {record.name}:{record.alias}"
-        case ProcedureRecord() | AliasRecord() | PinRecord() | ProcedureRemoval():
-            return f"procedure {record.name}@{record.version}"
-        case AppendRecord():
-            return f"nodes of {record.program}"
-        case WatchRecord():
-            return f"watch over {record.program}"
-        case DeleteRecord():
-            return f"removal of {len(record.programs)} programs"
