@@ -41,6 +41,7 @@ from conure.server.program.status import (
 
 from .async_io import AsyncBaseClient, AsyncStepRunner, call_function, shield, sleep
 from .client_steps import (
+    STEP_EVENTS,
     ClientStepSession,
     Function,
     StepRequest,
@@ -160,7 +161,7 @@ class AsyncClient(AsyncBaseClient):
             program, inputs=inputs, objectives=objectives, options=options
         )
         check_functions(body.get("program"), functions or {})
-        run = await self.submit(body, follow=True)
+        run = await self.submit(body, follow=True, types=STEP_EVENTS)
         try:
             return await run.serve_client_steps(functions or {})
         except ConureError:
@@ -509,7 +510,7 @@ class AsyncRun:
         """Wait for the program's end and return its receipt: calls, tokens, times."""
         status = await self.status()
         if status.status not in ENDED:
-            async with contextlib.aclosing(self.events()) as events:
+            async with contextlib.aclosing(self.events(types=())) as events:
                 async for _ in events:
                     pass
             status = await self.status()
@@ -538,7 +539,7 @@ class AsyncRun:
         session = deduplicator.open(self.id, self.outputs, status, self._program)
         try:
             async with AsyncStepRunner() as runner:
-                async with contextlib.aclosing(self.events()) as events:
+                async with contextlib.aclosing(self.events(types=STEP_EVENTS)) as events:
                     async for event in events:
                         step = session.on_event(event, functions)
                         if step is not None:

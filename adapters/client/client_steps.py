@@ -12,14 +12,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from conure.server.program.decode import MAX_BODY_BYTES
 from conure.server.program.errors import ConureError, ProgramError, RunError
 from conure.server.program.ir import Json
-from conure.server.program.status import ENDED, Event, Problem, ProgramStatus, PutValue, Receipt
+from conure.server.program.status import (
+    ENDED,
+    Event,
+    EventType,
+    Problem,
+    ProgramStatus,
+    PutValue,
+    Receipt,
+)
 
 from ..nodes import iter_nodes
 from .exchange.problems import failure_of
@@ -31,6 +39,11 @@ Function: TypeAlias = Callable[..., Any]
 
 MAX_VALUE_BYTES = MAX_BODY_BYTES - 1_000
 """Size limit of a value as JSON. The rest of the request needs less than 1,000 bytes."""
+
+STEP_EVENTS: Final[tuple[EventType, ...]] = (
+    *("client.requested", "node.failed", "program.finished", "variable.committed"),
+)
+"""The events that a run needs. A stream of all types would send every token of every text."""
 
 MAX_CLOSED = 1_000
 """Ended programs whose request ids are remembered."""

@@ -41,6 +41,7 @@ from conure.server.program.status import (
 )
 
 from .client_steps import (
+    STEP_EVENTS,
     ClientStepSession,
     Function,
     StepRequest,
@@ -161,7 +162,7 @@ class Client(BaseClient):
             program, inputs=inputs, objectives=objectives, options=options
         )
         check_functions(body.get("program"), functions or {})
-        run = self.submit(body, follow=True)
+        run = self.submit(body, follow=True, types=STEP_EVENTS)
         try:
             return run.serve_client_steps(functions or {})
         except ConureError:
@@ -507,7 +508,7 @@ class Run:
         """Wait for the program's end and return its receipt: calls, tokens, times."""
         status = self.status()
         if status.status not in ENDED:
-            with contextlib.closing(self.events()) as events:
+            with contextlib.closing(self.events(types=())) as events:
                 for _ in events:
                     pass
             status = self.status()
@@ -536,7 +537,7 @@ class Run:
         session = deduplicator.open(self.id, self.outputs, status, self._program)
         try:
             with StepRunner() as runner:
-                with contextlib.closing(self.events()) as events:
+                with contextlib.closing(self.events(types=STEP_EVENTS)) as events:
                     for event in events:
                         step = session.on_event(event, functions)
                         if step is not None:

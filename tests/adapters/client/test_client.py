@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from typing import Any
+from urllib.parse import parse_qs
 
 import httpx
 import pytest
@@ -369,6 +370,23 @@ def put_bodies(double: Any) -> list[Any]:
 
 def has_answer(double: Any) -> Any:
     return lambda: bool(put_bodies(double))
+
+
+async def test_a_run_and_its_receipt_do_not_request_streamed_text(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    committed = kit.sse(2, "variable.committed", variable="out", value=42)
+    double.on("POST", "/v1/programs", kit.followed(committed, kit.finished(3)), kit.accepted())
+    assert (await caller(caller.client.run, kit.program)).outputs == {"out": 42}
+    (post,) = double.seen
+    assert set(parse_qs(post.query)["types"]) == {
+        *("client.requested", "node.failed", "program.finished", "variable.committed"),
+    }
+    double.on("GET", PROGRAM, kit.status("running"), kit.status("done", receipt={"calls": 4}))
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.finished(3)]))
+    run = await caller.submit()
+    assert (await caller(run.receipt)).calls == 4
+    assert double.of("GET", f"{PROGRAM}/events")[0].query == "after=0&types=program.finished"
 
 
 async def test_a_repeated_step_request_runs_once(caller: Any, double: Any, kit: Any) -> None:
