@@ -170,6 +170,7 @@ def attention_constants(
         "HAS_SINKS": variant.has_sinks,
         "MERGES": tuning.merges_in_attention,
         "OVERLAPS": tuning.overlaps_launches,
+        "THREADS": 32 * attention_options(shape, large)["num_warps"],
         "PRECISION": "ieee" if is_exact else "tf32",
     }
 
