@@ -12,7 +12,8 @@ A unit of work is one item for one KV head. Units are in order of decreasing cos
 with the unit of its own number and then takes the next unit that no program has begun: it draws a
 ticket from a counter, at the start of a unit, so that the answer is there at its end. The load is
 balanced whatever a unit costs on a device. Each unit draws one ticket, so the program that draws
-the last one leaves the counter at 0 for the next launch.
+the last one leaves the counter at 0 for the next launch. Exact float32 has no register for a
+ticket; its units are dealt in turn.
 
 Scores are in base 2. If an item is everything that its queries see, its result is normalised,
 including sinks, and written to `out`. Otherwise its normalised float32 result and its LSE are
@@ -131,7 +132,8 @@ def attend_kernel(
     num_units = _num_items(table) * KV_HEADS
     unit = tl.program_id(0)
     while unit < num_units:
-        ticket = _draw_ticket(counters, THREADS)
+        if PRECISION != "ieee":
+            ticket = _draw_ticket(counters, THREADS)
         # The heads of an item are consecutive units: together they read whole pages.
         item = _item(table, unit // KV_HEADS)
         head = unit % KV_HEADS
@@ -164,7 +166,10 @@ def attend_kernel(
                 *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
             )
 
-        unit = _next_unit(counters, ticket, num_units, THREADS)
+        if PRECISION != "ieee":
+            unit = _next_unit(counters, ticket, num_units, THREADS)
+        else:  # the registers do not suffice: units are dealt in turn
+            unit += tl.num_programs(0)
 
 
 @triton.jit
