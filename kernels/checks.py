@@ -114,8 +114,8 @@ def check_score_parameters(
     sinks: Tensor | None,
 ) -> None:
     """Check the parameters that change the attention scores: scale, window, softcap, sinks."""
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be above 0 and finite, got {scale}")
     check_window(window)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be above 0 and finite, got {softcap}")

@@ -166,7 +166,7 @@ class AttentionOperations:
             key_cache: [N, B, K, D] with consecutive blocks; K divides H.
             value_cache: [N, B, K, E].
             plan: Plan of this step.
-            scale: Factor of the scores.
+            scale: Factor of the scores, above 0.
             window: Positions that a query sees, including its own; None for all.
             softcap: Scores become `softcap * tanh(scores / softcap)`.
             sinks: [H], one score per head that takes weight but has no value.

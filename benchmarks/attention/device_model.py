@@ -3,7 +3,7 @@
     cd benchmarks; PYTHONPATH=.. python -m attention.device_model [--latency-us 1.5] [--tflops 350]
         [--max-rows 64]
 
-Each program works off its units in order. A unit costs a fixed latency, then its bytes: at most as
+A program that is free takes the next unit. A unit costs a fixed latency, then its bytes: at most as
 fast as its copies in flight allow, as its products allow, and as all active programs share the
 memory. The launch, the merge launch and the partials are added. It orders rows and shows causes;
 it predicts no figure of a device.
@@ -95,7 +95,7 @@ def _attend_s(work: WorkTableBuilder, latency_s: float, flops: float) -> float:
     is_busy = current < len(units)
     waiting = np.full(programs, latency_s)
     left: Reals = np.where(is_busy, num_bytes[np.minimum(current, len(units) - 1)], 0.0)
-    now = 0.0
+    now, num_taken = 0.0, programs
     while is_busy.any():
         is_reading = is_busy & (waiting <= 0)
         wanted = np.where(is_reading, rate[np.minimum(current, len(units) - 1)], 0.0)
@@ -105,7 +105,9 @@ def _attend_s(work: WorkTableBuilder, latency_s: float, flops: float) -> float:
         waiting = np.where(is_busy & ~is_reading, waiting - STEP_S, waiting)
         now += STEP_S
         is_done = is_reading & (left <= 0)
-        current[is_done] += programs
+        num_done = int(is_done.sum())
+        current[is_done] = num_taken + np.arange(num_done)
+        num_taken += num_done
         is_busy &= current < len(units)
         has_next = is_done & is_busy
         left[has_next] = num_bytes[current[has_next]]

@@ -4,9 +4,16 @@ One persistent launch computes all work items of a step (`work_table.builder`), 
 head. An item gathers its queries by index and packs the heads of a group as rows, so that keys
 and values are read once for all of them. Items have one of two sizes, selected at run time:
 `SMALL` rows for ranges with few queries, which are bound by memory, and `LARGE` rows for ranges
-with many queries, which use the tensor cores. Programs process items of both sizes in turn, so
-that both units are busy at the same time (PAT, ASPLOS'26, and FastTree, MLSys'25, use separate
-launches).
+with many queries, which use the tensor cores. Programs process items of both sizes at the same
+time, so that memory and tensor cores are both busy (PAT, ASPLOS'26, and FastTree, MLSys'25, use
+separate launches).
+
+A unit of work is one item for one KV head. Units are in order of decreasing cost. A program begins
+with the unit of its own number and then takes the next unit that no program has begun: it draws a
+ticket from a counter, at the start of a unit, so that the answer is there at its end. The load is
+balanced whatever a unit costs on a device. Each unit draws one ticket, so the program that draws
+the last one leaves the counter at 0 for the next launch. Exact float32 has no register for a
+ticket; its units are dealt in turn.
 
 Scores are in base 2. If an item is everything that its queries see, its result is normalised,
 including sinks, and written to `out`. Otherwise its normalised float32 result and its LSE are
@@ -72,6 +79,7 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     MERGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    THREADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Compute all items of a table.
@@ -84,9 +92,10 @@ def attend_kernel(
         keys: [M, K, D] slots of the cache, with any strides of slots and heads.
         values: [M, K, E].
         table: int32, see `work_table.builder`.
-        counters: [T, H] int32 zeros, left as zeros; used only with `MERGES`.
+        counters: [TICKET_WORDS + T * H] int32 zeros, left as zeros: the tickets, and with `MERGES`
+            the partials of each query and head.
         sinks: [H]; read only with `HAS_SINKS`.
-        scale: Scores times log2(e), or with `HAS_CAP` times 2 * log2(e) / softcap.
+        scale: Scores times log2(e), or with `HAS_CAP` times 2 * log2(e) / softcap; positive.
         cap: softcap * log2(e); read only with `HAS_CAP`.
         out_stride: Stride of queries, in elements; vectors are contiguous.
         out_head_stride: Stride of heads.
@@ -114,13 +123,17 @@ def attend_kernel(
         HAS_SINKS: Whether heads have sinks.
         MERGES: Whether the last program of a query merges its partials.
         OVERLAPS: Whether the launch may begin before the previous kernel has ended.
+        THREADS: Threads of a program.
         PRECISION: Precision of float32 products.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     num_units = _num_items(table) * KV_HEADS
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+    unit = tl.program_id(0)
+    while unit < num_units:
+        if PRECISION != "ieee":
+            ticket = _draw_ticket(counters, THREADS)
         # The heads of an item are consecutive units: together they read whole pages.
         item = _item(table, unit // KV_HEADS)
         head = unit % KV_HEADS
@@ -152,6 +165,32 @@ def attend_kernel(
                 *(SMALL, SMALL_TILE, SMALL_STAGES, False),
                 *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
             )
+
+        if PRECISION != "ieee":
+            unit = _next_unit(counters, ticket, num_units, THREADS)
+        else:  # the registers do not suffice: units are dealt in turn
+            unit += tl.num_programs(0)
+
+
+@triton.jit
+def _draw_ticket(counters: tl.tensor, THREADS: tl.constexpr) -> tl.tensor:
+    """Return the next ticket in element 0 of a vector of one element per thread.
+
+    A scalar result would be sent to all threads at once, so they would wait for it here.
+    """
+    lanes = tl.arange(0, THREADS)
+    return tl.atomic_add(counters + lanes * 0, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _next_unit(
+    counters: tl.tensor, ticket: tl.tensor, num_units: tl.tensor, THREADS: tl.constexpr
+) -> tl.tensor:
+    """Return the unit of a ticket. The last ticket of a launch resets their counter."""
+    number = tl.sum(tl.where(tl.arange(0, THREADS) == 0, ticket, 0), 0)
+    if number == num_units - 1:
+        tl.store(counters, 0)
+    return tl.num_programs(0) + number
 
 
 @triton.jit
@@ -325,13 +364,14 @@ def _merge_rows(
     ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     QUERY_PARTIALS: tl.constexpr = 7,
+    TICKET_WORDS: tl.constexpr = 16,
     LOG2_E: tl.constexpr = 1.4426950408889634,
 ) -> None:
     """Merge the partials of the rows [M] whose last partial this program has written.
 
     The partials are read in their order, so the result does not depend on which program is last.
     """
-    counter = counters + number.to(tl.int64) * HEADS + heads
+    counter = counters + TICKET_WORDS + number.to(tl.int64) * HEADS + heads
     # All threads have written before one of them counts.
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, mask=is_row, sem="acq_rel", scope="gpu")
@@ -435,21 +475,29 @@ def _add_tile(
         k = tl.load(at, mask=is_key[None, :], other=0.0)
     else:
         k = tl.load(at)
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    scores = tl.dot(q, k, input_precision=PRECISION)
     if HAS_CAP:
         # cap * tanh(x) with one exponential; its factor is part of `scale`.
-        scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
+        scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
     if IS_MASKED:
         sees = is_key[None, :] & (columns[None, :] < limit[:, None])
         if HAS_WINDOW:
             sees &= columns[None, :] >= floor[:, None]
         scores = tl.where(sees, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    highest = tl.max(scores, 1)
+    if not HAS_CAP:
+        # The scale is positive, so the largest score is that of the largest product. Scaling it
+        # alone saves a multiplication per score: the one below is part of the subtraction.
+        highest *= scale
+    new_peak = tl.maximum(peak, highest)
     base = new_peak
     if IS_MASKED:
         # Rows that have seen no key yet: exp2(-inf - -inf) would be NaN.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(scores - base[:, None])
+    if HAS_CAP:
+        weights = tl.exp2(scores - base[:, None])
+    else:
+        weights = tl.exp2(scores * scale - base[:, None])
     decay = tl.exp2(peak - base)
 
     dims = tl.arange(0, VALUE_PAD)

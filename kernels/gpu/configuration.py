@@ -150,7 +150,10 @@ def attention_constants(
     has_both = variant.has_window and variant.has_sinks and not large
     is_short = (has_odd_group(shape) or has_both) and not is_exact
     small_tile = 32 if is_short else tile
-    small_stages = tuning.small_stages + (2 if small_tile < tile else 0)  # as many bytes in flight
+    # As many bytes in flight with smaller tiles, or where a processor runs one program that reads
+    # small head vectors.
+    is_alone = programs_per_processor(shape, large) == 1 and max(shape.dim, shape.value_dim) <= 64
+    small_stages = tuning.small_stages + 2 * (small_tile < tile) + 2 * is_alone
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
@@ -170,6 +173,7 @@ def attention_constants(
         "HAS_SINKS": variant.has_sinks,
         "MERGES": tuning.merges_in_attention,
         "OVERLAPS": tuning.overlaps_launches,
+        "THREADS": 32 * attention_options(shape, large)["num_warps"],
         "PRECISION": "ieee" if is_exact else "tf32",
     }
 

@@ -45,6 +45,7 @@ from .configuration import (
     store_constants,
 )
 from .work_table.builder import LayerGroup, WorkTableBuilder
+from .work_table.table import TICKET_WORDS
 
 # The launch arguments of a kernel differ from its Python signature.
 _ATTEND: Final[Any] = attention.attend_kernel
@@ -88,7 +89,7 @@ class _DeviceBuffers:
         self.table = torch.empty(0, dtype=torch.int32, device=device)
         self.partials = torch.empty(0, dtype=torch.float32, device=device)
         self.lse = torch.empty(0, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(TICKET_WORDS, dtype=torch.int32, device=device)
         self.memory = 0
         """Number of times that a buffer was replaced."""
         self._pinned: list[Tensor] = []
@@ -104,9 +105,9 @@ class _DeviceBuffers:
         )
 
     def reserve_counters(self, num_rows: int) -> None:
-        """Allocate zeros that count the partials of `num_rows` queries and heads."""
-        if num_rows > len(self.counters):
-            self.counters = self.counters.new_zeros(int(num_rows * SPARE))
+        """Allocate zeros that count tickets and the partials of `num_rows` queries and heads."""
+        if TICKET_WORDS + num_rows > len(self.counters):
+            self.counters = self.counters.new_zeros(TICKET_WORDS + int(num_rows * SPARE))
             self.memory += 1
 
     def reserve(self, num_partials: int, value_dim: int) -> None:
@@ -173,7 +174,7 @@ class _DeviceWorkTable:
         num_rows = plan.num_queries * heads if self.work.layers.merges_in_attention else 0
         fits = may_grow or (
             self.recorded.fits(len(self.work.words), num_partials, value_dim)
-            and num_rows <= len(self.recorded.counters)
+            and TICKET_WORDS + num_rows <= len(self.recorded.counters)
         )
         is_recorded = is_recorded and fits
         if is_new or (is_recorded and self.current is not self.recorded):
@@ -254,7 +255,7 @@ class TritonKernels:
             key_cache,
             value_cache,
             buffers.table,
-            buffers.counters if self._tuning.merges_in_attention else buffers.table,
+            buffers.counters,
             sinks,
             scale * LOG2_E if softcap is None else scale * 2 * LOG2_E / softcap,
             0.0 if softcap is None else softcap * LOG2_E,

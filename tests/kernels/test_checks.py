@@ -57,6 +57,8 @@ def test_unknown_implementation_raises_an_error() -> None:
             "query has 2 tokens, the plan has 3",
         ),
         ({"scale": float("nan")}, "scale"),
+        ({"scale": 0.0}, "scale"),
+        ({"scale": -0.1}, "scale"),
         ({"softcap": float("inf")}, "softcap"),
         ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks must have a floating"),
         ({"window": 0}, "window"),

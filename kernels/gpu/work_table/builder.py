@@ -6,7 +6,7 @@ each row. Queries are cut so that, times the heads of their group, they fill the
 Ranges are cut so that all items take about the same time, a few for each program.
 A fixed chunk length (Parrot, FastTree) fails at both ends: a few long ranges leave processors
 idle, and many short chunks write more partials than they read keys. Items are ordered longest
-first, and every second round backwards, so that each program gets about the same work.
+first: programs take the next one when they are free.
 
 The table is int32 words: `TableHeader`, then items of `ITEM_SIZE` words (`ItemField`), merges,
 entries, partials of each query and pages. An entry is one query of one range: the query's index,
@@ -41,11 +41,12 @@ from .partition import (
     QueryTiles,
     Reals,
     assign_partial_slots,
-    balanced_order,
     chunk_lengths,
     cut_queries,
     cut_ranges,
+    duration,
     list_ranges,
+    longest_first,
 )
 from .table import (
     HEADER_SIZE,
@@ -149,17 +150,13 @@ class WorkTableBuilder:
         return min(targets, key=lambda target: self._duration(tiles, target))
 
     def _duration(self, tiles: QueryTiles, target: float) -> float:
-        """Return the estimated cost of the busiest program for a target cost of an item."""
+        """Return the estimated time of the step for a target cost of an item."""
         tokens = tiles.end - tiles.begin
         length = chunk_lengths(tiles, target)
         chunks = -(-tokens // length)
         cost = np.repeat((np.minimum(length, tokens) + ITEM_OVERHEAD_TOKENS) * tiles.cost, chunks)
         at_once = max(1, self.programs // self.layers.kv_heads)
-        order = balanced_order(cost, at_once)
-        rounds = -(-len(cost) // at_once)
-        padded = np.zeros(rounds * at_once)
-        padded[: len(cost)] = cost[order]
-        return float(padded.reshape(rounds, at_once).sum(axis=0).max())
+        return duration(cost[longest_first(cost)], at_once)
 
     def _build(self, plan: Plan) -> WorkTable:
         layers = self.layers
@@ -176,8 +173,8 @@ class WorkTableBuilder:
         is_merged = slots[items[:, ItemField.ENTRY]] >= 0
         items[:, ItemField.CHUNK] = np.where(is_merged, items[:, ItemField.CHUNK], -1)
         factor: Reals = np.where(items[:, ItemField.IS_LARGE], tiles.large_cost, 1.0)
-        cost: Reals = factor * items[:, ItemField.NUM_KV]
-        items = items[balanced_order(cost, max(1, self.programs // layers.kv_heads))]
+        cost: Reals = factor * (items[:, ItemField.NUM_KV] + ITEM_OVERHEAD_TOKENS)
+        items = items[longest_first(cost)]
         partials = _query_partials(plan, merges) if layers.merges_in_attention else NO_PARTIALS
         return _write_table(plan, kv_ranges, items, merges, slots, partials)
 

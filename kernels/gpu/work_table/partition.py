@@ -14,6 +14,7 @@ Shapes: R rows - S ranges - E entries - T queries.
 
 from __future__ import annotations
 
+from heapq import heapify, heapreplace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -227,15 +228,21 @@ def assign_partial_slots(
     return slots, np.stack((merged, begin[merged], count[merged]), axis=1)
 
 
-def balanced_order(cost: Reals, at_once: int) -> Integers:
-    """Return the items from longest to shortest, with every second round reversed.
-
-    A round is `at_once` items. The program with the longest item of one round gets the shortest
-    item of the next.
-    """
+def longest_first(cost: Reals) -> Integers:
+    """Return the items in order of decreasing cost."""
     order: Integers = np.argsort(-cost, kind="stable")
-    position = np.arange(len(order))
-    round_of = position // at_once
-    ends = np.minimum((round_of + 1) * at_once, len(order))
-    reversed_position = round_of * at_once + ends - 1 - position
-    return order[np.where(round_of % 2 == 1, reversed_position, position)]
+    return order
+
+
+def duration(cost: Reals, at_once: int) -> float:
+    """Return the time in which programs finish items, if a free program takes the next one.
+
+    Args:
+        cost: Of each item, in order.
+        at_once: Items that run at the same time.
+    """
+    ends = cost[:at_once].tolist()
+    heapify(ends)
+    for each in cost[at_once:].tolist():
+        heapreplace(ends, ends[0] + each)
+    return float(max(ends))

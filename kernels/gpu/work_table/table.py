@@ -63,6 +63,8 @@ class ItemField(IntEnum):
 ITEM_SIZE: Final = 16
 MERGE_SIZE: Final = 3
 QUERY_PARTIALS_SIZE: Final = 2
+TICKET_WORDS: Final = 16
+"""Words of the counters before those of the queries; the first one counts tickets."""
 NO_LIMIT: Final = 2**30
 SPARE_BLOCKS: Final = 4
 """Blocks that a row may start before the table is rebuilt."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conure.kernels import ops
-from conure.kernels.gpu import kv_cache
+from conure.kernels.gpu import kv_cache, launcher
 from conure.kernels.gpu.configuration import configurations
 from conure.kernels.planning.planner import Planner
 from tests.kernels.random_trees import device_of
@@ -84,6 +84,25 @@ def test_layers_share_table_and_partials() -> None:
         operations.attention(query, keys, values, plan, scale=0.2)
     assert operations.prepare(query, keys, values, plan) == first
     assert len(operations._kernels._tables) == 1
+
+
+@pytest.mark.parametrize("num_processors", [1, 2, 64])
+def test_each_launch_begins_with_the_first_unit(
+    num_processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 64 processors there are more programs than units."""
+    monkeypatch.setattr(launcher, "INTERPRETED_PROCESSORS", num_processors)
+    kernels = launcher.TritonKernels()
+    operations = ops.AttentionOperations("triton", kernels)
+    keys, values = caches()
+    query = torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    plan = Planner(block_size=16, min_saved=0).plan([1] * 5, [66] * 5, TABLES)
+    expected = ops.implementation("reference").attention(query, keys, values, plan, scale=0.2)
+    for _ in range(3):
+        result = operations.attention(query, keys, values, plan, scale=0.2)
+        assert (result - expected).abs().max().item() <= 5e-6
+        (device_table,) = kernels._tables.values()
+        assert not device_table.current.counters.any()
 
 
 def test_prompts_replace_no_buffer_of_recordings() -> None:

@@ -19,6 +19,8 @@ if importlib.util.find_spec("triton") is None:
 from conure.kernels.gpu.configuration import configurations, programs_per_processor
 from tests.kernels.gpu.aot import CompiledKernel, read_copies_in_flight, read_sass
 
+BYTES_IN_FLIGHT = 29_400
+"""Bytes that a multiprocessor must wait for at once: 4.3 TB/s for 0.9 us, over 132 processors."""
 pytestmark = pytest.mark.timeout(1800)  # compiling takes minutes of CPU time
 
 
@@ -76,6 +78,23 @@ def test_programs_of_a_launch_run_at_once(machine_code: list[CompiledKernel]) ->
     }
     resident = {each.name: each.resident for each in machine_code if each.name in launched}
     assert {name: num for name, num in resident.items() if num < launched[name]} == {}
+
+
+def test_programs_of_a_processor_read_enough_at_once(machine_code: list[CompiledKernel]) -> None:
+    """Items of few queries use the bandwidth of a device if the copies in flight cover its latency.
+
+    They are in the last loop of a kernel.
+    """
+    copies = {each.name: each.copies_in_flight for each in machine_code}
+    num_bytes = {
+        each.name: programs_per_processor(each.shape, each.constants["LARGE"])
+        * copies[each.name][-1]
+        * each.constants["SMALL_TILE"]
+        * (each.constants["DIM"] + each.constants["VALUE_DIM"])  # keys or values, 2 bytes each
+        for each in configurations()
+        if each.shape is not None and each.shape.dtype.itemsize == 2
+    }
+    assert {name: num for name, num in num_bytes.items() if num < BYTES_IN_FLIGHT} == {}
 
 
 def test_all_configurations_are_compiled(machine_code: list[CompiledKernel]) -> None:

@@ -1,4 +1,4 @@
-"""Partials merged by the attention kernel itself, and the constants that kernels share."""
+"""Tickets and partials that the attention kernel counts, and the constants that kernels share."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def test_constants_of_kernels_equal_the_work_table() -> None:
     sizes = {
         "ITEM_SIZE": table.ITEM_SIZE,
         "MERGE_SIZE": table.MERGE_SIZE,
+        "TICKET_WORDS": table.TICKET_WORDS,
         "PAGE_INDEX": table.ItemField.PAGE,
         "LOG2_E": launcher.LOG2_E,
         "LN_2": 1 / launcher.LOG2_E,

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from conure.kernels.gpu.work_table.builder import LayerGroup, WorkTableBuilder
 from conure.kernels.gpu.work_table.table import ITEM_SIZE, MERGE_SIZE, ItemField, TableHeader
@@ -165,14 +166,36 @@ def test_programs_get_equal_work() -> None:
     plan = build_plan(*flat(256, 8192, 256), block_size=16)
     work = WorkTableBuilder(layer_group(processors=132))
     work.update(plan)
-    load = np.zeros(work.programs)
     cost = [
         item[ItemField.NUM_KV] * (128 / 96 if item[ItemField.IS_LARGE] else 1)
         for item in items_of(work)
     ]
-    for number in range(2 * len(cost)):
-        load[number % work.programs] += cost[number // 2]
+    load = finish(cost, work.programs)
     assert load.max() <= 1.25 * load.mean()
+
+
+def test_few_large_items_do_not_delay_small_ones() -> None:
+    """Half of the programs begin with a long item: the others take the short ones."""
+    plan = build_plan(*flat(64, 2048, 64), block_size=16)
+    work = WorkTableBuilder(layer_group(processors=32))
+    work.update(plan)
+    cost = [item[ItemField.NUM_KV] for item in items_of(work)]
+    assert len({item[ItemField.IS_LARGE] for item in items_of(work)}) == 2
+    in_turn = np.zeros(work.programs)
+    for number in range(2 * len(cost)):
+        in_turn[number % work.programs] += cost[number // 2]
+    load = finish(cost, work.programs)
+    assert load.max() <= 1.2 * load.mean()
+    assert load.max() < in_turn.max()
+
+
+def finish(cost: list[int] | list[float], programs: int) -> NDArray[np.float64]:
+    """Return the load of each program if a free program takes the next unit of two heads."""
+    load = np.zeros(programs)
+    for each in cost:
+        for _ in range(2):
+            load[load.argmin()] += each
+    return load
 
 
 def test_enough_unshared_rows_are_not_cut() -> None:
