@@ -4,8 +4,9 @@
 Usage: `python -m benchmarks.language.compile_time`. Prints, for each kind of text, the size, the
 number of syntax nodes, and the least, the median, the 99th percentile and the maximum of the CPU
 time, and the least time of Python's parser alone. `again` is the 99th percentile for a text that
-the server has kept: it gives a validated submission and its JSON. Other processes on the machine slow the median
-and the 99th percentile, so the least times compare versions. Garbage is collected as in a server.
+the server has kept: it gives a validated submission and its JSON. Other processes on the machine
+slow the median and the 99th percentile, so the least times compare versions. Garbage is collected
+as in a server.
 """
 
 from __future__ import annotations
