@@ -217,6 +217,13 @@ class NameScope:
                 return found
             scope = scope._outer
 
+    def is_input(self, variable: str | None) -> bool:
+        """Whether a variable is an input of the program."""
+        scope: NameScope | None = self
+        while scope is not None and variable not in scope.inputs:
+            scope = scope._outer
+        return scope is not None
+
     def is_assigned(self, name: str) -> bool:
         """Whether a name has a meaning here, or gets one later in the text."""
         if self.find(name) is not None:
@@ -286,6 +293,13 @@ class NameScope:
                 return name
         return self.emitter.unique(name)
 
+    def _last_version(self, name: str) -> str | None:
+        """Return the name itself if its next version is the last one in the main program."""
+        if self._uses is None or name in self.inputs:
+            return None
+        is_last = self._num_versions.get(name, 0) + 1 == self._uses.assigned.get(name)
+        return name if is_last and _is_variable_name(name) else None
+
     def assign(self, name: str, value: Value, variable: str | None = None) -> None:
         """Assign a value to a name.
 
@@ -297,15 +311,17 @@ class NameScope:
         if value.variable is not None and value.variable == variable:
             self.bind(name, value)
             return
-        if value.is_inline and name not in self._forward and not self._needs_own(value, variable):
-            if variable is None:
-                self._num_versions[name] = self._num_versions.get(name, 0) + 1
-            self.bind(name, value)
-            return
+        if value.is_inline and name not in self._forward:
+            own = variable or self._last_version(name)
+            if not self._needs_own(value, own):
+                if variable is None:
+                    self._num_versions[name] = self._num_versions.get(name, 0) + 1
+                self.bind(name, value)
+                return
         variable = variable or self.version(name)
         made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
         definition = value.expression if value.definition is None else value.definition
-        self.bind(name, Value(made.expression, made.kind, definition))
+        self.bind(name, Value(made.expression, made.kind, definition, value.is_answer))
 
     def _needs_own(self, value: Value, variable: str | None) -> bool:
         """Whether a value is copied to the new variable although it has a variable already.
