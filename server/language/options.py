@@ -16,12 +16,13 @@ can be read while it is generated. `any` is unknown."""
 
 MAX_LIST_ITEMS = 8
 MAX_LIST_TEXT = 120
-_ITEM_TEXT = 40
-"""Characters of each text that a list has room for before it may have one more."""
-_CHARACTERS_PER_TOKEN = 2
-"""A low estimate for languages with an alphabet."""
-_QUOTES = 3
-"""Characters of a list besides its texts: two quotes and a comma for each."""
+LIST_SCHEMA: Final[dict[str, Json]] = {
+    "type": "array",
+    "items": {"type": "string", "maxLength": MAX_LIST_TEXT},
+    "minItems": 1,
+    "maxItems": MAX_LIST_ITEMS,
+}
+"""The schema of `type=list`. It is bounded, so that an answer ends within its tokens."""
 
 SAMPLING: Final = frozenset(
     {
@@ -89,8 +90,6 @@ def read_options(options: dict[str, Json], place: Place) -> CallOptions:
         else:
             constraints.append(name)
             kind = _add_constraint(output, name, value, place)
-    if kind == "list":
-        output["constraint"] = Constraint(json_schema=list_schema(output.get("max_tokens")))
     if len(constraints) > 1:
         message = f"a call takes one of `{constraints[0]}` and `{constraints[1]}`"
         raise SourceArgumentError("language.argument", message, place)
@@ -100,31 +99,13 @@ def read_options(options: dict[str, Json], place: Place) -> CallOptions:
     return CallOptions(output, node, kind, is_stream)
 
 
-def list_schema(max_tokens: Json) -> dict[str, Json]:
-    """Return the schema of `type=list`, bounded so that a list ends within `max_tokens`.
-
-    Args:
-        max_tokens: the option; without it, the list has the greatest bounds, which fit the default.
-    """
-    items, text = MAX_LIST_ITEMS, MAX_LIST_TEXT
-    if isinstance(max_tokens, int) and max_tokens > 0:
-        room = _CHARACTERS_PER_TOKEN * max_tokens - 2
-        items = min(items, max(1, room // (_ITEM_TEXT + _QUOTES)))
-        text = min(text, max(1, room // items - _QUOTES))
-    return {
-        "type": "array",
-        "items": {"type": "string", "maxLength": text},
-        "minItems": 1,
-        "maxItems": items,
-    }
-
-
 def _add_constraint(output: dict[str, Any], name: str, value: Json, place: Place) -> Kind:
     field = _CONSTRAINTS[name]
     if field != "type":
         output["constraint"] = Constraint(**{field: value})
         return "any" if field == "json_schema" else "text"
     if value == "list":
+        output["constraint"] = Constraint(json_schema=LIST_SCHEMA)
         return "list"
     if value not in _TYPES:
         known = ", ".join(sorted({*_TYPES, "list"} - {"string"}))

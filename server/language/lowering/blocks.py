@@ -9,16 +9,13 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from ...program.ir import Node
 from ..syntax import NameReads
 from .emitter import Emitter, Flow
 from .scope import BREAK, RETURN, NameScope, Unassigned
 from .values import NULL, Value, common_kind
-
-_RESULT_NAMES: Final = {BREAK: "is_last", RETURN: "result"}
-"""The variables of the internal names."""
 
 
 class Branch(NamedTuple):
@@ -112,7 +109,7 @@ def merge_branches(
         if all(value == values[0] for value in values):
             scope.bind(name, values[0])
             continue
-        variable = scope.version(_RESULT_NAMES.get(name, name))
+        variable = scope.result_variable() if name == RETURN else scope.version(name.strip("%"))
         merges[variable] = []
         for branch, value in zip(branches, values, strict=True):
             with emitter.inside(branch.block):

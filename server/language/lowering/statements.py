@@ -141,7 +141,7 @@ class StatementLowerer:
         if node.value is not None:
             hint = scope.result_hint
             if scope.is_main and isinstance(node.value, ast.Call):
-                hint = self.emitter.unique("result")
+                hint = scope.result_variable()
             value = self.expressions.lower(node.value, scope, hint)
         scope.bind(RETURN, value)
         if not scope.is_function:

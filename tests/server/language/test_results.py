@@ -10,7 +10,6 @@ import pytest
 
 from conure.server.language.compiler import compile_source
 from conure.server.language.errors import LanguageError
-from conure.server.language.options import MAX_LIST_ITEMS, MAX_LIST_TEXT, list_schema
 from conure.server.program.nodes.bodies import walk
 
 from ..inprocess import ServerHarness, server_harness
@@ -52,9 +51,26 @@ def test_a_second_name_of_an_earlier_value_is_an_output() -> None:
     assert compile_source(source).outputs == ["x", "y"]
 
 
+@pytest.mark.parametrize(
+    ("source", "outputs"),
+    [
+        ("reply = llm_chat('A')\nreturn {'reply': reply['content'], 'n': 1}", ["reply", "n"]),
+        ("a = gen('A')\nb = gen(a)\nreturn {'a': b, 'b': a}", ["a", "b"]),
+        ("a = gen('A')\na = gen(a)\nreturn {'a': a + '!'}", ["a"]),
+        ("a = gen('A')\nreturn {'a': a, 'b': a}", ["a", "b"]),
+        ("a = gen('A')\nreturn {'my a': a}", ["my_a"]),
+    ],
+)
+def test_return_names_its_values(source: str, outputs: list[str]) -> None:
+    assert compile_source(source).outputs == outputs
+
+
 def test_a_second_name_of_a_value_makes_no_node() -> None:
     program = compile_source("x = gen('A')\ny = x\nyield {'y': y}")
     assert [node.id for node in program.nodes] == ["x", "yield"]
+
+
+F = "def f(x):\n    result = gen(x)\n    return result\n"
 
 
 @pytest.mark.parametrize(
@@ -62,9 +78,12 @@ def test_a_second_name_of_a_value_makes_no_node() -> None:
     [
         "a = gen('A')\nif a:\n    return 'early'\nreturn a + '!'",
         "a = gen('A')\nif a:\n    return gen('B')\nyield {'a': 1}",
+        "a = gen('A')\nif a:\n    if a == 'x':\n        return a\n    return 'y'\nreturn 'z'",
+        f"{F}return f('A') + f('B')",
+        f"{F}if f('A'):\n    return 'x'\nreturn f('B')",
     ],
 )
-def test_a_value_that_a_branch_returns_is_the_result(source: str) -> None:
+def test_a_returned_value_is_the_result(source: str) -> None:
     assert compile_source(source).outputs == ["result"]
 
 
@@ -114,28 +133,6 @@ def test_a_field_that_is_named_content_is_that_field() -> None:
         source = f"m = llm_chat([user('a')], schema={each})\nyield m['content']"
         (_, node) = compile_source(source).nodes
         assert msgspec.to_builtins(node)["value"] == {"get": [{"var": "m"}, "content"]}
-
-
-# --- lists ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_tokens", [4, 6, 16, 40, 100, 300, 512])
-def test_a_list_fits_its_tokens(max_tokens: int) -> None:
-    schema: Any = list_schema(max_tokens)
-    text, items = schema["items"]["maxLength"], schema["maxItems"]
-    assert items * (text + 3) + 1 <= 2 * max_tokens
-    assert text >= 1
-    assert items == MAX_LIST_ITEMS or text < MAX_LIST_TEXT
-
-
-def test_a_list_with_many_tokens_has_the_greatest_bounds() -> None:
-    assert list_schema(512) == list_schema(None) == list_schema(9_999)
-
-
-def test_the_schema_of_a_list_depends_on_its_tokens() -> None:
-    (node, _) = compile_source("items = gen('a', type=list, max_tokens=20)\nyield items").nodes
-    (_, output) = msgspec.to_builtins(node)["prompt"]
-    assert output["constraint"] == {"json_schema": list_schema(20)}
 
 
 # --- races, kills and waits -------------------------------------------------------------------
