@@ -228,6 +228,28 @@ class AsyncClient(AsyncBaseClient):
         """
         return await self._do(procedures.put_alias(name, alias, version, self._retry))
 
+    async def remove_alias(self, name: str, alias: str) -> None:
+        """Remove an alias of a procedure; the version that it names stays.
+
+        Raises:
+            NotFoundError: if there is no such alias.
+        """
+        await self._do(procedures.delete_alias(name, alias, self._retry))
+
+    async def remove_procedure(self, reference: str) -> None:
+        """Remove one version of a procedure, and its pin.
+
+        Programs that run it, and procedures that call it, have a copy.
+
+        Args:
+            reference: `name@version`.
+
+        Raises:
+            NotFoundError: if there is no such version.
+            ConflictError: `procedure.in_use` while an alias names the version.
+        """
+        await self._do(procedures.delete(reference, self._retry))
+
     async def procedure(self, reference: str) -> StoredProcedure:
         """Return one version of a procedure: `name`, `name:alias` or `name@version`."""
         return await self._do(procedures.get(reference, self._retry))

@@ -41,7 +41,7 @@ from .lowering.functions import output_segment, parameters_of, trimmed
 from .lowering.generation import prompt_segments
 from .lowering.interfaces import Signatures
 from .lowering.scope import RETURN, NameScope, NameUses
-from .lowering.statements import StatementLowerer, input_kind, is_decorator
+from .lowering.statements import StatementLowerer, can_jump, input_kind, is_decorator
 from .lowering.values import NULL, Value
 from .syntax import check_size, parse
 from .template import InputSlot, OutputSlot, parse_template
@@ -139,13 +139,15 @@ def _compile_decoder(
     statements = StatementLowerer(emitter, LoopReads(reads), signatures)
     scope = NameScope(emitter, NameUses(body))
     variables = _declare_inputs(statements, scope, declared, inputs)
+    if any(map(can_jump, body)):
+        scope.reserve_result()
     if program_name is not None:
         statements.run([each for each in tree.body if _is_shared(each, program_name)], scope)
     statements.run(body, scope)
     result = scope.bindings.get(RETURN, NULL)
     outputs = dict(emitter.outputs)
     if isinstance(result, Value) and result != NULL:
-        outputs = dict.fromkeys(_returned(emitter, result)) | outputs
+        outputs = dict.fromkeys(_returned(emitter, scope, result)) | outputs
     if not emitter.has_results:
         message = "the program gives no result: add `yield {'name': value}`"
         raise SourceArgumentError("language.argument", message, Position(1, 1))
@@ -160,19 +162,27 @@ def _compile_decoder(
     )
 
 
-def _returned(emitter: Emitter, result: Value) -> list[str]:
+def _returned(emitter: Emitter, scope: NameScope, result: Value) -> list[str]:
     """Return the output variables of `return`: one for each key of a dict."""
     expression = result.expression
     if result.variable is None and isinstance(expression, dict) and "object" in expression:
-        return [_named(emitter, Value(item), key) for key, item in expression["object"].items()]
-    return [emitter.materialized(result, "result")]
+        fields = expression["object"]
+        return [_named(emitter, scope, Value(item), key) for key, item in fields.items()]
+    return [result.variable or _named_result(emitter, scope, result)]
 
 
-def _named(emitter: Emitter, value: Value, key: str) -> str:
+def _named_result(emitter: Emitter, scope: NameScope, result: Value) -> str:
+    name = scope.result_variable()
+    emitter.expr(result.expression, name, result.kind, is_named=True)
+    return name
+
+
+def _named(emitter: Emitter, scope: NameScope, value: Value, key: str) -> str:
     """Return the variable of a value that `return` gives a name."""
     if value.variable == key:
         return key
-    name: str = emitter.expr(value.expression, key).expression["var"]
+    name = scope.version(key)
+    emitter.expr(value.expression, name, is_named=True)
     return name
 
 

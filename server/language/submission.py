@@ -1,6 +1,9 @@
 """Submissions with a text: compiled to submissions with a graph, for the functions of a server.
 
-Applications send the same text with other inputs again and again, so compiled programs are kept.
+Applications send the same text with other inputs again and again, so compiled and validated
+programs are kept, with their JSON.
+
+Invariant: a submission and its JSON are those that its client could have sent as a graph.
 """
 
 from __future__ import annotations
@@ -9,12 +12,16 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 from cachetools import LRUCache
+from msgspec import Raw, Struct
 
+from ..program.bounded_json import check_bounds
+from ..program.content import Json
 from ..program.decode import revalidate
 from ..program.errors import ProgramError
 from ..program.functions import FunctionSignature
-from ..program.ir import Node, Program, SourceSubmission, Submission
+from ..program.ir import Node, Objective, Options, Program, SourceSubmission, Submission
 from .compiler import compile_source, locate
 
 CACHED_NODES = 50_000
@@ -22,10 +29,20 @@ CACHED_NODES = 50_000
 
 
 class _Kept(NamedTuple):
-    """A compiled program, and its share of CACHED_NODES."""
+    """A compiled program that has been validated, and its share of CACHED_NODES."""
 
     program: Program
+    json: bytes
     size: int
+
+
+class _SubmissionJson(Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The fields of a Submission that a text can have, with the program as JSON."""
+
+    program: Raw
+    inputs: dict[str, Json] = {}
+    objectives: dict[str, Objective] = {}
+    options: Options = Options()
 
 
 class SourceCompiler:
@@ -42,24 +59,30 @@ class SourceCompiler:
         Raises:
             ProgramError: a LanguageError with line and column, if the text is invalid.
         """
-        program = self._program(source)
+        kept = self._kept(source)
         submission = Submission(
-            program=program,
+            program=kept.program,
             inputs=source.inputs,
             objectives=source.objectives,
             options=source.options,
         )
-        try:
-            return revalidate(submission)
-        except ProgramError as error:
-            raise locate(error, program) from None
+        body = msgspec.json.encode(
+            _SubmissionJson(
+                program=Raw(kept.json),
+                inputs=source.inputs,
+                objectives=source.objectives,
+                options=source.options,
+            )
+        )
+        check_bounds(body)  # program and inputs are valid, but may exceed a bound together
+        return submission, body
 
-    def _program(self, source: SourceSubmission) -> Program:
+    def _kept(self, source: SourceSubmission) -> _Kept:
         key = (source.source, source.language, source.name, frozenset(source.inputs))
         with self._lock:
             kept = self._programs.get(key)
         if kept is not None:
-            return kept.program
+            return kept
         program = compile_source(
             source.source,
             source.language,
@@ -67,11 +90,17 @@ class SourceCompiler:
             signatures=self._signatures,
             name=source.name,
         )
-        kept = _Kept(program, 64 + _count_nodes(program.nodes))
+        try:
+            submission, _ = revalidate(Submission(program=program))
+        except ProgramError as error:
+            raise locate(error, program) from None
+        program = submission.program
+        size = 64 + _count_nodes(program.nodes)
+        kept = _Kept(program, msgspec.json.encode(program), size)
         if kept.size <= CACHED_NODES:
             with self._lock:
                 self._programs[key] = kept
-        return program
+        return kept
 
 
 def _count_nodes(nodes: Iterable[Node]) -> int:

@@ -280,6 +280,6 @@ def newest_version() -> int:
 def _scripts() -> list[tuple[int, str]]:
     return sorted(
         (int(entry.name.split("_")[0]), entry.read_text("utf-8"))
-        for entry in files("conure.server.store").iterdir()
+        for entry in files("conure.server.store.migrations").iterdir()
         if entry.name.endswith(".sql")
     )

@@ -130,10 +130,12 @@ async def test_truncated_output_fails_with_reason(tmp_path: Path) -> None:
         error = status["variables"]["answer"]["error"]
         assert error["code"] == "output.incomplete"
         assert "max_tokens" in error["message"]
+        assert "raise it" in error["message"]
         body = program("a person", constraint={"json_schema": PERSON}, stop=["age"])
         error = (await run(client, body))["variables"]["answer"]["error"]
         assert error["code"] == "output.incomplete"
         assert "stop string" in error["message"]
+        assert "remove it" in error["message"]
         body = program(
             "a person", constraint={"json_schema": PERSON}, max_tokens=12, **{"as": "text"}
         )

@@ -12,10 +12,11 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.procedures import RunProcedure, StoredProcedure
 from conure.server.program.status import Accepted
 
+from .problems import error_of
 from .programs import Submittable, submission_body
 from .records import Flow, Request
 from .retry import Retry
-from .transfer import fetch
+from .transfer import fetch, send
 
 
 def put(
@@ -44,9 +45,25 @@ def put(
 
 def put_alias(name: str, alias: str, version: str, retry: Retry) -> Flow[StoredProcedure]:
     """Let an alias name another version."""
-    path = f"{_procedure_path(name)}/aliases/{quote(alias, safe='')}"
-    request = Request("PUT", path, msgspec.json.encode({"version": version}))
+    request = Request("PUT", _alias_path(name, alias), msgspec.json.encode({"version": version}))
     return (yield from fetch(request, retry, StoredProcedure))
+
+
+def delete(reference: str, retry: Retry) -> Flow[None]:
+    """Remove one version of a procedure."""
+    yield from _delete(_procedure_path(reference), retry)
+
+
+def delete_alias(name: str, alias: str, retry: Retry) -> Flow[None]:
+    """Remove an alias of a procedure."""
+    yield from _delete(_alias_path(name, alias), retry)
+
+
+def _delete(path: str, retry: Retry) -> Flow[None]:
+    # Not repeatable: if only the answer was lost, a second request would report `not found`.
+    reply = yield from send(Request("DELETE", path, repeatable=False), retry)
+    if reply.status >= 400:
+        raise error_of(reply)
 
 
 def get(reference: str, retry: Retry) -> Flow[StoredProcedure]:
@@ -76,3 +93,7 @@ def run(reference: str, body: RunProcedure, retry: Retry, *, key: str | None) ->
 
 def _procedure_path(reference: str) -> str:
     return f"/v1/procedures/{quote(reference, safe='')}"
+
+
+def _alias_path(name: str, alias: str) -> str:
+    return f"{_procedure_path(name)}/aliases/{quote(alias, safe='')}"

@@ -1,9 +1,10 @@
-"""`conure procedures`: store procedures, move their aliases, list and show them.
+"""`conure procedures`: store procedures, move their aliases, list, show and remove them.
 
 list    print all versions
 show    print one version as JSON
 put     store a version
 alias   let an alias name another version
+remove  remove a version, or an alias
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ACTIONS = {
     "show": "print one version with its parameters, results and program as JSON",
     "put": "store a version; an equal program has no effect",
     "alias": "let an alias name another version with the same parameters and results",
+    "remove": "remove a version that no alias names, or an alias; programs that run it have a copy",
 }
 
 
@@ -39,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "reference", metavar="REFERENCE", help="NAME, NAME:ALIAS or NAME@VERSION"
             )
+        if name == "remove":
+            action.add_argument("reference", metavar="REFERENCE", help="NAME@VERSION or NAME:ALIAS")
         if name in ("put", "alias"):
             action.add_argument("name", metavar="NAME", help="name of the procedure")
         if name == "put":
@@ -74,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
                 sys.stdout.write(pretty(client.procedure(arguments.reference)) + "\n")
             case "put":
                 _put(client, arguments)
+            case "remove":
+                _remove(client, arguments.reference)
             case _:
                 moved = client.move_alias(arguments.name, arguments.alias, arguments.version)
                 sys.stdout.write(f"{_reference(moved)}\n")
@@ -86,6 +92,15 @@ def _put(client: Client, arguments: argparse.Namespace) -> None:
         arguments.name, body, alias=arguments.alias, pin_s=arguments.pin_s
     )
     sys.stdout.write(f"{_reference(stored)}\n")
+
+
+def _remove(client: Client, reference: str) -> None:
+    name, separator, alias = reference.partition(":")
+    if separator:
+        client.remove_alias(name, alias)
+    else:
+        client.remove_procedure(reference)
+    sys.stdout.write(f"removed {reference}\n")
 
 
 def _list(client: Client, *, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from ...program.ir import Node
 from ..syntax import NameReads
 from .emitter import Emitter, Flow
 from .scope import BREAK, RETURN, NameScope, Unassigned
-from .values import NULL, Value, common_kind, var
+from .values import NULL, Value, common_kind
 
 
 class Branch(NamedTuple):
@@ -109,12 +109,14 @@ def merge_branches(
         if all(value == values[0] for value in values):
             scope.bind(name, values[0])
             continue
-        variable = scope.version(name.replace("%", "has_"))
+        variable = scope.result_variable() if name == RETURN else scope.version(name.strip("%"))
         merges[variable] = []
         for branch, value in zip(branches, values, strict=True):
             with emitter.inside(branch.block):
                 merges[variable].append(emitter.materialized(value, name.strip("%")))
-        scope.bind(name, var(variable, common_kind([value.kind for value in values])))
+        kind = common_kind([value.kind for value in values])
+        is_answer = all(value.is_answer for value in values)
+        scope.bind(name, Value({"var": variable}, kind, is_answer=is_answer))
     return merges
 
 

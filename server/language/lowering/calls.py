@@ -239,13 +239,23 @@ def _lower_procedure(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: s
 
 def _lower_race(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: str | None) -> Value:
     """Lower `race(a, b)`: the first value; the calls that produce the others are cancelled."""
-    values = [lowerer.lower(each, scope) for each in node.args]
-    names = [value.variable for value in values]
-    if len(set(names)) < 2 or None in names or node.keywords:
-        message = "`race` takes two or more variables: assign the calls to names first"
+    if len(node.args) < 2 or node.keywords:
+        message = "`race` takes two or more variables, as `race(a, b)`"
         raise SourceArgumentError("language.argument", message, position_of(node))
+    values = [lowerer.lower(each, scope) for each in node.args]
+    variables: list[str] = []
+    for each, value in zip(node.args, values, strict=True):
+        if value.is_constant or scope.is_input(value.variable):
+            message = "a constant or an input would always win: `race` takes results of calls"
+            raise SourceArgumentError("language.argument", message, position_of(each))
+        if value.variable is None:
+            message = "`race` takes variables: assign this value to a name first"
+            raise SourceArgumentError("language.argument", message, position_of(each))
+        if value.variable in variables:
+            message = "`race` has the same value twice: each of its variables needs its own call"
+            raise SourceArgumentError("language.argument", message, position_of(each))
+        variables.append(value.variable)
     emitter = lowerer.emitter
-    variables = [name for name in names if name is not None]
     wait, kill = emitter.unique("race"), emitter.unique("losers")
     emitter.add(WaitNode(id=wait, variables=variables, mode="any", **emitter.common()))
     after: dict[str, Any] = {**emitter.common(), "after": [wait]}

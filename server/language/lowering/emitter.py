@@ -202,7 +202,6 @@ class Emitter:
         """
         name = hint if is_named else self.unique(hint)
         fields = self.common()
-        fields.pop("after", None)  # a computation has no effect that an order could change
         self.count_text(len(expression) if isinstance(expression, str) else 0)
         self.add(ExprNode(id=name, expr=expression, output=name, **fields))
         return var(name, kind)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
-from ...program.content import Expression, Json, Message, Output, Segment
+from ...program.content import Constraint, Expression, Json, Message, Output, Segment
 from ...program.ir import GenerateNode
 from ..errors import Place, SourceArgumentError
 from ..options import TOOL_FIELDS, CallOptions, Kind, check_option, read_options
@@ -21,6 +21,8 @@ from .values import Value, text_of, var
 
 _MESSAGE_FIELDS: Final = frozenset({"role", "content", "name", "tool_call_id"})
 _TYPE_NAMES: Final = frozenset({"str", "int", "float", "bool", "list"})
+_SCALARS: Final = frozenset({"array", "boolean", "integer", "null", "number", "string"})
+"""The types of a JSON schema whose values have no fields."""
 _SPECIAL_STARTS = ("<", "[")
 """Characters that control tokens start with."""
 
@@ -91,7 +93,20 @@ def lower_llm_chat(
         )
     )
     kind = _value_kind(read, is_message=is_message)
-    return var(variable, "text" if kind == "any" and "constraint" not in read.output else kind)
+    if kind == "any" and "constraint" not in read.output:
+        kind = "text"
+    is_json = not is_message and kind not in ("text", "stream")
+    return Value({"var": variable}, kind, is_answer=is_json and not _may_have_content(read))
+
+
+def _may_have_content(options: CallOptions) -> bool:
+    """Whether a schema allows a field `content` or `context`; True if that is not certain."""
+    constraint = options.output.get("constraint")
+    schema = constraint.json_schema if isinstance(constraint, Constraint) else UNSET
+    if schema is UNSET or (isinstance(schema, dict) and schema.get("type") in _SCALARS):
+        return False
+    fields = schema.get("properties") if isinstance(schema, dict) else None
+    return not isinstance(fields, dict) or not fields.keys().isdisjoint(("content", "context"))
 
 
 def _value_kind(options: CallOptions, *, is_message: bool) -> Kind:

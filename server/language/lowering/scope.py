@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...program.checks import MAX_NAME, is_name
@@ -64,8 +64,14 @@ class NameUses:
         self.jobs: set[str] = set()
         """The names of jobs of the main program: `name` in `with job() as name`."""
         self._collect(body, is_in_job=False)
+        self.returned = _returned_names(body, self.assigned)
+        """Names that `return` gives to values other than the variables of these names."""
         self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
         """Names that mean the variable of a later job before their assignment."""
+
+    def num_versions(self, name: str) -> int:
+        """Return how many variables of the main program have a name."""
+        return self.assigned.get(name, 0) + (name in self.returned)
 
     def _collect(self, statements: list[ast.stmt], *, is_in_job: bool) -> None:
         for statement in statements:
@@ -79,6 +85,27 @@ class NameUses:
                 self.assigned[name] = self.assigned.get(name, 0) + 1
                 if is_in_job:
                     self._in_jobs.add(name)
+
+
+def _returned_names(body: list[ast.stmt], assigned: Collection[str]) -> set[str]:
+    """Return the keys of the dict at the end of a program that need their own variables.
+
+    `{"name": name}` is the variable, and a call can write to a variable with the name of its key.
+    """
+    match body[-1:]:
+        case [ast.Return(value=ast.Dict(keys=keys, values=values))]:
+            pairs = zip(keys, values, strict=True)
+            return {
+                key.value
+                for key, value in pairs
+                if isinstance(key, ast.Constant)
+                and isinstance(key.value, str)
+                and is_name(key.value)
+                and not (isinstance(value, ast.Name) and value.id == key.value)
+                and not (isinstance(value, ast.Call) and key.value not in assigned)
+            }
+        case _:
+            return set()
 
 
 def _appended_name(node: ast.Expr) -> list[ast.AST]:
@@ -135,8 +162,8 @@ class NameScope:
     """The names at one point of the text: of the main program, or of one inlined function."""
 
     __slots__ = (
-        "_forward", "_is_branch", "_num_versions", "_outer", "_uses", "bindings", "emitter",
-        "has_outputs", "inputs", "is_function", "result_hint", "yielded",
+        "_forward", "_has_result", "_is_branch", "_num_versions", "_outer", "_uses", "bindings",
+        "emitter", "has_outputs", "inputs", "is_function", "result_hint", "yielded",
     )  # fmt: skip
 
     def __init__(
@@ -163,12 +190,14 @@ class NameScope:
         self._outer = outer
         """The scope around a branch, or the main program of a function, where a name is looked up
         that has no binding here. It does not change as long as this scope is in use."""
+        self._has_result = False
+        """Whether the name `result` is kept for what the main program returns."""
         self.inputs: set[str] = set()
         self._num_versions: dict[str, int] = {}
         self._forward: dict[str, str] = {}
         """Names that were read before their assignment, to the job that read them."""
         if uses is not None:
-            emitter.reserve(*uses.assigned)
+            emitter.reserve(*uses.assigned, *uses.returned)
 
     @property
     def is_main(self) -> bool:
@@ -216,6 +245,13 @@ class NameScope:
             if found is not None or not scope._is_branch or scope._outer is None:
                 return found
             scope = scope._outer
+
+    def is_input(self, variable: str | None) -> bool:
+        """Whether a variable is an input of the program."""
+        scope: NameScope | None = self
+        while scope is not None and variable not in scope.inputs:
+            scope = scope._outer
+        return scope is not None
 
     def is_assigned(self, name: str) -> bool:
         """Whether a name has a meaning here, or gets one later in the text."""
@@ -275,16 +311,37 @@ class NameScope:
         """Set the meaning of a name from this point of the text on."""
         self.bindings[name] = binding
 
+    def reserve_result(self) -> None:
+        """Keep the name `result` for what the main program returns, unless the author uses it."""
+        if "result" not in self.inputs and self._uses is not None:
+            self._has_result = "result" not in self._uses.assigned
+            if self._has_result:
+                self.emitter.reserve("result")
+
+    def result_variable(self) -> str:
+        """Create the variable of a returned value, and return it."""
+        if self._has_result:
+            self._has_result = False
+            return "result"
+        return self.emitter.unique("result")
+
     def version(self, name: str) -> str:
         """Create a version of a name, and return its variable.
 
         The variable of the last version in the main program, outside of bodies, has the same name.
         """
-        if self._uses is not None and name in self._uses.assigned and name not in self.inputs:
-            number = self._num_versions[name] = self._num_versions.get(name, 0) + 1
-            if number == self._uses.assigned[name] and _is_variable_name(name):
-                return name
+        own = self._last_version(name)
+        self._num_versions[name] = self._num_versions.get(name, 0) + 1
+        if own is not None:
+            return own
         return self.emitter.unique(name)
+
+    def _last_version(self, name: str) -> str | None:
+        """Return the name itself if its next version is the last one in the main program."""
+        if self._uses is None or name in self.inputs:
+            return None
+        is_last = self._num_versions.get(name, 0) + 1 == self._uses.num_versions(name)
+        return name if is_last and _is_variable_name(name) else None
 
     def assign(self, name: str, value: Value, variable: str | None = None) -> None:
         """Assign a value to a name.
@@ -297,15 +354,17 @@ class NameScope:
         if value.variable is not None and value.variable == variable:
             self.bind(name, value)
             return
-        if value.is_inline and name not in self._forward and not self._needs_own(value, variable):
-            if variable is None:
-                self._num_versions[name] = self._num_versions.get(name, 0) + 1
-            self.bind(name, value)
-            return
+        if value.is_inline and name not in self._forward:
+            own = variable or self._last_version(name)
+            if not self._needs_own(value, own):
+                if variable is None:
+                    self._num_versions[name] = self._num_versions.get(name, 0) + 1
+                self.bind(name, value)
+                return
         variable = variable or self.version(name)
         made = self.emitter.expr(value.expression, variable, value.kind, is_named=True)
         definition = value.expression if value.definition is None else value.definition
-        self.bind(name, Value(made.expression, made.kind, definition))
+        self.bind(name, Value(made.expression, made.kind, definition, value.is_answer))
 
     def _needs_own(self, value: Value, variable: str | None) -> bool:
         """Whether a value is copied to the new variable although it has a variable already.

@@ -140,8 +140,8 @@ class StatementLowerer:
         value = NULL
         if node.value is not None:
             hint = scope.result_hint
-            if not scope.is_function and isinstance(node.value, ast.Call):
-                hint = self.emitter.unique("result")
+            if scope.is_main and isinstance(node.value, ast.Call):
+                hint = scope.result_variable()
             value = self.expressions.lower(node.value, scope, hint)
         scope.bind(RETURN, value)
         if not scope.is_function:
@@ -318,7 +318,7 @@ class StatementLowerer:
             raise SourceArgumentError("language.argument", message, position_of(node))
         found = scope.find(target.id)
         name = found.job if isinstance(found, JobHandle) else scope.read(target).variable
-        if name is None or name in scope.inputs:
+        if name is None or scope.is_input(name):
             message = f"`{target.id}` has its value already: only the result of a call, or a job, "
             message += "can be cancelled"
             raise SourceArgumentError("language.argument", message, position_of(target))

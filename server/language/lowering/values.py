@@ -24,6 +24,8 @@ class Value(Struct, frozen=True):
     kind: Kind = "any"
     definition: Expression = None
     """The constant expression that was assigned to the variable; None for any other value."""
+    is_answer: bool = False
+    """The JSON that `llm_chat` gave for `schema` or `type`. Its text is the value itself."""
 
     @property
     def variable(self) -> str | None:
@@ -44,17 +46,22 @@ class Value(Struct, frozen=True):
             return len(expression) <= MAX_INLINE_TEXT
         return not isinstance(expression, list)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the value is known before the program runs."""
+        expression = self.expression if self.definition is None else self.definition
+        return not variables(expression)
+
     def constant(self) -> Json:
         """Return the value of an expression without variables.
 
         Raises:
             NotConstantError: if it has variables, or fails.
         """
-        expression = self.expression if self.definition is None else self.definition
-        if variables(expression):
+        if not self.is_constant:
             raise NotConstantError
         try:
-            return evaluate(expression, {})
+            return evaluate(self.expression if self.definition is None else self.definition, {})
         except ExpressionError as error:
             raise NotConstantError from error
 
@@ -77,9 +84,12 @@ def text_of(value: Value) -> Value:
 def element(value: Value, key: Expression) -> Value:
     """Return the element of a list or dict.
 
+    `content` of the JSON that `llm_chat` gave is the JSON, as it is the text of any other answer.
     A message has `content` where the text wrote `context`. So `context` of a value that may be a
     message, as an element of a list, is its `content` unless it has its own `context`.
     """
+    if value.is_answer and key in ("content", "context"):
+        return value
     found: Expression = {"get": [value.expression, key]}
     if key == "context":
         found = {"first": [found, {"get": [value.expression, "content"]}]}

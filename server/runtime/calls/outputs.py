@@ -144,11 +144,13 @@ def value_of(
         return report.text
     if target.form == "value":
         if report.constraint == "cut":
-            cause = "a stop string" if isinstance(report.stop, str) else "max_tokens"
+            cause, advice = "max_tokens", "raise it, or bound the lengths in the constraint"
+            if isinstance(report.stop, str):
+                cause, advice = "a stop string", "remove it; a constraint ends by itself"
             raise RunError(
                 "output.incomplete",
                 f"output {target.variable} was cut off by {cause} before it satisfied its "
-                f"constraint: {_excerpt(report.text)}",
+                f"constraint ({advice}): {_excerpt(report.text)}",
             )
         return _parse(target.variable, report.text)
     return _message(

@@ -133,6 +133,20 @@ async def test_procedures_are_stored_and_run(caller: Any, double: Any, kit: Any)
         await caller(caller.client.store_procedure, "sum", {"source": text, "inputs": {"a": 1}})
 
 
+async def test_versions_and_aliases_of_procedures_are_removed(
+    caller: Any, double: Any, kit: Any
+) -> None:
+    path = "/v1/procedures/sum"
+    double.on("DELETE", f"{path}/aliases/prod", kit.Answer(204, b""))
+    assert await caller(caller.client.remove_alias, "sum", "prod") is None
+    double.on("DELETE", f"{path}@0", kit.Answer(204, b""))
+    assert await caller(caller.client.remove_procedure, "sum@0") is None
+    refusal = kit.problem(409, "procedure.in_use", "named by an alias")
+    double.on("DELETE", f"{path}@1", kit.Answer(409, refusal))
+    with pytest.raises(ConflictError, match="named by an alias"):
+        await caller(caller.client.remove_procedure, "sum@1")
+
+
 async def test_trace_is_read_line_by_line(caller: Any, double: Any, kit: Any) -> None:
     run = await attached(caller, double, kit)
     lines = b'{"name":"program"}\n{"name":"ask"}\n'

@@ -100,6 +100,21 @@ def test_procedures_are_stored_listed_and_moved(
     assert "procedure.not_found" in capsys.readouterr().err
 
 
+def test_versions_and_aliases_of_procedures_are_removed(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "old.py"
+    file.write_text("return gen('a', max_tokens=2)")
+    assert main(["procedures", "put", "old", str(file), "--alias", "a", "--url", url]) == 0
+    reference = capsys.readouterr().out.strip()
+    assert main(["procedures", "remove", reference, "--url", url]) == 1
+    assert "procedure.in_use" in capsys.readouterr().err
+    assert main(["procedures", "remove", "old:a", "--url", url]) == 0
+    assert main(["procedures", "remove", reference, "--url", url]) == 0
+    assert capsys.readouterr().out.splitlines() == ["removed old:a", f"removed {reference}"]
+    assert main(["procedures", "show", reference, "--url", url]) == 1
+
+
 def test_trace_prints_spans_or_examples(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

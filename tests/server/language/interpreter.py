@@ -64,7 +64,8 @@ class Interpreter:
         self._num_jobs = 0
 
     def run(self) -> list[tuple[int, Any]]:
-        self._block(self._tree.body, {})
+        with contextlib.suppress(JobEndError, ReturnedError):
+            self._block(self._tree.body, {})
         return self.yields
 
     def _block(self, statements: list[ast.stmt], names: dict[str, Any]) -> None:
@@ -117,12 +118,10 @@ class Interpreter:
                     names.clear()
                     names.update(before)
                     self._block(handler.body, names)
-            case ast.Return(value=ast.expr() as value):
-                raise ReturnedError(self._value(value, names))
-            case ast.Break():
-                raise RoundEndError(True)
-            case ast.Continue():
-                raise RoundEndError(False)
+            case ast.Return(value=value):
+                raise ReturnedError(None if value is None else self._value(value, names))
+            case ast.Break() | ast.Continue():
+                raise RoundEndError(isinstance(node, ast.Break))
             case _:
                 raise AssertionError(ast.dump(node))
 

@@ -48,11 +48,11 @@ class SourceGenerator:
     def _statement(  # noqa: C901
         self, texts: list[str], lists: list[str], depth: int, *, is_job: bool, in_loop: bool = False
     ) -> list[str]:
-        kinds = ["assign", "assign", "yield", "items", "reassign", "wait", "pair"]
+        kinds = ["assign", "assign", "yield", "items", "reassign", "wait", "pair", "swap"]
         if depth < 3:
             kinds += ["branch", "branch", "loop", "attempt"]
         if depth == 0 and not is_job:
-            kinds += ["job", "job", "kill"]
+            kinds += ["job", "job", "kill", "end"]
         if in_loop:
             kinds += ["leave"]
         kind = self._rng.choice(kinds)
@@ -75,6 +75,13 @@ class SourceGenerator:
                 line = f"{one}, {two} = write({self._rng.choice(texts)})"
                 texts += [one, two]
                 return [line]
+            case "swap":
+                one, two = self._rng.choice(texts), self._rng.choice(texts)
+                return [f"{one}, {two} = {two}, {one}"]
+            case "end":
+                text = self._rng.choice(texts)
+                last = self._rng.choice((f"yield {{'end': {text}}}", f"wait {text}"))
+                return [f"if {self._condition(texts)}:", f"    {last}", "    return"]
             case "yield":
                 choice = self._rng.choice([self._rng.choice(texts), self._rng.choice(lists)])
                 return [f"yield {{'{self._name('y')}': {choice}}}"]

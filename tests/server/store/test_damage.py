@@ -8,12 +8,12 @@ import os
 import random
 import shutil
 import sqlite3
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from conure.server.program.errors import UnavailableError
-from conure.server.store import journal as journal_module
 from conure.server.store.damage.integrity import inspect
 from conure.server.store.database import RESERVE_NAME
 from conure.server.store.journal import DeleteRecord, Journal, JournalError
@@ -158,7 +158,7 @@ async def test_journal_without_checksums_is_opened(tmp_path: Path) -> None:
     folder.mkdir()
     with sqlite3.connect(folder / FILE) as connection:
         for name in ("0001_programs.sql", "0002_usage.sql"):
-            script = Path(journal_module.__file__).with_name(name).read_text("utf-8")
+            script = files("conure.server.store.migrations").joinpath(name).read_text("utf-8")
             connection.executescript(script)
         connection.execute("INSERT INTO program VALUES (1, 'old', 'a', NULL, x'00', 1.5, x'7b7d')")
         connection.execute("INSERT INTO value VALUES (1, 'x', 0, 1, NULL, NULL, NULL, x'31')")

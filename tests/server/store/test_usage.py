@@ -89,7 +89,7 @@ async def test_invalid_receipt_counts_as_a_program(tmp_path: Path) -> None:
 
 
 async def test_migration_sums_earlier_receipts(tmp_path: Path) -> None:
-    first = files("conure.server.store").joinpath("0001_programs.sql").read_text("utf-8")
+    first = files("conure.server.store.migrations").joinpath("0001_programs.sql").read_text("utf-8")
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.executescript(first)
         for number in range(3):

@@ -1,0 +1,186 @@
+"""Names and values of results: swaps, early returns, JSON answers, lists, races, and waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from conure.server.language.compiler import compile_source
+from conure.server.language.errors import LanguageError
+from conure.server.program.nodes.bodies import walk
+
+from ..inprocess import ServerHarness, server_harness
+
+TOTAL = "{'type': 'object', 'properties': {'total': {'type': 'integer'}}, 'required': ['total']}"
+LONG = "x" * 100
+
+
+def error_of(source: str) -> str:
+    with pytest.raises(LanguageError) as caught:
+        compile_source(source, signatures={})
+    return caught.value.message
+
+
+async def run(harness: ServerHarness, source: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a program yields, and the values of its outputs."""
+    program = await harness.submit_source(source)
+    status = await program.end()
+    assert status.status == "done", status.error
+    yields = [each.data["value"] for each in await program.events() if each.type == "yield"]
+    values = {name: each.value for name, each in status.variables.items() if each.status == "done"}
+    return yields, {name: values[name] for name in status.outputs if name in values}
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+async def test_names_that_are_swapped_are_outputs_with_their_last_values(tmp_path: Path) -> None:
+    source = "a = gen('A', max_tokens=4)\nb = gen('B', max_tokens=4)\n"
+    async with server_harness(tmp_path) as harness:
+        (before,), _ = await run(harness, f"{source}yield [a, b]")
+        (after,), outputs = await run(harness, f"{source}a, b = b, a\nyield [a, b]")
+    assert after == [*reversed(before)]
+    assert outputs == {"a": after[0], "b": after[1]}
+
+
+def test_a_second_name_of_an_earlier_value_is_an_output() -> None:
+    source = "x = gen('A')\ny = x\nfor _ in range(2):\n    x = gen(x)\nyield {'x': x, 'y': y}"
+    assert compile_source(source).outputs == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("source", "outputs"),
+    [
+        ("reply = llm_chat('A')\nreturn {'reply': reply['content'], 'n': 1}", ["reply", "n"]),
+        ("a = gen('A')\nb = gen(a)\nreturn {'a': b, 'b': a}", ["a", "b"]),
+        ("a = gen('A')\na = gen(a)\nreturn {'a': a + '!'}", ["a"]),
+        ("a = gen('A')\nreturn {'a': a, 'b': a}", ["a", "b"]),
+        ("a = gen('A')\nreturn {'my a': a}", ["my_a"]),
+    ],
+)
+def test_return_names_its_values(source: str, outputs: list[str]) -> None:
+    assert compile_source(source).outputs == outputs
+
+
+def test_a_second_name_of_a_value_makes_no_node() -> None:
+    program = compile_source("x = gen('A')\ny = x\nyield {'y': y}")
+    assert [node.id for node in program.nodes] == ["x", "yield"]
+
+
+F = "def f(x):\n    result = gen(x)\n    return result\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a = gen('A')\nif a:\n    return 'early'\nreturn a + '!'",
+        "a = gen('A')\nif a:\n    return gen('B')\nyield {'a': 1}",
+        "a = gen('A')\nif a:\n    if a == 'x':\n        return a\n    return 'y'\nreturn 'z'",
+        f"{F}return f('A') + f('B')",
+        f"{F}if f('A'):\n    return 'x'\nreturn f('B')",
+    ],
+)
+def test_a_returned_value_is_the_result(source: str) -> None:
+    assert compile_source(source).outputs == ["result"]
+
+
+async def test_nothing_runs_after_a_return_in_a_branch(tmp_path: Path) -> None:
+    source = """
+a = gen('A', max_tokens=4)
+with job():
+    yield {'first': a}
+if len(a) == 4:
+    return
+with job():
+    fail('must not run')
+b = gen('B', max_tokens=4)
+yield {'b': b}
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, outputs = await run(harness, source)
+    assert [*yields[0]] == ["first"]
+    assert len(yields) == 1
+    assert "b" not in outputs
+
+
+# --- JSON answers -----------------------------------------------------------------------------
+
+
+async def test_the_content_of_a_json_answer_is_the_json(tmp_path: Path) -> None:
+    chat = "llm_chat([user('a')], max_tokens=60, "
+    source = f"""
+m = {chat}schema={TOTAL})
+if m["total"] == 0:
+    number = {chat}type=int)
+else:
+    number = {chat}type=int, seed=2)
+same = m
+direct = {chat}schema={TOTAL})["content"]
+yield [m == m["content"], number == number["context"], same["content"]["total"] == m["total"]]
+yield [m.get("content") == m, direct == m]
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, _ = await run(harness, source)
+    assert yields == [[True, True, True], [True, True]]
+
+
+def test_a_field_that_is_named_content_is_that_field() -> None:
+    schema = TOTAL.replace("total", "content")
+    for each in (schema, "{'type': 'object'}", "{'$ref': '#/$defs/a', '$defs': {'a': {}}}"):
+        source = f"m = llm_chat([user('a')], schema={each})\nyield m['content']"
+        (_, node) = compile_source(source).nodes
+        assert msgspec.to_builtins(node)["value"] == {"get": [{"var": "m"}, "content"]}
+
+
+# --- races, kills and waits -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("'b'", "would always win"),
+        ("long", "would always win"),
+        ("question", "would always win"),
+        ("a + '!'", "assign this value to a name first"),
+        ("a", "same value twice"),
+        ("same", "same value twice"),
+    ],
+)
+def test_a_race_takes_results_of_different_calls(other: str, message: str) -> None:
+    names = f"question: str\nlong = '{LONG}'\na = gen('A')\nsame = a\n"
+    for race in (f"w = race(a, {other})\n", f"if a == 'x':\n    w = race(a, {other})\n"):
+        assert message in error_of(f"{names}{race}yield a")
+
+
+def test_an_input_cannot_be_killed_in_a_branch() -> None:
+    message = error_of("x: str\na = gen('A')\nif a == 'b':\n    x.kill()\nyield a")
+    assert "`x` has its value already" in message
+
+
+async def test_expressions_after_an_unmet_wait_are_skipped(tmp_path: Path) -> None:
+    source = """
+never = client("never")
+with job():
+    found = gen("A", max_tokens=4)
+    if len(found) == 4:
+        never.kill()
+with job():
+    wait never
+    size = len(found)
+    broken = parse_json(found)
+    yield {"size": size, "broken": broken}
+yield {"found": len(found)}
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, outputs = await run(harness, source)
+    assert yields == [{"found": 4}]
+    assert not {"size", "broken"} & outputs.keys()
+
+
+def test_expressions_do_not_wait_for_yields() -> None:
+    program = compile_source("a = gen('A')\nyield a\nb = len(a)\nyield b")
+    nodes = {node.id: node for _, node in walk(program.nodes, "")}
+    assert not nodes["b"].after

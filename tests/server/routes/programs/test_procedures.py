@@ -1,0 +1,35 @@
+"""Stored procedures over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conure.server.app import create_app
+from conure.server.config import Config
+
+from ...service_double import in_process
+
+TEXT = "text: str\nreturn gen(text, max_tokens=4)"
+
+
+async def test_a_version_is_removed_after_its_alias(tmp_path: Path) -> None:
+    async with in_process(create_app(Config(data=tmp_path, engine="fake"))) as client:
+        url = "/v1/procedures/sum"
+        stored = (await client.put(url, json={"source": TEXT})).json()
+        version = f"{url}@{stored['version']}"
+        refused = await client.delete(version)
+        assert (refused.status_code, refused.json()["code"]) == (409, "procedure.in_use")
+        removed = await client.delete(f"{url}/aliases/default")
+        assert (removed.status_code, removed.content) == (204, b"")
+        assert (await client.delete(version)).status_code == 204
+        assert (await client.get("/v1/procedures")).json() == {"procedures": []}
+        for missing in (version, f"{url}/aliases/default"):
+            answer = await client.delete(missing)
+            assert (answer.status_code, answer.json()["code"]) == (404, "procedure.not_found")
+
+
+async def test_a_version_is_removed_by_its_hash_only(tmp_path: Path) -> None:
+    async with in_process(create_app(Config(data=tmp_path, engine="fake"))) as client:
+        for reference in ("sum", "sum:default", "sum@1"):
+            answer = await client.delete(f"/v1/procedures/{reference}")
+            assert (answer.status_code, answer.json()["code"]) == (400, "procedure.name")
