@@ -138,7 +138,11 @@ def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
     if graph is None or body.get("open"):
         return
     inputs = body["inputs"]
-    read = {name for name in graph.inputs if graph.get_consumers(name) or name in graph.outputs}
+    read = {
+        name
+        for name in graph.inputs
+        if graph.get_consumers(name) or graph.get_potential_readers(name) or name in graph.outputs
+    }
     # A text need not declare its inputs, so the server accepts every name.
     if "source" in body and (unread := sorted(inputs.keys() - read)):
         close = difflib.get_close_matches(unread[0], read, n=1)

@@ -145,7 +145,7 @@ def _compile_decoder(
         statements.run([each for each in tree.body if _is_shared(each, program_name)], scope)
     statements.run(body, scope)
     result = scope.bindings.get(RETURN, NULL)
-    outputs = dict(emitter.outputs)
+    outputs = {name: None for name in emitter.outputs if name not in scope.inputs}
     if isinstance(result, Value) and result != NULL:
         outputs = dict.fromkeys(_returned(emitter, scope, result)) | outputs
     if not emitter.has_results:
@@ -156,9 +156,7 @@ def _compile_decoder(
         variables=variables,
         nodes=emitter.block,  # type: ignore[arg-type]  # all kinds that the compiler makes
         jobs=emitter.jobs,
-        outputs=[
-            each for each in outputs if each not in scope.inputs and each not in emitter.bound
-        ],
+        outputs=[each for each in outputs if each not in emitter.bound],
     )
 
 

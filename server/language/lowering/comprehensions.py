@@ -7,8 +7,9 @@ A comprehension with calls is a `map`, whose items run in parallel; without call
 from __future__ import annotations
 
 import ast
-from typing import Any
+from typing import Any, NamedTuple
 
+from ...program.content import Expression
 from ...program.ir import IfNode, MapNode
 from ...program.nodes.map import MAX_WIDTH
 from ..errors import SourceArgumentError, UnsupportedSourceError, position_of
@@ -17,6 +18,15 @@ from . import calls, methods
 from .interfaces import Lowerer
 from .scope import FunctionSource, NameScope
 from .values import Value, common_kind, var
+
+
+class _Names(NamedTuple):
+    """The names that a comprehension gives to an item and to its index."""
+
+    item: str | None
+    number: str | None
+    is_pair: bool = False
+    """Each item is the list of an index and an item."""
 
 
 class ComprehensionLowerer:
@@ -62,15 +72,15 @@ class ComprehensionLowerer:
             raise UnsupportedSourceError(message, position_of(node.generators[1].target))
         generator = node.generators[0]
         items, width = self._items(generator.iter, scope)
-        item, index = loop_names(generator.target, generator.iter)
+        names = _Names(*loop_names(generator.target, generator.iter))
         for condition in generator.ifs:
-            items = self._filter(items, item, index, condition, scope)
-        if item is not None and not self._needs_nodes(node.elt, scope):
-            return self._each(items, item, index, node.elt, scope)
+            items, names = self._filter(items, names, condition, scope)
+        if names.item is not None and not self._needs_nodes(node.elt, scope):
+            return self._each(items, names, node.elt, scope)
         if self._lowerer.is_pure:
             message = "move the call out of the condition: assign it to a name first"
             raise UnsupportedSourceError(message, position_of(node.elt))
-        return self._map(items, width, (item, index), node.elt, scope, hint)
+        return self._map(items, width, names, node.elt, scope, hint)
 
     def _items(self, node: ast.expr, scope: NameScope) -> tuple[Value, int | None]:
         """Return the list of a loop, and the greatest length that the text states."""
@@ -94,62 +104,69 @@ class ComprehensionLowerer:
             raise SourceArgumentError("language.type", message, position_of(node))
         return value, width
 
-    def _bound(
-        self, item: str | None, index: str | None, scope: NameScope
-    ) -> tuple[NameScope, str, str | None]:
+    def _bound(self, names: _Names, scope: NameScope) -> tuple[NameScope, str, str | None]:
+        """Return the scope of an item, and the variables of the item and of its index."""
         inner = scope.branch()
-        item_name = self._lowerer.emitter.unique(item or "item")
-        self._lowerer.emitter.bound.add(item_name)
-        if item is not None:
-            inner.bind(item, var(item_name))
-        if index is None:
+        item_name = self._variable(names.item or "item")
+        if names.is_pair and names.item is not None and names.number is not None:
+            inner.bind(names.number, Value({"get": [{"var": item_name}, 0]}, "number"))
+            inner.bind(names.item, Value({"get": [{"var": item_name}, 1]}))
             return inner, item_name, None
-        index_name = self._lowerer.emitter.unique(index)
-        self._lowerer.emitter.bound.add(index_name)
-        inner.bind(index, var(index_name, "number"))
+        if names.item is not None:
+            inner.bind(names.item, var(item_name))
+        if names.number is None:
+            return inner, item_name, None
+        index_name = self._variable(names.number)
+        inner.bind(names.number, var(index_name, "number"))
         return inner, item_name, index_name
 
-    def _each(
-        self, items: Value, item: str, index: str | None, node: ast.expr, scope: NameScope
-    ) -> Value:
-        inner, item_name, index_name = self._bound(item, index, scope)
+    def _variable(self, hint: str) -> str:
+        name = self._lowerer.emitter.unique(hint)
+        self._lowerer.emitter.bound.add(name)
+        return name
+
+    def _each(self, items: Value, names: _Names, node: ast.expr, scope: NameScope) -> Value:
+        inner, *variables = self._bound(names, scope)
+        element = self._pure(node, inner)
+        written = [name for name in variables if name is not None]
+        return Value({"each": [items.expression, *written, element.expression]}, "list")
+
+    def _pure(self, node: ast.expr, scope: NameScope) -> Value:
         self._lowerer.is_pure += 1
         try:
-            element = self._lowerer.lower(node, inner)
+            return self._lowerer.lower(node, scope)
         finally:
             self._lowerer.is_pure -= 1
-        names = [item_name] if index_name is None else [item_name, index_name]
-        return Value({"each": [items.expression, *names, element.expression]}, "list")
 
     def _filter(
-        self, items: Value, item: str | None, index: str | None, node: ast.expr, scope: NameScope
-    ) -> Value:
+        self, items: Value, names: _Names, node: ast.expr, scope: NameScope
+    ) -> tuple[Value, _Names]:
+        """Return the items for which a condition holds; with `enumerate`, as pairs with indices."""
         if self._needs_nodes(node, scope):
             message = "the condition of a comprehension cannot have calls: compute it before"
             raise UnsupportedSourceError(message, position_of(node))
-        if index is not None:
-            message = "a comprehension with `enumerate` cannot have a condition"
-            raise UnsupportedSourceError(message, position_of(node))
-        inner, item_name, _ = self._bound(item, None, scope)
-        self._lowerer.is_pure += 1
-        try:
-            condition = self._lowerer.lower(node, inner)
-        finally:
-            self._lowerer.is_pure -= 1
-        kept = {"if": [condition.expression, [{"var": item_name}], []]}
-        return Value({"flatten": [{"each": [items.expression, item_name, kept]}]}, "list")
+        inner, item_name, index_name = self._bound(names, scope)
+        condition = self._pure(node, inner)
+        variables = [item_name]
+        kept: list[Expression] = [{"var": item_name}]
+        if index_name is not None:
+            variables, kept = [item_name, index_name], [[{"var": index_name}, {"var": item_name}]]
+            names = names._replace(is_pair=True)
+        chosen = {"if": [condition.expression, kept, []]}
+        filtered = {"flatten": [{"each": [items.expression, *variables, chosen]}]}
+        return Value(filtered, "list"), names
 
     def _map(
         self,
         items: Value,
         width: int | None,
-        names: tuple[str | None, str | None],
+        names: _Names,
         node: ast.expr,
         scope: NameScope,
         hint: str | None,
     ) -> Value:
         emitter = self._lowerer.emitter
-        inner, item_name, index_name = self._bound(*names, scope)
+        inner, item_name, index_name = self._bound(names, scope)
         with emitter.body(is_ordered=False) as (body, flow):
             element = self._lowerer.lower(node, inner)
             collected = emitter.materialized(element, "element")

@@ -200,7 +200,10 @@ class FunctionInliner:
         if isinstance(part, str):
             return prompt_segments(part)
         if part.name not in values:
-            message = f"`{part.name}` is neither a parameter nor an output before this slot"
+            message = (
+                f"`{part.name}` is neither a parameter nor an output before this slot: add it "
+            )
+            message += "to the parameters, and pass its value in the call"
             raise SourceNameError("language.undefined_name", message, part.position)
         text = as_text(values[part.name])
         return [

@@ -76,6 +76,8 @@ def lower_for(statements: StatementRunner, node: ast.For, scope: NameScope) -> N
         return
     if items.kind not in ("list", "any"):
         message = f"`for` needs a list or a stream, got {items.kind}"
+        if items.kind == "object":
+            message += ": write the keys as a list, and read `data[key]` in the loop"
         raise SourceArgumentError("language.type", message, position_of(node.iter))
     _refuse_return(node)
     loop = _Loop(items, item or "item", index, _bound(items, items_node), {})

@@ -329,6 +329,21 @@ def test_wrong_input_is_named(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "yield [gen(f'{goods} {i}') for i in range(2)]",
+        "for i in range(2):\n    yield gen(f'{goods}')",
+        "a = gen('x')\nif a == 'y':\n    yield gen(goods)",
+        "return {'same': 1, 'goods': goods}",
+    ],
+)
+def test_an_input_that_only_a_body_reads_is_read(url: str, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tea.py"
+    file.write_text(f"goods: str\n{text}")
+    assert main(["run", str(file), "-p", "goods=tea", "--url", url]) == 0
+
+
+@pytest.mark.parametrize(
     ("argv", "error"),
     [
         (

@@ -236,10 +236,12 @@ class SourceGenerator:
             f"[f'{{x}}.' for x in {items} if f'{{x}}'.contains('e')]",
             f"[[i, len(f'{{x}}')] for i, x in enumerate({items}[:3])]",
             f"listed({text})[:3]",
+            f"[f'{{i}}{{x}}' for i, x in enumerate({items}[:4]) if i % 2 == 0]",
         ]
         calls = [
             f"[gen(f'{{x}} of {{{text}}}', max_tokens=8) for x in {items}[:3]]",
             f"[ask(x, {text}) for x in {items}[:2]]",
+            f"[gen(f'{{i}}{{x}}', max_tokens=5) for i, x in enumerate({items}[:4]) if i > 1]",
         ]
         return self._rng.choice(
             calls if self._num_calls <= 14 and self._rng.random() < 0.5 else pure

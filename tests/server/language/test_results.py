@@ -11,6 +11,7 @@ import pytest
 from conure.server.language.compiler import compile_source
 from conure.server.language.errors import LanguageError
 from conure.server.program.nodes.bodies import walk
+from conure.server.program.procedures import PutProcedure
 
 from ..inprocess import ServerHarness, server_harness
 
@@ -59,10 +60,21 @@ def test_a_second_name_of_an_earlier_value_is_an_output() -> None:
         ("a = gen('A')\na = gen(a)\nreturn {'a': a + '!'}", ["a"]),
         ("a = gen('A')\nreturn {'a': a, 'b': a}", ["a", "b"]),
         ("a = gen('A')\nreturn {'my a': a}", ["my_a"]),
+        ("n: int\nreturn {'n': n, 'a': gen('A')}", ["n", "a"]),
+        ("n: int\nreturn n", ["n"]),
     ],
 )
 def test_return_names_its_values(source: str, outputs: list[str]) -> None:
     assert compile_source(source).outputs == outputs
+
+
+async def test_a_procedure_may_return_a_parameter(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        text = "n: int\nreturn {'n': n, 'twice': 2 * n}"
+        body = PutProcedure(source=text)
+        await harness.executor.procedures.put("double", body, tenant=harness.tenant)
+        yields, _ = await run(harness, "yield call('double', n=4)")
+    assert yields == [{"n": 4, "twice": 8}]
 
 
 def test_a_second_name_of_a_value_makes_no_node() -> None:
@@ -104,6 +116,20 @@ yield {'b': b}
     assert [*yields[0]] == ["first"]
     assert len(yields) == 1
     assert "b" not in outputs
+
+
+async def test_enumerated_items_can_be_filtered(tmp_path: Path) -> None:
+    source = """
+items = ['a', 'b', 'c', 'd']
+marks = [1, 0, 1, 1]
+pure = [f'{i}{x}' for i, x in enumerate(items) if marks[i] == 1 if x != 'd']
+calls = [gen(f'{i}{x}', max_tokens=4) for i, x in enumerate(items) if i > 1]
+expected = [gen('2c', max_tokens=4), gen('3d', max_tokens=4)]
+yield [pure, calls == expected]
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, _ = await run(harness, source)
+    assert yields == [[["0a", "2c"], True]]
 
 
 # --- JSON answers -----------------------------------------------------------------------------
