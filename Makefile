@@ -91,7 +91,7 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 	grep -v '^triton' constraints.txt > $(KERNELS)/constraints.txt
 	$(call install_test_torch,$(KERNELS)/bin/python)
 	$(KERNELS)/bin/python -m pip install --quiet -c $(KERNELS)/constraints.txt -e . \
-	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist sympy
 	@touch $@
 
 $(LOWEST)/.installed: pyproject.toml constraints.txt

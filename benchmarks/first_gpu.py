@@ -16,7 +16,8 @@
 
 Each stage is a separate process with a time limit. It writes `STAGE.json` after each row, so a
 stage that is stopped leaves what it has measured; `first_gpu.md` shows all stages in the folder,
-and `first_gpu.log` what they printed. Pieces that `gpu/pack.sh` collected are unpacked first.
+and `first_gpu.log` what they printed. Pieces that `gpu/pack.sh` collected are unpacked first, on
+Python 3.12.
 
 `--rehearse` runs the same code on a fake device that computes nothing (`engine.testing.fake_cuda`).
 With `--compile`, Triton compiles each kernel, which fills the cache that travels. `vllm` is
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.run is not None:
         return run_stage(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    unpacked = packed.unpack(options.packed, packed.place())
+    here = _place(options)
+    unpacked = packed.unpack(options.packed, here) if here is not None else []
     if unpacked:
         print(f"unpacked {', '.join(unpacked)}", flush=True)
     has_failed = False
@@ -97,7 +99,7 @@ def start(stage: Stage, options: argparse.Namespace) -> bool:
     flags = ("rehearse", "compile", "cpu", "tiny")
     command += [f"--{flag}" for flag in flags if getattr(options, flag)]
     print(f"== {stage.name}, at most {limit_s:.0f} s", flush=True)
-    environment = packed.environment(ROOT, packed.place(), uses_vllm=stage.uses_vllm)
+    environment = packed.environment(ROOT, _place(options), uses_vllm=stage.uses_vllm)
     began = time.monotonic()
     with (options.out / "first_gpu.log").open("a", encoding="utf-8") as log:
         process = subprocess.Popen(
@@ -120,6 +122,12 @@ def start(stage: Stage, options: argparse.Namespace) -> bool:
     print(f"-- {stage.name} {ending}, {time.monotonic() - began:.0f} s", flush=True)
     _finish(stage, options.out, ending, code)
     return code == 0
+
+
+def _place(options: argparse.Namespace) -> Path | None:
+    """Return where pieces are unpacked; None if this Python or a CPU has no use for them."""
+    fits = sys.version_info[:2] == packed.PYTHON and not options.cpu
+    return packed.place() if fits else None
 
 
 def _finish(stage: Stage, folder: Path, ending: str, code: int) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 FOLDERS: Final = (".gpu", ".gpu_v", ".gpu_c")
+PYTHON: Final = (3, 12)
+"""The Python that the pieces are collected for; extension modules fit no other."""
 
 
 def place() -> Path:
@@ -40,22 +42,22 @@ def unpack(root: Path, here: Path) -> list[str]:
     return unpacked
 
 
-def environment(root: Path, here: Path, *, uses_vllm: bool) -> dict[str, str]:
-    """Return the environment of a stage.
+def environment(root: Path, here: Path | None, *, uses_vllm: bool) -> dict[str, str]:
+    """Return the environment of a stage, without pieces if `here` is None.
 
     vLLM's dependencies hide those of the machine, and it compiles kernels if it finds FlashInfer,
     so both are visible to their own stages only.
     """
     paths = [str(root), str(root / "benchmarks")]
-    paths += [str(here / "vllm"), str(here / "vllm_deps")] if uses_vllm else [str(here / "site")]
+    result = {"PYTHONUNBUFFERED": "1"}
+    if here is not None:
+        folders = ("vllm", "vllm_deps") if uses_vllm else ("site",)
+        paths += [str(here / folder) for folder in folders]
+        result["CONURE_FA3"] = str(here / "vllm")
+        if (here / "triton").is_dir():
+            result["TRITON_CACHE_DIR"] = str(here / "triton")
     given = os.environ.get("PYTHONPATH")
-    result = {
-        "PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])]),
-        "PYTHONUNBUFFERED": "1",
-        "CONURE_FA3": str(here / "vllm"),
-    }
-    if (here / "triton").is_dir():
-        result["TRITON_CACHE_DIR"] = str(here / "triton")
+    result["PYTHONPATH"] = os.pathsep.join([*paths, *([given] if given else [])])
     return result
 
 

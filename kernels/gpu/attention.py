@@ -479,25 +479,20 @@ def _add_tile(
     if HAS_CAP:
         # cap * tanh(x) with one exponential; its factor is part of `scale`.
         scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
+        scale = 1.0
     if IS_MASKED:
         sees = is_key[None, :] & (columns[None, :] < limit[:, None])
         if HAS_WINDOW:
             sees &= columns[None, :] >= floor[:, None]
         scores = tl.where(sees, scores, float("-inf"))
-    highest = tl.max(scores, 1)
-    if not HAS_CAP:
-        # The scale is positive, so the largest score is that of the largest product. Scaling it
-        # alone saves a multiplication per score: the one below is part of the subtraction.
-        highest *= scale
-    new_peak = tl.maximum(peak, highest)
+    # The scale is positive, so the largest score is that of the largest product. Scaling it alone
+    # saves a multiplication per score: the one below is part of the subtraction.
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
     base = new_peak
     if IS_MASKED:
         # Rows that have seen no key yet: exp2(-inf - -inf) would be NaN.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    if HAS_CAP:
-        weights = tl.exp2(scores - base[:, None])
-    else:
-        weights = tl.exp2(scores * scale - base[:, None])
+    weights = tl.exp2(scores * scale - base[:, None])
     decay = tl.exp2(peak - base)
 
     dims = tl.arange(0, VALUE_PAD)

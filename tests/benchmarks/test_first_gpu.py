@@ -155,6 +155,22 @@ def test_pieces_are_unpacked_once(tmp_path: Path) -> None:
     assert sorted(each.name for each in (here / "vllm").iterdir()) == ["part1.so", "part2.so"]
     assert packed.unpack(root, here) == []
     assert set(packed.sizes(root)) == {".gpu"}
+    assert str(here / "site") in packed.environment(root, here, uses_vllm=False)["PYTHONPATH"]
+
+
+def test_pieces_for_another_python_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / "root" / ".gpu").mkdir(parents=True)
+    with zipfile.ZipFile(tmp_path / "root" / ".gpu" / "pkg-1.0-cp312-cp312.whl", "w") as wheel:
+        wheel.writestr("pkg.py", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONURE_GPU", str(tmp_path / "here"))
+        patch.setattr(sys, "version_info", (3, 11, 0))
+        patch.setattr(first_gpu, "start", lambda *_: True)
+        arguments = ("--out", str(tmp_path / "out"), "--packed", str(tmp_path / "root"))
+        assert first_gpu.main(["micro", *arguments]) == 0
+    assert not (tmp_path / "here").exists()
+    given = packed.environment(tmp_path, None, uses_vllm=False)["PYTHONPATH"]
+    assert str(tmp_path / "here") not in given
 
 
 def run(*arguments: str, paths: tuple[str, ...] = (), here: Path) -> tuple[int, str]:
