@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -30,9 +31,15 @@ from .local_app import Application, LocalApp
 from .sse import Cursor
 
 DEFAULT_URL = "http://127.0.0.1:8400"
+MAX_PORT: Final = 65_535
 CONNECT_TIMEOUT_S = 5.0
 STREAM_SILENCE_S = 45.0
 """Read timeout of an event stream. The server pings more often, so silence means it is dead."""
+
+_ROUTE = re.compile(
+    r"/v1/(chat/completions|completions|embeddings|models|programs|responses|session)(?=/*$)"
+)
+"""Routes that are given as the address of a server by mistake."""
 
 LAST: Final = "program.finished"
 """The event that ends every stream."""
@@ -91,8 +98,9 @@ class ClientSettings:
             advice = f"the client waits {self.timeout_s:g} s (timeout_s) for an answer"
         else:
             advice = "is the server running (`conure serve`), and is this its address?"
+        address = str(httpx.URL(self.base_url).copy_with(userinfo=None))
         return ServerUnreachableError(
-            f"no answer from {self.base_url}: {reason}; {advice}",
+            f"no answer from {address}: {reason}; {advice}",
             was_sent=was_sent,
             is_known=self.is_known,
         )
@@ -107,23 +115,32 @@ def address_of(base_url: str | None) -> str:
     Raises:
         ProgramError: `client.base_url` if it is not the address of an HTTP server.
     """
-    given = base_url or os.environ.get("CONURE_URL") or DEFAULT_URL
+    variable = None if base_url else os.environ.get("CONURE_URL")
+    name = "the environment variable CONURE_URL" if variable else "base_url"
+    given = base_url or variable or DEFAULT_URL
     try:
         url = httpx.URL(given.strip())
     except httpx.InvalidURL as problem:
-        raise _invalid_url(given, str(problem)) from problem
-    if url.scheme not in ("http", "https") or not url.host:
-        raise _invalid_url(given, "it does not begin with http:// or https://")
+        raise _invalid_url(name, given, str(problem)) from problem
+    if url.scheme not in ("http", "https"):
+        cure = DEFAULT_URL if "//" in given else f"http://{re.split('[?#]', given.strip())[0]}"
+        raise _invalid_url(name, given, "it does not begin with http:// or https://", cure)
+    if not url.host or "%" in url.host:
+        raise _invalid_url(name, given, "it has no valid host name")
+    if url.port is not None and not 0 < url.port <= MAX_PORT:
+        raise _invalid_url(name, given, f"its port is not between 1 and {MAX_PORT:,}")
     if url.query or url.fragment:
-        raise _invalid_url(given, "it has a query or a fragment")
+        raise _invalid_url(name, given, "it has a query or a fragment")
+    if route := _ROUTE.search(url.path):
+        cure = str(url.copy_with(path=url.path[: route.start()] or "/")).rstrip("/")
+        raise _invalid_url(name, given, f"{route[0]} is a route of it", cure)
     return str(url).rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _invalid_url(given: str, reason: str) -> ProgramError:
+def _invalid_url(name: str, given: str, reason: str, cure: str = DEFAULT_URL) -> ProgramError:
     return ProgramError(
         "client.base_url",
-        f"base_url {given!r} is not the address of a server: {reason}; write for example "
-        f"{DEFAULT_URL}",
+        f"{name} {given!r} is not the address of a server: {reason}; write for example {cure}",
     )
 
 

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S: Final = 5.0
 """How long the end of a run waits until its programs are cancelled."""
+NUM_YIELDS: Final = 3
+"""How often the I/O thread lets other threads run before it sends what is pending."""
 ARRIVAL_S: Final = 2.0
 """How long the server holds an append that overtakes the submission of its program."""
 
@@ -78,6 +80,8 @@ class SpeculativeRun:
         self._is_streamed = is_streamed
         self._has_reply: Future[None] = Future()
         """Done when the first request has ended."""
+        self._is_flushing = False
+        """Whether the I/O thread will look for requests."""
         self._is_idle: Future[None] = Future()
         """Done while no request is under way."""
         self._is_idle.set_result(None)
@@ -101,16 +105,21 @@ class SpeculativeRun:
         return record
 
     def flush(self) -> None:
-        """Start to send what is pending."""
+        """Start to send what is pending, together with what the application adds meanwhile."""
         with self.calls.lock:
-            while (request := self.outbox.next()) is not None:
-                if self._is_idle.done():
-                    self._is_idle = Future()
-                try:
-                    self._client.io_thread.start_task(self._write, request)
-                except RuntimeError as failure:  # the client is closed
-                    self._rejected(request, failure)
-                    self._request_ended()
+            if self._is_flushing:
+                return
+            self._is_flushing = True
+            if self._is_idle.done():
+                self._is_idle = Future()
+            try:
+                self._client.io_thread.start_task(self._send_pending)
+            except RuntimeError as failure:  # the client is closed
+                while requests := self._taken():
+                    for request in requests:
+                        self._rejected(request, failure)
+                self._has_replied()
+                self._check_idle()
 
     def follow_texts(self) -> None:
         """Read texts from now on, including those of calls that were sent before."""
@@ -237,6 +246,21 @@ class SpeculativeRun:
 
     # --- tasks of the I/O thread ----------------------------------------------------------
 
+    async def _send_pending(self) -> None:
+        # Parallel parts of an application have their values within a millisecond. A call that
+        # arrives after the others may have to wait for a step of the engine.
+        for _ in range(NUM_YIELDS):
+            await asyncio.sleep(0)
+        requests = self._taken()
+        self._check_idle()
+        await asyncio.gather(*map(self._write, requests))
+
+    def _taken(self) -> list[OutboxRequest]:
+        """Return what can be sent now."""
+        with self.calls.lock:
+            self._is_flushing = False
+            return list(iter(self.outbox.next, None))
+
     async def _write(self, request: OutboxRequest) -> None:
         try:
             await self._carry_out(request)
@@ -250,10 +274,16 @@ class SpeculativeRun:
 
     def _request_ended(self) -> None:
         with self.calls.lock:
-            if not self._has_reply.done():
-                self._has_reply.set_result(None)
+            self._has_replied()
             self.flush()
-            if not (self.outbox.is_busy or self._is_idle.done()):
+
+    def _has_replied(self) -> None:
+        if not self._has_reply.done():
+            self._has_reply.set_result(None)
+
+    def _check_idle(self) -> None:
+        with self.calls.lock:
+            if not (self.outbox.is_busy or self._is_flushing or self._is_idle.done()):
                 self._is_idle.set_result(None)
 
     async def _carry_out(self, request: OutboxRequest) -> None:

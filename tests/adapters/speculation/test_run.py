@@ -1,0 +1,78 @@
+"""A run sends what is known at one moment in one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conure.adapters.speculation.run import SpeculativeRun
+
+from .calls import call
+
+
+class ClientDouble:
+    """A client whose I/O thread runs its tasks when the test says so."""
+
+    server = "server"
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.io_thread = self.twin = self
+        self.may_wait = True
+
+    def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        if self.is_closed:
+            raise RuntimeError("the client is closed")
+        self.tasks.append(lambda: function(*args))
+
+    async def submit(self, body: dict[str, Any], **_: Any) -> Any:
+        self.bodies.append(body)
+        return SimpleNamespace(id=body["id"], events=_no_events)
+
+    async def append(self, _: str, body: dict[str, Any], **__: Any) -> None:
+        self.bodies.append(body)
+
+    async def run_tasks(self) -> None:
+        while self.tasks:
+            await self.tasks.pop(0)()
+
+
+async def _no_events(**_: Any) -> Any:
+    return
+    yield
+
+
+async def test_values_of_parallel_parts_travel_in_one_request() -> None:
+    client: Any = ClientDouble()
+    run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
+    run.plan([call("a", {"x"}, {"input": "x"}), call("b", {"y"}, {"input": "y"})], {"x": 1})
+    run.set_values({"y": 2})
+    await client.tasks.pop(0)()
+    (body,) = client.bodies
+    assert body["inputs"] == {"x": 1, "y": 2}
+
+
+async def test_calls_of_a_closed_client_fail() -> None:
+    client: Any = ClientDouble()
+    client.is_closed = True
+    run = SpeculativeRun(client, "run", is_streamed=False)
+    record = run.add_unplanned(call("a", set(), {"text": "tea"}))
+    with pytest.raises(Exception, match="the client is closed"):
+        list(run.follow(record, resend=lambda record, _: record))
+    run.wait_until_sent()
+    assert not record.is_open
+
+
+async def test_a_run_is_idle_after_its_last_request() -> None:
+    client: Any = ClientDouble()
+    run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
+    run.add_unplanned(call("a", set(), {"text": "tea"}))
+    run.end(is_cancelled=False)
+    await client.run_tasks()
+    await run.await_until_sent()
+    assert client.bodies[-1] == {"close": True}
