@@ -277,7 +277,6 @@ class SpeculativeRun:
                     self._has_reply.set_result(None)
             self.flush()
 
-
     async def _carry_out(self, request: OutboxRequest) -> None:
         program = request.program
         if request.action == "submit":
