@@ -118,8 +118,8 @@ class SpeculativeRun:
                 while requests := self._taken():
                     for request in requests:
                         self._rejected(request, failure)
-                self._has_replied()
-                self._check_idle()
+                if not self._has_reply.done():
+                    self._has_reply.set_result(None)
 
     def follow_texts(self) -> None:
         """Read texts from now on, including those of calls that were sent before."""
@@ -252,14 +252,16 @@ class SpeculativeRun:
         for _ in range(NUM_YIELDS):
             await asyncio.sleep(0)
         requests = self._taken()
-        self._check_idle()
         await asyncio.gather(*map(self._write, requests))
 
     def _taken(self) -> list[OutboxRequest]:
         """Return what can be sent now."""
         with self.calls.lock:
             self._is_flushing = False
-            return list(iter(self.outbox.next, None))
+            requests = list(iter(self.outbox.next, None))
+            if not (self.outbox.is_busy or self._is_idle.done()):
+                self._is_idle.set_result(None)
+            return requests
 
     async def _write(self, request: OutboxRequest) -> None:
         try:
@@ -270,21 +272,10 @@ class SpeculativeRun:
         except Exception as failure:
             self._rejected(request, failure)
         finally:
-            self._request_ended()
-
-    def _request_ended(self) -> None:
-        with self.calls.lock:
-            self._has_replied()
+            with self.calls.lock:
+                if not self._has_reply.done():
+                    self._has_reply.set_result(None)
             self.flush()
-
-    def _has_replied(self) -> None:
-        if not self._has_reply.done():
-            self._has_reply.set_result(None)
-
-    def _check_idle(self) -> None:
-        with self.calls.lock:
-            if not (self.outbox.is_busy or self._is_flushing or self._is_idle.done()):
-                self._is_idle.set_result(None)
 
     async def _carry_out(self, request: OutboxRequest) -> None:
         program = request.program

@@ -360,9 +360,11 @@ async def test_chain_failing_before_acceptance_cancels_plan(
     with pytest.raises(KeyError, match="oh"):
         await fast.ainvoke("tea")
     assert llm.client is not None
-    for run in fast.explain().runs:
-        status = await asyncio.to_thread(llm.client.attach, run.program)
+    # A chain that fails before its plan is sent has no program.
+    for program in [run.program for run in fast.explain().runs if run.program]:
+        status = await asyncio.to_thread(llm.client.attach, program)
         assert (await asyncio.to_thread(status.status)).status in ("cancelled", "done")
+    assert (await asyncio.to_thread(llm.client.programs, status="running")).programs == []
     await llm.async_connection().close()
 
 
