@@ -199,7 +199,7 @@ def _finish_long_program(run: Run) -> None:
     num_repeated = sum(node.attempt > 1 for node in status.nodes.values())
     _write(
         f"   server restarted: the program finished by itself, {len(values)} of 16 answers, "
-        f"{num_repeated} call{'s' if num_repeated != 1 else ''} repeated\n\n"
+        f"{num_repeated} unfinished call{'s' if num_repeated != 1 else ''} repeated\n\n"
     )
     receipt = run.receipt()
     prompt = receipt.prompt_tokens

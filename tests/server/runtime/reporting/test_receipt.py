@@ -98,9 +98,19 @@ def test_overlapping_time_counts_once() -> None:
     assert make_receipt(execution, blocks_held=0).critical_path_s == pytest.approx(4)
 
 
+def test_calls_that_were_cancelled_in_the_queue_are_not_counted() -> None:
+    names = ("ran", "aborted_early", "queued")
+    execution = run(execute([generate(name, name) for name in names]), dict.fromkeys(names, (1, 2)))
+    execution.nodes["ran"].usage.logical = 5
+    execution.nodes["aborted_early"].usage.prompt_discarded = 3
+    made = make_receipt(execution, blocks_held=0)
+    assert (made.calls, made.round_trips_saved) == (2, 1)
+
+
 def test_unstarted_nodes_are_not_in_the_receipt() -> None:
     nodes = [generate("off", "x", when={"lit": False}), generate("end", "y", after=["off"])]
     execution = run(execute(nodes), {"end": (1, 2)})
+    execution.nodes["end"].usage.logical = 5
     made = make_receipt(execution, blocks_held=0)
     assert (made.calls, made.critical_path, made.round_trips_saved) == (1, ["end"], 0)
     empty = execute([])
