@@ -25,7 +25,7 @@ from ..status import NodeStatus, OutputTokens, ProgramStatus, PromptTokens
 from .advice import advise
 from .prompts import CallPrompt, CountTokens, PromptReader, prompt_tokens, shared_spans
 from .records import Edge, ExplainedNode, ProgramExplanation, WorstCase
-from .worst_case import Repetition, largest, repetitions
+from .worst_case import Repetition, known_values, largest, repetitions
 
 
 class ModelLimits(NamedTuple):
@@ -45,7 +45,8 @@ def explain(submission: Submission, graph: Graph, model: ModelLimits) -> Program
         model: the model that runs it.
     """
     program, inputs = submission.program, submission.inputs
-    runs = repetitions(program.nodes, inputs)
+    known = known_values(program.nodes, inputs)
+    runs = repetitions(program.nodes, known)
     reader = PromptReader(inputs, graph.definitions, model.count_tokens)
     calls = [node for _, node in walk(program.nodes, "") if isinstance(node, GenerateNode)]
     prompts = {
@@ -65,7 +66,7 @@ def explain(submission: Submission, graph: Graph, model: ModelLimits) -> Program
         edges=_edges(graph),
         groups=groups,
         shared=shared_spans(prompts.values()),
-        worst_case=_worst_case(program.nodes, inputs, prompts, model),
+        worst_case=_worst_case(program.nodes, known, prompts, model),
         advice=advise(graph, program.nodes, list(prompts.values())),
     )
 
@@ -180,7 +181,7 @@ def _edges(graph: Graph) -> list[Edge]:
 
 def _worst_case(
     nodes: Sequence[Node],
-    inputs: Mapping[str, Json],
+    constants: Mapping[str, Json],
     prompts: Mapping[str, CallPrompt],
     model: ModelLimits,
 ) -> WorstCase:
@@ -196,9 +197,9 @@ def _worst_case(
         num_outputs = len(prompt.node.make_slots())
         prompt_cost[node_id] = min(known.tokens + values, model.max_len) * num_outputs
     return WorstCase(
-        calls=largest(nodes, inputs, dict.fromkeys(prompts, 1)),
+        calls=largest(nodes, constants, dict.fromkeys(prompts, 1)),
         output_tokens=largest(
-            nodes, inputs, {key: _max_output(each.node, model) for key, each in prompts.items()}
+            nodes, constants, {key: _max_output(each.node, model) for key, each in prompts.items()}
         ),
-        prompt_tokens=largest(nodes, inputs, prompt_cost),
+        prompt_tokens=largest(nodes, constants, prompt_cost),
     )

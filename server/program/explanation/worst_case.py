@@ -6,14 +6,30 @@ takes the more expensive body.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..content import Json
 from ..errors import ExpressionError
+from ..expressions.budget import WorkBudget
 from ..expressions.evaluate import evaluate, input_expression, variables
-from ..nodes import GenerateNode, IfNode, LoopNode, MapNode, Node, TryNode
+from ..nodes import ExprNode, GenerateNode, IfNode, LoopNode, MapNode, Node, TryNode
 from ..nodes.bodies import walk
+
+MAX_STEPS: Final = 100_000
+"""Steps of all expressions that are evaluated to find constant lists and counts."""
+
+
+def known_values(nodes: Sequence[Node], inputs: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the inputs, and the values of the expressions that read only known values."""
+    known = dict(inputs)
+    budget = WorkBudget(MAX_STEPS)
+    for node in nodes:
+        if isinstance(node, ExprNode) and variables(node.expr) <= known.keys():
+            with contextlib.suppress(ExpressionError):
+                known[node.output] = evaluate(node.expr, known, budget=budget)
+    return known
 
 
 class Repetition(NamedTuple):
@@ -88,7 +104,7 @@ def largest(nodes: Sequence[Node], inputs: Mapping[str, Json], cost: Mapping[str
 
     Args:
         nodes: the nodes.
-        inputs: known values.
+        inputs: known values, of inputs and expressions.
         cost: of one run of each generate node.
     """
     total = 0

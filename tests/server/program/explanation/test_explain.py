@@ -60,6 +60,12 @@ def test_a_body_shares_with_itself_what_does_not_change() -> None:
     assert span.saved_tokens == 30
 
 
+def test_the_worst_case_of_a_constant_list_has_its_length() -> None:
+    items = {"id": "xs", "op": "expr", "expr": {"lit": [1, 2, 3]}, "output": "xs"}
+    each = {"id": "m", "op": "map", "items": "xs", "as": "i", "body": [generate("n", "x")]}
+    assert explained([items, each], []).worst_case.calls == 3
+
+
 @pytest.mark.parametrize(
     ("node", "calls"),
     [
