@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one line per program, the newest first."""
     status = arguments.status or (None if arguments.all else "running")
     with connect(arguments.url) as client:
-        programs = client.programs(status=status, limit=arguments.limit).programs
+        page = client.programs(status=status, limit=arguments.limit)
+    programs = page.programs
     if arguments.json:
         sys.stdout.write(pretty(programs) + "\n")
         return ExitCode.DONE
@@ -40,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     now = datetime.now(UTC)
     rows = [_row(program, now) for program in programs]
     sys.stdout.write(table(("PROGRAM", "NAME", "STATUS", "CREATED", "TOOK", "CALLS"), rows))
+    if page.next is not None:
+        sys.stderr.write(f"these are the newest {arguments.limit}; a larger -n lists more\n")
     return ExitCode.DONE
 
 

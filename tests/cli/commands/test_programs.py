@@ -48,6 +48,20 @@ def test_ended_programs_are_listed_on_request(
         assert (listed[0]["id"], listed[0]["status"]) == (waiting, "cancelled")
 
 
+def test_ps_says_when_there_are_more(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(url) as client:
+        newest = client.submit({**WAITING, "outputs": ["x"]}).id
+    assert main(["ps", "-n", "1", "--url", url]) == 0
+    printed = capsys.readouterr()
+    assert newest in printed.out
+    assert waiting not in printed.out
+    assert "a larger -n lists more" in printed.err
+    assert main(["ps", "-a", "-n", "100", "--url", url]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_logs_of_a_running_program_end(
     url: str, waiting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
