@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -86,7 +86,7 @@ def started(*options: str, program: Sequence[str] = CONURE) -> Iterator[Temporar
         try:
             yield TemporaryServer(_ready(process, output), process.pid, Path(data))
         finally:
-            _stop(process)
+            stop(process)
             output.join()
 
 
@@ -133,7 +133,8 @@ def _ready(process: subprocess.Popen[str], output: _Output) -> str:
     raise StartError(f"the server did not start ({state}):\n{''.join(output.last)}")
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def stop(process: subprocess.Popen[Any]) -> None:
+    """End a process, by force if it does not end in time."""
     process.terminate()
     try:
         process.wait(STOP_S)

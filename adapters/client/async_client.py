@@ -298,7 +298,7 @@ class AsyncClient(AsyncBaseClient):
             cursor: the `next` of the page before.
             limit: programs per page, at most 200.
         """
-        flow = programs.list_programs(self._retry, status=status, cursor=cursor, limit=limit)
+        flow = programs.list_all(self._retry, status=status, cursor=cursor, limit=limit)
         return await self._do(flow)
 
     async def models(self) -> list[dict[str, Json]]:

@@ -41,7 +41,10 @@ MAX_VALUE_BYTES = MAX_BODY_BYTES - 1_000
 """Size limit of a value as JSON. The rest of the request needs less than 1,000 bytes."""
 
 STEP_EVENTS: Final[tuple[EventType, ...]] = (
-    *("client.requested", "node.failed", "program.finished", "variable.committed"),
+    "client.requested",
+    "node.failed",
+    "program.finished",
+    "variable.committed",
 )
 """The events that a run needs. A stream of all types would send every token of every text."""
 

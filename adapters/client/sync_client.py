@@ -299,7 +299,7 @@ class Client(BaseClient):
             cursor: the `next` of the page before.
             limit: programs per page, at most 200.
         """
-        flow = programs.list_programs(self._retry, status=status, cursor=cursor, limit=limit)
+        flow = programs.list_all(self._retry, status=status, cursor=cursor, limit=limit)
         return self._do(flow)
 
     def models(self) -> list[dict[str, Json]]:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import httpx
 
+from temporary_server import stop
+
 BLOCK = 32
 NUM_UNUSED = 1
 """Blocks that vLLM never gives to a request."""
 MODEL_NAME = "default"
 START_S = 180.0
-STOP_S = 20.0
 
 
 class PeerError(RuntimeError):
@@ -78,7 +79,7 @@ def vllm_served(
                 raise PeerError("vLLM did not start:\n" + _errors_of(output))
             yield url
         finally:
-            _stop(process)
+            stop(process)
 
 
 def vllm_counters(url: str) -> tuple[int, int]:
@@ -114,12 +115,3 @@ def _is_healthy(process: subprocess.Popen[bytes], url: str) -> bool:
                     return True
             time.sleep(0.2)
     return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -171,7 +171,7 @@ def accepted_of(status: ProgramStatus) -> Accepted:
     return Accepted(id=status.id, status=status.status, outputs=status.outputs, url=url)
 
 
-def list_programs(
+def list_all(
     retry: Retry, *, status: str | None, cursor: str | None, limit: int
 ) -> Flow[ProgramPage]:
     """Read a page of the list of programs."""

@@ -6,7 +6,6 @@ takes the more expensive body.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -26,9 +25,10 @@ def known_values(nodes: Sequence[Node], inputs: Mapping[str, Json]) -> dict[str,
     known = dict(inputs)
     budget = WorkBudget(MAX_STEPS)
     for node in nodes:
-        if isinstance(node, ExprNode) and variables(node.expr) <= known.keys():
-            with contextlib.suppress(ExpressionError):
-                known[node.output] = evaluate(node.expr, known, budget=budget)
+        if isinstance(node, ExprNode):
+            value = _known(node.expr, known, is_reference=False, budget=budget)
+            if value is not None:
+                known[node.output] = value
     return known
 
 
@@ -88,13 +88,19 @@ def num_runs(node: Node, inputs: Mapping[str, Json]) -> int:
             return 1
 
 
-def _known(expression: Json, inputs: Mapping[str, Json], *, is_reference: bool) -> Json:
+def _known(
+    expression: Json,
+    inputs: Mapping[str, Json],
+    *,
+    is_reference: bool,
+    budget: WorkBudget | None = None,
+) -> Json:
     """Return the value of an expression over the inputs; None if it is not known."""
     reads = input_expression(expression) if is_reference else expression
     try:
         if not variables(reads) <= inputs.keys():
             return None
-        return evaluate(reads, inputs)
+        return evaluate(reads, inputs, budget=budget)
     except (ExpressionError, TypeError, AttributeError):
         return None
 
