@@ -24,6 +24,9 @@ KERNELS_TRITON := triton==3.6.0
 LOWEST := .venv-langchain10
 LOWEST_CORE := langchain-core==1.0.0
 
+# Schemathesis has dependencies of its own, and only its command is used.
+SCHEMATHESIS := .venv-schemathesis/bin/schemathesis
+
 # A demo needs neither the tests nor the tools for the checks. It uses .venv where that is installed.
 DEMO := $(if $(wildcard $(STAMP)),$(STAMP),.venv-demo/.installed)
 
@@ -94,6 +97,10 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 	    '$(KERNELS_TRITON)' numpy hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist sympy
 	@touch $@
 
+$(SCHEMATHESIS):
+	$(PYTHON) -m venv .venv-schemathesis
+	.venv-schemathesis/bin/python -m pip install --quiet schemathesis==4.32.5
+
 $(LOWEST)/.installed: pyproject.toml constraints.txt
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	grep -vE '^(langchain|langsmith|packaging)' constraints.txt > $(LOWEST)/constraints.txt
@@ -144,9 +151,10 @@ chaos: setup ## 500 damaged journals and 1,000 kills; takes an hour
 	$(BIN)/python -m tests.server.store.damaged_journals --num 504
 	$(BIN)/python -m tests.server.chaos --kills 1000
 
-fuzz: setup ## mutated requests to all routes, 500,000 bodies
+fuzz: setup $(SCHEMATHESIS) ## 500,000 mutated bodies, and requests from the API description
 	CONURE_FUZZ_BODIES=500000 $(BIN)/pytest -q --timeout 0 -n auto \
 	    tests/server/bounds/test_fuzz.py
+	$(BIN)/python -m tests.server.bounds.openapi_cases --schemathesis $(SCHEMATHESIS)
 
 bench: setup ## latency of chains and of wide programs over HTTP
 	$(BIN)/python benchmarks/latency.py
