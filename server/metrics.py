@@ -132,7 +132,7 @@ class ServerMetrics:
                 self._deadlines.labels(_deadline_result(program_state, name)).inc()
         queued_s, prefill_s, decode_s = map(self._call_s.labels, ("queued", "prefill", "decode"))
         for state in program_state.nodes.values():
-            if isinstance(state.node, GenerateNode) and state.started_at is not None:
+            if isinstance(state.node, GenerateNode) and state.usage.has_begun:
                 queued_s.observe(state.usage.queued_s)
                 prefill_s.observe(state.usage.prefill_s)
                 decode_s.observe(state.usage.decode_s)

@@ -61,6 +61,11 @@ class NodeUsage:
     """Part of `decode_s` in which the engine filled the prompts of other calls."""
     block_seconds: float = 0.0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an engine received a prompt; a call that was cancelled in the queue has none."""
+        return self.logical + self.prompt_discarded > 0
+
 
 @dataclass(slots=True)
 class NodeState:

@@ -8,9 +8,17 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from conure.server.executor import Executor
+from conure.server.metrics import MetricsSnapshot, ServerMetrics
 from conure.server.program.status import Receipt
+from conure.server.runtime.reporting.receipt import make_receipt
+from conure.server.store.journal import JournalStatus
 
 from .inprocess import ServerHarness, call, expr, generate, insert, server_harness
+from .runtime.test_program_state import execute
+
+JOURNAL = JournalStatus(
+    healthy=True, num_pending=0, num_commits=0, num_records=0, last_seq=0, last_error=None
+)
 
 
 async def series(executor: Executor) -> dict[str, float]:
@@ -93,6 +101,19 @@ async def test_metrics_match_receipts_and_state(tmp_path: Path) -> None:
         assert after["conure_engine_tokens_total engine-0 decoded"] > 0
         assert after["conure_journal_healthy"] == 1
         await open_.cancel()
+
+
+def test_calls_cancelled_in_the_queue_have_no_durations() -> None:
+    state = execute([generate("ran", "x"), generate("queued", "y")])
+    for node in state.nodes.values():
+        node.phase, node.started_at, node.finished_at = "done", 1.0, 2.0
+    state.nodes["ran"].usage.logical = 5
+    state.finished_at = 2.0
+    metrics = ServerMetrics()
+    metrics.program_ended(state, make_receipt(state, blocks_held=0))
+    page = metrics.render(MetricsSnapshot(0, 0, 0, 0, 0, [], 0, JOURNAL)).decode()
+    for stage in ("queued", "prefill", "decode"):
+        assert f'conure_call_seconds_count{{stage="{stage}"}} 1.0' in page.splitlines()
 
 
 async def test_programs_and_tenants_create_no_series(tmp_path: Path) -> None:

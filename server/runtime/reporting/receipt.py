@@ -38,7 +38,7 @@ def make_receipt(program: ProgramState, *, blocks_held: int) -> Receipt:
     assert program.finished_at is not None
     states = [state for state in program.nodes.values() if isinstance(state.node, GenerateNode)]
     usages = [state.usage for state in states]
-    num_calls = sum(usage.logical + usage.prompt_discarded > 0 for usage in usages)
+    num_calls = sum(usage.has_begun for usage in usages)
     prompts = [explain(usage) for usage in usages]
     path = critical_path(program)
     logical = sum(prompt.logical for prompt in prompts)
