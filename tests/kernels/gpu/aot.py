@@ -216,7 +216,7 @@ def compile_all(names: Sequence[str]) -> list[CompiledKernel]:
             compiled = list(pool.map(compile_named, names))
     listings = disassemble([code for _, code in compiled])
     return [
-        CompiledKernel(**fields, **read_sass(listing))
+        CompiledKernel(**{**fields, **read_sass(listing)})
         for (fields, _), listing in zip(compiled, listings, strict=True)
     ]
 
