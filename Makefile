@@ -43,18 +43,26 @@ install_cpu_torch = $(call install_torch,$(1)) --no-deps --retries 0 --timeout 1
 install_test_torch = $(call \
     $(if $(wildcard /proc/driver/nvidia/version),install_torch,install_cpu_torch),$(1))
 
+# About a hundred processes of the tests import torch. Without files of bytecode, each of them
+# compiles its sources, which takes longer than everything else that an import does.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Time that the tests of a folder may take on one core. What needs longer is marked `slow`,
 # which `make test` leaves to `make test-all`.
 #   tests/server 240 s · tests/engine 180 s · tests/kernels 240 s · tests/adapters 180 s
 #   the others 180 s
 # Files of tests go to two processes of one thread each. What the built-in model can do is
-# asked last, by itself: its table is to be read.
+# asked by itself: its table is to be read.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=15
 SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py
 
+# What has one process runs side by side. The output of each part is printed when it ends.
+TOGETHER := +@$(MAKE) --no-print-directory --jobs=3 --output-sync=target \
+    test-llamaindex012 check test-langchain10 test-small-model
+
 .DEFAULT_GOAL := help
 .PHONY: help setup check demo docs pip-matrix test test-all test-browser test-llamaindex012 \
-    test-langchain10 test-triton36 chaos fuzz bench bench-kernels clean
+    test-langchain10 test-small-model test-triton36 chaos fuzz bench bench-kernels clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -66,7 +74,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    f"Conure needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call install_test_torch,$(BIN)/python)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 .venv-demo/.installed: pyproject.toml constraints.txt
@@ -84,8 +92,9 @@ $(STAMP): pyproject.toml constraints.txt
 $(OLD)/.installed: pyproject.toml constraints.txt
 	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
 	grep -v '^llama-index' constraints.txt > $(OLD)/constraints.txt
+	$(OLD)/bin/python .ci/requirements.py server llamaindex > $(OLD)/requirements.txt
 	$(OLD)/bin/python -m pip install --quiet --no-compile -c $(OLD)/constraints.txt \
-	    -e '.[server,llamaindex]' '$(OLD_CORE)' llguidance jsonschema \
+	    -r $(OLD)/requirements.txt '$(OLD_CORE)' llguidance jsonschema \
 	    hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
@@ -104,8 +113,9 @@ $(SCHEMATHESIS):
 $(LOWEST)/.installed: pyproject.toml constraints.txt
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	grep -vE '^(langchain|langsmith|packaging)' constraints.txt > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python .ci/requirements.py server langchain > $(LOWEST)/requirements.txt
 	$(LOWEST)/bin/python -m pip install --quiet --no-compile -c $(LOWEST)/constraints.txt \
-	    -e '.[server,langchain]' '$(LOWEST_CORE)' llguidance jsonschema \
+	    -r $(LOWEST)/requirements.txt '$(LOWEST_CORE)' llguidance jsonschema \
 	    hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
@@ -122,13 +132,13 @@ docs: .venv-docs/.installed ## the documentation as a site, in build/site
 pip-matrix: ## the wheel with each extra in a fresh environment: every command works or names the extra
 	$(PYTHON) .ci/pip_matrix.py
 
-test: check test-llamaindex012 test-langchain10 ## the checks, then every test that fits the time budget above
+test: ## the checks, then every test that fits the time budget above
+	$(TOGETHER)
 	$(PYTEST) $(SHARED) -m 'not slow'
-	$(PYTEST) -q tests/examples/test_small_model.py
 
-test-all: check docs test-llamaindex012 test-langchain10 test-triton36 ## the checks, then every test
+test-all: docs test-triton36 ## the checks, then every test
+	$(TOGETHER)
 	$(PYTEST) $(SHARED)
-	$(PYTEST) -q tests/examples/test_small_model.py
 
 test-browser: setup ## the dashboard in a headless Chromium, which must be installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
@@ -138,6 +148,9 @@ test-browser: setup ## the dashboard in a headless Chromium, which must be insta
 test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12
 	$(OLD)/bin/python -m pytest -q --disable-warnings tests/adapters/llamaindex \
 	    -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
+
+test-small-model: setup ## what the built-in model can do
+	$(PYTEST) -q tests/examples/test_small_model.py
 
 test-triton36: $(KERNELS)/.installed ## the kernels, interpreted and compiled by Triton 3.6.0
 	OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest -q -n 2 --dist loadfile \

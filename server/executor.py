@@ -345,6 +345,7 @@ class Executor(ProgramReader):
                 context_len=model.max_len,
                 description=model.description,
                 purpose=model.purpose,
+                has_chat_template=model.template.is_defined,
                 created=int(model.loaded_at),
                 capabilities=(*tools, *embeddings),
             )

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import http.client
+import json
 import socket
+from contextlib import closing
+from typing import Final
+
+ANSWER_S: Final = 1.0
+MAX_ANSWER_BYTES: Final = 1 << 20
+"""Limits for the answer of the process that uses the port."""
+
+
+class PortError(Exception):
+    """The address cannot be used. The message names the address and the reason."""
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Bind the port without listening yet, so that early clients are refused and do not hang.
 
     Raises:
-        OSError: if the address cannot be used, with the reason.
+        PortError: if the address cannot be used. It says if a Conure server uses the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is explicit because asyncio disables Nagle only on sockets that have one.
@@ -17,12 +30,27 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE and is_conure(host, port):
+            reason += " by a Conure server"
+        raise PortError(f"cannot listen on {address(host, port)}: {reason}") from error
     return listener
 
 
 def address(host: str, port: int) -> str:
     """Return host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_conure(host: str, port: int) -> bool:
+    """Return whether a Conure server answers at an address."""
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+    with closing(connection):
+        try:
+            connection.request("GET", "/v1/models")
+            models = json.loads(connection.getresponse().read(MAX_ANSWER_BYTES))["data"]
+            return any(model["owned_by"] == "conure" for model in models)
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            return False

@@ -36,7 +36,7 @@ from .app import create_app, drain
 from .config import DEFAULT_HOST, DEFAULT_PORT, Config
 from .engines.connection import EngineStartError
 from .garbage_collection import GarbageCollection
-from .listener import address, bind
+from .listener import PortError, address, bind
 from .program.errors import ConureError
 from .routes.connection import BoundedHttpProtocol, ConnectionLimits, max_connections
 from .routes.request_context import TENANT
@@ -92,9 +92,8 @@ PORT_ADVICE: Final = "--port N chooses another port, --port 0 a free one"
 def _listener(config: Config) -> socket.socket:
     try:
         return bind(config.host, config.port)
-    except OSError as exc:
-        place, reason = address(config.host, config.port), exc.strerror or str(exc)
-        raise ServeError(f"cannot listen on {place}: {reason}; {PORT_ADVICE}") from exc
+    except PortError as exc:
+        raise ServeError(f"{exc}; {PORT_ADVICE}") from exc
 
 
 class _UvicornServer(uvicorn.Server):

@@ -10,8 +10,8 @@ at any await, which only ends the wait.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -32,19 +32,8 @@ from .program.status import (
     UsageReport,
     VariableStatus,
 )
+from .prompts.model_notices import NO_CHAT_TEMPLATE, NOTICES
 from .runtime.reporting.activity import ServerActivity
-
-SUGGESTED_MODEL: Final = "Qwen/Qwen2.5-0.5B-Instruct"
-"""A general model without conditions that runs on a CPU."""
-
-NOTICES: Final[Mapping[ModelPurpose, str]] = {
-    "general": "",
-    "demonstration": "This small model answers questions about short reports and nothing else; "
-    f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
-    "test": "Its answers have no meaning: it is for tests; "
-    f"`conure serve {SUGGESTED_MODEL}` serves a general model.",
-}
-"""The notice of a model, by its purpose."""
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -60,11 +49,13 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """Capabilities beyond text: `tools` if the chat template defines a format for calls,
     `embeddings` if the operator has switched them on."""
     purpose: ModelPurpose = "general"
+    has_chat_template: bool = True
 
     @property
     def notice(self) -> str:
         """What a user must know before the first answer; empty for an ordinary model."""
-        return NOTICES[self.purpose]
+        notices = (NOTICES[self.purpose], "" if self.has_chat_template else NO_CHAT_TEMPLATE)
+        return " ".join(filter(None, notices))
 
 
 class GrammarInfo(Struct, frozen=True, kw_only=True):

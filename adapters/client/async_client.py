@@ -289,16 +289,24 @@ class AsyncClient(AsyncBaseClient):
         return AsyncRun(self, await self._do(flow))
 
     async def programs(
-        self, *, status: str | None = None, cursor: str | None = None, limit: int = 50
+        self,
+        *,
+        status: str | None = None,
+        search: str | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
     ) -> ProgramPage:
         """Return a page of the list of programs, newest first.
 
         Args:
             status: only programs with this status; `running` selects all that have not ended.
+            search: only programs whose name or id contains this text, in any case.
             cursor: the `next` of the page before.
             limit: programs per page, at most 200.
         """
-        flow = programs.list_all(self._retry, status=status, cursor=cursor, limit=limit)
+        flow = programs.list_all(
+            self._retry, status=status, search=search, cursor=cursor, limit=limit
+        )
         return await self._do(flow)
 
     async def models(self) -> list[dict[str, Json]]:

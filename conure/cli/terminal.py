@@ -1,7 +1,7 @@
 """Text for terminals: tables, durations, and the progress of a program.
 
 A terminal with the package `rich` shows the nodes and their streaming text live. Everywhere else,
-each change is one line on stderr.
+what the user must read is one line on stderr, and each change of a node if the user asks for it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def summary(receipt: Receipt) -> str:
     )
 
 
+MESSAGES = ("client.requested", "yield")
+"""Events that are always printed: what the program asks of its client, and what it yields."""
+
+
 class PrintedFailures:
     """The failures that were printed: nodes and outputs often share one."""
 
@@ -87,14 +91,17 @@ class Progress(Protocol):
 
 
 class LineProgress:
-    """Prints one line per change of a node."""
+    """Prints lines: the messages of a program and, if `is_verbose`, the changes of its nodes."""
 
-    def __init__(self, url: str, failures: PrintedFailures) -> None:
+    def __init__(self, url: str, failures: PrintedFailures, *, is_verbose: bool) -> None:
         self._url = url
         self._failures = failures
+        self._is_verbose = is_verbose
 
     def show(self, event: Event) -> None:
-        """Print the change, if it is one of a node or a request to the client."""
+        """Print the event, unless it is a detail."""
+        if not self._is_verbose and event.type not in MESSAGES:
+            return
         line = describe(event, self._url, self._failures)
         if line is not None:
             sys.stderr.write(line + "\n")
@@ -115,7 +122,7 @@ class LiveProgress:
         """Update the view."""
         node = event.data.get("node")
         line = None
-        if event.type in ("client.requested", "yield"):
+        if event.type in MESSAGES:
             line = describe(event, self._url, self._failures)
         if line is not None:
             self._live.console.print(line, markup=False, highlight=False)
@@ -166,16 +173,17 @@ def describe(event: Event, url: str, failures: PrintedFailures) -> str | None:
 
 
 @contextlib.contextmanager
-def progress(url: str, failures: PrintedFailures) -> Iterator[Progress]:
-    """Return the live view on a terminal, and lines everywhere else."""
-    if not sys.stderr.isatty():
-        yield LineProgress(url, failures)
+def progress(url: str, failures: PrintedFailures, *, is_verbose: bool) -> Iterator[Progress]:
+    """Return the live view on a terminal, and lines everywhere else or if `is_verbose`."""
+    lines = LineProgress(url, failures, is_verbose=is_verbose)
+    if is_verbose or not sys.stderr.isatty():
+        yield lines
         return
     try:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        yield LineProgress(url, failures)
+        yield lines
         return
     with Live(console=Console(stderr=True), transient=True, refresh_per_second=12) as live:
         yield LiveProgress(url, failures, live)

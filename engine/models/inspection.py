@@ -36,6 +36,11 @@ def problem_of(folder: Path) -> str | None:
     return None
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Return whether a model folder that can be served contains a chat template."""
+    return checkpoint.read(folder).chat_template != ""
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """Return the files that are loaded: a single one, or those in the index.
 

@@ -97,6 +97,11 @@ class ChatTemplate:
         self._nonce = "".join(secrets.choice("0123456789") for _ in range(20))
         self._mark_pattern = re.compile(f"\ue000{self._nonce}\\.([0-9]+)\ue001")
 
+    @property
+    def is_defined(self) -> bool:
+        """Return whether the model has a chat template."""
+        return self._sandbox is not None
+
     def render(
         self,
         messages: Sequence[TemplateMessage],

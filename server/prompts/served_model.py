@@ -6,9 +6,10 @@ checked without an engine.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
@@ -17,9 +18,12 @@ from conure.engine import protocol
 from ..program.errors import ProgramError, PromptError
 from ..program.ir import GenerateNode, Json, Message, Output, Segment
 from .chat_template import ChatTemplate
+from .model_notices import UNTRAINED_TOOLS
 from .prompt import render_chat
 from .tokenizer import EncodedText, PromptPiece, Tokenizer
 from .tool_format import ToolFormat, find_tool_format
+
+logger = logging.getLogger(__name__)
 
 EXPECTED_OUTPUT_TOKENS = 512
 """The length of an output without `max_tokens`, as the scheduler estimates it."""
@@ -40,6 +44,8 @@ class ServedModel:
     description: str
     purpose: protocol.ModelPurpose
     loaded_at: float
+    logged: set[str] = field(default_factory=set, compare=False)
+    """The notices that were logged: each is logged once."""
 
     @classmethod
     def of(cls, hello: protocol.Hello) -> ServedModel:
@@ -130,6 +136,9 @@ class ServedModel:
         self.check_name(names, f"{path}.model")
         if node.tools:
             self._check_tools(path)
+            if self.purpose == "demonstration" and UNTRAINED_TOOLS not in self.logged:
+                self.logged.add(UNTRAINED_TOOLS)
+                logger.warning("model %s: %s", self.name, UNTRAINED_TOOLS)
         if node.prompt_ids is not UNSET:
             self.check_id(max(node.prompt_ids, default=0), f"{path}.prompt_ids")
         for location, output in outputs_of(node, path):

@@ -66,13 +66,16 @@ def lock_folder(folder: Path) -> int:
     return lock
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> Path:
     """Check that a server could use the data folder, and leave nothing behind.
+
+    Returns:
+        The folder, or the nearest of its parents that exists.
 
     Raises:
         JournalError: as `lock_folder` and `check_file`.
     """
-    existing = existing_part(folder)
+    existing = _existing_part(folder)
     try:
         if os.path.exists(folder / LOCK_NAME):
             os.close(_lock(folder))
@@ -86,9 +89,10 @@ def check_folder(folder: Path) -> None:
             # A server that started in the meantime has filled the folder.
             with contextlib.suppress(OSError):
                 path.rmdir()
+    return existing
 
 
-def existing_part(path: Path) -> Path:
+def _existing_part(path: Path) -> Path:
     """Return the path or the nearest of its parents that exists, as an absolute path."""
     return next(
         each for each in (path.absolute(), *path.absolute().parents) if os.path.exists(each)
@@ -127,7 +131,12 @@ def _lock(folder: Path) -> int:
 
 
 def _unusable(folder: Path, error: OSError) -> JournalError:
-    return JournalError("store.unusable", f"cannot use data folder {folder}: {error}")
+    existing, reason = _existing_part(folder), str(error)
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        reason = f"{existing} is a file; choose another folder"
+    elif isinstance(error, PermissionError):
+        reason = f"{existing} cannot be written by this user; change its owner, or choose another"
+    return JournalError("store.unusable", f"cannot use data folder {folder}: {reason}")
 
 
 def open_writer(folder: Path) -> sqlite3.Connection:
@@ -171,7 +180,7 @@ def check_file(folder: Path) -> None:
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
         raise JournalError("store.unusable", f"cannot use journal {path}: no permission to write")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise JournalError("store.unusable", f"cannot write to data folder {folder}")
+        raise _unusable(folder, PermissionError())
 
 
 def free_reserve(folder: Path) -> None:

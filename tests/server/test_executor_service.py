@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from conure.server.program.errors import (
     UnavailableError,
 )
 from conure.server.program.status import Event
+from conure.server.prompts.chat_template import ChatTemplate
 from conure.server.runtime.persistence import program_directory
 from conure.server.runtime.persistence.journaled_events import RecoveredState
 from conure.server.runtime.program_run import ProgramRun
@@ -34,6 +36,16 @@ from .inprocess import (
     server_harness,
     var,
 )
+
+
+async def test_models_without_a_chat_template_have_a_notice(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        services = harness.executor.services
+        (model,) = harness.executor.models()
+        assert "chat template" not in model.notice
+        services.served_model = replace(services.model, template=ChatTemplate("", {}))
+        (model,) = harness.executor.models()
+        assert "no chat template" in model.notice
 
 
 async def test_session_accepts_nodes_until_closed(tmp_path: Path) -> None:

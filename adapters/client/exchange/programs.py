@@ -172,10 +172,10 @@ def accepted_of(status: ProgramStatus) -> Accepted:
 
 
 def list_all(
-    retry: Retry, *, status: str | None, cursor: str | None, limit: int
+    retry: Retry, *, status: str | None, search: str | None, cursor: str | None, limit: int
 ) -> Flow[ProgramPage]:
     """Read a page of the list of programs."""
-    query = {"status": status, "cursor": cursor, "limit": str(limit)}
+    query = {"status": status, "search": search, "cursor": cursor, "limit": str(limit)}
     given = {key: value for key, value in query.items() if value is not None}
     return (yield from fetch(Request("GET", "/v1/programs", query=given), retry, ProgramPage))
 

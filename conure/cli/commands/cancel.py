@@ -8,12 +8,13 @@ import sys
 from conure.server.program.errors import NotFoundError
 
 from ..command import ExitCode, add_url, connect, describe_error, print_error
+from ..program_ids import HELP, find_program
 from ..terminal import pretty
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure cancel`."""
-    parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="id of a program")
+    parser.add_argument("programs", nargs="+", metavar="PROGRAM", help=HELP)
     add_url(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -23,7 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     code = ExitCode.DONE
     cancelled: list[dict[str, str]] = []
     with connect(arguments.url) as client:
-        for program in arguments.programs:
+        # An ambiguous id ends the command before anything is cancelled.
+        for program in [find_program(client, word) for word in arguments.programs]:
             try:
                 status = client.attach(program).cancel()
             except NotFoundError as exc:

@@ -18,6 +18,7 @@ import msgspec
 from conure.adapters.client.connection import address_of
 
 from ..command import CommandError, ExitCode, add_url, connect
+from ..shown_notices import is_first_time
 from ..terminal import json_line
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         models = client.models()
     model = str(arguments.model or models[0]["id"])
     notice = next((each.get("notice") for each in models if each["id"] == model), None)
-    if notice:
+    if notice and is_first_time(f"{model}: {notice}"):
         sys.stderr.write(f"{model}: {notice}\n")
     messages: list[dict[str, str]] = []
     if arguments.system:

@@ -7,16 +7,12 @@ changes anything.
 from __future__ import annotations
 
 import argparse
-import errno
-import http.client
 import importlib.util
-import json
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,8 +24,9 @@ from conure.server.config import (
     ConfigError,
     default_data_folder,
 )
-from conure.server.listener import address, bind
-from conure.server.store.database import check_folder, existing_part
+from conure.server.listener import PortError, address, bind
+from conure.server.prompts.model_notices import NO_CHAT_TEMPLATE
+from conure.server.store.database import check_folder
 from conure.server.store.records import JournalError
 
 from ..command import ExitCode, UsageError
@@ -49,9 +46,6 @@ MIN_CACHE_BYTES = 256 << 20
 
 OWN_MODELS = frozenset({"builtin", "seeded"})
 """Models of the package, as in `engine.models.registry`, whose import would load torch."""
-
-ANSWER_S, MAX_ANSWER_BYTES = 1.0, 1 << 20
-"""Limits for the answer of the process that uses the port."""
 
 
 class Finding(NamedTuple):
@@ -232,58 +226,29 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
     except ConfigError as exc:
         yield Finding("problem", "port", str(exc))
         return
-    place = address(host, port)
     try:
         bind(host, port).close()
-    except OSError as exc:
-        reason = exc.strerror or str(exc)
-        if exc.errno == errno.EADDRINUSE and is_conure(host, port):
-            reason += " by a Conure server"
+    except PortError as exc:
         yield Finding(
             "problem",
             "port",
-            f"cannot listen on {place}: {reason}; stop the process that uses the port "
-            f"(`ss -ltnp sport = :{port}`), or choose another: conure serve --port {port + 1}",
+            f"{exc}; stop the process that uses the port (`ss -ltnp sport = :{port}`), or choose "
+            f"another: conure serve --port {port + 1}",
         )
         return
-    yield Finding("ok", "port", f"{place} is free")
-
-
-def is_conure(host: str, port: int) -> bool:
-    """Return whether a Conure server answers at an address."""
-    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
-    with closing(connection):
-        try:
-            connection.request("GET", "/v1/models")
-            models = json.loads(connection.getresponse().read(MAX_ANSWER_BYTES))["data"]
-            return any(model["owned_by"] == "conure" for model in models)
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
-            return False
+    yield Finding("ok", "port", f"{address(host, port)} is free")
 
 
 def check_data(folder: Path) -> Iterator[Finding]:
     """Check that the journal directory can be written and that no server uses it."""
-    nearest = existing_part(folder)
-    if not nearest.is_dir():
-        yield Finding(
-            "problem", "data", f"{nearest} is a file; choose a directory: conure serve --data DIR"
-        )
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield Finding(
-            "problem",
-            "data",
-            f"{nearest} cannot be written by this user; change its owner, or choose another "
-            "directory: conure serve --data DIR",
-        )
-    else:
-        try:
-            check_folder(folder)
-        except JournalError as exc:
-            yield Finding("problem", "data", f"{exc} (conure serve --data DIR)")
-            return
-        free = shutil.disk_usage(nearest).free
-        level: Literal["ok", "note"] = "ok" if free > 1 << 30 else "note"
-        yield Finding(level, "data", f"{folder}, {free / 1e9:.1f} GB free")
+    try:
+        existing = check_folder(folder)
+    except JournalError as exc:
+        yield Finding("problem", "data", f"{exc} (conure serve --data DIR)")
+        return
+    free = shutil.disk_usage(existing).free
+    level: Literal["ok", "note"] = "ok" if free > 1 << 30 else "note"
+    yield Finding(level, "data", f"{folder}, {free / 1e9:.1f} GB free")
 
 
 def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
@@ -305,7 +270,7 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
     if not all(map(machine.has_module, ("tokenizers", "safetensors"))):
         yield Finding("note", "model", f"{model} is not checked until all packages are installed")
         return
-    from conure.engine.models.inspection import problem_of
+    from conure.engine.models.inspection import has_chat_template, problem_of
 
     if (problem := problem_of(folder)) is not None:
         yield Finding("problem", "model", problem)
@@ -319,5 +284,7 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
             f"{machine.available_bytes / 1e9:.1f} GB of memory are available; end other programs, "
             "or choose a smaller model",
         )
-    else:
-        yield Finding("ok", "model", f"{model}, {size / 1e9:.1f} GB of weights")
+        return
+    yield Finding("ok", "model", f"{model}, {size / 1e9:.1f} GB of weights")
+    if not has_chat_template(folder):
+        yield Finding("note", "model", NO_CHAT_TEMPLATE)

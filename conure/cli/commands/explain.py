@@ -9,6 +9,7 @@ from pathlib import Path
 from conure.server.program.explanation.rendering import to_mermaid, to_text
 
 from ..command import ExitCode, add_url, connect
+from ..program_ids import find_program, prefix_of
 from ..submission_file import STDIN, add_inputs, read_submission
 from ..terminal import pretty
 
@@ -18,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "program",
         metavar="FILE|ID",
-        help="JSON file with a program or a submission, - for stdin; or the id of a program",
+        help="JSON file with a program or a submission, - for stdin; or "
+        "the id of a program, or its first digits",
     )
     add_inputs(
         parser,
@@ -38,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print an explanation."""
     file = Path(arguments.program)
     with connect(arguments.url) as client:
-        if file == STDIN or file.exists() or not arguments.program.startswith("p_"):
+        if file == STDIN or file.exists() or not _is_program(arguments.program):
             body = read_submission(file, arguments.inputs, needs_all=False)
             explanation = client.explain(body)
         else:
-            explanation = client.explain(arguments.program)
+            explanation = client.explain(find_program(client, arguments.program))
     match arguments.form:
         case "json":
             sys.stdout.write(pretty(explanation) + "\n")
@@ -51,3 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         case _:
             sys.stdout.write(to_text(explanation))
     return ExitCode.DONE
+
+
+def _is_program(word: str) -> bool:
+    """Return whether a word that does not name a file names a program."""
+    return word.startswith("p_") or prefix_of(word) is not None

@@ -35,6 +35,7 @@ from conure.server.store.retention import compact as compact_file
 from conure.server.store.retention import erase_programs
 
 from ..command import CommandError, ExitCode
+from ..program_ids import HELP, MAX_SHOWN, only, prefix_of
 
 ACTIONS = {
     "check": "report whether the journal is intact; a server may be running",
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "backup":
             action.add_argument("target", type=Path, metavar="TARGET", help="folder to create")
         if name == "delete":
-            action.add_argument("programs", nargs="+", metavar="PROGRAM", help="id of a program")
+            action.add_argument("programs", nargs="+", metavar="PROGRAM", help=HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -154,14 +155,22 @@ def delete(folder: Path, programs: Sequence[str]) -> None:
 
     Raises:
         CommandError: if a server uses the folder, or a program is unknown.
+        UsageError: if the ids of several programs begin with one of `programs`.
     """
     with _locked(folder) as connection:
-        for id_ in programs:
-            row = connection.execute("SELECT 1 FROM program WHERE id = ?", (id_,)).fetchone()
-            if row is None:
-                raise CommandError(f"there is no program {id_} in {folder}")
-        erase_programs(connection, programs)
-    _print(f"deleted {len(programs)} programs from {folder / FILE_NAME}")
+        ids = [_find(connection, word, folder) for word in programs]
+        erase_programs(connection, ids)
+    _print(f"deleted {len(ids)} programs from {folder / FILE_NAME}")
+
+
+def _find(connection: sqlite3.Connection, word: str, folder: Path) -> str:
+    """Return the id of the program whose id begins with a word."""
+    query = "SELECT id FROM program WHERE substr(id, 1, length(:prefix)) = :prefix LIMIT :most"
+    parameters = {"prefix": prefix_of(word), "most": MAX_SHOWN + 1}
+    ids = [id_ for (id_,) in connection.execute(query, parameters)]
+    if not ids:
+        raise CommandError(f"there is no program {word} in {folder}")
+    return only(word, ids)
 
 
 @contextmanager

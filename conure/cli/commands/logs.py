@@ -10,6 +10,7 @@ import msgspec
 from conure.server.program.status import Event
 
 from ..command import ExitCode, add_url, connect
+from ..program_ids import HELP, find_program
 
 DETAILS = frozenset({"program", "node", "seq", "at", "attempt"})
 """Fields that a line shows at its start, or not at all."""
@@ -17,7 +18,7 @@ DETAILS = frozenset({"program", "node", "seq", "at", "attempt"})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure logs`."""
-    parser.add_argument("program", metavar="PROGRAM", help="id of the program")
+    parser.add_argument("program", metavar="PROGRAM", help=HELP)
     add_url(parser)
     parser.add_argument(
         "-f", "--follow", action="store_true", help="print new events until the program ends"
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per event, without the streamed text of single tokens."""
     with connect(arguments.url, wait_s=30.0) as client:
-        program = client.attach(arguments.program)
+        program = client.attach(find_program(client, arguments.program))
         for event in program.events(follow=arguments.follow):
             if event.seq is not None:
                 sys.stdout.write(_line(event, as_json=arguments.json) + "\n")

@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print only this output, without a heading",
     )
     parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print one line per node that ends, instead of the live view of a terminal",
+    )
+    parser.add_argument(
         "--receipt", action="store_true", help="print the receipt as JSON on stderr"
     )
     parser.add_argument(
@@ -89,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         url = arguments.url.rstrip("/")
         failures = PrintedFailures()
         try:
-            status = _follow(submitted, url, failures)
+            status = _follow(submitted, url, failures, is_verbose=arguments.verbose)
         except KeyboardInterrupt:
             sys.stderr.write(f"{submitted.id} continues; see it: {_commands(submitted.id, url)}\n")
             return ExitCode.INTERRUPTED
@@ -129,10 +135,13 @@ def _commands(program: str, url: str) -> str:
     return f"conure logs {program} -f --url {url}; stop it: conure cancel {program} --url {url}"
 
 
-def _follow(submitted: Run, url: str, failures: PrintedFailures) -> ProgramStatus:
+def _follow(
+    submitted: Run, url: str, failures: PrintedFailures, *, is_verbose: bool
+) -> ProgramStatus:
     """Show the program until it ends, and return its final status."""
-    sys.stderr.write(f"{submitted.id}: accepted\n")
-    with progress(url, failures) as view:
+    if is_verbose or sys.stderr.isatty():
+        sys.stderr.write(f"{submitted.id}: accepted\n")
+    with progress(url, failures, is_verbose=is_verbose) as view:
         for event in submitted.events():
             view.show(event)
     return submitted.status()

@@ -10,12 +10,13 @@ from typing import Any
 from conure.adapters.training import training_examples
 
 from ..command import ExitCode, add_url, connect
+from ..program_ids import HELP, find_program
 from ..terminal import json_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `conure trace`."""
-    parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="id of a program")
+    parser.add_argument("programs", nargs="+", metavar="PROGRAM", help=HELP)
     add_url(parser)
     parser.add_argument(
         "--token-ids", action="store_true", help="include the token ids of prompts and outputs"
@@ -31,7 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print one span, or one example, per line."""
     with connect(arguments.url) as client:
         for program in arguments.programs:
-            spans = client.attach(program).trace(token_ids=arguments.token_ids)
+            spans = client.attach(find_program(client, program)).trace(
+                token_ids=arguments.token_ids
+            )
             lines: Iterable[Any] = training_examples(spans) if arguments.examples else spans
             sys.stdout.writelines(map(json_line, lines))
     return ExitCode.DONE

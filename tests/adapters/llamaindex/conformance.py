@@ -298,8 +298,12 @@ class LLMConformance:
             pytest.skip("its awaited methods block, or no slow one is at hand")
         await slow_llm.acomplete("warm up")
         began = time.perf_counter()
-        await asyncio.gather(*(slow_llm.acomplete(f"{n}") for n in range(10)))
-        assert time.perf_counter() - began < 10 * 0.05
+        for number in range(10):
+            await slow_llm.acomplete(f"{number}")
+        in_turn_s = time.perf_counter() - began
+        began = time.perf_counter()
+        await asyncio.gather(*(slow_llm.acomplete(f"other {n}") for n in range(10)))
+        assert time.perf_counter() - began < in_turn_s / 2
 
     def test_structured_output_matches_class(self, llm: Any, events: Recorder) -> None:
         if not self.is_held_to_schemas:

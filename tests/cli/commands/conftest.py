@@ -23,6 +23,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the commands of a test remember nothing of other tests, and return their cache."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
 @contextlib.contextmanager
 def served(data: Path) -> Iterator[str]:
     """Run a server in a thread."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -139,7 +138,8 @@ def test_command_names_cause_and_cure(
 
 
 def test_taken_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         finding = only(doctor.check_port("127.0.0.1", port))
     assert finding.level == "problem"
@@ -157,21 +157,6 @@ def test_port_of_a_conure_server_is_recognized(url: str) -> None:
     assert "in use by a Conure server" in only(doctor.check_port(host, int(port))).text
 
 
-def test_port_of_another_server_is_not_conure() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        answer = threading.Thread(target=_answer_once, args=(other, b"HTTP/1.0 200 OK\r\n\r\n[]"))
-        answer.start()
-        assert not doctor.is_conure("127.0.0.1", other.getsockname()[1])
-        answer.join()
-
-
-def _answer_once(server: socket.socket, answer: bytes) -> None:
-    connection, _ = server.accept()
-    with connection:
-        connection.recv(65_536)
-        connection.sendall(answer)
-
-
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -179,6 +164,7 @@ def _answer_once(server: socket.socket, answer: bytes) -> None:
         (["--port", "-1"], "port is -1; it must be between 0 and 65535"),
         (["--host", "0.0.0.0"], "host '0.0.0.0' is reachable from other machines"),
         (["--data", "/proc/conure"], "cannot use data folder /proc/conure"),
+        (["--data", "/proc/version/conure"], "/proc/version is a file; choose another folder"),
     ],
 )
 def test_settings_that_serve_refuses_are_problems(
@@ -238,6 +224,14 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
     assert found(builtin.FOLDER, bare).level == "note"
     for name in (None, *doctor.OWN_MODELS):
         assert list(doctor.check_model(name, HEALTHY)) == []
+
+
+def test_a_model_without_a_chat_template_is_a_note(tmp_path: Path) -> None:
+    model = shutil.copytree(builtin.FOLDER, tmp_path / "model")
+    (model / "tokenizer_config.json").write_text("{}")
+    found = [*doctor.check_model(str(model), HEALTHY)]
+    assert [finding.level for finding in found] == ["ok", "note"]
+    assert "has no chat template" in found[1].text
 
 
 def test_models_of_the_package_are_those_of_the_registry() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import io
 import json
@@ -163,6 +164,57 @@ def test_unknown_program_exits_1(
     assert error == "conure: program.not_found: there is no program p_none\n"
 
 
+@pytest.mark.parametrize("num_digits", [6, 24])
+@pytest.mark.parametrize("marker", ["", "p_"])
+def test_programs_are_named_by_the_first_digits_of_their_ids(
+    num_digits: int, marker: str, url: str, waiting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    word = marker + waiting.removeprefix("p_")[:num_digits]
+    assert main(["logs", word, "--url", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["program"] == waiting
+    assert main(["explain", word, "--url", url, "--as", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert main(["trace", word, "--url", url]) == 1
+    assert waiting in capsys.readouterr().err
+    assert main(["cancel", word, "--url", url]) == 0
+    assert capsys.readouterr().out == f"{waiting}: cancelled\n"
+
+
+@pytest.fixture
+def twins(url: str, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Return two waiting programs whose ids differ in the eighth digit."""
+    digits = hashlib.sha256(request.node.name.encode()).hexdigest()[:7]
+    program = {**WAITING, "outputs": ["x"]}
+    with Client(url) as client:
+        first, second = (
+            client.submit({"program": program, "id": f"p_{digits}{eighth}{0:016}"})
+            for eighth in "ab"
+        )
+    return first.id, second.id
+
+
+@pytest.mark.parametrize("command", ["logs", "explain", "trace", "cancel"])
+def test_ambiguous_digits_are_refused_in_one_line(
+    command: str, url: str, twins: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    digits = twins[0][2:9]
+    assert main([command, digits, "--url", url]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "begins the ids of several programs" in printed.err
+    assert all(id_ in printed.err for id_ in twins)
+    assert main(["cancel", twins[0][:10], "--url", url]) == 0
+    assert capsys.readouterr().out == f"{twins[0]}: cancelled\n"
+
+
+def test_nothing_is_cancelled_if_one_id_is_ambiguous(
+    url: str, waiting: str, twins: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cancel", waiting, twins[0][:9], "--url", url]) == 2
+    with Client(url) as client:
+        assert client.attach(waiting).status().status == "running"
+
+
 def test_cancel_prints_json_on_request(
     url: str, waiting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +255,8 @@ def test_chat_says_once_what_a_special_model_is_for(
     printed = capsys.readouterr()
     assert printed.err.count("`conure serve Qwen/") == 1
     assert "conure serve" not in printed.out
+    assert main(["chat", "How are you?", "--url", url, "--max-tokens", "4"]) == 0
+    assert "conure serve" not in capsys.readouterr().err
 
 
 def test_chat_reports_a_refusal(url: str, capsys: pytest.CaptureFixture[str]) -> None:

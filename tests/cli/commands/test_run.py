@@ -46,12 +46,30 @@ def test_output_goes_to_stdout_and_the_rest_to_stderr(
     assert main(["run", write(file, PROGRAM), "-p", "topic=tea", "--url", url]) == 0
     printed = capsys.readouterr()
     assert printed.out == "tea\n"
+    (line,) = printed.err.splitlines()
+    assert re.fullmatch(
+        r"done · 0 calls · \d+ ms · 0 of 0 prompt tokens computed · 0 tokens generated", line
+    )
+
+
+def test_nodes_are_printed_on_request(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", write(file, PROGRAM), "-p", "topic=tea", "--url", url, "--verbose"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "tea\n"
     program, *lines, last = printed.err.splitlines()
     assert program.endswith(": accepted")
     assert lines == ["n: finished"]
-    assert re.fullmatch(
-        r"done · 0 calls · \d+ ms · 0 of 0 prompt tokens computed · 0 tokens generated", last
-    )
+    assert last.startswith("done · 0 calls")
+
+
+def test_what_a_program_yields_is_always_printed(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yielding = {**PROGRAM, "nodes": [ASK, {"id": "y", "op": "yield", "value": {"var": "x"}}]}
+    assert main(["run", write(file, yielding), "-p", "topic=tea", "--url", url]) == 0
+    assert 'yield "tea"' in capsys.readouterr().err.splitlines()
 
 
 def test_inputs_are_text_files_or_json(
@@ -120,6 +138,9 @@ def test_one_failure_of_many_outputs_is_printed_once(
     reader = {"id": "g", "op": "expr", "expr": {"var": "x"}, "output": "y"}
     program = {"nodes": [*FAILING["nodes"], reader], "outputs": ["x", "y"]}
     assert main(["run", write(file, program), "--url", url]) == 1
+    *quiet, _ = capsys.readouterr().err.splitlines()
+    assert quiet == ["x: failed, expr.value: `div` cannot divide by 0", "y: killed"]
+    assert main(["run", write(file, program), "--url", url, "-v"]) == 1
     _, *lines, _ = capsys.readouterr().err.splitlines()
     assert lines == [
         "f: failed, expr.value: `div` cannot divide by 0",

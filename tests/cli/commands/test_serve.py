@@ -165,12 +165,21 @@ def test_functions_load_from_a_user_module(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_used_port_exits_1_with_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
         process = spawn("--engine", "fake", "--port", str(taken.getsockname()[1]))
         out, error = process.communicate(timeout=EXIT_S)
     assert (process.returncode, out) == (1, "")
     assert re.fullmatch(r"conure: cannot listen on 127\.0\.0\.1:\d+: .+\n", error)
     assert "--port 0" in error
+
+
+def test_port_of_a_conure_server_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--engine", "fake", "--port", url.rpartition(":")[2]]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        r"conure: cannot listen on .+ in use by a Conure server; --port .+\n", error
+    )
 
 
 def test_failing_service_exits_1_with_one_line() -> None:
@@ -223,6 +232,13 @@ def test_banner_says_what_a_special_model_is_for(purpose: ModelPurpose) -> None:
     ordinary = ModelInfo(id="builtin", context_len=1024)
     assert ordinary.notice == ""
     assert "conure serve" not in banner_of(ordinary)
+
+
+def test_banner_says_that_a_model_has_no_chat_template() -> None:
+    mute = ModelInfo(id="any", context_len=1024, has_chat_template=False)
+    (line,) = [line for line in banner_of(mute).splitlines() if "chat template" in line]
+    assert line.split("  ")[-1] == mute.notice
+    assert "chat template" not in banner_of(ModelInfo(id="any", context_len=1024))
 
 
 def test_banner_on_the_default_port_shows_the_shortest_command() -> None:

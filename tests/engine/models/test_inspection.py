@@ -11,7 +11,7 @@ import pytest
 
 from conure.engine.models import builtin, weights
 from conure.engine.models.checkpoint import read
-from conure.engine.models.inspection import problem_of
+from conure.engine.models.inspection import has_chat_template, problem_of
 from conure.engine.protocol import EngineError
 
 
@@ -32,6 +32,16 @@ def test_complete_folder_has_no_problem(folder: Path) -> None:
     assert problem_of(folder) is None
     shard(folder)
     assert problem_of(folder) is None
+
+
+def test_a_folder_without_a_chat_template_can_be_served(folder: Path) -> None:
+    assert has_chat_template(folder)
+    config = folder / "tokenizer_config.json"
+    content = json.loads(config.read_text())
+    del content["chat_template"]
+    config.write_text(json.dumps(content))
+    assert problem_of(folder) is None
+    assert not has_chat_template(folder)
 
 
 def test_engine_refuses_cut_off_weights_for_the_same_reason(folder: Path) -> None:

@@ -34,8 +34,8 @@ from .loop_lag import loop_lag
 
 MAX_PIECE = 2 * INLINE_STEPS + 128 * 40
 """Steps of the largest piece of work: a trial after another one, or the nodes of a map's batch."""
-MAX_LAG_S = 10.0
-"""Far more than any turn takes: a lag beyond it is work without turns, not a busy machine."""
+MAX_LAG_S = 2.0
+"""Far more than any turn takes: a lag beyond it is work without turns."""
 
 TURNS = {"len": {"each": [{"range": [0, 15_000]}, "i", {"add": [var("i"), 1]}]}}
 SEARCHES = {"len": {"each": [{"range": [0, 4_500]}, "i", {"find": ["", "(a{0,30}){0,30}"]}]}}

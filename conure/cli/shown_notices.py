@@ -1,0 +1,30 @@
+"""The notices that this user has seen, in `$XDG_CACHE_HOME/conure/notices`, one per line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def is_first_time(notice: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a notice was not shown before, and remember it.
+
+    A notice that cannot be remembered counts as new.
+    """
+    cache = environ.get("XDG_CACHE_HOME") or ""
+    # The XDG specification requires relative paths to be ignored.
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    file = root / "conure" / "notices"
+    try:
+        if notice in file.read_text("utf-8").splitlines():
+            return False
+    except (OSError, UnicodeDecodeError):
+        pass  # there is no file yet, or it cannot be read
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(notice + "\n")
+    except OSError:
+        pass  # it is shown again next time
+    return True
