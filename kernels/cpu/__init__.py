@@ -3,6 +3,8 @@
 attention        attention and the KV store over torch tensors, by the library
 elementwise      the operations between matrix products, by the library
 linear           products with 16-bit weights
+decoder          all layers of a decoder in one call
+planner          the plan of each step
 library          finds, compiles and loads the library of an instruction set
 *.cpp            one file per operation
 simd.h           vectors of an instruction set

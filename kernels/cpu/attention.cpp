@@ -36,7 +36,7 @@ struct Entry {  // a query of an item
 };
 
 struct Item {
-  const int64_t* table;
+  const int32_t* table;
   int64_t first_entry, num_entries;
   int64_t begin, end;  // positions
 };
