@@ -117,6 +117,7 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
                 ops.implementation(name, found.name),
                 fused=elementwise.implementation("cpu", found.name),
                 pack=None if library.has_matrix_unit() else partial(PackedLinear, native),
+                sampling=sampling.implementation("cpu", found.name),
                 make_layers=make_layers,
                 make_planner=partial(NativePlanner, native),
             )

@@ -5,6 +5,7 @@ elementwise      the operations between matrix products, by the library
 linear           products with 16-bit weights
 decoder          all layers of a decoder in one call
 planner          the plan of each step
+sampling         sampling of tokens
 library          finds, compiles and loads the library of an instruction set
 *.cpp            one file per operation
 simd.h           vectors of an instruction set

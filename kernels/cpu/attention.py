@@ -64,7 +64,7 @@ class NativeLibrary:
             prefers_pairs = library.prefers_pairs(instructions)
         self.prefers_pairs: Final = prefers_pairs
         self._parallel: Final = _parallel_function()
-        for name in ("store", "rotate_store", "add_norm", "silu_mul", "linear"):
+        for name in ("store", "rotate_store", "add_norm", "silu_mul", "linear", "sample"):
             _declare(functions, name, ctypes.c_char_p, ctypes.c_char_p)
         sizes = (ctypes.c_int64, ctypes.c_int64)
         for name in ("pack", "unpack"):
