@@ -7,7 +7,6 @@ decoder          all layers of a decoder in one call
 planner          the plan of each step
 sampling         sampling of tokens
 library          finds, compiles and loads the library of an instruction set
-*.cpp            one file per operation
-simd.h           vectors of an instruction set
-parallel.h       tasks on torch's threads
+source/          C++, one file per operation; `simd.h` has the vectors of an instruction set,
+                 `parallel.h` runs tasks on torch's threads
 """

@@ -1,4 +1,4 @@
-// Sampling of tokens; see sampling.py in the folder above, whose reference gives the same tokens.
+// Sampling of tokens; see kernels/sampling.py, whose reference gives the same tokens.
 //
 // Nothing is sorted but tokens at the edge of top-k and top-p. Tokens are counted and weighed in
 // buckets of the distance from the largest score, and only the bucket in which a limit is reached
