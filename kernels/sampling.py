@@ -5,7 +5,7 @@ is a sample from the softmax. The noise is a function of a key and the token, co
 (splitmix64: Steele, Lea and Flood, OOPSLA'14), so a sample depends neither on other rows nor on the
 device.
 
-`implementation(name)` returns `reference`, in plain torch, or `triton`, which does not sort.
+`implementation(name)` returns `reference`, in plain torch, or `cpu` or `triton`, which do not sort.
 
 Shapes: S rows of scores - V tokens of the vocabulary - N random rows - C truncated rows.
 """
@@ -17,9 +17,12 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from .cpu import library
+from .cpu.attention import NativeLibrary
+from .cpu.sampling import CpuSampling
 from .truncation import Truncation
 
-NAMES: Final = ("reference", "triton")
+NAMES: Final = ("reference", "cpu", "triton")
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15 - 2**64
 """2**64 / phi. Constants are written as the signed numbers with the same bits."""
@@ -58,14 +61,22 @@ class SamplingOperations(Protocol):
         ...
 
 
-def implementation(name: str) -> SamplingOperations:
+def implementation(name: str, instructions: str = library.AUTO) -> SamplingOperations:
     """Return the operations of one implementation.
 
+    Args:
+        name: One of `NAMES`.
+        instructions: Instruction set of the CPU kernels, see `library.find`.
+
     Raises:
-        ValueError: if `name` is not one of `NAMES`.
+        ValueError: if `name` is not one of `NAMES`, or the processor does not have the instruction
+            set.
+        LibraryUnavailableError: if the CPU kernels cannot be compiled.
     """
     if name == "reference":
         return ReferenceSampling()
+    if name == "cpu":
+        return CpuSampling(NativeLibrary(library.find(instructions)))
     if name == "triton":
         # Imported on demand: a machine without a GPU does not need triton.
         from .gpu.sampling import TritonSampling

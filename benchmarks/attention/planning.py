@@ -80,7 +80,7 @@ def _time_steps(
             leaving = 37 * step % len(tables)
             prefix = tables.pop(leaving)[: row.kv_len // block_size - num_private]
             del lengths[leaving]
-            tables.append(array("q", [*prefix, *itertools.islice(unused_blocks, num_private)]))
+            tables.append(array("i", [*prefix, *itertools.islice(unused_blocks, num_private)]))
             lengths.append(row.kv_len - 1)
         for table, length in zip(tables, lengths, strict=True):
             if length > len(table) * block_size:
@@ -92,7 +92,7 @@ def _time_steps(
 
 
 def _tables(row: BenchmarkRow, block_size: int) -> list[BlockTable]:
-    return [array("q", table) for table in lay_out(row, block_size).tables]
+    return [array("i", table) for table in lay_out(row, block_size).tables]
 
 
 def _lengths(row: BenchmarkRow, block_size: int) -> list[int]:

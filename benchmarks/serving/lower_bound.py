@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ class Machine(NamedTuple):
     bytes_per_s: float
     """Memory read bandwidth."""
     products_per_s: float
-    """Multiplications plus additions per second of a bfloat16 product of the model's shape."""
+    """Multiplications plus additions per second of a product of the model's shape, in float32 or,
+    if the weights have 16 bits and it is faster, in bfloat16, which some processors convert."""
 
 
 class Model(NamedTuple):
@@ -67,11 +69,12 @@ def measure(model: Model, threads: int) -> Machine:
     """Measure memory bandwidth and matrix rate of this machine, the best of several tries."""
     torch.set_num_threads(threads)
     memory = torch.ones(2**26)
-    dtype = torch.bfloat16 if model.element_bytes == 2 else torch.float32
-    left = torch.randn(512, model.hidden).to(dtype)
-    right = torch.randn(2 * model.intermediate, model.hidden).to(dtype)
-    read_s = _best(memory.sum)
-    product_s = _best(lambda: torch.nn.functional.linear(left, right))
+    dtypes = [torch.float32] if model.element_bytes == 4 else [torch.float32, torch.bfloat16]
+    read_s, product_s = _best(memory.sum), float("inf")
+    for dtype in dtypes:
+        left = torch.randn(512, model.hidden).to(dtype)
+        right = torch.randn(2 * model.intermediate, model.hidden).to(dtype)
+        product_s = min(product_s, _best(partial(torch.nn.functional.linear, left, right)))
     products = 2 * 512 * model.hidden * 2 * model.intermediate
     return Machine(memory.numel() * 4 / read_s, products / product_s)
 

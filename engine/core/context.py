@@ -50,7 +50,7 @@ class Context:
     arrival: int
     """Order among equal ranks. A fork always arrives after its parent."""
     ids: list[int]
-    blocks: array[int] = field(default_factory=lambda: array("q"))
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     num_computed: int = 0
     node: RadixNode | None = None
     """Deepest prefix tree node of this context's blocks; None at depth 0."""

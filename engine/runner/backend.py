@@ -22,6 +22,8 @@ from conure.kernels.cpu import library
 from conure.kernels.cpu.attention import NativeLibrary
 from conure.kernels.cpu.decoder import NativeLayers
 from conure.kernels.cpu.linear import PackedLinear
+from conure.kernels.cpu.planner import NativePlanner
+from conure.kernels.planning.planner import Planner
 
 from ..models.fused_decoder import MakeNativeLayers, Pack
 from ..protocol import EngineError
@@ -53,6 +55,8 @@ class Backend:
     """Packs weights for products that are faster than torch's; None where there are none."""
     make_layers: MakeNativeLayers | None = None
     """Runs all layers with packed weights in one call; None where there is no such call."""
+    make_planner: Callable[..., Planner] = Planner
+    """Takes the options of `Planner`."""
     record: Record | None = None
     """Records decode steps; None where recording saves nothing."""
     copy_to_host: CopyToHostAsync | None = None
@@ -94,6 +98,7 @@ def create_backend(
         ops.implementation("triton"),
         fused=elementwise.implementation("triton"),
         sampling=sampling.implementation("triton"),
+        make_planner=_planner_of_accelerator(),
         record=CudaGraphs(device),
         copy_to_host=_copy_to_host,
         synchronize=lambda: torch.cuda.synchronize(device),
@@ -112,7 +117,9 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
                 ops.implementation(name, found.name),
                 fused=elementwise.implementation("cpu", found.name),
                 pack=None if library.has_matrix_unit() else partial(PackedLinear, native),
+                sampling=sampling.implementation("cpu", found.name),
                 make_layers=make_layers,
+                make_planner=partial(NativePlanner, native),
             )
         except ValueError as error:
             raise EngineError("engine.bad_option", f"cpu_instructions: {error}") from error
@@ -121,6 +128,15 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
     return Backend(
         device, ops.implementation("reference"), fused=elementwise.implementation("reference")
     )
+
+
+def _planner_of_accelerator() -> Callable[..., Planner]:
+    """Return the planner of the C++ library, or the one in Python if there is no library."""
+    try:
+        return partial(NativePlanner, NativeLibrary(library.find()))
+    except library.LibraryUnavailableError as error:
+        _log.warning("steps are planned in Python, which takes up to 1 ms a step: %s", error)
+        return Planner
 
 
 def _copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:

@@ -35,7 +35,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from conure.kernels.planning.plan import Plan
-from conure.kernels.planning.planner import Planner
 from conure.kernels.planning.prefix_tree import MIN_SAVED_TOKENS
 
 from ..config import EngineConfig
@@ -152,7 +151,7 @@ class TorchModelRunner(Runner):
         self._allocate_caches()
         if self._is_invariant:
             min_saved = NO_SHARING
-        self._planner = Planner(block_size=self.limits.block_size, min_saved=min_saved)
+        self._planner = backend.make_planner(block_size=self.limits.block_size, min_saved=min_saved)
         shares_memory = backend.device.type == "cpu" and backend.record is None
         self._staging = Staging(backend.device, 0 if shares_memory else STAGED_BYTES)
         self._graphs = None if backend.record is None else CudaGraphCache(backend.record)

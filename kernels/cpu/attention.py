@@ -39,6 +39,8 @@ _PLAN: Final = struct.Struct("@10P4q")
 """`Plan` in operations.h."""
 _THREADS: Final = struct.Struct("@Pq")
 """`Threads` in parallel.h."""
+NATIVE_PLAN: Final = "native"
+"""The key of a packed plan in `Plan.derived`."""
 
 
 class NativeLibrary:
@@ -62,7 +64,7 @@ class NativeLibrary:
             prefers_pairs = library.prefers_pairs(instructions)
         self.prefers_pairs: Final = prefers_pairs
         self._parallel: Final = _parallel_function()
-        for name in ("store", "rotate_store", "add_norm", "silu_mul", "linear"):
+        for name in ("store", "rotate_store", "add_norm", "silu_mul", "linear", "sample"):
             _declare(functions, name, ctypes.c_char_p, ctypes.c_char_p)
         sizes = (ctypes.c_int64, ctypes.c_int64)
         for name in ("pack", "unpack"):
@@ -78,6 +80,8 @@ class NativeLibrary:
             ctypes.c_char_p,
             ctypes.c_void_p,
         )
+        functions.conure_plan.argtypes = (ctypes.c_char_p,)
+        functions.conure_plan.restype = ctypes.c_int64
         _declare(functions, "free_workspace", ctypes.c_void_p)
         functions.conure_new_workspace.restype = ctypes.c_void_p
         self.functions: Final = functions
@@ -221,7 +225,7 @@ def plan_address(plan: Plan) -> int:
 
     `plan.derived` keeps the arrays alive whose addresses it contains.
     """
-    found = plan.derived.get("native")
+    found = plan.derived.get(NATIVE_PLAN)
     if found is None:
         tree = plan.tree
         arrays = [
@@ -239,19 +243,20 @@ def plan_address(plan: Plan) -> int:
                 tree.private_start_block,
             )
         ]
-        assert all(array.dtype == np.int64 for array in arrays)
-        packed = ctypes.create_string_buffer(
-            _PLAN.pack(
-                *(array.ctypes.data for array in arrays),
-                plan.num_rows,
-                len(tree.first),
-                plan.tables.shape[1],
-                plan.block_size,
-            )
-        )
-        found = plan.derived["native"] = (ctypes.addressof(packed), packed, arrays)
+        assert all(array.dtype == np.int64 for array in arrays if array.ndim == 1)
+        sizes = (plan.num_rows, len(tree.first), plan.tables.shape[1], plan.block_size)
+        found = pack_plan([array.ctypes.data for array in arrays], sizes, arrays)
+        plan.derived[NATIVE_PLAN] = found
     address: int = found[0]
     return address
+
+
+def pack_plan(
+    addresses: Sequence[int], sizes: Sequence[int], alive: object
+) -> tuple[int, object, object]:
+    """Return the address of a `Plan` of operations.h with these fields, and what keeps it alive."""
+    packed = ctypes.create_string_buffer(_PLAN.pack(*addresses, *sizes))
+    return ctypes.addressof(packed), packed, alive
 
 
 def _zeros(size: int, dtype: torch.dtype) -> Tensor:

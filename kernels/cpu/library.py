@@ -1,6 +1,6 @@
 """The shared library of the C++ kernels: finding, compiling and loading it.
 
-There is one library per instruction set, compiled from all `*.cpp` files of this folder. Its name
+There is one library per instruction set, compiled from all `*.cpp` files of `SOURCES`. Its name
 contains the digest of these sources, so a library of other sources is never loaded. Wheels contain
 libraries in `PREBUILT`; otherwise the system's compiler makes one when it is first needed, which
 takes some seconds, and it is kept in the user's cache folder. A file ends with the digest of its
@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-SOURCES: Final = Path(__file__).parent
-PREBUILT: Final = SOURCES / "prebuilt"
+SOURCES: Final = Path(__file__).parent / "source"
+PREBUILT: Final = Path(__file__).parent / "prebuilt"
 COMPILERS: Final = ("c++", "g++", "clang++")
 OPTIONS: Final = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti"),

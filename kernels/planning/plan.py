@@ -33,6 +33,7 @@ import numpy as np
 from .prefix_tree import (
     MIN_SAVED_TOKENS,
     PARTIAL_TOKENS,
+    Blocks,
     PrefixTree,
     SplitCost,
     build_prefix_tree,
@@ -46,7 +47,7 @@ class WorkItem:
 
     queries: Integers
     """Indices of packed queries. The queries of a causal item belong to one row, in order."""
-    blocks: Integers
+    blocks: Blocks
     """The blocks of the range; the first one holds position `first`."""
     first: int
     """Position of the first token of the range."""
@@ -71,7 +72,7 @@ class Plan:
     """Queries of each row, [R]."""
     kv_len: Integers
     """Tokens of each row including its new ones, [R]."""
-    tables: Integers
+    tables: Blocks
     """Block tables, [R, columns]; entries after the last block of a row are undefined."""
     query_start: Integers
     """First packed query of each row, and the number of queries, [R + 1]."""
@@ -157,7 +158,8 @@ def build_plan(
     query_start = np.concatenate(([0], np.cumsum(new)))
     row_of = np.repeat(np.arange(len(new)), new)
     positions = np.arange(query_start[-1]) + (lengths - new - query_start[:-1])[row_of]
-    slots = columns[row_of, positions // block_size] * block_size + positions % block_size
+    blocks = columns[row_of, positions // block_size].astype(np.int64)
+    slots = blocks * block_size + positions % block_size
     return Plan(
         block_size=block_size,
         num_new=new,
@@ -171,10 +173,12 @@ def build_plan(
     )
 
 
-def kv_slots(blocks: Integers, offset: int, num_tokens: int, block_size: int) -> Integers:
+def kv_slots(blocks: Blocks, offset: int, num_tokens: int, block_size: int) -> Integers:
     """Return the slots of `num_tokens` tokens, the first at `offset` in the first block."""
     inside = np.arange(block_size)
-    return (blocks[:, None] * block_size + inside).reshape(-1)[offset : offset + num_tokens]
+    return (blocks[:, None].astype(np.int64) * block_size + inside).reshape(-1)[
+        offset : offset + num_tokens
+    ]
 
 
 def _check_lengths(
@@ -199,13 +203,13 @@ def _check_lengths(
     return new, lengths
 
 
-def _read_tables(tables: Sequence[Sequence[int]], widths: Integers, spare_columns: int) -> Integers:
+def _read_tables(tables: Sequence[Sequence[int]], widths: Integers, spare_columns: int) -> Blocks:
     """Return the first `widths` blocks of each table as [R, columns]; unused entries are -1.
 
     Raises:
         ValueError: if a table has fewer blocks, or a negative one.
     """
-    columns = np.full((len(tables), int(widths.max()) + spare_columns), -1, dtype=np.int64)
+    columns = np.full((len(tables), int(widths.max()) + spare_columns), -1, dtype=np.int32)
     for row, (table, width) in enumerate(zip(tables, widths.tolist(), strict=True)):
         if len(table) < width:
             raise ValueError(f"tables[{row}] has {len(table)} blocks, its tokens need {width}")

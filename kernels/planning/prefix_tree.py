@@ -22,7 +22,7 @@ Shapes: R rows - N shared ranges - W blocks of the widest table.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
+Blocks = NDArray[np.int32]
 
 MIN_SAVED_TOKENS: Final = 128
 PARTIAL_TOKENS: Final = 4
@@ -62,20 +63,17 @@ class PrefixTree:
     """Block after the last block of each range, [N]."""
     private_start_block: Integers
     """First block of each row that no other row reads with it, [R]."""
-    common: Integers
-    """Number of blocks that each row of `row_order` has in common with the next, [R - 1]."""
 
-    def longest_common(self) -> Integers:
-        """Return the blocks that each row has in common with its closest row, or -1, [R]."""
-        neighbours = np.full(len(self.row_order) + 1, -1, dtype=np.int64)
-        neighbours[1:-1] = self.common
-        longest = np.empty(len(self.row_order), dtype=np.int64)
-        longest[self.row_order] = np.maximum(neighbours[1:], neighbours[:-1])
-        return longest
+    def equals(self, other: PrefixTree) -> bool:
+        """Return whether the trees have the same ranges and rows."""
+        return all(
+            np.array_equal(getattr(self, field.name), getattr(other, field.name))
+            for field in fields(self)
+        )
 
 
 def build_prefix_tree(
-    tables: Integers, limits: Integers, num_new: Integers, cost: SplitCost, *, block_size: int
+    tables: Blocks, limits: Integers, num_new: Integers, cost: SplitCost, *, block_size: int
 ) -> PrefixTree:
     """Return the ranges that rows share.
 
@@ -95,12 +93,12 @@ def build_prefix_tree(
     same = (tables[:, :least] == tables[0, :least]).all(axis=0)
     root = int(_num_leading(same[None])[0])
     # The prefix common to all rows does not affect their order. Blocks are shifted by 1 and a
-    # row is 0 after its limit, so that a prefix sorts apart from its extensions. As bytes, two
-    # rows are compared in one call.
+    # row is 0 after its limit, so that a prefix precedes its extensions. As bytes, the highest
+    # first, two rows are compared in one call.
     words = tables[:, root:width].astype(np.uint32)
     words += 1
     words[:, least - root :][np.arange(least, width) >= limits[:, None]] = 0
-    text, size = words.tobytes(), 4 * (width - root)
+    text, size = words.astype(">u4").tobytes(), 4 * (width - root)
     keys = [text[at : at + size] for at in range(0, len(text), size)] if size else [b""] * num_rows
     order = np.array(sorted(range(num_rows), key=keys.__getitem__))
     words, sorted_limits = words[order], limits[order]
@@ -129,7 +127,6 @@ def _split(
         begin_block=columns[2],
         end_block=columns[3],
         private_start_block=private_start,
-        common=common,
     )
 
 

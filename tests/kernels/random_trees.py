@@ -117,7 +117,7 @@ TableType = Callable[[list[int]], Any]
 
 def as_array(blocks: list[int]) -> array[int]:
     """Return a block table as the engine stores it."""
-    return array("q", blocks)
+    return array("i", blocks)
 
 
 TABLE_TYPES: tuple[TableType, ...] = (list, as_array)

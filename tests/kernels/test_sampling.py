@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conure.kernels import sampling
+from conure.kernels.cpu import library
+from conure.kernels.cpu.sampling import CpuSampling
 from conure.kernels.truncation import Truncation
 
 pytest.importorskip("triton")
@@ -21,14 +23,24 @@ GREEDY = 1e-6
 """A temperature at which noise decides between equal scores only."""
 
 
-@pytest.fixture(params=sampling.NAMES)
+NAMES = ("reference", *(f"cpu-{each.name}" for each in library.supported()), "triton")
+
+
+def implementation(name: str) -> sampling.SamplingOperations:
+    """Return an implementation; the C++ kernels count once per instruction set."""
+    kind, _, instructions = name.partition("-")
+    return sampling.implementation(kind, instructions or library.AUTO)
+
+
+@pytest.fixture(params=NAMES)
 def operations(request: pytest.FixtureRequest) -> sampling.SamplingOperations:
-    return sampling.implementation(request.param)
+    return implementation(request.param)
 
 
 def num_rows(operations: sampling.SamplingOperations, compiled: int, interpreted: int) -> int:
     """Return how many rows to sample: the interpreter takes 0.1 s for a truncated row."""
-    is_slow = DEVICE.type == "cpu" and not isinstance(operations, sampling.ReferenceSampling)
+    is_fast = isinstance(operations, sampling.ReferenceSampling | CpuSampling)
+    is_slow = DEVICE.type == "cpu" and not is_fast
     return interpreted if is_slow else compiled
 
 
@@ -192,7 +204,7 @@ def test_implementations_sample_the_same_tokens(
         scores = (scores * 2).round() / 2
     found = [
         sample(
-            sampling.implementation(name),
+            implementation(name),
             scores,
             temperature=temperature,
             top_k=None if top_k is None else min(top_k, vocabulary),
@@ -200,11 +212,24 @@ def test_implementations_sample_the_same_tokens(
             min_p=min_p,
             seed=seed,
         )
-        for name in sampling.NAMES
+        for name in NAMES
     ]
-    assert torch.equal(*found)
+    assert all(torch.equal(tokens, found[0]) for tokens in found)
 
 
 def test_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match="one of reference, triton, got 'fast'"):
+    with pytest.raises(ValueError, match="one of reference, cpu, triton, got 'fast'"):
         sampling.implementation("fast")
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
+@pytest.mark.parametrize("cut", [*CUTS, {}, {"top_k": 20_000}, {"top_p": 0.999, "min_p": 1e-4}])
+def test_large_vocabularies_give_the_tokens_of_the_reference(
+    cut: dict[str, Any], spread: float
+) -> None:
+    scores = spread * random_scores(4, 30_011, seed=7)
+    scores[:, ::7] = float("-inf")
+    expected = sample(implementation("reference"), scores, temperature=0.8, **cut)
+    for each in library.supported():
+        found = sample(implementation(f"cpu-{each.name}"), scores, temperature=0.8, **cut)
+        assert torch.equal(found, expected)

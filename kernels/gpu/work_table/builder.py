@@ -29,9 +29,10 @@ Shapes: R rows - S ranges - E entries - T queries.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...planning.plan import Plan
 from ...planning.prefix_tree import Integers, PrefixTree
@@ -204,7 +205,8 @@ def _write_table(
         slots: [E] first slot of each entry, or -1.
         partials: [T, QUERY_PARTIALS_SIZE], or empty if attention does not merge.
     """
-    sections = (items, merges, kv_ranges.queries, slots, partials, kv_ranges.pages)
+    queries, pages = kv_ranges.queries, kv_ranges.pages
+    sections: tuple[NDArray[Any], ...] = (items, merges, queries, slots, partials, pages)
     offsets = np.cumsum([HEADER_SIZE, *(section.size for section in sections)]).tolist()
     words = np.zeros(offsets[-1], dtype=np.int32)
     for section, (begin, end) in zip(sections, pairwise(offsets), strict=True):

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...planning.plan import Plan
-from ...planning.prefix_tree import Integers
+from ...planning.prefix_tree import Blocks, Integers
 from .table import ITEM_SIZE, NO_LIMIT, SPARE_BLOCKS, ItemField, ranges
 
 Reals = NDArray[np.float64]
@@ -56,7 +56,7 @@ class KVRanges(NamedTuple):
     """Query of each entry, [E]."""
     page: Integers
     """First page of each range, as an index into `pages`, [S]."""
-    pages: Integers
+    pages: Blocks
     """Blocks of all ranges, concatenated."""
 
 

@@ -147,7 +147,7 @@ def test_decode_steps_extend_the_table() -> None:
                 table.append(20000 + step * 16 + row)
         work.update(planner.plan(new, lengths, tables))
         lengths = [length + 1 for length in lengths]
-    assert planner.num_built == 1
+    assert planner.num_trees == 1
     assert work.num_built == 2
 
 

@@ -63,11 +63,29 @@ static inline void multiply_rows(const LinearArguments& a, int64_t row, const ui
                   a.bias ? a.bias + column : nullptr, num_columns);
 }
 
-template <class W, int R = kRegisterRows>
+// Rows that are multiplied at once. The floats of a pair take twice the registers of the pair, so one
+// row less fits beside them, except where an instruction multiplies by a number in memory.
+template <class W>
+constexpr int kRows = W::kStep == 1 && kLanes < 16 ? kRegisterRows - 1 : kRegisterRows;
+
+// Multiplies `num_rows` <= R rows.
+template <class W, int R = kRows<W>>
+static void multiply_group(const LinearArguments& a, int64_t row, int64_t num_rows,
+                           const uint32_t* panel, int64_t column) {
+  if constexpr (R > 1)
+    if (num_rows < R) return multiply_group<W, R - 1>(a, row, num_rows, panel, column);
+  multiply_rows<W, R>(a, row, panel, column);
+}
+
+// Multiplies rows in groups of about the same size.
+template <class W>
 static void multiply_panel(const LinearArguments& a, int64_t row, int64_t end,
                            const uint32_t* panel, int64_t column) {
-  for (; row + R <= end; row += R) multiply_rows<W, R>(a, row, panel, column);
-  if constexpr (R > 1) multiply_panel<W, R - 1>(a, row, end, panel, column);
+  const int64_t num = end - row, num_groups = (num + kRows<W> - 1) / kRows<W>;
+  for (int64_t group = 0; group < num_groups; group++) {
+    const int64_t first = group * num / num_groups, next = (group + 1) * num / num_groups;
+    multiply_group<W>(a, row + first, next - first, panel, column);
+  }
 }
 
 static void widen_inputs(const LinearArguments& a, const Threads& threads) {
@@ -85,9 +103,9 @@ template <class W>
 static void multiply_all(const LinearArguments& a, const Threads& threads) {
   const int64_t num_panels = (a.num_outputs + kPanel - 1) / kPanel;
   // Few outputs on many threads: the rows are divided too.
-  const int64_t groups = (a.num_rows + kRegisterRows - 1) / kRegisterRows;
+  const int64_t groups = (a.num_rows + kRows<W> - 1) / kRows<W>;
   const int64_t wanted = (threads.count * kTasksPerThread + num_panels - 1) / num_panels;
-  const int64_t size = (groups + wanted - 1) / wanted * kRegisterRows;
+  const int64_t size = (groups + wanted - 1) / wanted * kRows<W>;
   const int64_t num_blocks = (a.num_rows + size - 1) / size;
   parallel_for(threads, num_panels * num_blocks, [&](int64_t task, int64_t) {
     const int64_t panel = task / num_blocks, row = task % num_blocks * size;

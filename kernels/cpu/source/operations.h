@@ -48,7 +48,9 @@ struct RotateArguments {
 };
 
 struct Plan {  // the fields of Python's Plan and of its prefix tree
-  const int64_t *num_new, *kv_len, *tables, *query_start;
+  const int64_t *num_new, *kv_len;
+  const int32_t* tables;
+  const int64_t* query_start;
   const int64_t *row_order, *first, *end, *begin_block, *end_block, *private_start_block;
   int64_t num_rows, num_ranges, table_stride, block_size;
 };

@@ -29,6 +29,7 @@ constexpr int kMaxRows = 128;
 constexpr int64_t kMinChunk = 256;  // positions; shorter units cost more than they balance
 constexpr int kUnitsPerThread = 4;
 constexpr int kNarrowRows = 8;  // up to so many, packing pairs is faster than multiplying floats
+constexpr int kDirectRows = 5;  // up to so many, floats are multiplied without packing them
 
 struct Entry {  // a query of an item
   int64_t query, position;
@@ -36,7 +37,7 @@ struct Entry {  // a query of an item
 };
 
 struct Item {
-  const int64_t* table;
+  const int32_t* table;
   int64_t first_entry, num_entries;
   int64_t begin, end;  // positions
 };
@@ -159,8 +160,12 @@ static int64_t find_units(const AttentionArguments& a, Workspace& w, int64_t num
   return num_slots;
 }
 
-// Calls body(constant C, column) for blocks of at most kRegisterColumns vectors.
-template <int kColumns = kRegisterColumns, class Body>
+// Few rows take more columns, because an addition waits for the one before it in the same sum.
+template <int R>
+constexpr int kColumnsOf = std::max(kRegisterColumns, 8 / R);
+
+// Calls body(constant C, column) for blocks of at most kColumns vectors.
+template <int kColumns, class Body>
 static void for_columns(int64_t num_vectors, Body body, int64_t at = 0) {
   for (; at + kColumns <= num_vectors; at += kColumns)
     body(std::integral_constant<int, kColumns>{}, at * kLanes);
@@ -213,6 +218,11 @@ class UnitRunner {
 
   void run(const Unit& unit) {
     const int64_t num_rows = unit.num_entries * group_;
+    // In another step, the query may be in a unit of another size, which would add in another order.
+    // Transposing the sums of rows must also take less than transposing keys.
+    is_direct_ = W::kStep == 1 && num_rows <= kDirectRows && !a_.is_invariant &&
+                 3 * num_rows * kLanes <= 2 * a_.key_dim && a_.key_dim % kLanes == 0 &&
+                 a_.value_dim % kLanes == 0;
     read_queries(unit);
     std::fill_n(state_, num_rows, Partial{-INFINITY, 0.0f});
     std::fill_n(sums_, num_rows * value_width(a_), 0.0f);
@@ -223,8 +233,10 @@ class UnitRunner {
       const int num = num_next_;
       std::copy_n(next_slots_, num, slots_);
       locate(unit, at + kTile);
-      pack_keys(unit.kv_head, num);
-      pack_values(unit.kv_head, num);
+      if (!is_direct_) {
+        pack_keys(unit.kv_head, num);
+        pack_values(unit.kv_head, num);
+      }
       for (int64_t row = 0; row < num_rows; row += kRegisterRows)
         add_rows<kRegisterRows>(unit, row, std::min<int64_t>(kRegisterRows, num_rows - row), at,
                                 num);
@@ -332,6 +344,51 @@ class UnitRunner {
     }
   }
 
+  // Multiplies keys with rows where they are. Each lane of `sums` adds a part of a product.
+  template <int R>
+  void score_directly(const Unit& unit, int64_t row, int num, float (&scores)[R][kTile]) const {
+    const T* base = static_cast<const T*>(a_.keys.data) + unit.kv_head * a_.keys.head_stride;
+    const float* query = reinterpret_cast<const float*>(query_) + row * a_.key_dim;
+    for (int first = 0; first < num; first += kLanes) {
+      WordVec sums[R][kLanes];
+      prefetch(a_.keys, unit.kv_head, a_.key_dim, first, first + kLanes);
+      prefetch(a_.values, unit.kv_head, a_.value_dim, first, first + kLanes);
+      for (int i = 0; i < kLanes; i++) {
+        const T* key = base + slots_[std::min(first + i, num - 1)] * a_.keys.token_stride;
+        Vec sum[R] = {};
+        for (int64_t d = 0; d < a_.key_dim; d += kLanes) {
+          const Vec numbers = load(key + d);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sum[r] += numbers * load(query + r * a_.key_dim + d);
+        }
+        for (int r = 0; r < R; r++) sums[r][i] = bit_cast<WordVec>(sum[r]);
+      }
+      for (int r = 0; r < R; r++) {
+        transpose(sums[r]);
+        Vec total{};
+        for (int i = 0; i < kLanes; i++) total += bit_cast<Vec>(sums[r][i]);
+        store(&scores[r][first], total);
+      }
+    }
+  }
+
+  // Adds weighted values, which are read where they are.
+  template <int R, int C>
+  void add_directly(const Unit& unit, const float (&weights)[R][kTile], int num, int64_t column,
+                    Vec (&total)[R][C]) const {
+    const T* base =
+        static_cast<const T*>(a_.values.data) + unit.kv_head * a_.values.head_stride + column;
+    for (int i = 0; i < num; i++) {
+      const T* value = base + slots_[i] * a_.values.token_stride;
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) {
+        const Vec numbers = load(value + c * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) total[r][c] += numbers * weights[r][i];
+      }
+    }
+  }
+
   // Adds a tile to `num_rows` <= R rows.
   template <int R>
   void add_rows(const Unit& unit, int64_t row, int64_t num_rows, int64_t at, int num) {
@@ -342,7 +399,9 @@ class UnitRunner {
     alignas(64) Element weights[R][kTile];
     float shrink[R];
     const int64_t num_vectors = ceil_div(num, kLanes);
-    for_columns(num_vectors, [&](auto columns, int64_t column) {
+    if constexpr (W::kStep == 1)
+      if (is_direct_) score_directly<R>(unit, row, num, scores);
+    for_columns<kColumnsOf<R>>(is_direct_ ? 0 : num_vectors, [&](auto columns, int64_t column) {
       Vec total[R][columns.value] = {};
       multiply<W>(query_ + row * depth(a_), depth(a_), keys_ + column, kTile, depth(a_), total);
       for (int r = 0; r < R; r++)
@@ -356,14 +415,18 @@ class UnitRunner {
       shrink[r] = weigh(scores[r], weights[r], state_[row + r], begin, end, num_vectors);
     }
     const int64_t width = value_width(a_);
-    for_columns(width / kLanes, [&](auto columns, int64_t column) {
+    for_columns<kColumnsOf<R>>(width / kLanes, [&](auto columns, int64_t column) {
       Vec total[R][columns.value];
       float* sums = sums_ + row * width + column;
       for (int r = 0; r < R; r++)
         for (int c = 0; c < columns.value; c++)
           total[r][c] = load(sums + r * width + c * kLanes) * shrink[r];
-      multiply<W>(reinterpret_cast<const uint32_t*>(weights), kTile / W::kStep, values_ + column,
-                  width, ceil_div(num, W::kStep), total);
+      if (is_direct_) {
+        if constexpr (W::kStep == 1) add_directly(unit, weights, num, column, total);
+      } else {
+        multiply<W>(reinterpret_cast<const uint32_t*>(weights), kTile / W::kStep,
+                    values_ + column, width, ceil_div(num, W::kStep), total);
+      }
       for (int r = 0; r < R; r++)
         for (int c = 0; c < columns.value; c++)
           store_vector(sums + r * width + c * kLanes, total[r][c]);
@@ -446,6 +509,7 @@ class UnitRunner {
   Partial* state_;
   int64_t slots_[kTile], next_slots_[kTile];
   int num_next_;
+  bool is_direct_;
 };
 
 template <class T>
