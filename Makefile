@@ -10,9 +10,10 @@ STAMP := $(VENV)/.installed
 EXTRAS := all,python,dev
 
 # LlamaIndex's QueryPipeline went with core 0.13, which current integrations need: what is
-# said of core 0.12 is tested in an environment of its own.
-OLD := .venv-llamaindex012
-OLD_CORE := llama-index-core==0.12.52.post1
+# said of core 0.12 is tested in an environment of its own, and so are the lowest of the later cores.
+LLAMAINDEX_012 := 0.12.52.post1
+LLAMAINDEX_013 := 0.13.0
+LLAMAINDEX_014 := 0.14.0
 
 # torch 2.11 brings Triton 3.6, and what compiles well on one may spill on the other: the kernels
 # are interpreted and compiled on both. The plain environment has 3.7.1.
@@ -62,7 +63,8 @@ TOGETHER := +@$(MAKE) --no-print-directory --jobs=3 --output-sync=target \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check demo docs pip-matrix test test-all test-browser test-llamaindex012 \
-    test-langchain10 test-small-model test-triton36 chaos fuzz bench bench-kernels clean
+    test-llamaindex013 test-llamaindex014 test-langchain10 test-small-model test-triton36 \
+    chaos fuzz bench bench-kernels clean
 
 help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -89,12 +91,12 @@ $(STAMP): pyproject.toml constraints.txt
 	.venv-docs/bin/python -m pip install --quiet -c constraints.txt -e '.[docs,langchain,llamaindex]'
 	@touch $@
 
-$(OLD)/.installed: pyproject.toml constraints.txt
-	test -x $(OLD)/bin/python || $(PYTHON) -m venv $(OLD)
-	grep -v '^llama-index' constraints.txt > $(OLD)/constraints.txt
-	$(OLD)/bin/python .ci/requirements.py server llamaindex > $(OLD)/requirements.txt
-	$(OLD)/bin/python -m pip install --quiet --no-compile -c $(OLD)/constraints.txt \
-	    -r $(OLD)/requirements.txt '$(OLD_CORE)' llguidance jsonschema \
+.venv-llamaindex%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -v '^llama-index' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python .ci/requirements.py server llamaindex > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile -c $(@D)/constraints.txt \
+	    -r $(@D)/requirements.txt 'llama-index-core==$(LLAMAINDEX_$*)' llguidance jsonschema \
 	    hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
@@ -136,7 +138,7 @@ test: ## the checks, then every test that fits the time budget above
 	$(TOGETHER)
 	$(PYTEST) $(SHARED) -m 'not slow'
 
-test-all: docs test-triton36 ## the checks, then every test
+test-all: docs test-llamaindex013 test-llamaindex014 test-triton36 ## the checks, then every test
 	$(TOGETHER)
 	$(PYTEST) $(SHARED)
 
@@ -145,8 +147,12 @@ test-browser: setup ## the dashboard in a headless Chromium, which must be insta
 	$(BIN)/pytest -q tests/server/dashboard
 
 # What core 0.12 says on import to a pydantic that is newer than it is not ours to mend.
-test-llamaindex012: $(OLD)/.installed ## the LlamaIndex adapter on core 0.12
-	$(OLD)/bin/python -m pytest -q --disable-warnings tests/adapters/llamaindex \
+test-llamaindex012: ## the LlamaIndex adapter on core 0.12
+test-llamaindex013: ## the LlamaIndex adapter on core 0.13
+test-llamaindex014: ## the LlamaIndex adapter on core 0.14.0
+test-llamaindex012 test-llamaindex013 test-llamaindex014: \
+test-llamaindex%: .venv-llamaindex%/.installed
+	.venv-llamaindex$*/bin/python -m pytest -q --disable-warnings tests/adapters/llamaindex \
 	    -W ignore::pydantic.warnings.UnsupportedFieldAttributeWarning
 
 test-small-model: setup ## what the built-in model can do

@@ -27,6 +27,7 @@ from conure.server.program.status import Event, ProgramStatus
 
 from .answer_stream import FAILURE_EVENTS, RESULT_EVENTS, TEXT_EVENTS, call_failure
 from .planned_call import PlannedCall, holds, request_key
+from .siblings import SiblingGroups
 
 CallListener: TypeAlias = Callable[["Event | Exception"], None]
 """Receives the events of one call; an exception means that no event follows."""
@@ -90,6 +91,7 @@ class PlannedCallRegistry:
         """Messages of the server about requests with planned calls that it rejected."""
         self.failure: Exception | None = None
         """Why the run takes no more calls."""
+        self._siblings = SiblingGroups()
         self._by_node: dict[str, CallRecord] = {}
         self._unkeyed: list[CallRecord] = []
         """Planned calls that read variables without values."""
@@ -107,8 +109,10 @@ class PlannedCallRegistry:
         """
         with self.lock:
             self.values.update(values or {})
+            calls = list(calls)
             for call in calls:
                 self._unkeyed.append(self._add(call, is_planned=True))
+            self._siblings.add(calls, self.values.keys(), self.records)
             self._update_keys()
 
     def set_values(self, values: Mapping[str, Json]) -> None:
@@ -120,6 +124,11 @@ class PlannedCallRegistry:
         with self.lock:
             self.values.update({n: values[n] for n in values.keys() - self.values.keys()})
             self._update_keys()
+
+    def sibling_wait_s(self) -> float:
+        """Return how long the known values should wait for values of sibling calls."""
+        with self.lock:
+            return self._siblings.wait_s(self.values)
 
     def claim(self, node: Mapping[str, Json]) -> CallRecord | None:
         """Return the planned call with the same request to the model as `node`, once.

@@ -31,6 +31,7 @@ from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, AnswerStream, program_fai
 from .outbox import OpenProgram, OutboxRequest, SpeculativeOutbox
 from .planned_call import PlannedCall
 from .registry import CallRecord, PlanFailedError, PlannedCallRegistry
+from .siblings import SiblingWait
 
 Resend: TypeAlias = Callable[[CallRecord, PlanFailedError], CallRecord]
 """Sends a call of the application whose planned call failed because of its plan."""
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 CANCEL_TIMEOUT_S: Final = 5.0
 """How long the end of a run waits until its programs are cancelled."""
 NUM_YIELDS: Final = 3
-"""How often the I/O thread lets other threads run before it sends what is pending."""
+"""How often the I/O thread lets other threads run before it sends values and later calls."""
 ARRIVAL_S: Final = 2.0
 """How long the server holds an append that overtakes the submission of its program."""
 
@@ -82,16 +83,26 @@ class SpeculativeRun:
         """Done when the first request has ended."""
         self._is_flushing = False
         """Whether the I/O thread will look for requests."""
+        self._sibling_wait = SiblingWait(self.calls.sibling_wait_s, self.calls.lock)
         self._is_idle: Future[None] = Future()
         """Done while no request is under way."""
         self._is_idle.set_result(None)
 
     # --- calls ----------------------------------------------------------------------------
 
-    def plan(self, calls: Iterable[PlannedCall], values: Mapping[str, Json] | None = None) -> None:
-        """Add planned calls and values that they read, and send what can run."""
+    def plan(
+        self,
+        calls: Iterable[PlannedCall],
+        values: Mapping[str, Json] | None = None,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        """Add planned calls and values that they read, and send what can run.
+
+        `is_alone`: the application adds nothing at about the same moment.
+        """
         self.calls.plan(calls, values)
-        self.flush()
+        self.flush(0 if is_alone else NUM_YIELDS)
 
     def set_values(self, values: Mapping[str, Json]) -> None:
         """Add values that the application computed, and send them."""
@@ -104,16 +115,20 @@ class SpeculativeRun:
         self.flush()
         return record
 
-    def flush(self) -> None:
-        """Start to send what is pending, together with what the application adds meanwhile."""
+    def flush(self, num_yields: int = NUM_YIELDS) -> None:
+        """Start to send what is pending, together with what the application adds meanwhile.
+
+        `num_yields`: how often the I/O thread lets other threads run before.
+        """
         with self.calls.lock:
             if self._is_flushing:
+                self._sibling_wait.end_if_known(self._client.io_thread.start_task)
                 return
             self._is_flushing = True
             if self._is_idle.done():
                 self._is_idle = Future()
             try:
-                self._client.io_thread.start_task(self._send_pending)
+                self._client.io_thread.start_task(self._send_pending, num_yields)
             except RuntimeError as failure:  # the client is closed
                 while requests := self._taken():
                     for request in requests:
@@ -246,11 +261,12 @@ class SpeculativeRun:
 
     # --- tasks of the I/O thread ----------------------------------------------------------
 
-    async def _send_pending(self) -> None:
+    async def _send_pending(self, num_yields: int) -> None:
         # Parallel parts of an application have their values within a millisecond. A call that
         # arrives after the others may have to wait for a step of the engine.
-        for _ in range(NUM_YIELDS):
+        for _ in range(num_yields):
             await asyncio.sleep(0)
+        await self._sibling_wait.run()
         requests = self._taken()
         await asyncio.gather(*map(self._write, requests))
 

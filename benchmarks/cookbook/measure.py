@@ -1,12 +1,14 @@
 """Gain of `accelerate` for apps in the patterns of public cookbooks.
 
-    cd benchmarks; python -m cookbook.measure [--rounds N] [--round-trip S] [--out FILE]
+    cd benchmarks; python -m cookbook.measure [--rounds N] [--round-trip S] [--scale N] [--out FILE]
 
 Each app runs plain and accelerated in turns, with blocking calls and with coroutines, on one server
 with `--engine fake` whose calls take 20 ms, behind a proxy that adds the round trip. A row has the
 median times in ms and their ratio, plain over accelerated; the last rows have the geometric means,
 the smallest ratios, and the share of calls that ran in the first program of their run. Nothing is
-subtracted; the first round is not counted. Rounds of all apps follow each other, so that a busy
+subtracted; the first round is not counted. `--scale` multiplies the times of calls and round
+trips: the larger it is, the closer each ratio is to its ideal, which the numbers of consecutive
+calls and round trips determine alone. Rounds of all apps follow each other, so that a busy
 second of the machine meets one round of an app. An app whose results differ ends the benchmark.
 """
 
@@ -146,12 +148,12 @@ def record(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def far_server(round_trip_s: float) -> Iterator[Client]:
-    """Yield a client of a temporary server behind the proxy."""
+def far_server(round_trip_s: float, call_s: float = CALL_S) -> Iterator[Client]:
+    """Yield a client of a temporary server behind the proxy, whose calls take `call_s`."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as script:
         json.dump(SCRIPT, script)
         script.flush()
-        options = ("--engine", "fake", "--time-per-call", str(CALL_S), "--script", script.name)
+        options = ("--engine", "fake", "--time-per-call", str(call_s), "--script", script.name)
         with (
             served(*options) as url,
             delayed(url, round_trip_s) as far,
@@ -165,12 +167,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-trip", type=float, default=0.025)
+    parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS), choices=FRAMEWORKS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    made: dict[str, Any] = {"round_trip_s": options.round_trip, "call_s": CALL_S}
-    with far_server(options.round_trip) as client, asyncio.Runner() as loop:
+    round_trip_s, call_s = options.scale * options.round_trip, options.scale * CALL_S
+    made: dict[str, Any] = {"round_trip_s": round_trip_s, "call_s": call_s}
+    with far_server(round_trip_s, call_s) as client, asyncio.Runner() as loop:
         for name in options.frameworks:
             rows = [
                 Row(case, Pairs([], []), Pairs([], []))

@@ -16,8 +16,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from conure.server.scheduling.request import ResourceRequest
 from conure.server.scheduling.reservations import EngineReservations, Reservation

@@ -57,7 +57,8 @@ def schedule_step(
         if context.is_released:
             # Freed by the server, and released in this step by the last fork that waited for it.
             continue
-        if _is_decoding(context):
+        is_decoding = _is_decoding(context)
+        if is_decoding:
             num_decoding -= 1
             max_new = 1
         else:
@@ -65,7 +66,7 @@ def schedule_step(
             if max_new <= 0 or not kv.match_prefix(context):
                 continue
         # A blocked context does not run its last token: the mask of the next one is unknown.
-        is_blocked = context.is_blocked
+        is_blocked = not is_decoding and context.is_blocked
         length = len(context.ids) - is_blocked
         begin = context.num_computed
         if begin >= length:

@@ -77,6 +77,8 @@ class OutputProcessor:
         self._num_slots = runner.limits.num_blocks * runner.limits.block_size
         self._eos_ids = frozenset(runner.eos_ids)
         self._tokenizer = load_tokenizer(runner.tokenizer_json)
+        self._token_lengths: dict[int, int] = {}
+        """Characters of tokens that were decoded alone."""
         self._blocked: dict[ConstraintState, tuple[Context, GenerationState]] = {}
         """Outputs that wait for their constraint."""
 
@@ -95,7 +97,9 @@ class OutputProcessor:
             end=min(length + sampling.max_tokens, self._limits.context_len),
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             eos_ids=self._eos_ids,
-            detokenizer=Detokenizer(self._tokenizer, context.ids[-NUM_CONTEXT:], sampling.stop),
+            detokenizer=Detokenizer(
+                self._tokenizer, context.ids[-NUM_CONTEXT:], sampling.stop, self._token_lengths
+            ),
         )
         if command.constraint is not None and self._constraints is not None:
             max_tokens = generation.end - length

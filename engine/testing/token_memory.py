@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cachetools import LRUCache
-
 from ..protocol import EngineLimits
 from ..runner.base import ScheduledSequence
 
@@ -34,10 +32,9 @@ class TokenMemory:
         """For each block, the hash of the previous block in its writer's context."""
         self._hashes = [_UNKNOWN] * limits.num_blocks
         """For each full block, the hash of all tokens up to its end."""
-        self._expected: LRUCache[int, tuple[list[int], list[int]]] = LRUCache(
-            4 * limits.max_sequences
-        )
-        """Ids and expected block hashes by context."""
+        self._expected: dict[int, tuple[list[int], list[int]]] = {}
+        """Ids and expected block hashes by context, of the latest contexts."""
+        self._max_expected = 4 * limits.max_sequences
 
     def run(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, then check and write each row in order.
@@ -93,6 +90,9 @@ class TokenMemory:
 
     def _write(self, row: ScheduledSequence, end: int) -> None:
         size = self._size
+        if row.num_new == 1 and row.start % size:
+            self._write_next(row.blocks[-1], row.start % size, row.ids[row.start])
+            return
         for index in range(row.start // size, -(-end // size)):
             block = row.blocks[index]
             begin = index * size
@@ -105,10 +105,19 @@ class TokenMemory:
             is_full = len(tokens) == size
             self._hashes[block] = hash((previous, *tokens)) if is_full else _UNKNOWN
 
+    def _write_next(self, block: int, offset: int, token_id: int) -> None:
+        """Write one token after others of its block, as every decoding row does."""
+        tokens = self._tokens[block]
+        tokens[offset:] = (token_id,)
+        is_full = offset + 1 == self._size
+        self._hashes[block] = hash((self._previous_hash[block], *tokens)) if is_full else _UNKNOWN
+
     def _expect(self, row: ScheduledSequence, num_full: int) -> list[int]:
         """Return the expected hashes of at least the first `num_full` blocks of a context."""
         known = self._expected.get(row.context)
         if known is None or known[0] is not row.ids:
+            if len(self._expected) >= self._max_expected:
+                del self._expected[next(iter(self._expected))]
             known = self._expected[row.context] = (row.ids, [])
         hashes = known[1]
         size = self._size

@@ -46,14 +46,26 @@ class Detokenizer:
     """The text of one Generate."""
 
     def __init__(
-        self, tokenizer: DecodingTokenizer, prompt_tail: list[int], stop: Sequence[str]
+        self,
+        tokenizer: DecodingTokenizer,
+        prompt_tail: list[int],
+        stop: Sequence[str],
+        lengths: dict[int, int] | None = None,
     ) -> None:
-        """Start after a prompt whose last `NUM_CONTEXT` ids (or fewer) are `prompt_tail`."""
+        """Start after a prompt whose last `NUM_CONTEXT` ids (or fewer) are `prompt_tail`.
+
+        Args:
+            tokenizer: decodes ids.
+            prompt_tail: the end of the prompt.
+            stop: strings that end the text.
+            lengths: characters of ids that were decoded alone; shared by all texts of a tokenizer.
+        """
         self.text = ""
         """The decoded text, truncated at the stop string once one is found."""
         self.stop: str | None = None
         """The stop string that was found."""
         self._tokenizer = tokenizer
+        self._lengths = {} if lengths is None else lengths
         self._window = list(prompt_tail)
         self._num_complete_tokens = len(self._window)
         """Tokens at the start of the window that form complete characters."""
@@ -122,8 +134,17 @@ class Detokenizer:
             return text[num_decoded:-1]
         del window[: self._num_complete_tokens]
         self._num_complete_tokens = len(window)
-        self._num_decoded_chars = len(self._decode(window))
+        self._num_decoded_chars = self._num_chars(window)
         return text[num_decoded:]
+
+    def _num_chars(self, ids: list[int]) -> int:
+        """Return the number of characters of ids. Mostly there is only the newest id."""
+        if len(ids) != 1:
+            return len(self._decode(ids))
+        known = self._lengths.get(ids[0])
+        if known is None:
+            known = self._lengths[ids[0]] = len(self._decode(ids))
+        return known
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

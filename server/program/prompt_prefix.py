@@ -151,7 +151,7 @@ def prefixes(
     node: GenerateNode, definitions: VariableDefinitions | None = None, *, closed: bool = False
 ) -> PromptPrefixes:
     """Return the prefixes of a call."""
-    marks = list(_boundaries(node, definitions, closed))
+    marks = _boundaries(node, definitions, closed)
     constants = accumulate((mark.is_text for mark in marks), and_)
     return PromptPrefixes(tuple([mark.digest for mark in marks]), tuple(constants))
 
@@ -205,35 +205,36 @@ class _Boundary(NamedTuple):
 
 def _boundaries(
     node: GenerateNode, definitions: VariableDefinitions | None, closed: bool
-) -> Iterator[_Boundary]:
+) -> list[_Boundary]:
     if node.prompt is not UNSET or not closed:
         return _walk(node, definitions)
     return _walk_closed(node, definitions)
 
 
-def _walk(node: GenerateNode, definitions: VariableDefinitions | None) -> Iterator[_Boundary]:
+def _walk(node: GenerateNode, definitions: VariableDefinitions | None) -> list[_Boundary]:
     hasher = _PrefixHasher(node)
+    marks: list[_Boundary] = []
     if node.prompt is not UNSET:
         for segment in node.prompt:
             if segment.output is not UNSET:
                 hasher.put_output(segment.output, output_form(segment))
             else:
-                hasher.put_pieces(_segment_pieces(segment, definitions))
-            yield hasher.mark()
-        return
+                hasher.put_segment(segment, definitions)
+            marks.append(hasher.mark())
+        return marks
     for message in chat_messages(node, definitions):
-        yield from _walk_message(hasher, message, definitions)
-    yield _walk_output(hasher, node)
+        marks += _walk_message(hasher, message, definitions)
+    marks.append(_walk_output(hasher, node))
+    return marks
 
 
-def _walk_closed(
-    node: GenerateNode, definitions: VariableDefinitions | None
-) -> Iterator[_Boundary]:
+def _walk_closed(node: GenerateNode, definitions: VariableDefinitions | None) -> list[_Boundary]:
     hasher = _PrefixHasher(node)
+    marks: list[_Boundary] = []
     assert node.messages is not UNSET, "a prompt has no splices"
     for message in node.messages:
         if message.splice is UNSET:
-            yield from _walk_message(hasher, message, definitions)
+            marks += _walk_message(hasher, message, definitions)
             continue
         alone = msgspec.structs.replace(node, messages=[message])
         inner = [
@@ -243,23 +244,29 @@ def _walk_closed(
         ]
         symbols = tuple([symbol for mark in inner for symbol in mark.symbols])
         # A splice counts as a value even if its text is known.
-        yield _Boundary(hasher.mark().digest, False, symbols)
-    yield _walk_output(hasher, node)
+        marks.append(_Boundary(hasher.mark().digest, False, symbols))
+    marks.append(_walk_output(hasher, node))
+    return marks
 
 
 def _walk_message(
     hasher: _PrefixHasher,
     message: Message | SymbolicSplice,
     definitions: VariableDefinitions | None,
-) -> Iterator[_Boundary]:
+) -> list[_Boundary]:
     if isinstance(message, SymbolicSplice):
         hasher.put_splice(message.expression)
-        yield hasher.mark()
-        return
+        return [hasher.mark()]
     hasher.open_message(message)
-    for pieces in _contents(message, definitions):
-        hasher.put_pieces(pieces)
-        yield hasher.mark()
+    content = message.content
+    if not isinstance(content, list) or not content:
+        hasher.put_text(content if isinstance(content, str) else "", special=False)
+        return [hasher.mark()]
+    marks: list[_Boundary] = []
+    for segment in content:
+        hasher.put_segment(segment, definitions)
+        marks.append(hasher.mark())
+    return marks
 
 
 def _walk_output(hasher: _PrefixHasher, node: GenerateNode) -> _Boundary:
@@ -294,15 +301,19 @@ class _PrefixHasher:
         self._symbols: list[Expression] = []
 
     def mark(self) -> _Boundary:
-        mark = _Boundary(self._hash.copy().digest(), self._is_text, tuple(self._symbols))
+        mark = _Boundary(self._hash.digest(), self._is_text, tuple(self._symbols))
         self._is_text = True
         self._symbols.clear()
         return mark
 
-    def put_pieces(self, pieces: tuple[Piece, ...]) -> None:
-        for piece in pieces:
+    def put_segment(self, segment: Segment, definitions: VariableDefinitions | None) -> None:
+        """Add a segment that is not an output."""
+        if segment.text is not UNSET:
+            self.put_text(segment.text, special=segment.special)
+            return
+        for piece in _segment_pieces(segment, definitions):
             if isinstance(piece, LiteralText):
-                self._put_text(piece)
+                self.put_text(piece.text, special=piece.special)
             elif isinstance(piece, VariableText):
                 self._put_symbol(b"\xffV", piece.expression)
             else:
@@ -320,13 +331,13 @@ class _PrefixHasher:
         fields = (message.role, message.name, message.tool_call_id, message.tool_calls)
         self._put(b"\xffM", [None if field is UNSET else field for field in fields])
 
-    def _put_text(self, text: LiteralText) -> None:
-        if not text.text:
+    def put_text(self, text: str, *, special: bool) -> None:
+        if not text:
             return
-        if text.special != self._is_special:
-            self._is_special = text.special
-            self._hash.update(b"\xff+" if text.special else b"\xff-")
-        self._hash.update(text.text.encode("utf-8", "surrogatepass"))
+        if special != self._is_special:
+            self._is_special = special
+            self._hash.update(b"\xff+" if special else b"\xff-")
+        self._hash.update(text.encode("utf-8", "surrogatepass"))
 
     def _put_symbol(self, kind: bytes, expression: Expression) -> None:
         self._put(kind, expression)
@@ -346,7 +357,10 @@ def _segment_pieces(segment: Segment, definitions: VariableDefinitions | None) -
         return (LiteralText(segment.text, segment.special),)
     if segment.part is not UNSET:
         return (MultimodalPart(segment.part),)
-    return expand(input_expression(segment.input), definitions)
+    name = segment.input
+    if isinstance(name, str) and (definitions is None or definitions.get(name) is None):
+        return (VariableText({"var": name}),)
+    return expand(input_expression(name), definitions)
 
 
 def _contents(

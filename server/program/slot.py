@@ -52,7 +52,8 @@ class SlotInputs:
             ProgramError: `program.name`, `program.expression`.
         """
         self.names |= check_reference(reference, path)
-        self._uses_first = self._uses_first or uses_first(input_expression(reference))
+        if not isinstance(reference, str):
+            self._uses_first = self._uses_first or uses_first(reference)
 
     def add_arguments(self, arguments: dict[str, Expression]) -> None:
         """Add the `args` of a function step or a client step.

@@ -1,7 +1,7 @@
 """Prompts: from the text and messages of a call to token ids, and from output text to tool calls.
 
-`prompt` renders a node's segments or messages, `chat`, `chat_template` and `template_sandbox` apply
-a model's chat template, `tokenizer` and `token_bound` turn text into ids, `tool_format` and
-`tool_calls` handle tool calls, and `served_model` bundles these for one model. `model_notices` has
-what a user must know about it.
+`prompt` renders a node's segments or messages, `chat`, `chat_template`, `chat_outline` and
+`template_sandbox` apply a model's chat template, `tokenizer` and `token_bound` turn text into ids,
+`tool_format` and `tool_calls` handle tool calls, and `served_model` bundles these for one model. `model_notices`
+has what a user must know about it.
 """

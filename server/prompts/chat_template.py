@@ -4,7 +4,9 @@ A template writes its own text around the contents of messages, and only its own
 control tokens. A rendering does not show the origin of its parts, so the chat is rendered twice.
 The plain rendering is the prompt. The marked rendering has a mark at both ends of each text that is
 not the template's own. If the marked rendering without its marks equals the plain one, the marks
-show the origin of each part and the end of each segment.
+show the origin of each part and the end of each segment. A chat with the roles and segments of an
+earlier one needs no marked rendering if its plain rendering has the same texts around the contents
+(`chat_outline`).
 
 A template that tests or changes contents may behave differently on marked contents. For templates
 that trim contents, a second attempt sets the marks inside the outer blanks. For all others (for
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..program.errors import PromptError
 from ..program.ir import Json
 from .chat import RenderedChat, TemplateMessage, build_rendered_chat, count_segments
+from .chat_outline import ChatOutlines, ChatShape, shape_of
 from .template_sandbox import TemplateSandbox
 from .tokenizer import PromptPiece
 
@@ -96,6 +99,7 @@ class ChatTemplate:
         # letters, blanks and JSON leave unchanged.
         self._nonce = "".join(secrets.choice("0123456789") for _ in range(20))
         self._mark_pattern = re.compile(f"\ue000{self._nonce}\\.([0-9]+)\ue001")
+        self._outlines = ChatOutlines()
 
     @property
     def is_defined(self) -> bool:
@@ -152,7 +156,10 @@ class ChatTemplate:
             }
             return sandbox.render(variables, strftime=strftime)
 
-        return self._render_twice(render, messages, tools)
+        is_plain = tools is None and add_generation_prompt and not options
+        return self._render_marked(
+            render, messages, tools, shape_of(messages) if is_plain else None
+        )
 
     def _check_options(self, options: Mapping[str, Json]) -> None:
         """Reject options that spell a control token: a template may print them as its own text.
@@ -171,13 +178,26 @@ class ChatTemplate:
 
         _map_strings(options, check)
 
-    def _render_twice(
-        self, render: _Render, messages: Sequence[TemplateMessage], tools: Sequence[Json] | None
+    def _render_marked(
+        self,
+        render: _Render,
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Json] | None,
+        shape: ChatShape | None,
     ) -> RenderedChat:
-        """Return a chat, by one rendering without marks and one or two with marks."""
+        """Return a chat, by a rendering without marks, and one or two with marks unless the outline
+        of a chat with this shape is known and fits.
+        """
+        text: str | None = None
+        outline = None if shape is None else self._outlines.find(shape)
+        if outline is not None:
+            text = _render_plain(render, messages, tools)
+            if (known := outline.fill(messages, text)) is not None:
+                return known
         attempts = self._marking_attempts(messages, tools)
         first = next(attempts)  # Before the first rendering: rejects tools that nest too deep.
-        text = render([_fields(message, message.text, None) for message in messages], tools)
+        if text is None:
+            text = _render_plain(render, messages, tools)
         num_segments = count_segments(messages)
         for chat in chain((first,), attempts):
             try:
@@ -186,6 +206,8 @@ class ChatTemplate:
                 continue  # The template tests contents, and rejects the marks.
             rendered = self._parse_marks(rendering, text, chat.marked_texts, num_segments)
             if rendered is not None:
+                if shape is not None and chat is first:
+                    self._outlines.learn(shape, messages, text, rendered)
                 return rendered
         self._check_opaque(messages, tools)
         return RenderedChat(
@@ -336,6 +358,13 @@ class ChatTemplate:
         return bool(_CONTROL_SHAPE.search(text)) or any(
             token and token in text for token in self._special_tokens.values()
         )
+
+
+def _render_plain(
+    render: _Render, messages: Sequence[TemplateMessage], tools: Sequence[Json] | None
+) -> str:
+    """Return the rendering without marks."""
+    return render([_fields(message, message.text, None) for message in messages], tools)
 
 
 def _span_without_blanks(text: str) -> tuple[int, int]:

@@ -145,8 +145,7 @@ class Tokenizer:
         ids, spans = encoding.ids, encoding.offsets
         if not self._controls.keys().isdisjoint(ids):
             trusted = _trusted_spans(pieces)
-            controls = self._find_controls(text, ids, spans)
-            if not all(_lies_in(control.span, trusted) for control in controls):
+            if not _lie_in(self._find_controls(text, ids, spans), trusted):
                 ids, spans = self._encode_literally(text, trusted)
         if continues and self._has_prefix:
             ids, spans = self._continue(text, ids, spans)
@@ -427,9 +426,14 @@ def _trusted_spans(pieces: Sequence[PromptPiece]) -> list[_TokenSpan]:
     return spans
 
 
-def _lies_in(span: _TokenSpan, trusted: Sequence[_TokenSpan]) -> bool:
-    index = bisect_right(trusted, span.start, key=lambda each: each.start) - 1
-    return index >= 0 and span.end <= trusted[index].end
+def _lie_in(controls: Sequence[_ControlToken], trusted: Sequence[_TokenSpan]) -> bool:
+    """Return whether each control token is inside of a trusted span."""
+    starts = [span.start for span in trusted]
+    for _, (start, end) in controls:
+        index = bisect_right(starts, start) - 1
+        if index < 0 or end > trusted[index].end:
+            return False
+    return True
 
 
 def _without_blanks(text: str, start: int, end: int) -> _TokenSpan:

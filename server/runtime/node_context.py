@@ -103,7 +103,7 @@ class NodeExecutor(Generic[N]):
         """Handle the end of a node of any kind."""
 
     def text_appended(self, variable: str) -> None:
-        """Handle new text of a variable that a call is generating."""
+        """Handle new text of a variable that a call is generating, one of `followed_texts`."""
 
     def restore(self, recovered: RecoveredState) -> None:
         """Restore what was journaled before a restart; called before the program starts."""
@@ -175,6 +175,8 @@ class NodeContext:
         """The computations of slots."""
         self.stop_before_slot: dict[str, int] = {}
         """For each killed call that must still generate outputs: the slot before which it ends."""
+        self.followed_texts: set[str] = set()
+        """Variables whose text an executor follows while it is generated."""
         self._stop = stop
         self._complete = complete
         self._queue: deque[Ready] = deque()
@@ -350,7 +352,7 @@ class NodeContext:
     def append_text(self, variable: str, text: str, logprobs: Sequence[Json] = ()) -> None:
         """Append streamed text, and the log probabilities of its tokens, to a variable."""
         self.events.append_text(variable, text, logprobs)
-        if text:
+        if text and variable in self.followed_texts:
             self._notify("text_appended", variable)
 
     def complete_slot(self, node_id: str, slot: int, ready: list[Ready]) -> None:

@@ -67,7 +67,8 @@ class EngineIndex:
         """Add an engine, or replace the one of the same name."""
         self.remove(reservations.engine)
         self.engines[reservations.engine] = reservations
-        self._reindex(reservations)
+        for each in self.engines.values():  # an engine alone is not in the heaps
+            self._reindex(each)
 
     def remove(self, engine: str) -> None:
         """Remove an engine; a no-op if the index does not contain it."""
@@ -160,6 +161,9 @@ class EngineIndex:
     def _worth_considering(
         self, request: ResourceRequest, group: TaskGroupState | None
     ) -> Iterable[str]:
+        if len(self.engines) == 1:
+            yield from self.engines
+            return
         for heaps in self._heaps:
             most_free = heaps[request.is_latency_critical].peek(self._versions)
             if most_free is not None:
@@ -196,6 +200,8 @@ class EngineIndex:
             self._versions.pop(name, None)
             return
         version = self._versions[name] = next(self._next_version)
+        if len(self.engines) == 1:
+            return  # the only candidate
         kind = BATCH if reservations.num_calls else IDLE
         if reservations.num_latency_critical:
             kind = LATENCY_CRITICAL

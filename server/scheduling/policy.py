@@ -23,9 +23,10 @@ less urgent calls. Calls therefore age without being updated, and none starves: 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from .holds import Opening, ProgramsAhead
 from .request import PriorityInputs, ResourceRequest

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 MAX_PREFIXES = 8
 """Maximum number of boundaries of one prompt that placement considers: half from the start, half
@@ -34,8 +35,7 @@ class PromptPrefix(NamedTuple):
     """Whether the KV stays as evictable cache after the last call that reads it has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceRequest:
+class ResourceRequest(Struct, frozen=True, kw_only=True):
     """The tokens that a call needs, and which of them it may share."""
 
     program: str
@@ -73,8 +73,7 @@ class ResourceRequest:
         return self.num_tokens - (self.prefixes[-1].num_tokens if self.prefixes else 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PriorityInputs:
+class PriorityInputs(Struct, frozen=True, kw_only=True):
     """Everything that determines a call's rank.
 
     Times are seconds on one monotonic clock.
@@ -121,6 +120,6 @@ def hash_prefixes(
     prefixes, begin = [], 0
     for end, is_cacheable in chosen:
         digest.update(array("q", ids[begin:end]).tobytes())
-        prefixes.append(PromptPrefix(digest.copy().digest(), end, is_cacheable))
+        prefixes.append(PromptPrefix(digest.digest(), end, is_cacheable))
         begin = end
     return tuple(prefixes)

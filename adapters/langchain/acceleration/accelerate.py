@@ -232,7 +232,7 @@ class Accelerated(PassthroughRunnable):
             plan = self._instrumenter.plan(run.prefix(), config)
             # LangChain passes the arguments of `invoke` to the first step, and the plan does not
             # include them. Such a run plans nothing.
-            run.begin([] if kwargs else [(plan, plan.inputs(given))])
+            run.begin([] if kwargs else [(plan, plan.inputs(given))], is_start=True)
             yield ActiveRun(run, plan)
             is_failed = False
         finally:
@@ -251,7 +251,7 @@ class Accelerated(PassthroughRunnable):
         is_failed = True
         try:
             plan = self._instrumenter.plan(run.prefix(), config)
-            run.begin([] if kwargs else [(plan, plan.inputs(given))])
+            run.begin([] if kwargs else [(plan, plan.inputs(given))], is_start=True)
             yield ActiveRun(run, plan)
             is_failed = False
         finally:

@@ -77,11 +77,14 @@ class ChainRun:
             self._num_names += 1
             return "" if self._num_names == 1 else f"in{self._num_names}_"
 
-    def begin(self, plans: Sequence[tuple[ChainPlan, Mapping[str, Json]]]) -> None:
+    def begin(
+        self, plans: Sequence[tuple[ChainPlan, Mapping[str, Json]]], *, is_start: bool = False
+    ) -> None:
         """Start planned calls.
 
         Args:
             plans: each with the values that the input of its chain gives.
+            is_start: the chain has not begun to run.
         """
         if self._bound_run is None:
             return  # without a server, nothing is planned
@@ -93,7 +96,7 @@ class ChainRun:
                     self._awaited.update({view.variable: awaited for view in awaited.source.views})
         calls = [call for plan, _ in plans for call in plan.calls]
         values = {name: value for _, inputs in plans for name, value in inputs.items()}
-        self._run.plan(calls, values)
+        self._run.plan(calls, values, is_alone=is_start)
 
     def observe(self, awaited: AwaitedValue, computed: Any) -> None:
         """Process a value that planned calls wait for."""

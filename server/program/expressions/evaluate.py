@@ -62,12 +62,14 @@ def variables(expr: Expression) -> frozenset[str]:
 def uses_first(expr: Expression) -> bool:
     """Return whether an expression has the operator `first`, which accepts missing values."""
     if isinstance(expr, list):
-        return any(map(uses_first, expr))
+        return any(uses_first(item) for item in expr if isinstance(item, dict | list))
     if not isinstance(expr, dict) or "lit" in expr:
         return False
     if "object" in expr:
         return any(map(uses_first, expr["object"].values()))
-    return "first" in expr or any(map(uses_first, expr.values()))
+    if "first" in expr:
+        return True
+    return any(uses_first(item) for item in expr.values() if isinstance(item, dict | list))
 
 
 def check(expr: Expression, path: str) -> None:
@@ -265,7 +267,8 @@ def _collect(expr: Expression, bound: frozenset[str], names: set[str]) -> None:
     """Add the free names of an expression to `names`."""
     if isinstance(expr, list):
         for item in expr:
-            _collect(item, bound, names)
+            if isinstance(item, dict | list):
+                _collect(item, bound, names)
         return
     if not isinstance(expr, dict):
         return

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from ...program.graph.critical_path import get_latest_starts, get_remaining, has_deadline
 from ...program.graph.graph import Slot
 from ...program.graph.objectives import PerformanceObjective, get_perf_objective
 from ...program.graph.slot_graph import SlotGraph
-from ...program.ir import GenerateNode, MapNode
-from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS
+from ...program.ir import GenerateNode, MapNode, Segment
 from ...scheduling.policy import Rank
 from ...scheduling.request import PriorityInputs
 from ..program_state import ProgramState
 from ..services import RuntimeServices
-from .outputs import output_specs
+from .outputs import output_lengths
 from .remaining_work import RemainingWork
 
 MAX_NODES_RECOMPUTED = 128
@@ -72,9 +70,12 @@ class CallPriorities:
         slot_graph = SlotGraph.of(self._state.graph, self.live_nodes)
         self._performance = get_perf_objective(self._state.graph, slot_graph)
         self._latest_starts = self._compute_latest_starts(slot_graph)
-        if self._length_s is None and not self._state.is_open:
-            self._length_s = self._compute_length_s(slot_graph)
         self._remaining_steps = None
+        if not self._state.is_open:
+            if self._length_s is None:
+                self._length_s = self._compute_length_s(slot_graph)
+            if self._state.num_open_calls > 1:
+                self._remaining_steps = self._compute_remaining_steps(slot_graph)
         self._new_nodes.clear()
 
     def update(self) -> bool:
@@ -127,9 +128,12 @@ class CallPriorities:
             return 0
         if self._remaining_steps is None:
             live = SlotGraph.of(self._state.graph, self.live_nodes)
-            steps = get_remaining(self._state.graph, self._num_steps, slot_graph=live)
-            self._remaining_steps = {node: round(number) for node, number in steps.items()}
+            self._remaining_steps = self._compute_remaining_steps(live)
         return self._remaining_steps.get(node_id, 0)
+
+    def _compute_remaining_steps(self, slot_graph: SlotGraph) -> dict[str, int]:
+        steps = get_remaining(self._state.graph, self._num_steps, slot_graph=slot_graph)
+        return {node: round(number) for node, number in steps.items()}
 
     def _num_steps(self, slot: Slot) -> float:
         """Return the steps of a slot; 0 if it is not an LLM call."""
@@ -198,9 +202,7 @@ class CallPriorities:
         """Return the estimated tokens of a call's prompt and of each of its outputs."""
         known = self._sizes.get(node.id)
         if known is None:
-            outputs = [
-                each.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS for each in output_specs(node)
-            ]
+            outputs = [length for _, length in output_lengths(node)]
             per_char = self._scheduler.service_time.tokens_per_char
             known = self._sizes[node.id] = (round(num_static_chars(node) * per_char), outputs)
         return known
@@ -208,11 +210,18 @@ class CallPriorities:
 
 def num_static_chars(node: GenerateNode) -> int:
     """Return the number of characters of a prompt that are text of the program."""
-    segments: list[Any] = list(node.prompt) if isinstance(node.prompt, list) else []
     total = 0
-    for message in node.messages or []:
+    for message in node.messages or ():
         if isinstance(message.content, str):
             total += len(message.content)
         elif isinstance(message.content, list):
-            segments += message.content
-    return total + sum(len(s.text) for s in segments if isinstance(s.text, str))
+            total += _num_text_chars(message.content)
+    return total + (_num_text_chars(node.prompt) if isinstance(node.prompt, list) else 0)
+
+
+def _num_text_chars(segments: list[Segment]) -> int:
+    total = 0
+    for segment in segments:
+        if isinstance(segment.text, str):
+            total += len(segment.text)
+    return total

@@ -6,7 +6,10 @@ Pure functions: from a node to its output specs, and from an engine's final repo
 from __future__ import annotations
 
 import hashlib
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from conure.engine import protocol
 
@@ -17,11 +20,17 @@ from ...program.grammar import grammar_of
 from ...program.ir import Constraint, GenerateNode, Json, Output, OutputForm, Sampling, Segment
 from ...program.prompt_prefix import output_form
 from ...program.tools import read_tools
+from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS
 from ...prompts.tokenizer import Tokenizer
 from ...prompts.tool_calls import ToolUse, parse_answer
 from ...prompts.tool_format import ToolFormat
 
-_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_SAMPLING_FIELDS: Final = protocol.SamplingParams.__struct_fields__
+_get_sampling: Final = attrgetter(*_SAMPLING_FIELDS)
+_COLLECTIONS: Final = tuple(
+    each.name for each in msgspec.structs.fields(protocol.SamplingParams) if each.default == ()
+)
+"""The fields that are lists or mappings in a program."""
 
 
 class OutputSpec(NamedTuple):
@@ -77,6 +86,17 @@ def output_specs(
     return (_output_spec(output.variable, output, use),)
 
 
+def output_lengths(node: GenerateNode) -> list[tuple[str, int]]:
+    """Return the variable and the maximum or expected tokens of each output of a checked node."""
+    outputs: list[tuple[str, Output | Segment]]
+    if isinstance(node.prompt, list):
+        outputs = [(each.output, each) for each in node.prompt if isinstance(each.output, str)]
+    else:
+        assert isinstance(node.output, Output), "checked when the graph was built"
+        outputs = [(node.output.variable, node.output)]
+    return [(name, each.max_tokens or EXPECTED_OUTPUT_TOKENS) for name, each in outputs]
+
+
 def _output_spec(
     variable: str, output: Output | Segment, tools: ToolUse | None = None
 ) -> OutputSpec:
@@ -94,17 +114,15 @@ def final_sampling(sampling: Sampling, *, max_tokens: int, name: str) -> protoco
         name: of this output within all programs. A missing seed is a hash of it: it is fixed by
             the journaled program id and therefore the same after a restart.
     """
-    fields = {
-        field: getattr(sampling, field) for field in protocol.SamplingParams.__struct_fields__
-    }
+    fields: dict[str, Any] = dict(zip(_SAMPLING_FIELDS, _get_sampling(sampling), strict=True))
     fields["max_tokens"] = max_tokens
     fields["min_tokens"] = min(sampling.min_tokens, max_tokens)
     if sampling.seed is None:
         digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
         fields["seed"] = int.from_bytes(digest)
-    for field, value in fields.items():
-        if type(value) not in _SCALARS:
-            fields[field] = tuple(value.items() if isinstance(value, dict) else value)
+    for field in _COLLECTIONS:
+        value = fields[field]
+        fields[field] = tuple(value.items() if isinstance(value, dict) else value)
     return protocol.SamplingParams(**fields)
 
 

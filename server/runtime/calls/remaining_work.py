@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ...program.ir import GenerateNode, Json
-from ...prompts.served_model import EXPECTED_OUTPUT_TOKENS
+from msgspec import UNSET
+
+from ...program.ir import GenerateNode, Json, Segment
 from ...scheduling.service_time import ServiceTimeEstimator
-from .outputs import output_specs
+from .outputs import output_lengths
 
 
 class CallSize(NamedTuple):
@@ -54,9 +55,7 @@ class RemainingWork:
         """Add calls; a call that is there already stays as it is."""
         new = [node for node in nodes if node.id not in self._calls]
         for node in new:
-            for output in output_specs(node):
-                length = output.sampling.max_tokens or EXPECTED_OUTPUT_TOKENS
-                self._lengths[output.variable] = length
+            self._lengths.update(output_lengths(node))
         for node in new:
             self.add_call(node.id, self._size(node, values))
 
@@ -95,39 +94,34 @@ class RemainingWork:
         head: str | None = None
         num_chars = num_tokens = num_output = 0
         for part in _parts(node):
-            if isinstance(part.output, str):
+            if isinstance(part, Segment) and part.output is not UNSET:
                 num_output += self._lengths[part.output]
                 continue
-            text = part.text
-            if isinstance(part.input, str):
+            text: Json = part if isinstance(part, str) else part.text
+            is_literal = True
+            if isinstance(part, Segment) and isinstance(part.input, str):
                 num_tokens += self._lengths.get(part.input, 0)
-                text = values.get(part.input)
+                text, is_literal = values.get(part.input), False
             if isinstance(text, str):
-                if head is None:
-                    head = text if isinstance(part.text, str) else None
+                if head is None and is_literal:
+                    head = text
                 num_chars += len(text)
             head = head or ""
         if not isinstance(node.prompt, list):
-            num_output = sum(self._lengths[each.variable] for each in output_specs(node))
+            num_output = sum(length for _, length in output_lengths(node))
         head = head or ""
         return CallSize(head, len(head), num_chars - len(head), num_tokens, num_output)
 
 
-class _Part(NamedTuple):
-    text: Any = None
-    input: Any = None
-    output: Any = None
-
-
-def _parts(node: GenerateNode) -> list[_Part]:
+def _parts(node: GenerateNode) -> list[str | Segment]:
     """Return the segments of a prompt or of all messages, in order."""
-    segments: list[Any] = list(node.prompt) if isinstance(node.prompt, list) else []
-    for message in node.messages or []:
+    parts: list[str | Segment] = list(node.prompt) if isinstance(node.prompt, list) else []
+    for message in node.messages or ():
         if isinstance(message.content, str):
-            segments.append(_Part(text=message.content))
+            parts.append(message.content)
         elif isinstance(message.content, list):
-            segments += message.content
-    return [_Part(each.text, each.input, each.output) for each in segments]
+            parts += message.content
+    return parts
 
 
 def _seconds(pace: ServiceTimeEstimator, num_chars: int, num_tokens: int, num_output: int) -> float:

@@ -52,7 +52,9 @@ class YieldExecutor(NodeExecutor[YieldNode]):
         for node_id in nodes:
             node = self.state.graph.nodes[node_id]
             if isinstance(node, YieldNode) and node.mode != "value":
-                for name in _followed_texts(node):
+                names = _followed_texts(node)
+                self.context.followed_texts |= names
+                for name in names:
                     self._followers.setdefault(name, []).append(node)
 
     def text_appended(self, variable: str) -> None:

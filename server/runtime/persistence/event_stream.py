@@ -141,7 +141,8 @@ class EventStream:
         streamed.logprobs += logprobs
         if not text:
             return
-        self._texts[variable] = self._texts.pop(variable)
+        del self._texts[variable]
+        self._texts[variable] = streamed
         streamed.parts.append(text)
         streamed.length += len(text)
         self._version += 1

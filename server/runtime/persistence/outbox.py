@@ -124,13 +124,14 @@ class Outbox:
             "program": self._program,
             **data,
             "seq": seq,
-            "at": format_timestamp(now),
+            "at": self._clock.timestamp(now),
         }
         encoded = msgspec.json.encode(body)
         if event_type in _LIMITED:
             self._quota.check_journal(len(encoded))
         self._quota.num_events += 1
-        self.add(EventRecord(program=self._program, seq=seq, type=event_type, data=encoded, at=now))
+        record = EventRecord(program=self._program, seq=seq, type=event_type, data=encoded, at=now)
+        self._add(record, len(encoded))
         self._batch.events.append(Event(seq, event_type, body, encoded))
 
     def record_trace(self, record: TraceRecord) -> None:
@@ -153,7 +154,9 @@ class Outbox:
 
     def add(self, record: Record) -> None:
         """Add a record."""
-        size = _size(record)
+        self._add(record, _size(record))
+
+    def _add(self, record: Record, size: int) -> None:
         self._quota.journal_bytes += size
         self._pending_bytes += size
         self._batch.num_bytes += size

@@ -37,7 +37,7 @@ class Case:
             call("c", {s, "a"}, {"input": s}, {"text": "/"}, content("a")),
         )
         self.plan = ChainPlan(calls, {"at s": self.awaited}, self.root, may_grow=False)
-        monkeypatch.setattr(SpeculativeRun, "flush", lambda self: None)
+        monkeypatch.setattr(SpeculativeRun, "flush", lambda self, *_: None)
         client: Any = SimpleNamespace(server="server")
         self.chain = ChainRun(client, "chain", is_streamed=False)
         self.registry = self.chain._registry

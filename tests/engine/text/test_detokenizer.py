@@ -113,3 +113,11 @@ def test_finish_returns_withheld_text(held: str) -> None:
     pieces = feed(detokenizer, list(f"x{held}".encode()))
     assert pieces[0] == "x"
     assert pieces[-1] == held
+
+
+@given(st.lists(st.lists(st.integers(0, 8), max_size=12), max_size=4))
+def test_texts_that_share_lengths_are_independent(texts: list[list[int]]) -> None:
+    tokenizer, lengths = word_tokenizer(), dict[int, int]()
+    for ids in texts:
+        shared = Detokenizer(tokenizer, [1], (), lengths)
+        assert feed(shared, ids) == feed(Detokenizer(tokenizer, [1], ()), ids)

@@ -151,3 +151,19 @@ async def test_engine_without_step_count_reserves_full_length() -> None:
     harness.scheduler.release(first)
     await run_loop()
     assert harness.started_names == ["p.0", "p.1"]
+
+
+async def test_engine_that_was_alone_is_compared_with_later_ones(harness: SchedulerHarness) -> None:
+    harness.add_engine("first", capacity=10_000)
+    harness.submit("p", need=9_000)
+    await run_loop()
+    harness.add_engine("second", capacity=8_000)
+    harness.add_engine("third", capacity=10_000)
+    harness.submit("q", need=2_000)
+    await run_loop()
+    assert harness.engines_of("q") == {"third"}
+    harness.scheduler.remove_engine("third")
+    harness.scheduler.remove_engine("second")
+    harness.submit("r", need=500)
+    await run_loop()
+    assert harness.engines_of("r") == {"first"}
