@@ -30,7 +30,12 @@ class World:
         self.ended: dict[str, float] = {}
 
     def start(
-        self, name: str, num_prompt: int, num_output: int, rank: float = 0.0, **fields: Any
+        self,
+        name: str,
+        num_prompt: int,
+        num_output: int,
+        rank: float = 0.0,
+        boundaries: tuple[PromptPrefix, ...] = (),
     ) -> SimulatedCall:
         request = ResourceRequest(program=name, num_prompt=num_prompt, num_output=num_output)
         call = SimulatedCall(
@@ -40,7 +45,7 @@ class World:
             rank,
             on_prefilled=lambda: self.prefilled.update({name: self.clock.now}),
             on_finished=lambda: self.ended.update({name: self.clock.now}),
-            **fields,
+            boundaries=boundaries,
         )
         self.engine.start(call)
         return call
@@ -58,7 +63,11 @@ def test_a_prompt_is_computed_in_chunks_and_its_last_step_generates() -> None:
 def test_outputs_continue_beside_a_prompt_of_better_rank() -> None:
     world = World(StepLimits(num_tokens=10))
     world.start("a", num_prompt=1, num_output=4, rank=2.0)
-    world.clock.at(50, lambda: world.start("b", num_prompt=18, num_output=1, rank=1.0))
+
+    def start_other() -> None:
+        world.start("b", num_prompt=18, num_output=1, rank=1.0)
+
+    world.clock.at(50, start_other)
     world.clock.run()
     # Its nine tokens per step leave one for the output.
     assert world.ended == {"a": 401 + 18, "b": 301 + 18}
@@ -74,9 +83,9 @@ def test_rows_beyond_the_limit_wait_for_calls_of_better_rank() -> None:
 
 def test_a_prefix_is_computed_once_also_within_a_step() -> None:
     world = World(StepLimits(num_tokens=100))
-    shared = {"boundaries": (PromptPrefix(b"head", 20),)}
-    world.start("a", num_prompt=25, num_output=1, **shared)
-    world.start("b", num_prompt=30, num_output=1, **shared)
+    shared = (PromptPrefix(b"head", 20),)
+    world.start("a", num_prompt=25, num_output=1, boundaries=shared)
+    world.start("b", num_prompt=30, num_output=1, boundaries=shared)
     world.clock.run()
     assert world.ended == {"a": 135, "b": 135}
 

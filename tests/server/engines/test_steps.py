@@ -14,12 +14,10 @@ async def test_a_call_starts_in_the_step_in_which_memory_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch)
-    memory = {"num_blocks": 100, "block_size": 1, "context_len": 100}
-    async with server_harness(tmp_path, **memory) as harness:
+    async with server_harness(tmp_path, num_blocks=100, block_size=1, context_len=100) as harness:
         (engine,) = harness.executor.services.engines.values()
         assert isinstance(engine, SteppedEngine)
-        length = {"max_tokens": 50, "ignore_eos": True}
-        calls = [generate(name, name * 10, **length) for name in "ab"]
+        calls = [generate(name, name * 10, max_tokens=50, ignore_eos=True) for name in "ab"]
         run = await harness.submit(calls, outputs=["a", "b"])
         await run.end()
         status = await engine.status()
