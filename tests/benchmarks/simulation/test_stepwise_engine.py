@@ -110,7 +110,8 @@ def recorded() -> list[Any]:
     return [
         pytest.param(cell, id=f"{cell['workload']}, {cell['blocks']}")
         for cell in cells
-        if cell["workload"] in names
+        # The record at 40 % was made when calls started only when others ended.
+        if cell["workload"] in names and cell["pool"] > 40
     ]
 
 
