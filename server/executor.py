@@ -231,6 +231,7 @@ class Executor(ProgramReader):
             steps=lambda: engine.num_steps,
             block_size=limits.block_size,
         )
+        engine.on_steps = partial(services.scheduler.engine_advanced, engine.name)
 
     def _engine_lost(self, engine: Engine) -> None:
         self._metrics.engine_lost()

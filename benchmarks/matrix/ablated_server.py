@@ -8,24 +8,32 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from conure.cli.main import main as run_conure
 from conure.server.scheduling import policy
+from conure.server.scheduling.scheduler import Scheduler
 
-PARTS: Mapping[str, Mapping[str, float]] = {
-    "order": {"WORK_PENALTY": 0.0},
-    "holds": {"HOLD_MARGIN": math.inf},
-    "order-and-holds": {"WORK_PENALTY": 0.0, "HOLD_MARGIN": math.inf},
+
+def _ignore(scheduler: Scheduler, engine: str) -> None:
+    """Do nothing when an engine has made a step."""
+
+
+PARTS: Mapping[str, Sequence[tuple[Any, str, Any]]] = {
+    "order": [(policy, "WORK_PENALTY", 0.0)],
+    "holds": [(policy, "HOLD_MARGIN", math.inf)],
+    "order-and-holds": [(policy, "WORK_PENALTY", 0.0), (policy, "HOLD_MARGIN", math.inf)],
+    "starts-between-ends": [(Scheduler, "engine_advanced", _ignore)],
 }
-"""Constants of the policy, and the values that switch a part off."""
+"""What to replace, and by what, to switch a part off."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `conure` without a part."""
     part, *rest = arguments
-    for name, value in PARTS[part].items():
-        assert hasattr(policy, name), name
-        setattr(policy, name, value)
+    for owner, name, value in PARTS[part]:
+        assert hasattr(owner, name), name
+        setattr(owner, name, value)
     return run_conure(rest)
 
 

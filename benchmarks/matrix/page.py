@@ -3,7 +3,8 @@
     python benchmarks/matrix/page.py [FOLDER]
 
 The folder has the records (`*.json`) and the page (`README.md`); default: `results/matrix`. A
-record whose engine only plays its model goes into the last table, marked as played.
+record whose engine only plays its model goes into the last table, marked as played. Without a
+FOLDER, the compact table in the README of the project is written, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "results" / "matrix"
+README = Path(__file__).parents[2] / "README.md"
+COLUMNS = ((100, 0.0), (66, 0.0), (40, 0.0), (100, 25.0))
+"""Pool in percent and round trip in ms of the columns of the compact table."""
 MARK = re.compile(r"(<!-- (\w+) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
 PAIR_HEAD = (
     "| workload | programs | pool | trip | {before}, s | {after}, s | ratio (min to max) "
@@ -77,6 +81,34 @@ def _pair_rows(cell: Cell, before: dict[str, Any], after: dict[str, Any]) -> Ite
         else:
             texts += [""] * 4
         yield f"| {' | '.join(texts)} |"
+
+
+def compact_table(cells: Sequence[Cell]) -> str:
+    """Return the ratios of `requests` to `whole`, a row for each workload, the least first.
+
+    If a cell was measured several times, the measurement with the smallest median is shown.
+    """
+    rows: dict[tuple[str, int], dict[tuple[int, float], list[float]]] = {}
+    for cell in cells:
+        systems = cell["systems"]
+        column = (cell["pool"], cell["round_trip_ms"])
+        is_compared = {"requests", "whole"} <= systems.keys() and not cell["is_played"]
+        if not is_compared or column not in COLUMNS:
+            continue
+        row = rows.setdefault((cell["workload"], cell["programs"]), {})
+        found = ratios(systems["requests"], systems["whole"])
+        row[column] = min(found, row.get(column, found), key=statistics.median)
+    names = [f"{pool} %" + (f", {trip:g} ms" if trip else "") for pool, trip in COLUMNS]
+    lines = [f"| workload, number at once | {' | '.join(names)} |", f"|---|{'--:|' * len(COLUMNS)}"]
+
+    def least(name: tuple[str, int]) -> float:
+        return min(statistics.median(each) for each in rows[name].values())
+
+    for name in sorted(rows, key=least):
+        texts = [_shown(rows[name][c]) if c in rows[name] else "" for c in COLUMNS]
+        workload, programs = name
+        lines.append(f"| {workload}, {programs} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
 
 
 def means_table(cells: Sequence[Cell], befores: Sequence[str], afters: Sequence[str]) -> str:
@@ -158,15 +190,17 @@ def tables(folder: Path) -> dict[str, str]:
         "peer": pair_table(cells, "peer", "program"),
         "means": means_table(cells, ("peer", "langchain"), others),
         "cells": cell_table(cells),
+        "compact": compact_table(cells),
     }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into the page of a folder."""
     folder = Path(arguments[0]) if arguments else FOLDER
-    page, found = folder / "README.md", tables(folder)
-    text = page.read_text("utf-8")
-    page.write_text(MARK.sub(lambda match: match[1] + found[match[2]], text), "utf-8")
+    found = tables(folder)
+    for page in (folder / "README.md", *([] if arguments else [README])):
+        text = page.read_text("utf-8")
+        page.write_text(MARK.sub(lambda match: match[1] + found[match[2]], text), "utf-8")
     return 0
 
 

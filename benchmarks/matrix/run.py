@@ -8,8 +8,9 @@
     program      the chain on `ChatConure`, compiled by `to_program`
     peer         the chain on `ChatOpenAI`, to vLLM (--peer)
 
-    whole-without-order, -holds, -order-and-holds
-                 `whole` without the order by remaining work, without held programs, without both
+    whole-without-order, -holds, -order-and-holds, -starts-between-ends
+                 `whole` without the order by remaining work, without held programs, without both,
+                 and with waiting calls that start only when another call ends
 
 The pool is a share of the working set: the most blocks that `requests` holds at once when memory
 is unlimited, but at least the longest call. Each system has its own server with equal options, all
@@ -60,9 +61,11 @@ from temporary_server import served
 BLOCK = 16
 ROOMY = 8_192
 """Blocks of an engine whose memory is never full."""
-REAL = ("--engine", "local", "--dtype", "float32", "--threads", "1")
+UNBOUNDED = ("--max-wait-s", "0")
+"""Eight programs at once, request by request, would be refused: they wait for over two seconds."""
+REAL = ("--engine", "local", "--dtype", "float32", "--threads", "1", *UNBOUNDED)
 PLAYED = (
-    *("--engine", "fake", "--time-per-prompt-token", "1e-4", "--max-sequences", "16"),
+    *("--engine", "fake", *UNBOUNDED, "--time-per-prompt-token", "1e-4", "--max-sequences", "16"),
     *("--time-per-output-token", "3.5e-3", "--step-tokens", "512"),
 )
 """Steps sleep about as long as those of the seeded model take."""

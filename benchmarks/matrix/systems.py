@@ -24,7 +24,7 @@ OPENAI_CLIENTS = ("openai", "peer")
 """Systems that need the package `langchain-openai`."""
 SYSTEMS = (
     *("requests", "whole", "langchain", "openai", "accelerated", "program", "peer"),
-    *(f"{WITHOUT}{part}" for part in ("order", "holds", "order-and-holds")),
+    *(f"{WITHOUT}{part}" for part in ("order", "holds", "order-and-holds", "starts-between-ends")),
 )
 SAME_PROMPTS = (("requests", "whole"), ("langchain", "openai", "accelerated", "program"))
 """Systems that send the same text to the same model."""

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from conure.server.scheduling.request import ResourceRequest
+from conure.server.scheduling.request import PromptPrefix, ResourceRequest
 from conure.server.scheduling.reservations import EngineReservations, Reservation
 from simulation.clock import SimulationClock
 
@@ -104,6 +104,8 @@ class SimulatedCall:
     held: Reservation | None = None
     """What its prompt holds, while its output grows."""
     is_cancelled: bool = False
+    boundaries: tuple[PromptPrefix, ...] = ()
+    """Where its prompt may share KV with others, also if the scheduler does not know it."""
 
 
 class SimulatedEngine:

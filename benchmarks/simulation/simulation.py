@@ -33,7 +33,8 @@ from conure.server.scheduling.request import (
 )
 from conure.server.scheduling.scheduler import Placement, QueuedCall, Scheduler
 from simulation.clock import SimulationClock
-from simulation.engine import CostModel, SimulatedCall, SimulatedEngine
+from simulation.engine import CostModel, LinearCosts, SimulatedCall, SimulatedEngine
+from simulation.stepwise_engine import StepLimits, StepwiseEngine
 from simulation.workload_profile import CallShape, WorkloadProfile
 
 
@@ -65,6 +66,10 @@ class SimulationConfig:
     """False: the engine time of a program's remaining calls does not change its rank."""
     holds_programs: bool = True
     """False: no program is held before it begins."""
+    block_size: int = 1
+    """Tokens per block of KV memory."""
+    steps: StepLimits | None = None
+    """Engines simulate every step, with chunks of prompts; None: prompts are prefilled whole."""
     round_trip_s: Callable[[], float] = field(default=lambda: 0.0)
     """Called for every request of a client. Half of the time is spent in each direction."""
 
@@ -115,11 +120,9 @@ class Simulation:
         pace.prompt_token_s = setting.cost.prompt_token_s
         pace.held_token_s = setting.cost.held_token_s
         pace.tokens_per_char = 1.0  # Texts have lengths in tokens.
+        self.shortest_step_s = setting.cost.steps_s(1, 1, 0)
         self.engines = {
-            name: SimulatedEngine(
-                name, self.clock, setting.cost, reads_shared_once=setting.reads_shared_once
-            )
-            for name in (f"engine-{i}" for i in range(setting.num_engines))
+            name: self._engine(name) for name in (f"engine-{i}" for i in range(setting.num_engines))
         }
         for name, engine in self.engines.items():
             self.scheduler.add_engine(
@@ -127,7 +130,16 @@ class Simulation:
                 capacity=setting.capacity,
                 max_sequences=setting.max_sequences,
                 steps=engine.steps_now if setting.forecasts_peaks else None,
+                block_size=setting.block_size,
             )
+
+    def _engine(self, name: str) -> SimulatedEngine | StepwiseEngine:
+        setting = self.setting
+        if setting.steps is None:
+            shared = {"reads_shared_once": setting.reads_shared_once}
+            return SimulatedEngine(name, self.clock, setting.cost, **shared)
+        assert isinstance(setting.cost, LinearCosts), "steps need linear costs"
+        return StepwiseEngine(name, self.clock, setting.cost, setting.steps)
 
     def submit(
         self, profile: WorkloadProfile, at_s: float, then: Callable[[], None] | None = None
@@ -252,11 +264,12 @@ class _ProgramRun:
             else self._outcome.arrived_s + shape.latest_start_s,
             attained_s=self._attained_s,
         )
+        prefixes = self._prefixes(shape)
         request = ResourceRequest(
             program=self._name,
             num_prompt=shape.num_prompt,
             num_output=shape.num_output,
-            prefixes=self._prefixes(shape) if self._setting.has_prefix_cache else (),
+            prefixes=prefixes if self._setting.has_prefix_cache else (),
             group=performance.group if self._setting.has_groups else None,
             is_latency_critical=is_latency_sensitive and performance.group is None,
             is_latency_sensitive=is_latency_sensitive,
@@ -267,9 +280,21 @@ class _ProgramRun:
         )
         scheduler = self._simulation.scheduler
         rank = scheduler.policy.rank(inputs).at_s
-        call = QueuedCall(request, rank, lambda placement: self._placed(placement, call, finish))
+        call = QueuedCall(
+            request,
+            rank,
+            lambda placement: self._placed(placement, call, prefixes, finish),
+            on_wait=lambda _: self._watch(call),
+        )
         finish = partial(self._finished, node_id, now, answer_s)
         scheduler.submit(call)
+
+    def _watch(self, call: QueuedCall) -> None:
+        """Report the progress of the engine that is reserved for a call about once per step."""
+        engine = call.reserved_engine
+        if engine is not None:
+            self._simulation.scheduler.engine_advanced(engine)
+            self._clock.after(self._simulation.shortest_step_s, partial(self._watch, call))
 
     def _remaining_work_s(self) -> float:
         if not self._setting.has_remaining_work:
@@ -292,6 +317,7 @@ class _ProgramRun:
         self,
         placement: Placement,
         call: QueuedCall,
+        boundaries: tuple[PromptPrefix, ...],
         finished: Callable[[QueuedCall, float], None],
     ) -> None:
         self._has_begun = True
@@ -304,6 +330,7 @@ class _ProgramRun:
             call.rank,
             on_prefilled=lambda: scheduler.prefill_done(call),
             on_finished=lambda: finished(call, started_s),
+            boundaries=boundaries,
         )
         self._simulation.engines[placement.engine].start(work)
 

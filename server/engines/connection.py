@@ -102,6 +102,7 @@ class EngineConnection(asyncio.Protocol):
         self._lowest = 0
         """Free and cached blocks in the step since the last request in which they were fewest."""
         self.num_steps = 0
+        self.on_steps: Callable[[], None] | None = None
         self.answered_at = time.monotonic()
         self._hang_s = hang_s
         self._freeze_s = freeze_s
@@ -392,6 +393,8 @@ class EngineConnection(asyncio.Protocol):
                 case _:
                     self._num_inflight_tokens -= self._inflight_fill_tokens.pop(report.context, 0)
                     _deliver(self, report.context, report)
+        if self.on_steps is not None:
+            self.on_steps()
 
     def _flush(self) -> None:
         commands, self._outgoing = self._outgoing, []

@@ -18,6 +18,9 @@ Listener: TypeAlias = Callable[[protocol.Report], None]
 class Engine(Protocol):
     """One engine in one epoch."""
 
+    on_steps: Callable[[], None] | None
+    """Called after the reports of one or several steps were delivered."""
+
     @property
     def name(self) -> str:
         """Unique within the server; the same in all epochs."""

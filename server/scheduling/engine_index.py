@@ -44,6 +44,13 @@ class TaskGroupState:
     num_running: int = 0
     running_by_engine: Counter[str] = field(default_factory=Counter)
 
+    def end(self, engine: str) -> None:
+        """Count a call that ended on an engine."""
+        self.num_running -= 1
+        self.running_by_engine[engine] -= 1
+        if self.running_by_engine[engine] <= 0:
+            del self.running_by_engine[engine]
+
     @property
     def is_empty(self) -> bool:
         """Return whether no call of the group waits or runs."""

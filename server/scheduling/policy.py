@@ -63,14 +63,11 @@ MAX_DEPTH = 100
 
 LONG_CALL_TOKENS = 2_048
 """Calls of this size and larger are worth sending to their prefix (Autellix, section 4.3)."""
-HOLD_MARGIN = 4.0
+HOLD_MARGIN = 2.0
 """How many times more a hold must save than it costs: later arrivals prolong it."""
 BACKGROUND_WEIGHT = 0.1
 """Weight of a second of a call that no reader waits for, relative to one that a reader waits
 for."""
-EXCLUSIVE_ENGINE_COST = 0.5
-"""Cost per second of the engine share that other calls cannot use because of a latency-critical
-call."""
 
 
 class Rank(NamedTuple):
@@ -333,7 +330,7 @@ class ConurePolicy:
         cost_s = fill_s + weight * latency_s + delay_of_others_s
         if request.is_latency_critical and not engine.num_latency_critical:
             lost_share = 1.0 - engine.token_limit(is_latency_critical=True) / engine.capacity
-            cost_s += EXCLUSIVE_ENGINE_COST * lost_share * request.num_output * service_time.step_s
+            cost_s += lost_share * request.num_output * service_time.step_s
         if not candidate.has_room:
             shortage = candidate.num_new_tokens - candidate.num_free_tokens
             cost_s += max(shortage, 0) * service_time.prompt_token_s

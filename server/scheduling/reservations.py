@@ -159,6 +159,11 @@ class EngineReservations:
         peak = self._forecast.peak_with(request.num_output, num_new_tokens, shared)
         return peak <= self.capacity
 
+    def has_room(self, request: ResourceRequest) -> bool:
+        """Return whether the engine has room for a call now."""
+        num_free = self.num_free_tokens(is_latency_critical=request.is_latency_critical)
+        return self.fits(request, self.num_new_tokens(request), num_free)
+
     def reserve(self, request: ResourceRequest, rank: float = 0.0) -> Reservation:
         """Reserve the tokens of a call that starts here."""
         self._programs.start(request, rank, self._get_step())

@@ -261,6 +261,22 @@ class Scheduler:
             if not call.is_released and self._index.engines.get(engine.engine) is engine:
                 self._index.prefill_done(engine, reservation)
 
+    def engine_advanced(self, engine: str) -> None:
+        """Start the head of a queue if its reserved engine has room for it by now.
+
+        The peak with one more call falls from step to step, because the calls that run end before
+        the new call is long.
+        """
+        heads = (queue.head_of_line for queue in self._queues)
+        if any(
+            head is not None
+            and head.reserved_engine == engine
+            and self._index.engines[engine].has_room(head.request)
+            for head in heads
+        ):
+            self._mark_dirty(engine)
+            self._unblock_queues()
+
     def release(self, call: QueuedCall) -> None:
         """Remove a call from its queue, or release its tokens on its engine; safe to repeat."""
         if call.is_released:
@@ -284,7 +300,11 @@ class Scheduler:
             self._index.release(engine, call.reservation)
             self._mark_dirty(engine.engine)
             if call.request.group is not None:
-                self._leave_task_group(call.request, engine.engine)
+                key = (call.request.program, call.request.group)
+                group = self._task_groups[key]
+                group.end(engine.engine)
+                if group.is_empty:
+                    del self._task_groups[key]
         if self._idle_waiters and engine.num_calls == 0:
             for idle in self._idle_waiters:
                 if not idle.done():
@@ -466,13 +486,3 @@ class Scheduler:
             group.waiting_tokens -= request.num_unshared_tokens
             if group.is_empty:
                 del self._task_groups[request.program, request.group]
-
-    def _leave_task_group(self, request: ResourceRequest, engine: str) -> None:
-        assert request.group is not None
-        group = self._task_groups[request.program, request.group]
-        group.num_running -= 1
-        group.running_by_engine[engine] -= 1
-        if group.running_by_engine[engine] <= 0:
-            del group.running_by_engine[engine]
-        if group.is_empty:
-            del self._task_groups[request.program, request.group]

@@ -22,7 +22,7 @@ from apps.programs import chain, coding, map_reduce, single
 from apps.scaled_workloads import ScheduledProgram, at_once
 from matrix import run
 from matrix.chains import Chain, Runner, chain_of, run_chains
-from matrix.page import ratios, tables, wall_ratios
+from matrix.page import FOLDER, MARK, README, ratios, tables, wall_ratios
 from matrix.run import Result, Work, check_texts, summary
 
 PLANS = [chain(3, 20, 4), map_reduce(3, 20, 4), coding(2, 1, scale=40), single("s", 20, 5, 4, 0)]
@@ -124,6 +124,33 @@ def test_tables_have_pairs_means_and_cells(tmp_path: Path) -> None:
     assert found["whole"].splitlines()[2:] == [f"{place} {figures} |"], "nothing that was played"
     assert "| 1 | 66 % | 5 ms | peer / program | 1 | 2.50 | 2.50 |" in found["means"]
     assert f"{place} whole, played | all | 1.75 (1.50 to 2.00) |" in found["cells"]
+
+
+def test_compact_table_has_a_row_for_each_workload_and_the_least_first(tmp_path: Path) -> None:
+    slow, fast = summary([result(2.0)]), summary([result(1.0)])
+    places = [("a", 1, 100, 0.0, slow), ("a", 1, 40, 0.0, fast), ("b", 8, 66, 0.0, fast)]
+    cells = [
+        {
+            "workload": name,
+            "programs": programs,
+            "pool": pool,
+            "round_trip_ms": trip_ms,
+            "blocks": 9,
+        }
+        | {"systems": {"requests": slow, "whole": after}}
+        for name, programs, pool, trip_ms, after in [*places, ("b", 8, 66, 5.0, slow)]
+    ]
+    (tmp_path / "record.json").write_text(json.dumps({"engine": ["local"], "cells": cells}))
+    assert tables(tmp_path)["compact"].splitlines()[2:] == [
+        "| a, 1 | 1.00 (1.00 to 1.00) |  | 2.00 (2.00 to 2.00) |  |",
+        "| b, 8 |  | 2.00 (2.00 to 2.00) |  |  |",
+    ]
+
+
+def test_readme_has_the_table_of_the_records() -> None:
+    text = README.read_text("utf-8")
+    found = {match[2]: match[3] for match in MARK.finditer(text)}
+    assert found["compact"] == tables(FOLDER)["compact"], "run benchmarks/matrix/page.py"
 
 
 def test_all_chains_write_the_same_texts_on_a_server(tmp_path: Path) -> None:

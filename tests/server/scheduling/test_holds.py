@@ -33,11 +33,11 @@ def test_hold_saves_more_than_it_costs() -> None:
     holds = POLICIES["conure"].holds
     pace = ServiceTimeEstimator(prompt_token_s=0.001, bare_step_s=0.01)
     opens, ahead = Opening(1_000, 1), ProgramsAhead(3, 50)
-    assert holds(opens, ahead, pace), "0.5 s of waiting, four times, against 3 s of delay"
-    assert not holds(opens._replace(num_waiting_programs=2), ahead, pace)
-    assert not holds(opens._replace(num_prefill_tokens=500), ahead, pace)
+    assert holds(opens, ahead, pace), "0.5 s of waiting, twice, against 3 s of delay"
+    assert not holds(opens._replace(num_waiting_programs=3), ahead, pace)
+    assert not holds(opens._replace(num_prefill_tokens=300), ahead, pace)
     assert not holds(opens, ahead._replace(num_programs=1), pace)
-    assert not holds(opens, ahead._replace(num_steps=100), pace)
+    assert not holds(opens, ahead._replace(num_steps=150), pace)
 
 
 @given(
@@ -60,13 +60,13 @@ async def test_program_whose_output_has_not_begun_counts_from_then_on() -> None:
     step = 0
     harness = slow_harness()
     harness.add_engine(capacity=1_000, max_sequences=16, steps=lambda: step)
-    ahead = harness.submit("ahead", rank=1.0, need=60, num_output=30)
+    ahead = harness.submit("ahead", rank=1.0, need=60, num_output=50)
     await run_loop()
-    step = 29  # The prompt took as many steps as the output may.
+    step = 49  # The prompt took as many steps as the output may.
     harness.scheduler.prefill_done(ahead)
     opening(harness, "p", 2.0)
     await run_loop()
-    assert harness.started_names == ["ahead", "p"], "30 steps, four times, against 90 tokens"
+    assert harness.started_names == ["ahead", "p"], "50 steps, twice, against 90 tokens"
 
 
 def test_other_policies_hold_nothing() -> None:
@@ -127,25 +127,25 @@ async def test_engines_share_the_prefills_of_a_program() -> None:
         harness = slow_harness()
         for number in range(num_engines):
             harness.add_engine(f"e{number}", capacity=1_000, max_sequences=16)
-            harness.submit(f"ahead {number}", rank=1.0, num_output=25)
+            harness.submit(f"ahead {number}", rank=1.0, num_output=50)
         await run_loop()
         for call in ("p.1", "p.2", "p.3", "p.4"):
             opening(harness, call, 2.0)
         await run_loop()
         is_begun = "p.1" in harness.started_names
-        assert is_begun is starts, "360 tokens, or 90 on each of 4, against 25 steps, four times"
+        assert is_begun is starts, "360 tokens, or 90 on each of 4, against 50 steps, twice"
 
 
 async def test_cached_tokens_do_not_cause_a_hold() -> None:
     harness = slow_harness()
     harness.add_engine(capacity=1_000, max_sequences=16)
     shared = prefixes(80)
-    harness.submit("ahead", rank=1.0, need=85, num_output=5, prefixes=shared)
+    harness.submit("ahead", rank=1.0, need=90, num_output=10, prefixes=shared)
     await run_loop()
     opening(harness, "p.1", 2.0, prefixes=shared)
     opening(harness, "p.2", 2.0, prefixes=shared)
     await run_loop()
-    assert harness.started_names == ["ahead", "p.1", "p.2"], "20 tokens against 5 steps, 4 times"
+    assert harness.started_names == ["ahead", "p.1", "p.2"], "20 tokens against 10 steps, twice"
 
 
 async def test_released_call_is_held_no_longer() -> None:

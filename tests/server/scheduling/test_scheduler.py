@@ -48,6 +48,38 @@ async def test_no_call_overtakes_one_waiting_for_room(harness: SchedulerHarness)
     assert harness.started_names == ["a", "big", "small"]
 
 
+async def test_head_of_the_queue_starts_in_the_step_in_which_it_fits(
+    harness: SchedulerHarness,
+) -> None:
+    step = 0
+    harness.add_engine(capacity=100, steps=lambda: step)
+    harness.submit("a", need=60, num_output=50)
+    harness.submit("b", rank=1.0, need=60, num_output=50)
+    await run_loop()
+    while step < 20:
+        assert harness.started_names == ["a"], "over 40 tokens when `a` ends with its 60"
+        step += 1
+        harness.scheduler.engine_advanced("e")
+        await run_loop()
+    assert harness.started_names == ["a", "b"]
+
+
+async def test_progress_of_an_engine_without_a_waiting_call_starts_nothing(
+    harness: SchedulerHarness,
+) -> None:
+    step = 0
+    harness.add_engine(capacity=100, steps=lambda: step)
+    harness.submit("a", need=60, num_output=50)
+    harness.submit("head", rank=1.0, need=100)
+    harness.submit("later", rank=2.0, need=60, num_output=50)
+    await run_loop()
+    step = 30  # `later` has room beside `a`, but the engine drains for `head`.
+    harness.scheduler.engine_advanced("e")
+    harness.scheduler.engine_advanced("unknown")
+    await run_loop()
+    assert harness.started_names == ["a"]
+
+
 async def test_waiting_calls_are_listed_in_the_order_in_which_they_start(
     harness: SchedulerHarness,
 ) -> None:
