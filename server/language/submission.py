@@ -22,7 +22,7 @@ from ..program.decode import revalidate
 from ..program.errors import ProgramError
 from ..program.functions import FunctionSignature
 from ..program.ir import Node, Objective, Options, Program, SourceSubmission, Submission
-from .compiler import compile_source, locate
+from .compiler import compile_text, locate
 
 CACHED_NODES = 50_000
 """Nodes of all programs that are kept; a text counts as 64."""
@@ -83,20 +83,25 @@ class SourceCompiler:
             kept = self._programs.get(key)
         if kept is not None:
             return kept
-        program = compile_source(
+        compiled = compile_text(
             source.source,
             source.language,
             inputs=source.inputs.keys(),
             signatures=self._signatures,
             name=source.name,
         )
+        program, json = compiled
         try:
-            submission, _ = revalidate(Submission(program=program))
+            if json is None:
+                submission, _ = revalidate(Submission(program=program))
+                program = submission.program
+                json = msgspec.json.encode(program)
+            else:
+                check_bounds(json)
         except ProgramError as error:
-            raise locate(error, program) from None
-        program = submission.program
+            raise locate(error, compiled.program) from None
         size = 64 + _count_nodes(program.nodes)
-        kept = _Kept(program, msgspec.json.encode(program), size)
+        kept = _Kept(program, json, size)
         if kept.size <= CACHED_NODES:
             with self._lock:
                 self._programs[key] = kept

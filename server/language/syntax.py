@@ -63,6 +63,7 @@ _CHILD_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
     kind: tuple(name for name in kind._fields if name not in _PLAIN_FIELDS) for kind in _ALLOWED
 } | {ast.Constant: ()}
 
+JUMPS: frozenset[type[ast.AST]] = frozenset({ast.Break, ast.Continue, ast.Return})
 _CHECKED: frozenset[type[ast.AST]] = frozenset(
     {ast.Constant, ast.FormattedValue, ast.comprehension}
 )
@@ -128,23 +129,35 @@ class SourceTree(NamedTuple):
     """A text that has been parsed and checked."""
 
     module: ast.Module
-    reads: NameReads
+    reads: dict[str, list[int]]
+    """The lines that read each name, in any order."""
+    num_nodes: int
 
 
-def parse(source: str) -> SourceTree:
-    """Return the checked syntax tree of a source text, and where it reads names.
+def read_text(source: str) -> str:
+    """Return a source text in Python's syntax: without the spellings that Python lacks.
+
+    Raises:
+        SourceTooLargeError: `language.too_large`.
+        SourceSyntaxError: `language.syntax`.
+    """
+    check_size(source)
+    if "\x00" in source:
+        raise SourceSyntaxError("language.syntax", "the text has a null character", _START)
+    return rewrite(source)
+
+
+def parse(text: str) -> SourceTree:
+    """Return the checked syntax tree of a text, and where it reads names.
 
     Raises:
         SourceTooLargeError: `language.too_large`.
         SourceSyntaxError: `language.syntax`.
         UnsupportedSourceError: `language.unsupported`.
     """
-    check_size(source)
-    if "\x00" in source:
-        raise SourceSyntaxError("language.syntax", "the text has a null character", _START)
-    text = rewrite(source)
     tree = _parse_python(text)
-    return SourceTree(tree, _check_tree(tree, text))
+    reads, num_nodes = _check_tree(tree, text)
+    return SourceTree(tree, reads, num_nodes)
 
 
 def check_size(source: str) -> None:
@@ -213,7 +226,7 @@ def _parse_python(text: str) -> ast.Module:
         ) from None
 
 
-def _check_tree(tree: ast.Module, text: str) -> NameReads:
+def _check_tree(tree: ast.Module, text: str) -> tuple[dict[str, list[int]], int]:
     """Check all nodes level by level, and convert their columns to characters.
 
     All of a text's nodes pass through this loop once: it also records where names are read.
@@ -237,7 +250,7 @@ def _check_tree(tree: ast.Module, text: str) -> NameReads:
         level = _check_level(level, reads, faults)
     if faults:
         raise min(faults, key=lambda fault: (fault.line, fault.column))
-    return NameReads(reads)
+    return reads, num_nodes
 
 
 def _check_level(
@@ -298,6 +311,37 @@ def walk(nodes: list[ast.AST]) -> Iterator[ast.AST]:
         node = stack.pop()
         yield node
         stack.extend(children(node))
+
+
+def can_jump(statement: ast.stmt) -> bool:
+    """Whether a statement may `break`, `continue` or `return` out of the block around it."""
+    if type(statement) is ast.If:
+        return any(map(can_jump, statement.body)) or any(map(can_jump, statement.orelse))
+    if type(statement) is ast.With:
+        return any(map(can_jump, statement.body))
+    return type(statement) in JUMPS
+
+
+def is_decorator(node: ast.expr, name: str) -> bool:
+    """Whether a decorator is `name`, `conure.name`, or a call of one of them."""
+    match node.func if isinstance(node, ast.Call) else node:
+        case ast.Name(id=found) | ast.Attribute(attr=found):
+            return found == name
+        case _:
+            return False
+
+
+def always_jumps(statements: list[ast.stmt]) -> bool:
+    """Whether statements always `break`, `continue` or `return`."""
+    if not statements:
+        return False
+    match statements[-1]:
+        case ast.Break() | ast.Continue() | ast.Return():
+            return True
+        case ast.If(body=body, orelse=otherwise):
+            return always_jumps(body) and always_jumps(otherwise)
+        case _:
+            return False
 
 
 def _convert_column(node: ast.AST, lines: list[str]) -> None:

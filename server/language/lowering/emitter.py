@@ -68,11 +68,13 @@ class Emitter:
         self.outputs: dict[str, None] = {}
         """Variables that `yield` and `return` read outside of bodies."""
         self.has_results = False
+        self.made: set[str] = set()
+        """The ids of all nodes. A node with one variable has its name as id."""
         self._taken: set[str] = set()
         self._next_suffix: dict[str, int] = {}
-        self._num_nodes = 0
+        self.num_nodes = 0
         self._num_characters = 0
-        self._num_lowered = 0
+        self.num_lowered = 0
 
     # --- names ----------------------------------------------------------------------------
 
@@ -103,10 +105,11 @@ class Emitter:
         Raises:
             SourceTooLargeError: `language.too_large`.
         """
-        self._num_nodes += 1
-        if self._num_nodes > MAX_COMPILED_NODES:
+        self.num_nodes += 1
+        if self.num_nodes > MAX_COMPILED_NODES:
             raise self.too_large(f"more than {MAX_COMPILED_NODES:,} nodes: call fewer functions")
         self.block.append(node)
+        self.made.add(node.id)
 
     def count_work(self) -> None:
         """Count the lowering of one expression.
@@ -114,8 +117,8 @@ class Emitter:
         Raises:
             SourceTooLargeError: `language.too_large`.
         """
-        self._num_lowered += 1
-        if self._num_lowered > MAX_LOWERED:
+        self.num_lowered += 1
+        if self.num_lowered > MAX_LOWERED:
             raise self.too_large(f"more than {MAX_LOWERED:,} expressions: call fewer functions")
 
     def count_text(self, length: int) -> None:
@@ -127,6 +130,18 @@ class Emitter:
         self._num_characters += length
         if self._num_characters > MAX_COMPILED_CHARACTERS:
             raise self.too_large("more than 4 MiB of text: assign repeated text to a name")
+
+    def count_shared(self, num_nodes: int, num_lowered: int, num_characters: int) -> None:
+        """Count what was compiled elsewhere.
+
+        Raises:
+            SourceTooLargeError: `language.too_large`.
+        """
+        self.num_nodes += num_nodes
+        self.num_lowered += num_lowered
+        self.count_text(num_characters)
+        if self.num_nodes > MAX_COMPILED_NODES or self.num_lowered > MAX_LOWERED:
+            raise self.too_large("too many nodes or expressions")
 
     def too_large(self, what: str) -> SourceTooLargeError:
         """Return the error of a program that is too large."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...program.checks import MAX_NAME, is_name
 from ..errors import Place, SourceNameError
 from ..options import Kind
+from ..syntax import can_jump
 from .emitter import Emitter
 from .values import Value, var
 
@@ -53,20 +54,40 @@ class FunctionSource(NamedTuple):
 Binding: TypeAlias = Value | Unassigned | JobHandle | FunctionSource
 
 
+class RepeatedUses:
+    """The assignments of statements that share a tree, as in `NameUses`."""
+
+    def __init__(self) -> None:
+        self.assigned: dict[str, int] = {}
+        self.in_jobs: set[str] = set()
+        self.jobs: set[str] = set()
+
+
 class NameUses:
     """The assignments of names in the main program of a text."""
 
-    def __init__(self, body: list[ast.stmt]) -> None:
+    def __init__(self, body: list[ast.stmt], repeated: RepeatedUses | None = None) -> None:
+        """Collect the assignments of statements.
+
+        Args:
+            body: the statements.
+            repeated: the assignments of more statements between these.
+        """
         self.assigned: dict[str, int] = {}
         """Number of top-level statements, inside and outside of jobs, that assign each name."""
-        self._in_jobs: set[str] = set()
+        self.in_jobs: set[str] = set()
         """Names that jobs of the main program assign."""
         self.jobs: set[str] = set()
         """The names of jobs of the main program: `name` in `with job() as name`."""
         self._collect(body, is_in_job=False)
-        self.returned = _returned_names(body, self.assigned)
+        if repeated is not None:
+            for name, count in repeated.assigned.items():
+                self.assigned[name] = self.assigned.get(name, 0) + count
+            self.in_jobs |= repeated.in_jobs
+            self.jobs |= repeated.jobs
+        self.returned = _returned_names(body)
         """Names that `return` gives to values other than the variables of these names."""
-        self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
+        self.forward = {name for name in self.in_jobs if self.assigned[name] == 1}
         """Names that mean the variable of a later job before their assignment."""
 
     def num_versions(self, name: str) -> int:
@@ -84,14 +105,16 @@ class NameUses:
             for name in assigned_names([statement]):
                 self.assigned[name] = self.assigned.get(name, 0) + 1
                 if is_in_job:
-                    self._in_jobs.add(name)
+                    self.in_jobs.add(name)
 
 
-def _returned_names(body: list[ast.stmt], assigned: Collection[str]) -> set[str]:
+def _returned_names(body: list[ast.stmt]) -> set[str]:
     """Return the keys of the dict at the end of a program that need their own variables.
 
-    `{"name": name}` is the variable, and a call can write to a variable with the name of its key.
+    `{"name": name}` is the variable itself.
     """
+    if any(map(can_jump, body[:-1])):
+        return set()  # the statements after an earlier `return` are part of a branch
     match body[-1:]:
         case [ast.Return(value=ast.Dict(keys=keys, values=values))]:
             pairs = zip(keys, values, strict=True)
@@ -102,7 +125,6 @@ def _returned_names(body: list[ast.stmt], assigned: Collection[str]) -> set[str]
                 and isinstance(key.value, str)
                 and is_name(key.value)
                 and not (isinstance(value, ast.Name) and value.id == key.value)
-                and not (isinstance(value, ast.Call) and key.value not in assigned)
             }
         case _:
             return set()
@@ -162,8 +184,9 @@ class NameScope:
     """The names at one point of the text: of the main program, or of one inlined function."""
 
     __slots__ = (
-        "_forward", "_has_result", "_is_branch", "_num_versions", "_outer", "_uses", "bindings",
-        "emitter", "has_outputs", "inputs", "is_function", "result_hint", "yielded",
+        "_has_result", "_is_branch", "_outer", "_uses", "bindings",
+        "emitter", "forward_reads", "has_outputs", "inputs", "is_function", "num_versions",
+        "result_hint", "yielded",
     )  # fmt: skip
 
     def __init__(
@@ -193,8 +216,8 @@ class NameScope:
         self._has_result = False
         """Whether the name `result` is kept for what the main program returns."""
         self.inputs: set[str] = set()
-        self._num_versions: dict[str, int] = {}
-        self._forward: dict[str, str] = {}
+        self.num_versions: dict[str, int] = {}
+        self.forward_reads: dict[str, str] = {}
         """Names that were read before their assignment, to the job that read them."""
         if uses is not None:
             emitter.reserve(*uses.assigned, *uses.returned)
@@ -229,7 +252,7 @@ class NameScope:
             if found is not None:
                 return found
             if scope._uses is not None and name in scope._uses.forward:
-                scope._forward.setdefault(name, self.emitter.flow.job)
+                scope.forward_reads.setdefault(name, self.emitter.flow.job)
                 return var(name)
             if scope._outer is None:
                 return PREDEFINED.get(name)
@@ -314,16 +337,20 @@ class NameScope:
     def reserve_result(self) -> None:
         """Keep the name `result` for what the main program returns, unless the author uses it."""
         if "result" not in self.inputs and self._uses is not None:
-            self._has_result = "result" not in self._uses.assigned
+            self._has_result = not self._uses.num_versions("result")
             if self._has_result:
                 self.emitter.reserve("result")
 
+    @property
+    def result_name(self) -> str | None:
+        """The name that is kept for what the main program returns, if it is free."""
+        return "result" if self._has_result and "result" not in self.emitter.made else None
+
     def result_variable(self) -> str:
         """Create the variable of a returned value, and return it."""
-        if self._has_result:
-            self._has_result = False
-            return "result"
-        return self.emitter.unique("result")
+        name = self.result_name
+        self._has_result = False
+        return name or self.emitter.unique("result")
 
     def version(self, name: str) -> str:
         """Create a version of a name, and return its variable.
@@ -331,16 +358,31 @@ class NameScope:
         The variable of the last version in the main program, outside of bodies, has the same name.
         """
         own = self._last_version(name)
-        self._num_versions[name] = self._num_versions.get(name, 0) + 1
+        self.num_versions[name] = self.num_versions.get(name, 0) + 1
         if own is not None:
             return own
         return self.emitter.unique(name)
+
+    def count_version(self, name: str) -> None:
+        """Count a version of a name that was created elsewhere."""
+        self.num_versions[name] = self.num_versions.get(name, 0) + 1
+
+    def is_fresh(self, name: str) -> bool:
+        """Whether the main program assigns a name only once, and has neither read it nor assigned
+        it before this point.
+        """
+        return (
+            name not in self.bindings
+            and self._uses is not None
+            and self._uses.num_versions(name) == 1
+            and name not in self.forward_reads
+        )
 
     def _last_version(self, name: str) -> str | None:
         """Return the name itself if its next version is the last one in the main program."""
         if self._uses is None or name in self.inputs:
             return None
-        is_last = self._num_versions.get(name, 0) + 1 == self._uses.num_versions(name)
+        is_last = self.num_versions.get(name, 0) + 1 == self._uses.num_versions(name)
         return name if is_last and _is_variable_name(name) else None
 
     def assign(self, name: str, value: Value, variable: str | None = None) -> None:
@@ -354,11 +396,11 @@ class NameScope:
         if value.variable is not None and value.variable == variable:
             self.bind(name, value)
             return
-        if value.is_inline and name not in self._forward:
+        if value.is_inline and name not in self.forward_reads:
             own = variable or self._last_version(name)
             if not self._needs_own(value, own):
                 if variable is None:
-                    self._num_versions[name] = self._num_versions.get(name, 0) + 1
+                    self.num_versions[name] = self.num_versions.get(name, 0) + 1
                 self.bind(name, value)
                 return
         variable = variable or self.version(name)
@@ -386,7 +428,7 @@ class NameScope:
         Raises:
             SourceNameError: `language.undefined_name`.
         """
-        if self._forward.get(name) == job:
+        if self.forward_reads.get(name) == job:
             raise SourceNameError(
                 "language.undefined_name", f"`{name}` is read before it is assigned", place
             )
@@ -403,5 +445,5 @@ class NameScope:
         inner.has_outputs = has_outputs and self.has_outputs
         inner.is_function = self.is_function
         inner._is_branch = True
-        inner._forward = self._forward
+        inner.forward_reads = self.forward_reads
         return inner

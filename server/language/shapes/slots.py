@@ -1,0 +1,237 @@
+"""The statements of a text, their shapes, and the slots in which statements of one shape differ.
+
+    a1 = gen('Tea is hot. ', max_tokens=9)        slots: a1, 'Tea is hot. '
+    a2 = gen('Coffee, too. ', max_tokens=9)       the same shape, slots: a2, 'Coffee, too. '
+
+Slots are names, plain strings, and the parts of f-strings that insert names only. Keywords, names
+of functions and of arguments, numbers, and words that may have a meaning in the language belong to
+the shape.
+
+Invariant: the tokens of a text in Python's syntax are found as Python's tokenizer finds them, or
+`trees` finds no node for a slot. Text in any other syntax gives some statements, without an error.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterator
+from json.encoder import encode_basestring
+from operator import attrgetter, itemgetter
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+MIN_STATEMENTS: Final = 8
+"""Sharing is tried in texts with at least so many statements."""
+MAX_SHORT_TEXT: Final = 64
+"""Longer strings are compiled to variables where they are assigned (`values.MAX_INLINE_TEXT`)."""
+MAX_SLOT_NAME: Final = 90
+
+_BOUNDARY = re.compile(r"\n(?=[A-Za-z_])(?!(?:elif|else|except|finally)\b)")
+_TOKEN = re.compile(
+    r"""(
+    \.?[A-Za-z_]\w*+(?!['"])(?:\(|=(?!=))?
+    | [A-Za-z]{0,2}(?:
+        '''[^'\\]*+(?:(?:\\.|'(?!''))[^'\\]*+)*+'''
+        | \"\"\"[^"\\]*+(?:(?:\\.|"(?!""))[^"\\]*+)*+\"\"\"
+        | '[^'\\\n]*+(?:\\.[^'\\\n]*+)*+'
+        | "[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"
+    )
+    | \#[^\n]*+
+    | [0-9][\w.]*+
+    )""",
+    re.VERBOSE | re.DOTALL | re.ASCII,
+)
+_OWN_SHAPE = re.compile(r"def\b|\w+[ \t]*:", re.ASCII)
+MAX_WORDS: Final = 30
+_WORDS = re.compile(r"[A-Za-z_ ]*+")
+"""Strings that may have a meaning in the language, such as `content`, `user` and `default`."""
+_INSERTED = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPED: Final = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+_FIXED_NAMES: Final = frozenset(
+    {*keyword.kwlist, *keyword.softkwlist, "str", "int", "float", "bool", "list", "model_name"}
+)
+"""Names that are keywords, types, or known without an assignment."""
+
+_NAME_SLOT: Final = "\1name"
+"""The shape of a name. No token of a text starts with this character."""
+
+
+class ShapeSlot(Struct, frozen=True, gc=False):
+    """What statements of one shape differ in."""
+
+    value: str
+    """A name, or the value of a string."""
+    json: str
+    """The value inside of a JSON string."""
+    is_text: bool
+
+
+class SourceToken(Struct, frozen=True):
+    """A token of a text."""
+
+    shape: str
+    """Its part of the shape."""
+    slots: tuple[ShapeSlot, ...] = ()
+    parts: tuple[ShapeSlot | None, ...] = ()
+    """The slots, with None for parts of an f-string that belong to the shape."""
+
+
+class Statement(NamedTuple):
+    """Lines of a text that are one or more whole statements, outside of blocks."""
+
+    text: str
+    first_line: int
+    num_breaks: int
+    """The number of line breaks in the text."""
+    shape: object
+    """What statements have in common that are compiled alike; it can be hashed."""
+    slots: tuple[ShapeSlot, ...]
+    """The distinct values of the slots."""
+
+
+class _Outline(NamedTuple):
+    """What statements with the same tokens in the same places have in common."""
+
+    number: int
+    slots: Callable[[list[SourceToken]], tuple[SourceToken, ...]] | None
+    """Selects the tokens that are distinct slots; None if the parts of tokens must be compared."""
+
+
+class _SourceTokens(dict[str, SourceToken]):
+    """The tokens of a text, each of which is read once."""
+
+    def __missing__(self, written: str) -> SourceToken:
+        token = self[written] = read_token(written)
+        return token
+
+
+_shape_of = attrgetter("shape")
+
+
+def split_text(text: str) -> list[Statement] | None:
+    """Return the statements of a text; None if sharing their shapes gains nothing."""
+    sources = _BOUNDARY.split(text)
+    if len(sources) < MIN_STATEMENTS or not _is_suitable(text):
+        return None
+    statements: list[Statement] = []
+    token_of = _SourceTokens().__getitem__
+    outlines: dict[object, _Outline] = {}
+    split = _TOKEN.split
+    line = 1
+    for source in sources:
+        parts = split(source)
+        written = parts[1::2]
+        tokens = list(map(token_of, written))
+        # The last place of each token tells which of them are equal. All of this runs in C.
+        places = map(dict(zip(written, range(len(written)), strict=True)).__getitem__, written)
+        key: object = (*parts[::2], *map(_shape_of, tokens), *places)
+        outline = outlines.get(key)
+        if outline is None:
+            own = _OWN_SHAPE.match(source)
+            outline = _outline(-line if own else len(outlines), written, tokens)
+            if not own:
+                outlines[key] = outline
+        if outline.slots is not None:
+            shape, slots = outline.number, tuple([each.slots[0] for each in outline.slots(tokens)])
+        else:
+            shape, slots = _compare_parts(outline.number, tokens)
+        num_breaks = source.count("\n")
+        statements.append(Statement(source, line, num_breaks, shape, slots))
+        line += num_breaks + 1
+    is_shared = 2 * len({each.shape for each in statements}) <= len(statements)
+    return statements if is_shared else None
+
+
+def _is_suitable(text: str) -> bool:
+    """Return whether lines end by line feeds, and no decorator is on a line of its own."""
+    return not ("\r" in text or "\f" in text or "\n@" in text or text.startswith("@"))
+
+
+def _outline(number: int, written: list[str], tokens: list[SourceToken]) -> _Outline:
+    quotes = {each[0] for each, token in zip(written, tokens, strict=True) if token.slots}
+    has_both = quotes >= {"'", '"'}  # equal strings may be written in two ways
+    if has_both or any(len(each.parts) > 1 for each in tokens):
+        return _Outline(number, None)
+    first: dict[str, int] = {}
+    for place, (each, token) in enumerate(zip(written, tokens, strict=True)):
+        if token.slots:
+            first.setdefault(each, place)
+    places = list(first.values())
+    if len(places) > 1:
+        return _Outline(number, itemgetter(*places))
+    return _Outline(number, lambda tokens: tuple([tokens[place] for place in places]))
+
+
+def _compare_parts(number: int, tokens: list[SourceToken]) -> tuple[object, tuple[ShapeSlot, ...]]:
+    """Return the shape and the distinct slots of a statement by the values of its slots."""
+    first: dict[ShapeSlot, int] = {}
+    places = [first.setdefault(slot, len(first)) for token in tokens for slot in token.slots]
+    return (number, *places), tuple(first)
+
+
+def read_token(written: str) -> SourceToken:
+    """Return the part of a token in the shape, and its slots."""
+    if written.isidentifier():
+        if written in _FIXED_NAMES or len(written) > MAX_SLOT_NAME:
+            return SourceToken(written)
+        slots = (ShapeSlot(written, written, False),)
+        return SourceToken(_NAME_SLOT, slots, slots)
+    start = written[0]
+    if start in "'\"":
+        return _read_string(written)
+    if start == "#":
+        return SourceToken("#")
+    is_plain_f = start in "fF" and written[1] in "'\"" and "\\" not in written
+    return _read_f_string(written) if is_plain_f else SourceToken(written)
+
+
+def _read_string(written: str) -> SourceToken:
+    if written[1:3] == written[0] * 2:
+        return SourceToken(written)  # it may have several lines
+    value = written[1:-1]
+    if "\\" in value:
+        escapes = set(_ESCAPE.findall(value))
+        if not escapes <= _ESCAPED.keys():
+            return SourceToken(written)
+        value = _ESCAPE.sub(lambda match: _ESCAPED[match[1]], value)
+    return _text_slot(value, written)
+
+
+def _text_slot(value: str, written: str) -> SourceToken:
+    """Return a string as a slot, with what the compiler may test about its value."""
+    if len(value) <= MAX_WORDS and _WORDS.fullmatch(value):
+        return SourceToken(written)
+    has_control = "<" in value or "[" in value
+    shape = f"\1text{len(value) > MAX_SHORT_TEXT:d}{has_control:d}"
+    slots = (ShapeSlot(value, encode_basestring(value)[1:-1], True),)
+    return SourceToken(shape, slots, slots)
+
+
+def _read_f_string(written: str) -> SourceToken:
+    """Return an f-string as slots if it inserts names only."""
+    if written.startswith(("'''", '"""'), 1):
+        return SourceToken(written)
+    texts = _INSERTED.split(written[2:-1])
+    if any("{" in each or "}" in each for each in texts):
+        return SourceToken(written)
+    tokens = [
+        read_token(text) if number % 2 else _text_slot(text, text)
+        for number, text in enumerate(texts)
+    ]
+    parts: list[ShapeSlot | None] = []
+    for token, text in zip(tokens, texts, strict=True):
+        if text:
+            parts += token.parts or (None,)
+    slots = tuple(each for each in parts if each is not None)
+    return SourceToken("\0".join(["f", *(each.shape for each in tokens)]), slots, tuple(parts))
+
+
+def parts_with_offsets(text: str) -> Iterator[tuple[int, tuple[ShapeSlot | None, ...]]]:
+    """Iterate over the tokens of a statement that have slots: where they start, and their parts."""
+    for match in _TOKEN.finditer(text):
+        token = read_token(match[0])
+        if token.slots:
+            yield match.start(), token.parts
