@@ -1,8 +1,8 @@
 """Recording: the nodes of a shape as JSON with holes, and what its statements do to the compiler.
 
 A shape is lowered once with markers for its slots, by the same code as any statement. What it does
-depends on its shape, and on what its names mean at this point of the text: `ShapeContext`. A statement
-of the same shape and context has the same nodes, with other texts and names.
+depends on its shape, and on what its names mean at this point of the text: `ShapeContext`. A
+statement of the same shape and context has the same nodes, with other texts and names.
 """
 
 from __future__ import annotations

@@ -54,11 +54,7 @@ def parse_shared(text: str) -> SharedText | None:
         elif counts[statement.shape] > 1:
             shape = shapes[statement.shape] = _shape_of(statement, body)
         found.append((statement, shape, body))
-    functions = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
-    is_useful = any(
-        each.is_recordable and not each.other_names & functions for each in shapes.values()
-    )
-    if num_nodes > MAX_SYNTAX_NODES or not is_useful:
+    if num_nodes > MAX_SYNTAX_NODES or not any(each.is_recordable for each in shapes.values()):
         raise SharingError
     last = tree.body[-1:] if found[-1][1] is None else []
     for each in tree.body:

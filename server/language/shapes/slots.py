@@ -43,7 +43,10 @@ _TOKEN = re.compile(
     )""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
+_FUNCTION = re.compile(r"^def[ \t]+(\w+)", re.ASCII | re.MULTILINE)
 _OWN_SHAPE = re.compile(r"def\b|\w+[ \t]*:", re.ASCII)
+"""Functions and declarations, which are read again after their statement. So that no recording has
+the nodes of a function, a statement that calls one is compiled alone, too."""
 MAX_WORDS: Final = 30
 _WORDS = re.compile(r"[A-Za-z_ ]*+")
 """Strings that may have a meaning in the language, such as `content`, `user` and `default`."""
@@ -120,6 +123,7 @@ def split_text(text: str) -> list[Statement] | None:
     token_of = _SourceTokens().__getitem__
     outlines: dict[object, _Outline] = {}
     split = _TOKEN.split
+    functions = {f"{name}(" for name in _FUNCTION.findall(text)}
     line = 1
     for source in sources:
         parts = split(source)
@@ -130,9 +134,9 @@ def split_text(text: str) -> list[Statement] | None:
         key: object = (*parts[::2], *map(_shape_of, tokens), *places)
         outline = outlines.get(key)
         if outline is None:
-            own = _OWN_SHAPE.match(source)
-            outline = _outline(-line if own else len(outlines), written, tokens)
-            if not own:
+            is_own = _OWN_SHAPE.match(source) or not functions.isdisjoint(written)
+            outline = _outline(-line if is_own else len(outlines), written, tokens)
+            if not is_own:
                 outlines[key] = outline
         if outline.slots is not None:
             shape, slots = outline.number, tuple([each.slots[0] for each in outline.slots(tokens)])

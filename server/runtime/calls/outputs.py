@@ -144,14 +144,7 @@ def value_of(
         return report.text
     if target.form == "value":
         if report.constraint == "cut":
-            cause, advice = "max_tokens", "raise it, or bound the lengths in the constraint"
-            if isinstance(report.stop, str):
-                cause, advice = "a stop string", "remove it; a constraint ends by itself"
-            raise RunError(
-                "output.incomplete",
-                f"output {target.variable} was cut off by {cause} before it satisfied its "
-                f"constraint ({advice}): {_excerpt(report.text)}",
-            )
+            raise RunError("output.incomplete", _cut_message(target, report))
         return _parse(target.variable, report.text)
     return _message(
         target,
@@ -233,6 +226,39 @@ def _parse(variable: str, text: str) -> Json:
             "output.not_json", f"output {variable} is not JSON ({error}): {_excerpt(text)}"
         ) from error
     return value
+
+
+def _cut_message(target: OutputSpec, report: protocol.Finished) -> str:
+    """Return what was cut, by what, and what to set instead."""
+    what, bounds = _shape_of(target.constraint)
+    advice = f"raise max_tokens{bounds}"
+    num_tokens = report.num_decoded + report.num_forced
+    limit = target.sampling.max_tokens
+    if isinstance(report.stop, str):
+        cause, advice = "a stop string", "remove it; a constraint ends by itself"
+    elif limit is None:
+        cause = f"the default max_tokens={num_tokens}"
+    elif num_tokens < limit:
+        cause = f"the end of the model's context after {num_tokens} tokens"
+        advice = f"shorten the prompt{bounds}"
+    else:
+        cause = f"max_tokens={limit}"
+    return (
+        f"output {target.variable} was cut off by {cause} before {what} was complete: {advice}. "
+        f"It has no partial value; the text was {_excerpt(report.text)}"
+    )
+
+
+def _shape_of(constraint: Constraint | None) -> tuple[str, str]:
+    """Return what a constraint describes, and how a schema can allow less."""
+    schema = None if constraint is None else constraint.json_schema
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "array":
+        least = ', or bound the list, as schema={"type": "array", "maxItems": 3, "items": '
+        return "its list", f'{least}{{"type": "string", "maxLength": 40}}}}'
+    if kind == "object":
+        return "its object", ", or bound its texts by maxLength and its lists by maxItems"
+    return "what its constraint describes", ", or bound the lengths in the constraint"
 
 
 def _excerpt(text: str) -> str:
