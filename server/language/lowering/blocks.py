@@ -143,7 +143,7 @@ def merge_outputs(
                 with emitter.inside(branch.block):
                     merges[variable].append(_result_of(emitter, branch, name))
         if scope.is_main:
-            emitter.outputs[variable] = None
+            emitter.add_outputs([variable])
         else:
             scope.yielded[name] = variable
 

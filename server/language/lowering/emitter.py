@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,10 @@ class Emitter:
             name = f"{base}_{number}"
         self._taken.add(name)
         return name
+
+    def add_outputs(self, names: Iterable[str]) -> None:
+        """Make variables outputs of the program."""
+        self.outputs |= dict.fromkeys(names)
 
     # --- nodes ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ statement of the same shape and context has the same nodes, with other texts and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -90,28 +90,14 @@ class _Recorder(Emitter):
         self.hints: list[str] = []
         self.groups: list[list[str]] = []
         self.flow = flow
-        self.outputs = _Outputs(self.groups)
         self.first_name = first_name
 
     def unique(self, hint: str) -> str:
         self.hints.append(hint)
         return name_marker(self.first_name + len(self.hints) - 1)
 
-
-class _Outputs(dict[str, None]):
-    """Outputs, which are recorded as they are added."""
-
-    def __init__(self, groups: list[list[str]]) -> None:
-        super().__init__()
-        self._groups = groups
-
-    def __ior__(self, other: Any) -> Any:
-        self._groups.append(list(other))
-        return super().__ior__(other)
-
-    def __setitem__(self, name: str, value: None) -> None:
-        self._groups.append([name])
-        super().__setitem__(name, value)
+    def add_outputs(self, names: Iterable[str]) -> None:
+        self.groups.append(list(names))
 
 
 def record(shape: Shape, context: ShapeContext, signatures: Signatures | None) -> Recording:

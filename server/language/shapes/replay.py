@@ -174,7 +174,7 @@ class Replayer:
         for name, job in recording.jobs:
             emitter.jobs[name_of(name)] = job
         for group in recording.outputs:
-            emitter.outputs |= dict.fromkeys(sorted(map(name_of, group)))
+            emitter.add_outputs(sorted(map(name_of, group)))
         for name, variable, value in recording.bindings:
             if variable is None:
                 made = _filled(value, values)

@@ -57,9 +57,8 @@ def parse_shared(text: str) -> SharedText | None:
     if num_nodes > MAX_SYNTAX_NODES or not any(each.is_recordable for each in shapes.values()):
         raise SharingError
     last = tree.body[-1:] if found[-1][1] is None else []
-    for each in tree.body:
-        if can_jump(each) and each not in last:
-            raise SharingError
+    if any(can_jump(each) for each in tree.body if each not in last):
+        raise SharingError
     own: list[ast.stmt] = []
     uses = RepeatedUses()
     for statement, shape, body in found:

@@ -139,7 +139,8 @@ def split_text(text: str) -> list[Statement] | None:
             if not is_own:
                 outlines[key] = outline
         if outline.slots is not None:
-            shape, slots = outline.number, tuple([each.slots[0] for each in outline.slots(tokens)])
+            shape: object = outline.number
+            slots = tuple([each.slots[0] for each in outline.slots(tokens)])
         else:
             shape, slots = _compare_parts(outline.number, tokens)
         num_breaks = source.count("\n")
@@ -155,9 +156,9 @@ def _is_suitable(text: str) -> bool:
 
 
 def _outline(number: int, written: list[str], tokens: list[SourceToken]) -> _Outline:
-    quotes = {each[0] for each, token in zip(written, tokens, strict=True) if token.slots}
-    has_both = quotes >= {"'", '"'}  # equal strings may be written in two ways
-    if has_both or any(len(each.parts) > 1 for each in tokens):
+    shapes = {each.shape for each in tokens if each.slots and each.shape != _NAME_SLOT}
+    # Equal strings may be written in two ways: with other quotes, with escapes, or as f-strings.
+    if len({each[:2] for each in shapes}) > 1 or any(each[2:3] != "p" for each in shapes):
         return _Outline(number, None)
     first: dict[str, int] = {}
     for place, (each, token) in enumerate(zip(written, tokens, strict=True)):
@@ -201,15 +202,21 @@ def _read_string(written: str) -> SourceToken:
         if not escapes <= _ESCAPED.keys():
             return SourceToken(written)
         value = _ESCAPE.sub(lambda match: _ESCAPED[match[1]], value)
-    return _text_slot(value, written)
+    return _text_slot(value, written, written[0] + ("e" if "\\" in written else "p"))
 
 
-def _text_slot(value: str, written: str) -> SourceToken:
-    """Return a string as a slot, with what the compiler may test about its value."""
+def _text_slot(value: str, written: str, style: str) -> SourceToken:
+    """Return a string as a slot, with what the compiler may test about its value.
+
+    Args:
+        value: the string.
+        written: the string as it is written.
+        style: its quote, and whether it has escapes.
+    """
     if len(value) <= MAX_WORDS and _WORDS.fullmatch(value):
         return SourceToken(written)
     has_control = "<" in value or "[" in value
-    shape = f"\1text{len(value) > MAX_SHORT_TEXT:d}{has_control:d}"
+    shape = f"\1{style}{len(value) > MAX_SHORT_TEXT:d}{has_control:d}"
     slots = (ShapeSlot(value, encode_basestring(value)[1:-1], True),)
     return SourceToken(shape, slots, slots)
 
@@ -222,7 +229,7 @@ def _read_f_string(written: str) -> SourceToken:
     if any("{" in each or "}" in each for each in texts):
         return SourceToken(written)
     tokens = [
-        read_token(text) if number % 2 else _text_slot(text, text)
+        read_token(text) if number % 2 else _text_slot(text, text, "fp")
         for number, text in enumerate(texts)
     ]
     parts: list[ShapeSlot | None] = []

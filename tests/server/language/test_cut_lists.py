@@ -20,7 +20,7 @@ async def test_a_cut_list_fails_with_what_to_set_and_without_a_partial_value(
         variable = status.variables["ideas"]
         assert variable.status == "failed"
         assert variable.value is UNSET
-        assert variable.error is not None
+        assert variable.error is not UNSET
         assert variable.error.code == "output.incomplete"
         message = variable.error.message
         assert "output ideas was cut off by max_tokens=4 before its list was complete" in message

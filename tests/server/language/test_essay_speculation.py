@@ -86,7 +86,8 @@ async def test_on_a_hit_the_default_is_killed_before_retrieval_has_answered(
     assert [key for job, key in yields if job == speculative] == ["feat1_found", "result2"]
     status = await program.end()
     assert status.status == "done", status.error
-    assert status.variables["final_result"].value["content"]
+    final: Any = status.variables["final_result"].value
+    assert final["content"]
     tokens = status.nodes["default_result"].output_tokens
     receipt = status.receipt
     assert isinstance(tokens, OutputTokens)

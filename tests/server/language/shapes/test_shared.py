@@ -101,6 +101,8 @@ def test_repeated_statements_share_their_shape(source: str) -> None:
     "line",
     [
         "yield {'NUMBER.': first, \"NUMBER.\": gen('a')}",  # equal keys in different quotes
+        "yield {'NUMBER\"': first, 'NUMBER\\\"': first}",  # and with an escape
+        "yield {'NUMBER.': first, f'NUMBER.': first}",
         "aNUMBER = gen('NUMBER.'.upper() + 'é')",
         "aNUMBER = gen('a', stop='NUMBER.'.upper())",  # computed by the compiler
         "aNUMBER = gen('a', max_tokens=len('NUMBER.'))",
