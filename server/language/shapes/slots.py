@@ -22,6 +22,8 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from ..syntax import MAX_SYNTAX_NODES
+
 MIN_STATEMENTS: Final = 8
 """Sharing is tried in texts with at least so many statements."""
 MAX_SHORT_TEXT: Final = 64
@@ -117,7 +119,7 @@ _shape_of = attrgetter("shape")
 def split_text(text: str) -> list[Statement] | None:
     """Return the statements of a text; None if sharing their shapes gains nothing."""
     sources = _BOUNDARY.split(text)
-    if len(sources) < MIN_STATEMENTS or not _is_suitable(text):
+    if not MIN_STATEMENTS <= len(sources) <= MAX_SYNTAX_NODES or not _is_suitable(text):
         return None
     statements: list[Statement] = []
     token_of = _SourceTokens().__getitem__

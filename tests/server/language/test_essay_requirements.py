@@ -1,12 +1,15 @@
-"""Requirements and wishes of the essay, as behaviour of the server (R2, R5, R6, W6, W8)."""
+"""Requirements and wishes of the essay, as behaviour of the server (R2, R5, R6, W5, W6, W8, C6)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 
+from conure.server.language.compiler import compile_source
 from conure.server.program.errors import NotFoundError, ProgramError
+from conure.server.program.ir import GenerateNode
 from conure.server.program.procedures import PutProcedure
 from conure.server.program.status import ProgramStatus, Receipt
 
@@ -212,3 +215,38 @@ async def test_variables_of_one_program_are_unknown_to_the_next(tmp_path: Path) 
         with pytest.raises(ProgramError) as caught:
             await harness.submit_source("yield note")
     assert caught.value.code == "language.undefined_name"
+
+
+# --- C6 and W5: sequential templates, and trees ---------------------------------------------------
+
+
+def test_a_template_is_one_call_after_another_in_one_context() -> None:
+    template = "A: {{name=a}} B: {{name=b}} C: {{name=c}}"
+    first, *others = compile_source(template, "template").nodes
+    assert isinstance(first, GenerateNode)
+    assert isinstance(first.prompt, list)
+    assert [each.output for each in first.prompt if each.output is not UNSET] == ["a", "b", "c"]
+    assert not any(isinstance(each, GenerateNode) for each in others)
+
+
+async def test_a_tree_is_decoded_in_parallel_and_processed_as_a_value(tmp_path: Path) -> None:
+    source = """def grow(topic):
+    leaves = [gen(f"{topic}, part {part}: ", max_tokens=8) for part in ["1", "2", "3"]]
+    return {"topic": topic, "leaves": leaves}
+
+tree = [grow(topic) for topic in ["tea", "jam"]]
+sizes = [len(leaf) for leaf in tree[1]["leaves"]]
+longest = max(sizes)
+yield {"tree": tree, "longest": longest}"""
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit_source(source)
+        order = await order_of(program, "node.started", "variable.committed")
+        status = await done(program)
+        (value,) = [each.data["value"] for each in await program.events() if each.type == "yield"]
+    assert [each["topic"] for each in value["tree"]] == ["tea", "jam"]
+    leaves = [leaf for branch in value["tree"] for leaf in branch["leaves"]]
+    assert len(leaves) == receipt_of(status).calls == 6
+    assert value["longest"] == max(map(len, value["tree"][1]["leaves"]))
+    # Each leaf is a call of its own.
+    calls = [node for kind, node in order if kind == "node.started" and "text" in node]
+    assert len(calls) == 6
