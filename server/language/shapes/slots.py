@@ -45,10 +45,8 @@ _TOKEN = re.compile(
     )""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
-_FUNCTION = re.compile(r"^def[ \t]+(\w+)", re.ASCII | re.MULTILINE)
 _OWN_SHAPE = re.compile(r"def\b|\w+[ \t]*:", re.ASCII)
-"""Functions and declarations, which are read again after their statement. So that no recording has
-the nodes of a function, a statement that calls one is compiled alone, too."""
+"""The beginnings of functions and declarations, which are read again after their statement."""
 MAX_WORDS: Final = 30
 _WORDS = re.compile(r"[A-Za-z_ ]*+")
 """Strings that may have a meaning in the language, such as `content`, `user` and `default`."""
@@ -101,8 +99,23 @@ class _Outline(NamedTuple):
     """What statements with the same tokens in the same places have in common."""
 
     number: int
+    is_own: bool
+    """Whether its statements call a function of the text. They are compiled alone, because the
+    nodes of the function would be recorded with them."""
+    literals: list[str]
+    """The text before, between and after the tokens with slots."""
+    shapes: tuple[str, ...]
+    """Of the tokens with slots."""
+    places: tuple[int, ...]
+    """The last place of each token with slots: it tells which of them are equal."""
     slots: Callable[[list[SourceToken]], tuple[SourceToken, ...]] | None
     """Selects the tokens that are distinct slots; None if the parts of tokens must be compared."""
+
+    def statement(self, tokens: list[SourceToken]) -> tuple[object, tuple[ShapeSlot, ...]]:
+        """Return the shape and the distinct slots of a statement by its tokens with slots."""
+        if self.slots is None:
+            return _compare_parts(self.number, tokens)
+        return self.number, tuple([each.slots[0] for each in self.slots(tokens)])
 
 
 class _SourceTokens(dict[str, SourceToken]):
@@ -113,6 +126,17 @@ class _SourceTokens(dict[str, SourceToken]):
         return token
 
 
+class _Candidates(dict[str, SourceToken]):
+    """Parts of a text, each of which may be one token."""
+
+    def __missing__(self, written: str) -> SourceToken:
+        is_name = written.isidentifier() and written.isascii()
+        is_token = is_name or _TOKEN.fullmatch(written) is not None
+        token = self[written] = read_token(written) if is_token else _NO_TOKEN
+        return token
+
+
+_NO_TOKEN = SourceToken("")
 _shape_of = attrgetter("shape")
 
 
@@ -122,29 +146,10 @@ def split_text(text: str) -> list[Statement] | None:
     if not MIN_STATEMENTS <= len(sources) <= MAX_SYNTAX_NODES or not _is_suitable(text):
         return None
     statements: list[Statement] = []
-    token_of = _SourceTokens().__getitem__
-    outlines: dict[object, _Outline] = {}
-    split = _TOKEN.split
-    functions = {f"{name}(" for name in _FUNCTION.findall(text)}
+    outlines = _Outlines(sources)
     line = 1
     for source in sources:
-        parts = split(source)
-        written = parts[1::2]
-        tokens = list(map(token_of, written))
-        # The last place of each token tells which of them are equal. All of this runs in C.
-        places = map(dict(zip(written, range(len(written)), strict=True)).__getitem__, written)
-        key: object = (*parts[::2], *map(_shape_of, tokens), *places)
-        outline = outlines.get(key)
-        if outline is None:
-            is_own = _OWN_SHAPE.match(source) or not functions.isdisjoint(written)
-            outline = _outline(-line if is_own else len(outlines), written, tokens)
-            if not is_own:
-                outlines[key] = outline
-        if outline.slots is not None:
-            shape: object = outline.number
-            slots = tuple([each.slots[0] for each in outline.slots(tokens)])
-        else:
-            shape, slots = _compare_parts(outline.number, tokens)
+        shape, slots = outlines.read(source, line)
         num_breaks = source.count("\n")
         statements.append(Statement(source, line, num_breaks, shape, slots))
         line += num_breaks + 1
@@ -157,19 +162,118 @@ def _is_suitable(text: str) -> bool:
     return not ("\r" in text or "\f" in text or "\n@" in text or text.startswith("@"))
 
 
-def _outline(number: int, written: list[str], tokens: list[SourceToken]) -> _Outline:
-    shapes = {each.shape for each in tokens if each.slots and each.shape != _NAME_SLOT}
-    # Equal strings may be written in two ways: with other quotes, with escapes, or as f-strings.
-    if len({each[:2] for each in shapes}) > 1 or any(each[2:3] != "p" for each in shapes):
-        return _Outline(number, None)
-    first: dict[str, int] = {}
-    for place, (each, token) in enumerate(zip(written, tokens, strict=True)):
+class _Outlines:
+    """The outlines of the statements of one text.
+
+    A statement is most often like the one before it, or like the one that followed that one the
+    last time. Then its slots are found without all of its tokens.
+    """
+
+    def __init__(self, sources: list[str]) -> None:
+        self._functions = {
+            f"{source[4 : source.find('(')].strip()}("
+            for source in sources
+            if source.startswith(("def ", "def\t"))
+        }
+        self._token_of = _SourceTokens().__getitem__
+        self._candidate_of = _Candidates().__getitem__
+        self._outlines: dict[object, _Outline] = {}
+        self._last: _Outline | None = None
+        self._next: dict[int, _Outline] = {}
+        """The outlines that followed others the last time."""
+
+    def read(self, source: str, line: int) -> tuple[object, tuple[ShapeSlot, ...]]:
+        """Return the shape and the distinct slots of the next statement."""
+        if _OWN_SHAPE.match(source):
+            return -line, ()
+        outline, tokens = self._expected(source) or self._tokenize(source)
+        if self._last is not None:
+            self._next[self._last.number] = outline
+        self._last = outline
+        return (-line, ()) if outline.is_own else outline.statement(tokens)
+
+    def _expected(self, source: str) -> tuple[_Outline, list[SourceToken]] | None:
+        """Return the outline of a statement that is like others, and its tokens with slots."""
+        last = self._last
+        if last is None:
+            return None
+        expected = self._next.get(last.number, last)
+        tokens = self._holes(expected, source)
+        if tokens is None and expected is not last:
+            expected, tokens = last, self._holes(last, source)
+        return None if tokens is None else (expected, tokens)
+
+    def _holes(self, outline: _Outline, source: str) -> list[SourceToken] | None:
+        """Return the tokens with slots of a statement that has an outline; None if it has not."""
+        first, *others = outline.literals
+        if not others or not source.startswith(first):
+            return None
+        here = len(first)
+        written: list[str] = []
+        for literal in others[:-1]:
+            end = source.find(literal, here)
+            if end < 0:
+                return None
+            written.append(source[here:end])
+            here = end + len(literal)
+        if not source.endswith(others[-1]):
+            return None
+        written.append(source[here : len(source) - len(others[-1])])
+        tokens = list(map(self._candidate_of, written))
+        is_alike = outline.shapes == tuple(map(_shape_of, tokens))
+        return tokens if is_alike and outline.places == _places(written) else None
+
+    def _tokenize(self, source: str) -> tuple[_Outline, list[SourceToken]]:
+        """Return the outline of a statement, and its tokens with slots."""
+        parts = _TOKEN.split(source)
+        written = parts[1::2]
+        tokens = list(map(self._token_of, written))
+        key = (*parts[::2], *map(_shape_of, tokens), *_places(written))
+        outline = self._outlines.get(key)
+        if outline is None:
+            is_own = not self._functions.isdisjoint(written)
+            outline = _outline(len(self._outlines), is_own, parts, tokens)
+            self._outlines[key] = outline
+        return outline, [each for each in tokens if each.slots]
+
+
+def _places(written: list[str]) -> tuple[int, ...]:
+    """Return the last place of each item. All of this runs in C."""
+    return tuple(map(dict(zip(written, range(len(written)), strict=True)).__getitem__, written))
+
+
+def _outline(number: int, is_own: bool, parts: list[str], tokens: list[SourceToken]) -> _Outline:
+    """Return an outline.
+
+    Args:
+        number: of the outline.
+        is_own: whether its statements call a function of the text.
+        parts: of a statement: alternately other text and tokens.
+        tokens: all tokens of the statement.
+    """
+    written: list[str] = []
+    literals = [parts[0]]
+    for token, each, gap in zip(tokens, parts[1::2], parts[2::2], strict=True):
         if token.slots:
-            first.setdefault(each, place)
-    places = list(first.values())
-    if len(places) > 1:
-        return _Outline(number, itemgetter(*places))
-    return _Outline(number, lambda tokens: tuple([tokens[place] for place in places]))
+            written.append(each)
+            literals.append(gap)
+        else:
+            literals[-1] += each + gap
+    if "" in literals[1:-1]:
+        literals = []  # two slots without anything between them cannot be told apart
+    shapes = tuple([each.shape for each in tokens if each.slots])
+    places = _places(written)
+    texts = {each for each in shapes if each != _NAME_SLOT}
+    # Equal strings may be written in two ways: with other quotes, with escapes, or as f-strings.
+    if len({each[:2] for each in texts}) > 1 or any(each[2:3] != "p" for each in texts):
+        return _Outline(number, is_own, literals or [""], shapes, places, None)
+    first = [place for place, each in enumerate(written) if each not in written[:place]]
+    select: Callable[[list[SourceToken]], tuple[SourceToken, ...]]
+    if len(first) > 1:
+        select = itemgetter(*first)
+    else:
+        select = lambda tokens: tuple([tokens[place] for place in first])  # noqa: E731
+    return _Outline(number, is_own, literals or [""], shapes, places, select)
 
 
 def _compare_parts(number: int, tokens: list[SourceToken]) -> tuple[object, tuple[ShapeSlot, ...]]:
