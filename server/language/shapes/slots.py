@@ -26,6 +26,9 @@ from ..syntax import MAX_SYNTAX_NODES
 
 MIN_STATEMENTS: Final = 8
 """Sharing is tried in texts with at least so many statements."""
+SAMPLE: Final = 16
+MAX_DIFFERENT: Final = 0.75
+"""After each `SAMPLE` statements, a text is not shared if more of them have their own shape."""
 MAX_SHORT_TEXT: Final = 64
 """Longer strings are compiled to variables where they are assigned (`values.MAX_INLINE_TEXT`)."""
 MAX_SLOT_NAME: Final = 90
@@ -147,14 +150,23 @@ def split_text(text: str) -> list[Statement] | None:
         return None
     statements: list[Statement] = []
     outlines = _Outlines(sources)
+    shapes: set[object] = set()
+    num_alike = 0
     line = 1
     for source in sources:
-        shape, slots = outlines.read(source, line)
+        shape, slots = outlines.read(source)
+        if shape is None:
+            shape = -line
+        else:
+            shapes.add(shape)
+            num_alike += 1
+            if num_alike % SAMPLE == 0 and len(shapes) > MAX_DIFFERENT * num_alike:
+                return None
         num_breaks = source.count("\n")
         statements.append(Statement(source, line, num_breaks, shape, slots))
         line += num_breaks + 1
-    is_shared = 2 * len({each.shape for each in statements}) <= len(statements)
-    return statements if is_shared else None
+    is_useful = num_alike >= MIN_STATEMENTS and 2 * len(shapes) <= num_alike
+    return statements if is_useful else None
 
 
 def _is_suitable(text: str) -> bool:
@@ -182,15 +194,18 @@ class _Outlines:
         self._next: dict[int, _Outline] = {}
         """The outlines that followed others the last time."""
 
-    def read(self, source: str, line: int) -> tuple[object, tuple[ShapeSlot, ...]]:
-        """Return the shape and the distinct slots of the next statement."""
+    def read(self, source: str) -> tuple[object | None, tuple[ShapeSlot, ...]]:
+        """Return the shape and the distinct slots of the next statement.
+
+        The shape of a statement that must be compiled alone is None.
+        """
         if _OWN_SHAPE.match(source):
-            return -line, ()
+            return None, ()
         outline, tokens = self._expected(source) or self._tokenize(source)
         if self._last is not None:
             self._next[self._last.number] = outline
         self._last = outline
-        return (-line, ()) if outline.is_own else outline.statement(tokens)
+        return (None, ()) if outline.is_own else outline.statement(tokens)
 
     def _expected(self, source: str) -> tuple[_Outline, list[SourceToken]] | None:
         """Return the outline of a statement that is like others, and its tokens with slots."""
