@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final, NamedTuple
 
+from msgspec import UNSET
+
 from conure.engine import protocol
 
 from ...program.decode import decode_json
@@ -131,20 +133,23 @@ def value_of(
 
     Raises:
         RunError: `output.invalid` if the text violates its constraint, which can happen if the
-            engine enforces only parts of it. Under `as: value`: `output.incomplete` if the
-            text was cut before it satisfied the constraint, `output.not_json` if it is not
-            JSON within the limits of values.
+            engine enforces only parts of it. Under `as: value`, and for choices as text:
+            `output.incomplete` if the text was cut before it satisfied the constraint. Under
+            `as: value`: `output.not_json` if it is not JSON within the limits of values.
     """
     if report.constraint == "broken":
         raise RunError(
             "output.invalid",
             f"output {target.variable} does not satisfy its schema: {_excerpt(report.text)}",
         )
+    # The beginning of a choice is not a choice, and a program would take another branch for it.
+    has_choices = target.constraint is not None and target.constraint.choices is not UNSET
+    is_cut = report.constraint == "cut" and (target.form == "value" or has_choices)
+    if is_cut and target.form != "message":
+        raise RunError("output.incomplete", _cut_message(target, report))
     if target.form == "text":
         return report.text
     if target.form == "value":
-        if report.constraint == "cut":
-            raise RunError("output.incomplete", _cut_message(target, report))
         return _parse(target.variable, report.text)
     return _message(
         target,
@@ -236,9 +241,7 @@ def _cut_message(target: OutputSpec, report: protocol.Finished) -> str:
     limit = target.sampling.max_tokens
     if isinstance(report.stop, str):
         cause, advice = "a stop string", "remove it; a constraint ends by itself"
-    elif limit is None:
-        cause = f"the default max_tokens={num_tokens}"
-    elif num_tokens < limit:
+    elif limit is None or num_tokens < limit:
         cause = f"the end of the model's context after {num_tokens} tokens"
         advice = f"shorten the prompt{bounds}"
     else:
@@ -251,6 +254,8 @@ def _cut_message(target: OutputSpec, report: protocol.Finished) -> str:
 
 def _shape_of(constraint: Constraint | None) -> tuple[str, str]:
     """Return what a constraint describes, and how a schema can allow less."""
+    if constraint is not None and constraint.choices is not UNSET:
+        return "one of its choices", ""
     schema = None if constraint is None else constraint.json_schema
     kind = schema.get("type") if isinstance(schema, dict) else None
     if kind == "array":

@@ -1,4 +1,4 @@
-"""A list that `max_tokens` cuts fails, and the error says what was cut and what to set."""
+"""A list or a choice that `max_tokens` cuts fails; the error says what was cut and what to set."""
 
 from __future__ import annotations
 
@@ -51,3 +51,16 @@ except ConstraintIncomplete:
 yield ideas"""
     async with server_harness(tmp_path) as harness:
         assert await values_of(await harness.submit_source(source)) == [["none"]]
+
+
+async def test_a_cut_choice_fails_because_it_is_not_a_choice(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        source = "kind = gen('Kind: ', choices=['billing', 'failure'], max_tokens=4)\nyield kind"
+        program = await harness.submit_source(source)
+        status = await program.end()
+        assert status.status == "failed"
+        error = status.variables["kind"].error
+        assert error is not UNSET
+        assert "was cut off by max_tokens=4 before one of its choices was complete" in error.message
+        enough = await harness.submit_source(source.replace("=4", "=7"))
+        assert await values_of(enough) in (["billing"], ["failure"])
