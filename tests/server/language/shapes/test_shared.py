@@ -15,7 +15,7 @@ from conure.server.program.decode import revalidate
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import SourceSubmission, Submission
 
-from ..repeated_source import RepeatedSource, repeated_program
+from .repeated_source import RepeatedSource, repeated_program
 
 SIGNATURES = {"rag": ("model", "messages"), "json.parse": ("text",)}
 NUM_TEXTS = 60

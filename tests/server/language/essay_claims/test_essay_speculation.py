@@ -16,8 +16,8 @@ import pytest_asyncio
 
 from conure.server.program.status import OutputTokens, Receipt
 
-from ..inprocess import Program, ServerHarness, server_harness
-from . import essay
+from ...inprocess import Program, ServerHarness, server_harness
+from .. import essay
 
 ENGINES: dict[str, dict[str, Any]] = {
     "fake": {"time_per_output_token": 0.002},

@@ -13,7 +13,7 @@ from conure.server.program.ir import GenerateNode
 from conure.server.program.procedures import PutProcedure
 from conure.server.program.status import ProgramStatus, Receipt
 
-from ..inprocess import Program, server_harness
+from ...inprocess import Program, server_harness
 
 
 def receipt_of(status: ProgramStatus) -> Receipt:

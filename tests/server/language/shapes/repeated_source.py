@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from .random_source import SourceGenerator
+from ..random_source import SourceGenerator
 
 NAMES = (
     "a",
