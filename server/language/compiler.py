@@ -16,16 +16,14 @@ import contextlib
 import gc
 import re
 from collections.abc import Collection, Iterator
-from typing import Final, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Final, Literal, NoReturn, TypeAlias
 
-import msgspec
-from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from ..program.checks import is_name
 from ..program.content import Expression, Segment
 from ..program.errors import NotFoundError, ProgramError
-from ..program.ir import GenerateNode, Job, Node, Program, Variable, YieldNode
+from ..program.ir import GenerateNode, Node, Program, Variable, YieldNode
 from ..program.nodes.bodies import walk as walk_nodes
 from .errors import (
     LanguageError,
@@ -45,10 +43,7 @@ from .lowering.interfaces import Signatures
 from .lowering.scope import RETURN, NameScope, NameUses
 from .lowering.statements import StatementLowerer, input_kind
 from .lowering.values import NULL, Value
-from .shapes.replay import Replayer
-from .shapes.shared import SharedText, lower_shared, parse_shared
-from .shapes.trees import SharingError
-from .syntax import NameReads, SourceTree, can_jump, check_size, is_decorator, parse, read_text
+from .syntax import can_jump, check_size, is_decorator, parse
 from .template import InputSlot, OutputSlot, parse_template
 
 Language: TypeAlias = Literal["decoder", "template"]
@@ -85,14 +80,6 @@ class InputDeclaration:
                 raise SourceArgumentError("language.argument", message, position_of(annotation))
 
 
-class Compiled(NamedTuple):
-    """A compiled text."""
-
-    program: Program
-    json: bytes | None
-    """The JSON of the program, if it was decoded from it: its fields are valid."""
-
-
 def compile_source(
     source: str,
     language: Language = "decoder",
@@ -101,19 +88,6 @@ def compile_source(
     signatures: Signatures | None = None,
     name: str = "",
 ) -> Program:
-    """Return the program that a text describes, as `compile_text` does."""
-    return compile_text(source, language, inputs=inputs, signatures=signatures, name=name).program
-
-
-def compile_text(
-    source: str,
-    language: Language = "decoder",
-    *,
-    inputs: Collection[str] = (),
-    signatures: Signatures | None = None,
-    name: str = "",
-    is_shared: bool = True,
-) -> Compiled:
     """Return the program that a text describes.
 
     Args:
@@ -122,7 +96,6 @@ def compile_text(
         inputs: names that have a value in the submission; the text need not declare them.
         signatures: the functions of the server with their parameters; None: unknown.
         name: of the program.
-        is_shared: statements of one shape are compiled once. The result is the same.
 
     Raises:
         LanguageError: with line and column.
@@ -130,10 +103,8 @@ def compile_text(
     try:
         with _without_collector():
             if language == "template":
-                return Compiled(_compile_template(source, inputs, name), None)
-            text = read_text(source)
-            compiled = _try_shared(text, inputs, signatures, name) if is_shared else None
-            return compiled or _compile_tree(parse(text), inputs, signatures, name)
+                return _compile_template(source, inputs, name)
+            return _compile_decoder(source, inputs, signatures, name)
     except RecursionError:
         raise SourceTooLargeError(
             "language.too_large", "the text is nested too deeply", Position(1, 1)
@@ -159,98 +130,20 @@ def _without_collector() -> Iterator[None]:
 # --- Python's syntax --------------------------------------------------------------------------
 
 
-def _try_shared(
-    text: str, inputs: Collection[str], signatures: Signatures | None, name: str
-) -> Compiled | None:
-    """Compile a text whose statements share shapes; return None if that is not possible.
-
-    Only the compilation without sharing reports errors, because its trees have all positions.
-    """
-    with contextlib.suppress(SharingError, LanguageError):
-        shared = parse_shared(text)
-        if shared is not None:
-            return _compile_shared(shared, inputs, signatures, name)
-    return None
-
-
-def _compile_tree(
-    tree: SourceTree, inputs: Collection[str], signatures: Signatures | None, name: str
-) -> Compiled:
-    module = tree.module
-    body, declared, program_name = _unwrap(module.body)
+def _compile_decoder(
+    source: str, inputs: Collection[str], signatures: Signatures | None, name: str
+) -> Program:
+    tree, reads = parse(source)
+    body, declared, program_name = _unwrap(tree.body)
     emitter = Emitter()
-    statements = StatementLowerer(emitter, LoopReads(NameReads(tree.reads)), signatures)
+    statements = StatementLowerer(emitter, LoopReads(reads), signatures)
     scope = NameScope(emitter, NameUses(body))
     variables = _declare_inputs(statements, scope, declared, inputs)
     if any(map(can_jump, body)):
         scope.reserve_result()
     if program_name is not None:
-        statements.run([each for each in module.body if _is_shared(each, program_name)], scope)
+        statements.run([each for each in tree.body if _is_shared(each, program_name)], scope)
     statements.run(body, scope)
-    outputs = _outputs(emitter, scope)
-    return Compiled(_program(emitter, name or program_name or "", variables, outputs), None)
-
-
-def _compile_shared(
-    text: SharedText, inputs: Collection[str], signatures: Signatures | None, name: str
-) -> Compiled:
-    """Compile a text statement by statement, to JSON.
-
-    Raises:
-        SharingError, LanguageError: the text must be compiled without sharing.
-    """
-    emitter = Emitter()
-    statements = StatementLowerer(emitter, LoopReads(text.reads), signatures)
-    scope = NameScope(emitter, text.uses)
-    variables = _declare_inputs(statements, scope, _declarations(text.own), inputs)
-    if text.can_jump:
-        scope.reserve_result()
-    functions = [each.name for each in text.own if isinstance(each, ast.FunctionDef)]
-    replayer = Replayer(emitter, scope, text.uses, functions, signatures)
-    lower_shared(text, replayer, statements.run, scope)
-    outputs = _outputs(emitter, scope)
-    nodes = replayer.json()
-    if nodes is None:
-        return Compiled(_program(emitter, name, variables, outputs), None)
-    json = msgspec.json.encode(
-        _ProgramJson(
-            name=name, variables=variables, nodes=Raw(nodes), jobs=emitter.jobs, outputs=outputs
-        )
-    )
-    try:
-        return Compiled(msgspec.json.decode(json, type=Program), json)
-    except msgspec.ValidationError:
-        raise SharingError from None
-
-
-def _program(
-    emitter: Emitter, name: str, variables: dict[str, Variable], outputs: list[str]
-) -> Program:
-    return Program(
-        name=name,
-        variables=variables,
-        nodes=emitter.block,  # type: ignore[arg-type]  # all kinds that the compiler makes
-        jobs=emitter.jobs,
-        outputs=outputs,
-    )
-
-
-class _ProgramJson(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The fields of a Program that a text can have, with the nodes as JSON."""
-
-    name: str = ""
-    variables: dict[str, Variable] = {}
-    nodes: Raw
-    jobs: dict[str, Job] = {}
-    outputs: list[str] = []
-
-
-def _outputs(emitter: Emitter, scope: NameScope) -> list[str]:
-    """Return the outputs of the program, whose statements have all been lowered.
-
-    Raises:
-        SourceArgumentError: `language.argument` if it has no result.
-    """
     result = scope.bindings.get(RETURN, NULL)
     outputs = {name: None for name in emitter.outputs if name not in scope.inputs}
     if isinstance(result, Value) and result != NULL:
@@ -258,7 +151,13 @@ def _outputs(emitter: Emitter, scope: NameScope) -> list[str]:
     if not emitter.has_results:
         message = "the program gives no result: add `yield {'name': value}`"
         raise SourceArgumentError("language.argument", message, Position(1, 1))
-    return [each for each in outputs if each not in emitter.bound]
+    return Program(
+        name=name or program_name or "",
+        variables=variables,
+        nodes=emitter.block,  # type: ignore[arg-type]  # all kinds that the compiler makes
+        jobs=emitter.jobs,
+        outputs=[each for each in outputs if each not in emitter.bound],
+    )
 
 
 def _returned(emitter: Emitter, scope: NameScope, result: Value) -> list[str]:

@@ -22,7 +22,7 @@ from ..program.decode import revalidate
 from ..program.errors import ProgramError
 from ..program.functions import FunctionSignature
 from ..program.ir import Node, Objective, Options, Program, SourceSubmission, Submission
-from .compiler import compile_text, locate
+from .compiler import compile_source, locate
 
 CACHED_NODES = 50_000
 """Nodes of all programs that are kept; a text counts as 64."""
@@ -83,25 +83,20 @@ class SourceCompiler:
             kept = self._programs.get(key)
         if kept is not None:
             return kept
-        compiled = compile_text(
+        program = compile_source(
             source.source,
             source.language,
             inputs=source.inputs.keys(),
             signatures=self._signatures,
             name=source.name,
         )
-        program, json = compiled
         try:
-            if json is None:
-                submission, _ = revalidate(Submission(program=program))
-                program = submission.program
-                json = msgspec.json.encode(program)
-            else:
-                check_bounds(json)
+            submission, _ = revalidate(Submission(program=program))
         except ProgramError as error:
-            raise locate(error, compiled.program) from None
+            raise locate(error, program) from None
+        program = submission.program
         size = 64 + _count_nodes(program.nodes)
-        kept = _Kept(program, json, size)
+        kept = _Kept(program, msgspec.json.encode(program), size)
         if kept.size <= CACHED_NODES:
             with self._lock:
                 self._programs[key] = kept

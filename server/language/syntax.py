@@ -129,35 +129,23 @@ class SourceTree(NamedTuple):
     """A text that has been parsed and checked."""
 
     module: ast.Module
-    reads: dict[str, list[int]]
-    """The lines that read each name, in any order."""
-    num_nodes: int
+    reads: NameReads
 
 
-def read_text(source: str) -> str:
-    """Return a source text in Python's syntax: without the spellings that Python lacks.
-
-    Raises:
-        SourceTooLargeError: `language.too_large`.
-        SourceSyntaxError: `language.syntax`.
-    """
-    check_size(source)
-    if "\x00" in source:
-        raise SourceSyntaxError("language.syntax", "the text has a null character", _START)
-    return rewrite(source)
-
-
-def parse(text: str) -> SourceTree:
-    """Return the checked syntax tree of a text, and where it reads names.
+def parse(source: str) -> SourceTree:
+    """Return the checked syntax tree of a source text, and where it reads names.
 
     Raises:
         SourceTooLargeError: `language.too_large`.
         SourceSyntaxError: `language.syntax`.
         UnsupportedSourceError: `language.unsupported`.
     """
+    check_size(source)
+    if "\x00" in source:
+        raise SourceSyntaxError("language.syntax", "the text has a null character", _START)
+    text = rewrite(source)
     tree = _parse_python(text)
-    reads, num_nodes = _check_tree(tree, text)
-    return SourceTree(tree, reads, num_nodes)
+    return SourceTree(tree, _check_tree(tree, text))
 
 
 def check_size(source: str) -> None:
@@ -226,7 +214,7 @@ def _parse_python(text: str) -> ast.Module:
         ) from None
 
 
-def _check_tree(tree: ast.Module, text: str) -> tuple[dict[str, list[int]], int]:
+def _check_tree(tree: ast.Module, text: str) -> NameReads:
     """Check all nodes level by level, and convert their columns to characters.
 
     All of a text's nodes pass through this loop once: it also records where names are read.
@@ -250,7 +238,7 @@ def _check_tree(tree: ast.Module, text: str) -> tuple[dict[str, list[int]], int]
         level = _check_level(level, reads, faults)
     if faults:
         raise min(faults, key=lambda fault: (fault.line, fault.column))
-    return reads, num_nodes
+    return NameReads(reads)
 
 
 def _check_level(

@@ -143,7 +143,7 @@ def merge_outputs(
                 with emitter.inside(branch.block):
                     merges[variable].append(_result_of(emitter, branch, name))
         if scope.is_main:
-            emitter.add_outputs([variable])
+            emitter.outputs[variable] = None
         else:
             scope.yielded[name] = variable
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,9 +72,9 @@ class Emitter:
         """The ids of all nodes. A node with one variable has its name as id."""
         self._taken: set[str] = set()
         self._next_suffix: dict[str, int] = {}
-        self.num_nodes = 0
+        self._num_nodes = 0
         self._num_characters = 0
-        self.num_lowered = 0
+        self._num_lowered = 0
 
     # --- names ----------------------------------------------------------------------------
 
@@ -97,10 +97,6 @@ class Emitter:
         self._taken.add(name)
         return name
 
-    def add_outputs(self, names: Iterable[str]) -> None:
-        """Make variables outputs of the program."""
-        self.outputs |= dict.fromkeys(names)
-
     # --- nodes ----------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
@@ -109,8 +105,8 @@ class Emitter:
         Raises:
             SourceTooLargeError: `language.too_large`.
         """
-        self.num_nodes += 1
-        if self.num_nodes > MAX_COMPILED_NODES:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_COMPILED_NODES:
             raise self.too_large(f"more than {MAX_COMPILED_NODES:,} nodes: call fewer functions")
         self.block.append(node)
         self.made.add(node.id)
@@ -121,8 +117,8 @@ class Emitter:
         Raises:
             SourceTooLargeError: `language.too_large`.
         """
-        self.num_lowered += 1
-        if self.num_lowered > MAX_LOWERED:
+        self._num_lowered += 1
+        if self._num_lowered > MAX_LOWERED:
             raise self.too_large(f"more than {MAX_LOWERED:,} expressions: call fewer functions")
 
     def count_text(self, length: int) -> None:
@@ -134,18 +130,6 @@ class Emitter:
         self._num_characters += length
         if self._num_characters > MAX_COMPILED_CHARACTERS:
             raise self.too_large("more than 4 MiB of text: assign repeated text to a name")
-
-    def count_shared(self, num_nodes: int, num_lowered: int, num_characters: int) -> None:
-        """Count what was compiled elsewhere.
-
-        Raises:
-            SourceTooLargeError: `language.too_large`.
-        """
-        self.num_nodes += num_nodes
-        self.num_lowered += num_lowered
-        self.count_text(num_characters)
-        if self.num_nodes > MAX_COMPILED_NODES or self.num_lowered > MAX_LOWERED:
-            raise self.too_large("too many nodes or expressions")
 
     def too_large(self, what: str) -> SourceTooLargeError:
         """Return the error of a program that is too large."""

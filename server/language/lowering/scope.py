@@ -54,40 +54,20 @@ class FunctionSource(NamedTuple):
 Binding: TypeAlias = Value | Unassigned | JobHandle | FunctionSource
 
 
-class RepeatedUses:
-    """The assignments of statements that share a tree, as in `NameUses`."""
-
-    def __init__(self) -> None:
-        self.assigned: dict[str, int] = {}
-        self.in_jobs: set[str] = set()
-        self.jobs: set[str] = set()
-
-
 class NameUses:
     """The assignments of names in the main program of a text."""
 
-    def __init__(self, body: list[ast.stmt], repeated: RepeatedUses | None = None) -> None:
-        """Collect the assignments of statements.
-
-        Args:
-            body: the statements.
-            repeated: the assignments of more statements between these.
-        """
+    def __init__(self, body: list[ast.stmt]) -> None:
         self.assigned: dict[str, int] = {}
         """Number of top-level statements, inside and outside of jobs, that assign each name."""
-        self.in_jobs: set[str] = set()
+        self._in_jobs: set[str] = set()
         """Names that jobs of the main program assign."""
         self.jobs: set[str] = set()
         """The names of jobs of the main program: `name` in `with job() as name`."""
         self._collect(body, is_in_job=False)
-        if repeated is not None:
-            for name, count in repeated.assigned.items():
-                self.assigned[name] = self.assigned.get(name, 0) + count
-            self.in_jobs |= repeated.in_jobs
-            self.jobs |= repeated.jobs
         self.returned = _returned_names(body)
         """Names that `return` gives to values other than the variables of these names."""
-        self.forward = {name for name in self.in_jobs if self.assigned[name] == 1}
+        self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
         """Names that mean the variable of a later job before their assignment."""
 
     def num_versions(self, name: str) -> int:
@@ -105,7 +85,7 @@ class NameUses:
             for name in assigned_names([statement]):
                 self.assigned[name] = self.assigned.get(name, 0) + 1
                 if is_in_job:
-                    self.in_jobs.add(name)
+                    self._in_jobs.add(name)
 
 
 def _returned_names(body: list[ast.stmt]) -> set[str]:
@@ -184,9 +164,8 @@ class NameScope:
     """The names at one point of the text: of the main program, or of one inlined function."""
 
     __slots__ = (
-        "_has_result", "_is_branch", "_outer", "_uses", "bindings",
-        "emitter", "forward_reads", "has_outputs", "inputs", "is_function", "num_versions",
-        "result_hint", "yielded",
+        "_forward", "_has_result", "_is_branch", "_num_versions", "_outer", "_uses", "bindings",
+        "emitter", "has_outputs", "inputs", "is_function", "result_hint", "yielded",
     )  # fmt: skip
 
     def __init__(
@@ -216,8 +195,8 @@ class NameScope:
         self._has_result = False
         """Whether the name `result` is kept for what the main program returns."""
         self.inputs: set[str] = set()
-        self.num_versions: dict[str, int] = {}
-        self.forward_reads: dict[str, str] = {}
+        self._num_versions: dict[str, int] = {}
+        self._forward: dict[str, str] = {}
         """Names that were read before their assignment, to the job that read them."""
         if uses is not None:
             emitter.reserve(*uses.assigned, *uses.returned)
@@ -252,7 +231,7 @@ class NameScope:
             if found is not None:
                 return found
             if scope._uses is not None and name in scope._uses.forward:
-                scope.forward_reads.setdefault(name, self.emitter.flow.job)
+                scope._forward.setdefault(name, self.emitter.flow.job)
                 return var(name)
             if scope._outer is None:
                 return PREDEFINED.get(name)
@@ -337,7 +316,7 @@ class NameScope:
     def reserve_result(self) -> None:
         """Keep the name `result` for what the main program returns, unless the author uses it."""
         if "result" not in self.inputs and self._uses is not None:
-            self._has_result = not self._uses.num_versions("result")
+            self._has_result = "result" not in self._uses.assigned
             if self._has_result:
                 self.emitter.reserve("result")
 
@@ -358,31 +337,16 @@ class NameScope:
         The variable of the last version in the main program, outside of bodies, has the same name.
         """
         own = self._last_version(name)
-        self.num_versions[name] = self.num_versions.get(name, 0) + 1
+        self._num_versions[name] = self._num_versions.get(name, 0) + 1
         if own is not None:
             return own
         return self.emitter.unique(name)
-
-    def count_version(self, name: str) -> None:
-        """Count a version of a name that was created elsewhere."""
-        self.num_versions[name] = self.num_versions.get(name, 0) + 1
-
-    def is_fresh(self, name: str) -> bool:
-        """Whether the main program assigns a name only once, and has neither read it nor assigned
-        it before this point.
-        """
-        return (
-            name not in self.bindings
-            and self._uses is not None
-            and self._uses.num_versions(name) == 1
-            and name not in self.forward_reads
-        )
 
     def _last_version(self, name: str) -> str | None:
         """Return the name itself if its next version is the last one in the main program."""
         if self._uses is None or name in self.inputs:
             return None
-        is_last = self.num_versions.get(name, 0) + 1 == self._uses.num_versions(name)
+        is_last = self._num_versions.get(name, 0) + 1 == self._uses.num_versions(name)
         return name if is_last and _is_variable_name(name) else None
 
     def assign(self, name: str, value: Value, variable: str | None = None) -> None:
@@ -396,11 +360,11 @@ class NameScope:
         if value.variable is not None and value.variable == variable:
             self.bind(name, value)
             return
-        if value.is_inline and name not in self.forward_reads:
+        if value.is_inline and name not in self._forward:
             own = variable or self._last_version(name)
             if not self._needs_own(value, own):
                 if variable is None:
-                    self.num_versions[name] = self.num_versions.get(name, 0) + 1
+                    self._num_versions[name] = self._num_versions.get(name, 0) + 1
                 self.bind(name, value)
                 return
         variable = variable or self.version(name)
@@ -428,7 +392,7 @@ class NameScope:
         Raises:
             SourceNameError: `language.undefined_name`.
         """
-        if self.forward_reads.get(name) == job:
+        if self._forward.get(name) == job:
             raise SourceNameError(
                 "language.undefined_name", f"`{name}` is read before it is assigned", place
             )
@@ -445,5 +409,5 @@ class NameScope:
         inner.has_outputs = has_outputs and self.has_outputs
         inner.is_function = self.is_function
         inner._is_branch = True
-        inner.forward_reads = self.forward_reads
+        inner._forward = self._forward
         return inner

@@ -294,7 +294,7 @@ class StatementLowerer:
         emitter.mark_ordered(name)
         emitter.has_results = True
         if emitter.depth == 0:
-            emitter.add_outputs(sorted(variables(value.expression)))
+            emitter.outputs |= dict.fromkeys(sorted(variables(value.expression)))
 
     def _wait(self, node: ast.Call, scope: NameScope) -> None:
         options = self._options(node.keywords, scope, ("any", "timeout"))
