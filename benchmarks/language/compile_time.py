@@ -56,6 +56,14 @@ def application(rng: random.Random, size: int, num_calls: int) -> str:
     return "\n".join(lines)[:size]
 
 
+def varied(rng: random.Random, size: int, num_calls: int) -> str:
+    """Return such a program whose calls all have another shape."""
+    source = application(rng, size, num_calls)
+    for number in range(num_calls):
+        source = source.replace("max_tokens=64)", f"max_tokens={100 + number})", 1)
+    return source
+
+
 def plain(rng: random.Random, size: int, num_calls: int) -> str:
     """Return a program of `size` bytes with calls that do not depend on each other."""
     share = size // num_calls - 40
@@ -149,6 +157,10 @@ def main() -> None:
         compile_source(source, signatures={})
         times = measure(partial(compile_source, source, signatures={}), ROUNDS)
         report(f"application, {num_calls} calls", source, times)
+    for num_calls in (60, 150):
+        source = varied(rng, MAX_SOURCE_BYTES - 1_000, num_calls)
+        times = measure(partial(compile_source, source, signatures={}), ROUNDS)
+        report(f"all different, {num_calls} calls", source, times)
     for num_calls in (30, 100, 200):
         source = dense(num_calls)
         times = measure(partial(compile_source, source, signatures={}), ROUNDS // 4)

@@ -41,9 +41,9 @@ from .lowering.functions import output_segment, parameters_of, trimmed
 from .lowering.generation import prompt_segments
 from .lowering.interfaces import Signatures
 from .lowering.scope import RETURN, NameScope, NameUses
-from .lowering.statements import StatementLowerer, can_jump, input_kind, is_decorator
+from .lowering.statements import StatementLowerer, input_kind
 from .lowering.values import NULL, Value
-from .syntax import check_size, parse
+from .syntax import can_jump, check_size, is_decorator, parse
 from .template import InputSlot, OutputSlot, parse_template
 
 Language: TypeAlias = Literal["decoder", "template"]

@@ -63,6 +63,7 @@ _CHILD_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
     kind: tuple(name for name in kind._fields if name not in _PLAIN_FIELDS) for kind in _ALLOWED
 } | {ast.Constant: ()}
 
+JUMPS: frozenset[type[ast.AST]] = frozenset({ast.Break, ast.Continue, ast.Return})
 _CHECKED: frozenset[type[ast.AST]] = frozenset(
     {ast.Constant, ast.FormattedValue, ast.comprehension}
 )
@@ -298,6 +299,37 @@ def walk(nodes: list[ast.AST]) -> Iterator[ast.AST]:
         node = stack.pop()
         yield node
         stack.extend(children(node))
+
+
+def can_jump(statement: ast.stmt) -> bool:
+    """Whether a statement may `break`, `continue` or `return` out of the block around it."""
+    if type(statement) is ast.If:
+        return any(map(can_jump, statement.body)) or any(map(can_jump, statement.orelse))
+    if type(statement) is ast.With:
+        return any(map(can_jump, statement.body))
+    return type(statement) in JUMPS
+
+
+def is_decorator(node: ast.expr, name: str) -> bool:
+    """Whether a decorator is `name`, `conure.name`, or a call of one of them."""
+    match node.func if isinstance(node, ast.Call) else node:
+        case ast.Name(id=found) | ast.Attribute(attr=found):
+            return found == name
+        case _:
+            return False
+
+
+def always_jumps(statements: list[ast.stmt]) -> bool:
+    """Whether statements always `break`, `continue` or `return`."""
+    if not statements:
+        return False
+    match statements[-1]:
+        case ast.Break() | ast.Continue() | ast.Return():
+            return True
+        case ast.If(body=body, orelse=otherwise):
+            return always_jumps(body) and always_jumps(otherwise)
+        case _:
+            return False
 
 
 def _convert_column(node: ast.AST, lines: list[str]) -> None:

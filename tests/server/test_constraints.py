@@ -129,8 +129,9 @@ async def test_truncated_output_fails_with_reason(tmp_path: Path) -> None:
         status = await run(client, body)
         error = status["variables"]["answer"]["error"]
         assert error["code"] == "output.incomplete"
-        assert "max_tokens" in error["message"]
-        assert "raise it" in error["message"]
+        assert "was cut off by max_tokens=12 before its object was complete" in error["message"]
+        assert "raise max_tokens, or bound its texts by maxLength" in error["message"]
+        assert error["message"].endswith("""the text was '{"name":"Jo"'""")
         body = program("a person", constraint={"json_schema": PERSON}, stop=["age"])
         error = (await run(client, body))["variables"]["answer"]["error"]
         assert error["code"] == "output.incomplete"

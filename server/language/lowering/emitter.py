@@ -68,6 +68,8 @@ class Emitter:
         self.outputs: dict[str, None] = {}
         """Variables that `yield` and `return` read outside of bodies."""
         self.has_results = False
+        self.made: set[str] = set()
+        """The ids of all nodes. A node with one variable has its name as id."""
         self._taken: set[str] = set()
         self._next_suffix: dict[str, int] = {}
         self._num_nodes = 0
@@ -107,6 +109,7 @@ class Emitter:
         if self._num_nodes > MAX_COMPILED_NODES:
             raise self.too_large(f"more than {MAX_COMPILED_NODES:,} nodes: call fewer functions")
         self.block.append(node)
+        self.made.add(node.id)
 
     def count_work(self) -> None:
         """Count the lowering of one expression.

@@ -129,6 +129,18 @@ class ExpressionLowerer:
         return Value([self.lower(item, scope).expression for item in node.elts], "list")
 
     def _dict(self, node: ast.Dict, scope: NameScope, hint: str | None) -> Value:
+        return self.lower_dict(node, scope, self.emitter.unique)
+
+    def lower_dict(
+        self, node: ast.Dict, scope: NameScope, variable_of: Callable[[str], str]
+    ) -> Value:
+        """Return the value of a dict.
+
+        Args:
+            node: the dict.
+            scope: the names it can read.
+            variable_of: returns a variable for the value of a key that a call makes.
+        """
         fields: dict[str, Expression] = {}
         for key, item in zip(node.keys, node.values, strict=True):
             if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
@@ -137,7 +149,7 @@ class ExpressionLowerer:
                 raise SourceArgumentError("language.type", message, position_of(where))
             variable = None
             if isinstance(item, ast.Call) and calls.makes_variable(item, scope):
-                variable = self.emitter.unique(key.value)
+                variable = variable_of(key.value)
             fields[key.value] = self.lower(item, scope, variable).expression
         if "role" in fields and "context" in fields and "content" not in fields:
             # The key of a message's text in the essay that this language comes from.

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...program.checks import MAX_NAME, is_name
 from ..errors import Place, SourceNameError
 from ..options import Kind
+from ..syntax import can_jump
 from .emitter import Emitter
 from .values import Value, var
 
@@ -64,7 +65,7 @@ class NameUses:
         self.jobs: set[str] = set()
         """The names of jobs of the main program: `name` in `with job() as name`."""
         self._collect(body, is_in_job=False)
-        self.returned = _returned_names(body, self.assigned)
+        self.returned = _returned_names(body)
         """Names that `return` gives to values other than the variables of these names."""
         self.forward = {name for name in self._in_jobs if self.assigned[name] == 1}
         """Names that mean the variable of a later job before their assignment."""
@@ -87,11 +88,13 @@ class NameUses:
                     self._in_jobs.add(name)
 
 
-def _returned_names(body: list[ast.stmt], assigned: Collection[str]) -> set[str]:
+def _returned_names(body: list[ast.stmt]) -> set[str]:
     """Return the keys of the dict at the end of a program that need their own variables.
 
-    `{"name": name}` is the variable, and a call can write to a variable with the name of its key.
+    `{"name": name}` is the variable itself.
     """
+    if any(map(can_jump, body[:-1])):
+        return set()  # the statements after an earlier `return` are part of a branch
     match body[-1:]:
         case [ast.Return(value=ast.Dict(keys=keys, values=values))]:
             pairs = zip(keys, values, strict=True)
@@ -102,7 +105,6 @@ def _returned_names(body: list[ast.stmt], assigned: Collection[str]) -> set[str]
                 and isinstance(key.value, str)
                 and is_name(key.value)
                 and not (isinstance(value, ast.Name) and value.id == key.value)
-                and not (isinstance(value, ast.Call) and key.value not in assigned)
             }
         case _:
             return set()
@@ -318,12 +320,16 @@ class NameScope:
             if self._has_result:
                 self.emitter.reserve("result")
 
+    @property
+    def result_name(self) -> str | None:
+        """The name that is kept for what the main program returns, if it is free."""
+        return "result" if self._has_result and "result" not in self.emitter.made else None
+
     def result_variable(self) -> str:
         """Create the variable of a returned value, and return it."""
-        if self._has_result:
-            self._has_result = False
-            return "result"
-        return self.emitter.unique("result")
+        name = self.result_name
+        self._has_result = False
+        return name or self.emitter.unique("result")
 
     def version(self, name: str) -> str:
         """Create a version of a name, and return its variable.

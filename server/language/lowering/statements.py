@@ -21,7 +21,7 @@ from ..errors import (
     position_of,
 )
 from ..options import Kind
-from ..syntax import children
+from ..syntax import JUMPS, always_jumps, can_jump, children, is_decorator
 from . import loops
 from .blocks import Branch, LoopReads, merge_branches, merge_outputs
 from .calls import is_answer_text
@@ -32,7 +32,6 @@ from .interfaces import Signatures
 from .scope import BREAK, RETURN, FunctionSource, JobHandle, NameScope
 from .values import NULL, Value
 
-_JUMPS: Final[frozenset[type[ast.stmt]]] = frozenset({ast.Break, ast.Continue, ast.Return})
 _NODE_MAKERS: Final[frozenset[type[ast.expr]]] = frozenset({ast.Call, ast.IfExp, ast.ListComp})
 """Expressions that make a node, or may make one."""
 _INPUT_KINDS: Final[dict[str, Kind]] = {
@@ -84,7 +83,7 @@ class StatementLowerer:
                 self._branch(statement, scope, statements[index + 1 :] if jumps else [])
                 if jumps:
                     break
-            elif type(statement) in _JUMPS:
+            elif type(statement) in JUMPS:
                 if statement is not statements[-1]:
                     message = "the statements after this one never run: remove them"
                     raise UnsupportedSourceError(message, position_of(statements[index + 1]))
@@ -138,14 +137,27 @@ class StatementLowerer:
             return
         assert isinstance(node, ast.Return)
         value = NULL
-        if node.value is not None:
-            hint = scope.result_hint
-            if scope.is_main and isinstance(node.value, ast.Call):
-                hint = scope.result_variable()
-            value = self.expressions.lower(node.value, scope, hint)
+        if node.value is not None and scope.is_main:
+            value = self._result(node.value, scope)
+        elif node.value is not None:
+            value = self.expressions.lower(node.value, scope, scope.result_hint)
         scope.bind(RETURN, value)
         if not scope.is_function:
             self.emitter.has_results = True
+
+    def _result(self, node: ast.expr, scope: NameScope) -> Value:
+        """Return the value that the main program returns, in a variable with the author's name, or
+        with the name `result`.
+        """
+        if isinstance(node, ast.Dict):
+            return self.expressions.lower_dict(node, scope, scope.version)
+        hint = scope.result_name
+        value = self.expressions.lower(node, scope, hint)
+        is_named = isinstance(node, ast.Name) or value.variable in (None, hint)
+        if is_named or value.kind == "stream":
+            return value
+        name = scope.result_variable()
+        return self.emitter.expr(value.expression, name, value.kind, is_named=True)
 
     # --- assignments ----------------------------------------------------------------------
 
@@ -420,37 +432,6 @@ def _check_count(names: list[str], values: list[Any], node: ast.Assign) -> None:
     if len(names) != len(values):
         message = f"{len(names)} names for {len(values)} values"
         raise SourceArgumentError("language.argument", message, position_of(node))
-
-
-def is_decorator(node: ast.expr, name: str) -> bool:
-    """Whether a decorator is `name`, `conure.name`, or a call of one of them."""
-    match node.func if isinstance(node, ast.Call) else node:
-        case ast.Name(id=found) | ast.Attribute(attr=found):
-            return found == name
-        case _:
-            return False
-
-
-def can_jump(statement: ast.stmt) -> bool:
-    """Whether a statement may `break`, `continue` or `return` out of the block around it."""
-    if type(statement) is ast.If:
-        return any(map(can_jump, statement.body)) or any(map(can_jump, statement.orelse))
-    if type(statement) is ast.With:
-        return any(map(can_jump, statement.body))
-    return type(statement) in _JUMPS
-
-
-def always_jumps(statements: list[ast.stmt]) -> bool:
-    """Whether statements always `break`, `continue` or `return`."""
-    if not statements:
-        return False
-    match statements[-1]:
-        case ast.Break() | ast.Continue() | ast.Return():
-            return True
-        case ast.If(body=body, orelse=otherwise):
-            return always_jumps(body) and always_jumps(otherwise)
-        case _:
-            return False
 
 
 def input_kind(annotation: ast.expr) -> Kind:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from conure.engine import protocol
 
@@ -149,27 +150,23 @@ def value_of(
 
     Raises:
         RunError: `output.invalid` if the text violates its constraint, which can happen if the
-            engine enforces only parts of it. Under `as: value`: `output.incomplete` if the
-            text was cut before it satisfied the constraint, `output.not_json` if it is not
-            JSON within the limits of values.
+            engine enforces only parts of it. Under `as: value`, and for choices as text:
+            `output.incomplete` if the text was cut before it satisfied the constraint. Under
+            `as: value`: `output.not_json` if it is not JSON within the limits of values.
     """
     if report.constraint == "broken":
         raise RunError(
             "output.invalid",
             f"output {target.variable} does not satisfy its schema: {_excerpt(report.text)}",
         )
+    # The beginning of a choice is not a choice, and a program would take another branch for it.
+    has_choices = target.constraint is not None and target.constraint.choices is not UNSET
+    is_cut = report.constraint == "cut" and (target.form == "value" or has_choices)
+    if is_cut and target.form != "message":
+        raise RunError("output.incomplete", _cut_message(target, report))
     if target.form == "text":
         return report.text
     if target.form == "value":
-        if report.constraint == "cut":
-            cause, advice = "max_tokens", "raise it, or bound the lengths in the constraint"
-            if isinstance(report.stop, str):
-                cause, advice = "a stop string", "remove it; a constraint ends by itself"
-            raise RunError(
-                "output.incomplete",
-                f"output {target.variable} was cut off by {cause} before it satisfied its "
-                f"constraint ({advice}): {_excerpt(report.text)}",
-            )
         return _parse(target.variable, report.text)
     return _message(
         target,
@@ -251,6 +248,39 @@ def _parse(variable: str, text: str) -> Json:
             "output.not_json", f"output {variable} is not JSON ({error}): {_excerpt(text)}"
         ) from error
     return value
+
+
+def _cut_message(target: OutputSpec, report: protocol.Finished) -> str:
+    """Return what was cut, by what, and what to set instead."""
+    what, bounds = _shape_of(target.constraint)
+    advice = f"raise max_tokens{bounds}"
+    num_tokens = report.num_decoded + report.num_forced
+    limit = target.sampling.max_tokens
+    if isinstance(report.stop, str):
+        cause, advice = "a stop string", "remove it; a constraint ends by itself"
+    elif limit is None or num_tokens < limit:
+        cause = f"the end of the model's context after {num_tokens} tokens"
+        advice = f"shorten the prompt{bounds}"
+    else:
+        cause = f"max_tokens={limit}"
+    return (
+        f"output {target.variable} was cut off by {cause} before {what} was complete: {advice}. "
+        f"It has no partial value; the text was {_excerpt(report.text)}"
+    )
+
+
+def _shape_of(constraint: Constraint | None) -> tuple[str, str]:
+    """Return what a constraint describes, and how a schema can allow less."""
+    if constraint is not None and constraint.choices is not UNSET:
+        return "one of its choices", ""
+    schema = None if constraint is None else constraint.json_schema
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "array":
+        least = ', or bound the list, as schema={"type": "array", "maxItems": 3, "items": '
+        return "its list", f'{least}{{"type": "string", "maxLength": 40}}}}'
+    if kind == "object":
+        return "its object", ", or bound its texts by maxLength and its lists by maxItems"
+    return "what its constraint describes", ", or bound the lengths in the constraint"
 
 
 def _excerpt(text: str) -> str:

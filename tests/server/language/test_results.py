@@ -52,6 +52,51 @@ def test_a_second_name_of_an_earlier_value_is_an_output() -> None:
     assert compile_source(source).outputs == ["x", "y"]
 
 
+FUNCTIONS = """def shout(text):
+    return text.upper()
+def ask(text):
+    b = gen(text)
+    return b + '!'
+def choose(text):
+    if text == 'x':
+        return gen(text)
+    return text
+def write(text):
+    \"\"\"Write {{text}}: {{name=out}} {{name=more}}\"\"\"
+q: str
+x = gen('A')
+y = gen('B')
+"""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "len(x)", "x + y", "x.strip()", "f'{x}!'", "gen('c')", "llm_chat([user(x)])", "[x, y]",
+        "llm_chat([user(x)])['content']", "[gen(word) for word in ['a', 'b']]", "x == y", "-1",
+        "[word for word in [x, y]]", "x if x == y else y", "gen('a') if x == y else 'k'", "'text'",
+        "shout(x)", "ask(x)", "choose(x)", "write(x)", "first(x, y)", "race(x, y)", "max([1, 2])",
+        "q.strip()", "json.parse(x)", "client('stock', of=x)", "call('other', a=x)", "not x",
+        "x.split(' ')[0]", "shout(ask(x))", "{'result': x}", "{'result': len(x)}",
+    ],
+)  # fmt: skip
+def test_a_returned_value_without_a_name_is_called_result(value: str) -> None:
+    for before in ("", "with job():\n    yield x\n", "if x == 'k':\n    return y\n"):
+        outputs = compile_source(f"{FUNCTIONS}{before}return {value}").outputs
+        assert outputs == (["result", "x"] if "yield" in before else ["result"])
+
+
+@pytest.mark.parametrize("name", ["x", "q"])
+def test_a_returned_name_is_the_name_of_the_result(name: str) -> None:
+    assert compile_source(f"{FUNCTIONS}return {name}").outputs == [name]
+
+
+@pytest.mark.parametrize("value", ["x", "len(x)", "gen(x)", "ask(x)", "[gen(z) for z in [x]]"])
+def test_the_keys_of_a_returned_dict_are_the_names_of_the_results(value: str) -> None:
+    source = f"{FUNCTIONS}return {{'a': {value}, 'b': ask(y), 'y': y}}"
+    assert compile_source(source).outputs == ["a", "b", "y"]
+
+
 @pytest.mark.parametrize(
     ("source", "outputs"),
     [

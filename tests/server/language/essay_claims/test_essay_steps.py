@@ -9,9 +9,9 @@ import pytest
 
 from conure.server.program.status import OutputTokens, ProgramStatus, Receipt
 
-from ..inprocess import ServerHarness, server_harness
-from ..stepped_engine import SteppedEngine, install
-from . import essay
+from ...inprocess import ServerHarness, server_harness
+from ...stepped_engine import SteppedEngine, install
+from .. import essay
 
 ENGINES: dict[str, dict[str, Any]] = {
     "fake": {},

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ..inprocess import server_harness
-from ..stepped_engine import SteppedEngine, install
-from . import essay
+from ...inprocess import server_harness
+from ...stepped_engine import SteppedEngine, install
+from .. import essay
 
 ENGINES: dict[str, dict[str, Any]] = {
     "fake": {},
