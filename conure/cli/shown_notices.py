@@ -20,7 +20,7 @@ def is_first_time(notice: str, environ: Mapping[str, str] = os.environ) -> bool:
         if notice in file.read_text("utf-8").splitlines():
             return False
     except (OSError, UnicodeDecodeError):
-        pass  # there is no file yet, or it cannot be read
+        pass  # the file does not exist yet, or cannot be read
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as lines:

@@ -131,7 +131,7 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
 
 
 def _planner_of_accelerator() -> Callable[..., Planner]:
-    """Return the planner of the C++ library, or the one in Python if there is no library."""
+    """Return the planner of the C++ library, or the one in Python without a library."""
     try:
         return partial(NativePlanner, NativeLibrary(library.find()))
     except library.LibraryUnavailableError as error:

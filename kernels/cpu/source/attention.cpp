@@ -29,7 +29,7 @@ constexpr int kMaxRows = 128;
 constexpr int64_t kMinChunk = 256;  // positions; shorter units cost more than they balance
 constexpr int kUnitsPerThread = 4;
 constexpr int kNarrowRows = 8;  // up to so many, packing pairs is faster than multiplying floats
-constexpr int kDirectRows = 5;  // up to so many, floats are multiplied without packing them
+constexpr int kDirectRows = 5;  // at most as many rows are multiplied without packing floats
 
 struct Entry {  // a query of an item
   int64_t query, position;
