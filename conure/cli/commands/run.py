@@ -178,7 +178,7 @@ def _print(status: ProgramStatus, arguments: argparse.Namespace, failures: Print
         if failure:
             sys.stderr.write(f"{status.status}: {failure}\n")
     if status.receipt is not UNSET:
-        sys.stderr.write(f"{status.status} · {summary(status.receipt)}\n")
+        sys.stderr.write(f"{status.id}: {status.status} · {summary(status.receipt)}\n")
         if arguments.receipt:
             sys.stderr.write(pretty(status.receipt) + "\n")
 

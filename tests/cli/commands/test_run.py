@@ -48,7 +48,9 @@ def test_output_goes_to_stdout_and_the_rest_to_stderr(
     assert printed.out == "tea\n"
     (line,) = printed.err.splitlines()
     assert re.fullmatch(
-        r"done · 0 calls · \d+ ms · 0 of 0 prompt tokens computed · 0 tokens generated", line
+        r"p_[0-9a-f]{24}: done · 0 calls · \d+ ms · 0 of 0 prompt tokens computed · "
+        r"0 tokens generated",
+        line,
     )
 
 
@@ -61,7 +63,7 @@ def test_nodes_are_printed_on_request(
     program, *lines, last = printed.err.splitlines()
     assert program.endswith(": accepted")
     assert lines == ["n: finished"]
-    assert last.startswith("done · 0 calls")
+    assert last.startswith(program.removesuffix("accepted") + "done · 0 calls")
 
 
 def test_what_a_program_yields_is_always_printed(
