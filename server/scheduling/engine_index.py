@@ -74,7 +74,8 @@ class EngineIndex:
         """Add an engine, or replace the one of the same name."""
         self.remove(reservations.engine)
         self.engines[reservations.engine] = reservations
-        for each in self.engines.values():  # an engine alone is not in the heaps
+        # An engine alone is not in the heaps, so the second one adds both.
+        for each in self.engines.values() if len(self.engines) == 2 else (reservations,):
             self._reindex(each)
 
     def remove(self, engine: str) -> None:
