@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from cachetools import LRUCache
 
 from ..config import EngineConfig
 from ..protocol import EngineError, EngineLimits, SamplingParams, TokenLogprob
@@ -193,9 +194,8 @@ class FakeRunner(Runner):
         self._time_per_output_token = time_per_output_token
         self._sleep = sleep
         self._memory = TokenMemory(limits) if is_checked else None
-        self._scripts: dict[tuple[int, int], bytes] = {}
-        """The latest answers, by context and prompt length, which identify the prompt's ids within
-        an epoch."""
+        # Answers by context and prompt length, which identify the prompt's ids within an epoch.
+        self._scripts: LRUCache[tuple[int, int], bytes] = LRUCache(4 * limits.max_sequences)
         self._previous_ids: list[int] = []
 
     def start(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> Handle:
@@ -287,8 +287,6 @@ class FakeRunner(Runner):
         prompt_ids = row.ids[: row.num_prompt]
         text = self._answer(_text_of(prompt_ids)) if self._answer is not None else None
         script = (default_text(prompt_ids) if text is None else text).encode()
-        if len(self._scripts) >= 4 * self.limits.max_sequences:
-            del self._scripts[next(iter(self._scripts))]
         self._scripts[row.context, row.num_prompt] = script
         return script
 

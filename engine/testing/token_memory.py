@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cachetools import LRUCache
+
 from ..protocol import EngineLimits
 from ..runner.base import ScheduledSequence
 
@@ -32,9 +34,10 @@ class TokenMemory:
         """For each block, the hash of the previous block in its writer's context."""
         self._hashes = [_UNKNOWN] * limits.num_blocks
         """For each full block, the hash of all tokens up to its end."""
-        self._expected: dict[int, tuple[list[int], list[int]]] = {}
-        """Ids and expected block hashes by context, of the latest contexts."""
-        self._max_expected = 4 * limits.max_sequences
+        self._expected: LRUCache[int, tuple[list[int], list[int]]] = LRUCache(
+            4 * limits.max_sequences
+        )
+        """Ids and expected block hashes by context."""
 
     def run(self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, then check and write each row in order.
@@ -116,8 +119,6 @@ class TokenMemory:
         """Return the expected hashes of at least the first `num_full` blocks of a context."""
         known = self._expected.get(row.context)
         if known is None or known[0] is not row.ids:
-            if len(self._expected) >= self._max_expected:
-                del self._expected[next(iter(self._expected))]
             known = self._expected[row.context] = (row.ids, [])
         hashes = known[1]
         size = self._size
