@@ -25,6 +25,7 @@ from ..program.graph.graph import CheckedAppend, check_append
 from ..program.ir import Append, Json, Objective
 from ..program.status import Phase, Problem, QuotaUse, Receipt
 from ..store.journal import AppendRecord, EndRecord, ProgramRecord
+from .calls.priority_table import PriorityTable
 from .calls.program_calls import ProgramCalls
 from .calls.suspects import is_cause
 from .node_context import NodeContext, break_cycles
@@ -40,7 +41,8 @@ from .steps.client_step import ClientStepExecutor, PendingClientStep
 BYTES_PER_NODE = 4_096
 """Memory that a node uses, roughly."""
 MAX_NODES_INLINE = 256
-"""Nodes of a program whose receipt is made, and whose calls are counted, on the event loop."""
+"""Nodes of a program whose calls are ranked at its start, and whose receipt is made and calls are
+counted at its end, on the event loop."""
 
 
 class ProgramRun:
@@ -98,8 +100,13 @@ class ProgramRun:
         self.outbox.mark_durable_on_commit(self.state.values)
         return self.outbox.accept(record)
 
-    def start(self) -> None:
-        """Dispatch the ready slots of a program that is durable or on its way to the journal."""
+    def start(self, priorities: PriorityTable | None = None) -> None:
+        """Dispatch the ready slots of a program that is durable or on its way to the journal.
+
+        `priorities`: those of its calls, if they are known.
+        """
+        if priorities is not None:
+            self._calls.priorities.preset(priorities)
         self.state.phase = "running"
         self.context.nodes_added(list(self.state.graph.nodes))
         self._timers.start()

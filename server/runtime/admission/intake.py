@@ -19,8 +19,9 @@ from ...program.ir import Append, Objective, Submission
 from ...program.nodes.bodies import count_calls
 from ...program.status import Accepted
 from ...store.journal import DuplicateKeyError, ProgramRecord
+from ..calls.priority_table import PriorityTable, first_table
 from ..persistence.program_directory import ProgramDirectory
-from ..program_run import ProgramRun
+from ..program_run import MAX_NODES_INLINE, ProgramRun
 from ..program_state import ProgramState
 from ..services import RuntimeServices
 from .backlog import Backlog, is_background
@@ -83,18 +84,8 @@ class ProgramIntake:
             library = None if is_expanded else self.library
             submission, body = await prepare(submission, body, tenant, library)
             graph = await self._check(submission, body)
-            state = await self._off_loop(
-                body,
-                lambda: ProgramState(
-                    submission.id or f"p_{secrets.token_hex(12)}",
-                    tenant,
-                    graph,
-                    submission.inputs,
-                    submission.options,
-                    name=submission.program.name,
-                    is_open=submission.open,
-                    created_at=self._services.clock.now(),
-                ),
+            state, priorities = await self._off_loop(
+                body, lambda: self._create_state(submission, tenant, graph)
             )
             self._check_id(submission.id)
         except BaseException:
@@ -112,7 +103,7 @@ class ProgramIntake:
         )
         accepted = run.accept(record)
         # Its calls need not wait for the journal: their results do.
-        run.start()
+        run.start(priorities)
         try:
             await asyncio.shield(accepted)
         except asyncio.CancelledError:
@@ -128,6 +119,24 @@ class ProgramIntake:
                 raise _id_taken(submission.id) from error
             raise
         return _accepted(state.id, list(graph.outputs)), False
+
+    def _create_state(
+        self, submission: Submission, tenant: str, graph: Graph
+    ) -> tuple[ProgramState, PriorityTable | None]:
+        """Return the state of a program, and the priorities of its calls if there are many."""
+        state = ProgramState(
+            submission.id or f"p_{secrets.token_hex(12)}",
+            tenant,
+            graph,
+            submission.inputs,
+            submission.options,
+            name=submission.program.name,
+            is_open=submission.open,
+            created_at=self._services.clock.now(),
+        )
+        if len(state.nodes) <= MAX_NODES_INLINE:
+            return state, None
+        return state, first_table(state, self._services.scheduler.service_time)
 
     async def check(
         self, submission: Submission, body: bytes, tenant: str, *, is_expanded: bool = False

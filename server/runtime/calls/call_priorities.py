@@ -1,6 +1,7 @@
 """The priorities of a program's LLM calls: performance objective, critical path and rank.
 
-Priorities are derived from the graph before anything runs, and again when nodes are added.
+Priorities are derived from the graph before anything runs, and again when nodes are added. Those
+of a large program are computed in a thread before it starts (`priority_table.first_table`).
 """
 
 from __future__ import annotations
@@ -8,16 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ...program.graph.critical_path import get_latest_starts, get_remaining, has_deadline
 from ...program.graph.graph import Slot
-from ...program.graph.objectives import PerformanceObjective, get_perf_objective
-from ...program.graph.slot_graph import SlotGraph
-from ...program.ir import GenerateNode, MapNode, Segment
+from ...program.graph.objectives import PerformanceObjective
+from ...program.ir import GenerateNode, MapNode
 from ...scheduling.policy import Rank
 from ...scheduling.request import PriorityInputs
 from ..program_state import ProgramState
 from ..services import RuntimeServices
-from .outputs import output_lengths
+from .priority_table import CallSizes, PriorityTable, PriorityTables
 from .remaining_work import RemainingWork
 
 MAX_NODES_RECOMPUTED = 128
@@ -45,38 +44,40 @@ class CallPriorities:
         self._has_begun = False
         self._remaining_steps: dict[str, int] | None = None
         self._new_nodes: dict[str, None] = {}
+        self._preset_nodes: frozenset[str] = frozenset()
         self._work = RemainingWork()
-        self._sizes: dict[str, tuple[int, list[int]]] = {}
-        """Tokens of a call's prompt and of each of its outputs, estimated."""
+        self._sizes = CallSizes(services.scheduler.service_time)
+        self._tables = PriorityTables(state, self._sizes)
+
+    def preset(self, table: PriorityTable) -> None:
+        """Take over the table of all nodes, before they are added."""
+        self._preset_nodes = frozenset(self._state.graph.nodes)
+        self._take_over(table)
 
     def add_nodes(self, nodes: Iterable[str]) -> None:
-        """Add new nodes. Their priorities are computed when the next call is created."""
-        known = dict.fromkeys(nodes)
-        self._new_nodes.update(known)
-        self.live_nodes.update(known)
+        """Add new nodes. Unknown priorities are computed when the next call is created."""
+        added = dict.fromkeys(nodes)
+        self._new_nodes |= {each: None for each in added if each not in self._preset_nodes}
+        self.live_nodes.update(added)
         graph = self._state.graph
-        calls = (node for each in known if isinstance(node := graph.nodes[each], GenerateNode))
+        calls = (node for each in added if isinstance(node := graph.nodes[each], GenerateNode))
         self._work.add(calls, self._state.values)
 
     def remove_node(self, node_id: str) -> None:
         """Remove a node that has ended; safe to repeat."""
         self.live_nodes.pop(node_id, None)
         self._new_nodes.pop(node_id, None)
-        self._sizes.pop(node_id, None)
+        self._sizes.remove(node_id)
         self._work.remove(node_id)
 
     def recompute(self) -> None:
         """Compute the priorities of all live nodes."""
-        slot_graph = SlotGraph.of(self._state.graph, self.live_nodes)
-        self._performance = get_perf_objective(self._state.graph, slot_graph)
-        self._latest_starts = self._compute_latest_starts(slot_graph)
-        self._remaining_steps = None
-        if not self._state.is_open:
-            if self._length_s is None:
-                self._length_s = self._compute_length_s(slot_graph)
-            if self._state.num_open_calls > 1:
-                self._remaining_steps = self._compute_remaining_steps(slot_graph)
+        self._take_over(self._tables.compute(self.live_nodes, self._length_s))
         self._new_nodes.clear()
+
+    def _take_over(self, table: PriorityTable) -> None:
+        self._performance, self._latest_starts = table.performance, table.latest_starts
+        self._length_s, self._remaining_steps = table.length_s, table.remaining_steps
 
     def update(self) -> bool:
         """Compute the priorities of new nodes.
@@ -94,9 +95,9 @@ class CallPriorities:
             if is_very_large:
                 self._new_nodes.clear()
             if new:
-                slot_graph = SlotGraph.of(self._state.graph, new)
-                self._performance |= get_perf_objective(self._state.graph, slot_graph)
-                self._latest_starts |= self._compute_latest_starts(slot_graph)
+                performance, latest_starts = self._tables.compute_performance(new)
+                self._performance |= performance
+                self._latest_starts |= latest_starts
             return False
         if self._new_nodes:
             self.recompute()
@@ -127,18 +128,8 @@ class CallPriorities:
         if self._state.is_open or self._state.num_open_calls <= 1:
             return 0
         if self._remaining_steps is None:
-            live = SlotGraph.of(self._state.graph, self.live_nodes)
-            self._remaining_steps = self._compute_remaining_steps(live)
+            self._remaining_steps = self._tables.compute_remaining_steps(self.live_nodes)
         return self._remaining_steps.get(node_id, 0)
-
-    def _compute_remaining_steps(self, slot_graph: SlotGraph) -> dict[str, int]:
-        steps = get_remaining(self._state.graph, self._num_steps, slot_graph=slot_graph)
-        return {node: round(number) for node, number in steps.items()}
-
-    def _num_steps(self, slot: Slot) -> float:
-        """Return the steps of a slot; 0 if it is not an LLM call."""
-        node = self._state.graph.nodes[slot.node]
-        return self._size_of(node)[1][slot.index] if isinstance(node, GenerateNode) else 0.0
 
     def rank(self, node: GenerateNode, ready_at_s: float) -> Rank:
         """Return the rank of a call by the server's policy."""
@@ -159,14 +150,6 @@ class CallPriorities:
         )
         return self._scheduler.policy.rank(inputs)
 
-    def _compute_latest_starts(self, slot_graph: SlotGraph) -> dict[str, float]:
-        graph, deadline_s = self._state.graph, self._state.options.deadline_s
-        if deadline_s is None and not has_deadline(graph):
-            return {}
-        return get_latest_starts(
-            graph, self.estimate_s, deadline_s=deadline_s, slot_graph=slot_graph
-        )
-
     def _remaining_work_s(self, node_id: str) -> float:
         """Return the engine time of the program's remaining calls, or of one in an open program."""
         pace = self._scheduler.service_time
@@ -180,48 +163,11 @@ class CallPriorities:
         An open program is as long as its call `node_id`.
         """
         if self._state.is_open:
-            return self._compute_length_s(SlotGraph.of(self._state.graph, [node_id]))
+            return self._tables.compute_length_s([node_id])
         if self._length_s is None:
-            live = SlotGraph.of(self._state.graph, self.live_nodes)
-            self._length_s = self._compute_length_s(live)
+            self._length_s = self._tables.compute_length_s(self.live_nodes)
         return self._length_s
-
-    def _compute_length_s(self, slot_graph: SlotGraph) -> float:
-        remaining = get_remaining(self._state.graph, self.estimate_s, slot_graph=slot_graph)
-        return max(remaining.values(), default=0.0)
 
     def estimate_s(self, slot: Slot) -> float:
         """Estimate the duration of a slot; 0 if it is not an LLM call."""
-        node = self._state.graph.nodes[slot.node]
-        if not isinstance(node, GenerateNode):
-            return 0.0
-        num_prompt, outputs = self._size_of(node)
-        return self._scheduler.service_time.estimate_s(num_prompt, outputs[slot.index])
-
-    def _size_of(self, node: GenerateNode) -> tuple[int, list[int]]:
-        """Return the estimated tokens of a call's prompt and of each of its outputs."""
-        known = self._sizes.get(node.id)
-        if known is None:
-            outputs = [length for _, length in output_lengths(node)]
-            per_char = self._scheduler.service_time.tokens_per_char
-            known = self._sizes[node.id] = (round(num_static_chars(node) * per_char), outputs)
-        return known
-
-
-def num_static_chars(node: GenerateNode) -> int:
-    """Return the number of characters of a prompt that are text of the program."""
-    total = 0
-    for message in node.messages or ():
-        if isinstance(message.content, str):
-            total += len(message.content)
-        elif isinstance(message.content, list):
-            total += _num_text_chars(message.content)
-    return total + (_num_text_chars(node.prompt) if isinstance(node.prompt, list) else 0)
-
-
-def _num_text_chars(segments: list[Segment]) -> int:
-    total = 0
-    for segment in segments:
-        if isinstance(segment.text, str):
-            total += len(segment.text)
-    return total
+        return self._tables.estimate_s(slot)

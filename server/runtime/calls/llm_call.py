@@ -35,7 +35,7 @@ from ...scheduling.scheduler import Placement, QueuedCall
 from ...store.journal import ValueRecord
 from ..node_context import NodeContext
 from ..node_state import NodeState
-from .call_priorities import CallPriorities, num_static_chars
+from .call_priorities import CallPriorities
 from .call_recorder import CallRecorder
 from .fill_clock import FillTimer
 from .kv_context import CallKVContext, PromptPlan
@@ -48,6 +48,7 @@ from .outputs import (
     value_of,
 )
 from .prefix_registry import PrefixRegistry
+from .priority_table import num_static_chars
 
 logger = logging.getLogger(__name__)
 

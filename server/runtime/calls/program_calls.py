@@ -63,7 +63,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
     def __init__(self, context: NodeContext) -> None:
         super().__init__(context)
         self._services = context.services
-        self._priorities = CallPriorities(self.state, self._services)
+        self.priorities = CallPriorities(self.state, self._services)
         self._registry = PrefixRegistry()
         self._calls: dict[str, LLMCall] = {}
         self._prefixes: dict[str, PromptPrefixes] = {}
@@ -110,7 +110,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         """Register the prefixes that new calls read."""
         graph, states = self.state.graph, self.state.nodes
         nodes = [node_id for node_id in nodes if not states[node_id].has_ended]
-        self._priorities.add_nodes(nodes)
+        self.priorities.add_nodes(nodes)
         calls = [
             node for node_id in nodes if isinstance(node := graph.nodes[node_id], GenerateNode)
         ]
@@ -147,13 +147,13 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
 
     def recompute_priorities(self) -> None:
         """Compute the priorities of all calls again, including queued and running calls."""
-        self._priorities.recompute()
+        self.priorities.recompute()
         self._rerank_all()
 
     def _rerank_all(self) -> None:
         for node_id, call in self._calls.items():
-            rank = self._priorities.rank(call.node, call.ready_at_s)
-            call.rerank(rank, self._priorities.performance(node_id))
+            rank = self.priorities.rank(call.node, call.ready_at_s)
+            call.rerank(rank, self.priorities.performance(node_id))
 
     # --- one call -------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         call = self._calls.get(node.id)
         if call is None:
             call = self._calls[node.id] = self._create(node)
-            self._priorities.service.call_started()
+            self.priorities.service.call_started()
         reads = self.state.graph.slots[node.id][slot].reads
         values = {name: self.state.values[name] for name in reads if name in self.state.values}
         lengths = (
@@ -209,7 +209,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
 
     def _create(self, node: GenerateNode) -> LLMCall:
         node_state = self.state.nodes[node.id]
-        if self._priorities.update():
+        if self.priorities.update():
             self._rerank_all()
         ready_at_s = time.monotonic()
         known = self._prefixes.get(node.id)
@@ -229,9 +229,9 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             self._registry,
             plan,
             ready_at_s=ready_at_s,
-            rank=self._priorities.rank(node, ready_at_s),
-            performance=self._priorities.performance(node.id),
-            priorities=self._priorities,
+            rank=self.priorities.rank(node, ready_at_s),
+            performance=self.priorities.performance(node.id),
+            priorities=self.priorities,
             on_started=self._schedule_next_use_update,
             recorder=CallRecorder(node_state, self.context) if self.state.options.trace else None,
         )
@@ -257,17 +257,17 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
     def abandon(self, node_id: str) -> None:
         """Abandon the call of a node. Another attempt creates a new call."""
         if (call := self._calls.pop(node_id, None)) is not None:
-            self._priorities.service.call_ended(time.monotonic())
+            self.priorities.service.call_ended(time.monotonic())
             call.abandon()
 
     def node_ended(self, node_id: str) -> None:
         """Abandon the call of a node, and release the prefixes that only this call waited for."""
         node_state = self.state.nodes[node_id]
-        if node_id in self._priorities.live_nodes and node_state.has_usage:
+        if node_id in self.priorities.live_nodes and node_state.has_usage:
             usage = node_state.usage
-            self._priorities.service.attained_s += usage.prefill_s + usage.decode_s
+            self.priorities.service.attained_s += usage.prefill_s + usage.decode_s
         self.abandon(node_id)
-        self._priorities.remove_node(node_id)
+        self.priorities.remove_node(node_id)
         for announced in self._announced.pop(node_id, ()):
             if announced not in self.state.nodes:
                 self._remove_reader(announced, self._first_started_call())
@@ -303,7 +303,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
 
     def _schedule_next_use_update(self) -> None:
         """Schedule an update of the times at which retained prefixes are read next."""
-        num_live = len(self._priorities.live_nodes)
+        num_live = len(self.priorities.live_nodes)
         if num_live > MAX_NODES_WITH_NEXT_USE:
             return
         if self._next_use_timer is None and self._registry.num_retained:
@@ -325,7 +325,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             if engine is None or not engine.is_memory_constrained:
                 continue
             if starts is None:
-                live = SlotGraph.of(self.state.graph, self._priorities.live_nodes)
+                live = SlotGraph.of(self.state.graph, self.priorities.live_nodes)
                 starts = get_earliest_starts(self._remaining_s, live)
             last_s = max(starts.values(), default=0.0)
             next_s = min((starts.get(reader, last_s) for reader in readers), default=0.0)
@@ -336,7 +336,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
         """Estimate how long a slot still runs."""
         node_state = self.state.nodes[slot.node]
         is_client_step = isinstance(node_state.node, ClientNode)
-        total_s = CLIENT_STEP_S if is_client_step else self._priorities.estimate_s(slot)
+        total_s = CLIENT_STEP_S if is_client_step else self.priorities.estimate_s(slot)
         if node_state.phase != "running" or node_state.started_at is None:
             return total_s
         return max(total_s - (self._services.clock.now() - node_state.started_at), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from conure.server.program.graph import objectives
 from conure.server.program.graph.graph import Graph
 from conure.server.program.graph.slot_graph import SlotGraph
 from conure.server.runtime import timers
-from conure.server.runtime.calls import call_priorities
+from conure.server.runtime.calls import call_priorities, priority_table
 from conure.server.runtime.calls.llm_call import LLMCall
 from conure.server.runtime.program_run import ProgramRun
 
@@ -188,7 +189,7 @@ async def test_very_large_program_ranks_each_node_once_while_it_grows(
         weighed.append(len(live.slots))
         return objectives.get_perf_objective(graph, live)
 
-    monkeypatch.setattr(call_priorities, "get_perf_objective", count)
+    monkeypatch.setattr(priority_table, "get_perf_objective", count)
     monkeypatch.setattr(call_priorities, "MAX_NODES_RECOMPUTED", 10)
     monkeypatch.setattr(call_priorities, "MAX_NODES_AT_ONCE", 20)
     async with server_harness(tmp_path) as harness:
@@ -202,6 +203,24 @@ async def test_very_large_program_ranks_each_node_once_while_it_grows(
     assert sum(weighed) <= 30 + 10 * 11, "each node once"
 
 
+async def test_large_program_is_ranked_once_and_not_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranked: list[tuple[int, bool]] = []
+
+    def count(graph: Graph, live: SlotGraph) -> dict[str, objectives.PerformanceObjective]:
+        ranked.append((len(live.slots), threading.current_thread() is threading.main_thread()))
+        return objectives.get_perf_objective(graph, live)
+
+    monkeypatch.setattr(priority_table, "get_perf_objective", count)
+    async with server_harness(tmp_path) as harness:
+        calls = [generate("n0", "N"), *(generate(f"n{i}", insert("n0")) for i in range(1, 300))]
+        program = await harness.submit(calls, outputs=["n299"])
+        await program.value("n299")
+        await program.cancel()
+    assert ranked == [(300, False)]
+
+
 async def test_append_to_large_session_ranks_only_new_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +230,7 @@ async def test_append_to_large_session_ranks_only_new_nodes(
         weighed.append(len(live.slots))
         return objectives.get_perf_objective(graph, live)
 
-    monkeypatch.setattr(call_priorities, "get_perf_objective", count)
+    monkeypatch.setattr(priority_table, "get_perf_objective", count)
     async with server_harness(tmp_path) as harness:
         waiting = [generate(f"n{i}", insert("x")) for i in range(500)]
         program = await harness.submit(waiting, variables={"x": {}}, open=True)

@@ -349,9 +349,8 @@ async def test_map_entered_after_restart_has_items_once(
     docs = [f"d{i}" for i in range(300)]
     start = ProgramRun.start
     async with server_harness(tmp_path, max_queued_calls=8) as harness:
-        monkeypatch.setattr(
-            ProgramRun, "start", lambda _: None
-        )  # killed when the program is on disk
+        # The server is killed when the program is on disk.
+        monkeypatch.setattr(ProgramRun, "start", lambda *_: None)
         submitted = await harness.submit(
             [{**wide, "collect": {"all": "s"}}], inputs={"docs": docs}, outputs=["all"]
         )
