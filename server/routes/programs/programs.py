@@ -8,7 +8,7 @@ events in the same response, so a short program needs no second request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -178,12 +178,12 @@ async def _status_response(request: Request[Any, Any, Any], program: str) -> ASG
     first, second = next(parts), next(parts, None)
     if second is None:
         return ASGIResponse(body=first, media_type=MediaType.JSON)
-    return GeneratorResponse(_in_turns([first, second], parts), media_type=MediaType.JSON)
+    return GeneratorResponse(_in_turns(chain([first, second], parts)), media_type=MediaType.JSON)
 
 
-async def _in_turns(first: Sequence[bytes], others: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+async def _in_turns(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
     """Yield parts, with a turn of the event loop for other requests after each."""
-    for part in chain(first, others):
+    for part in parts:
         yield part
         await asyncio.sleep(0)
 

@@ -28,7 +28,7 @@ from .status import (
 )
 
 PART_BYTES: Final = 32 * 1024
-"""Bytes after which no member is added to a part."""
+"""Size of all parts but the last: a client that does not read its status keeps few of them."""
 
 
 def live_status_parts(
@@ -115,11 +115,15 @@ def _members(members: Iterable[tuple[str, Struct | msgspec.Raw]]) -> Iterator[by
 
 
 def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Join pieces to parts of at least `PART_BYTES`, except for the last one."""
+    """Join and split pieces to parts of `PART_BYTES`; the last one may have fewer."""
     part = bytearray()
     for piece in pieces:
-        part += piece
-        if len(part) >= PART_BYTES:
+        rest = memoryview(piece)
+        while len(part) + len(rest) >= PART_BYTES:
+            num_added = PART_BYTES - len(part)
+            part += rest[:num_added]
+            rest = rest[num_added:]
             yield bytes(part)
             part.clear()
+        part += rest
     yield bytes(part)

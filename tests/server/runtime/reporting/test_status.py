@@ -14,6 +14,7 @@ from conure.server.runtime.reporting.status import (
     variable_status,
 )
 from conure.server.runtime.reporting.status_parts import (
+    PART_BYTES,
     end_snapshot,
     live_status_parts,
     stored_status_parts,
@@ -198,3 +199,15 @@ def test_ended_program_status_matches_the_journal(
     expected = "cancelled" if is_cancelled else "done"
     assert (live.status, live.variables["sum"].status) == (expected, expected)
     assert live.variables["free"].status == "cancelled"
+
+
+@pytest.mark.parametrize("size", [1, PART_BYTES // 2, PART_BYTES, 3 * PART_BYTES])
+def test_parts_of_a_status_have_one_size_whatever_the_size_of_a_value(size: int) -> None:
+    given = "i" * size
+    execution = execute(NODES, inputs={"given": given}, variables=("free",), outputs=("sum",))
+    execution.start()
+    *parts, last = live_status_parts(execution, {"given"}, None, {})
+    assert {len(part) for part in parts} <= {PART_BYTES}
+    assert len(last) <= PART_BYTES
+    status = msgspec.json.decode(b"".join([*parts, last]), type=ProgramStatus)
+    assert status.variables["given"].value == given
