@@ -8,8 +8,8 @@ Allowed imports across folders (docs/architecture.md shows them):
 
     adapters -> server.program
     server   -> server.program, engine.protocol, engine.config
-    engine   -> kernels
-    kernels  -> torch, triton, numpy, flashinfer (optional)
+    engine   -> kernels, cache_folder
+    kernels  -> cache_folder, torch, triton, numpy, flashinfer (optional)
 
 `server.program` uses only the standard library and msgspec. Imports are relative inside a
 folder and absolute across folders. Files form no import cycle.
@@ -41,10 +41,11 @@ ARROWS = {
     "adapters": ("conure.server.program",),
     "server": ("conure.engine.protocol", "conure.engine.config", "conure.__version__"),
     "server.program": (),
-    "engine": ("conure.kernels",),
-    "kernels": (),
+    "engine": ("conure.kernels", "conure.cache_folder"),
+    "kernels": ("conure.cache_folder",),
     "cli": (
         "conure.__version__",
+        "conure.cache_folder",
         "conure.adapters.client",
         "conure.adapters.langchain",
         "conure.adapters.training",

@@ -1,10 +1,11 @@
-"""The notices that this user has seen, in `$XDG_CACHE_HOME/conure/notices`, one per line."""
+"""The notices that this user has seen, in `notices` of the cache folder, one per line."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+
+from conure.cache_folder import cache_folder
 
 
 def is_first_time(notice: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -12,10 +13,10 @@ def is_first_time(notice: str, environ: Mapping[str, str] = os.environ) -> bool:
 
     A notice that cannot be remembered counts as new.
     """
-    cache = environ.get("XDG_CACHE_HOME") or ""
-    # The XDG specification requires relative paths to be ignored.
-    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    file = root / "conure" / "notices"
+    try:
+        file = cache_folder(environ) / "notices"
+    except FileNotFoundError:
+        return True
     try:
         if notice in file.read_text("utf-8").splitlines():
             return False

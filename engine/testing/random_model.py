@@ -29,6 +29,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from conure.cache_folder import cache_folder
+
 from ..sampling.batch import uniforms
 from ..text import byte_tokenizer
 
@@ -78,12 +80,11 @@ def create_cached() -> Path:
 
     If the cache is not writable, return a new temporary folder.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(cache).expanduser() / "conure" / f"seeded-{VERSION}"
+    name = f"seeded-{VERSION}"
     try:
-        return create(folder)
+        return create(cache_folder() / name)
     except OSError:
-        return create(Path(tempfile.mkdtemp(prefix="conure-")) / folder.name)
+        return create(Path(tempfile.mkdtemp(prefix="conure-")) / name)
 
 
 def _write(folder: Path, seed: int) -> None:

@@ -25,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from conure.cache_folder import cache_folder
+
 SOURCES: Final = Path(__file__).parent / "source"
 PREBUILT: Final = Path(__file__).parent / "prebuilt"
 COMPILERS: Final = ("c++", "g++", "clang++")
@@ -124,22 +126,31 @@ def load(instructions: InstructionSet, environment: Mapping[str, str] = os.envir
     Raises:
         LibraryUnavailableError: if there is no library and it cannot be compiled.
     """
-    cache = _cache_folder(environment)
-    for folder in (PREBUILT, cache):
-        path = folder / file_name(instructions)
-        if _is_intact(path):
-            return _open(path)
+    prebuilt = PREBUILT / file_name(instructions)
+    if _is_intact(prebuilt):
+        return _open(prebuilt)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with (cache / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling the same library
-            if not _is_intact(path):
-                build(instructions, cache, environment)
-    except OSError as error:
-        raise LibraryUnavailableError(
-            f"{cache} cannot be written ({error.strerror}); set XDG_CACHE_HOME to another folder"
-        ) from error
+        path = cache_folder(environment) / "kernels" / prebuilt.name
+    except FileNotFoundError as error:
+        raise LibraryUnavailableError(error.strerror) from error
+    if not _is_intact(path):
+        try:
+            _build_once(instructions, path, environment)
+        except OSError as error:
+            raise LibraryUnavailableError(
+                f"{path.parent} cannot be written ({error.strerror}); "
+                "set XDG_CACHE_HOME to another folder"
+            ) from error
     return _open(path)
+
+
+def _build_once(instructions: InstructionSet, path: Path, environment: Mapping[str, str]) -> None:
+    """Compile a library, unless another process compiles the same one meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_intact(path):
+            build(instructions, path.parent, environment)
 
 
 def build(
@@ -221,11 +232,6 @@ def _compile(command: Sequence[str], library: Path) -> None:
         raise LibraryUnavailableError(
             f"{command[0]} failed: {first.strip()[:200]}; install g++ 12 or clang 16, or newer"
         )
-
-
-def _cache_folder(environment: Mapping[str, str]) -> Path:
-    home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/tmp")) / ".cache"
-    return Path(home) / "conure" / "kernels"
 
 
 def _is_intact(path: Path) -> bool:
