@@ -207,8 +207,11 @@ class DelayedJournalWriter:
 async def server_harness(
     data: Path, functions: Mapping[str, Callable[..., Any]] | None = None, **settings: Any
 ) -> AsyncIterator[ServerHarness]:
-    """Start an executor on the fake engine, and stop it at the end."""
-    config = Config(**{"data": data, "engine": "fake", **settings})
+    """Start an executor on the fake engine, and stop it at the end.
+
+    The estimated wait of a program has no limit: on a busy machine it would refuse some programs.
+    """
+    config = Config(**{"data": data, "engine": "fake", "max_wait_s": 0.0, **settings})
     executor = Executor(config, functions=functions)
     await executor.start()
     try:

@@ -16,7 +16,7 @@ from conure.server.scheduling.policy import policy_named
 from ...inprocess import Json, ServerHarness, generate, insert, server_harness
 
 ONE = Newcomer(num_calls=1, depth=1)
-SLOW: dict[str, Any] = {"time_per_output_token": 0.05, "max_sequences": 2}
+SLOW: dict[str, Any] = {"max_wait_s": 600.0, "time_per_output_token": 0.05, "max_sequences": 2}
 
 
 def side_by_side(num_calls: int) -> list[Json]:
