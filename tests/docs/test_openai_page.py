@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .served import environment, served
+from ..served import environment, served
 
-PAGE = (Path(__file__).parents[1] / "docs" / "openai.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "openai.md").read_text("utf-8")
 TESTED: dict[str, str] = dict(
     re.findall(r"^<!-- tested: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.M | re.S)
 )

@@ -20,9 +20,9 @@ from conure.server.program.errors import ExpressionError
 from conure.server.program.expressions.evaluate import SPECIAL_OPERATORS, evaluate
 from conure.server.program.expressions.operators import OPERATORS
 
-from .served import environment, served
+from ..served import environment, served
 
-PAGE = (Path(__file__).parents[1] / "docs" / "programs.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "programs.md").read_text("utf-8")
 BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE))
 ROWS = re.findall(r"^\| `(\w+)` \| `(\{.+?\})` \| `(.+?)`", PAGE, re.MULTILINE)

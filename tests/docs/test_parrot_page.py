@@ -6,9 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from .served import environment, served
+from ..served import environment, served
 
-PAGE = (Path(__file__).parents[1] / "docs" / "parrot.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "parrot.md").read_text("utf-8")
 
 
 def block(kind: str, name: str) -> str:

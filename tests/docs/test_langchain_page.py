@@ -2,7 +2,7 @@
 
 A fenced block after a line `<!-- tested: NAME -->` runs against a server with the built-in model.
 It prints the fenced block after it, if there is one, apart from the ids of programs.
-`python -m tests.test_langchain_page` rewrites the table.
+`python -m tests.docs.test_langchain_page` rewrites the table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import pytest
 
 from conure.adapters.langchain import ChatConure, accelerate, to_program
 
-from .adapters.langchain.shapes import Shape, shapes
-from .served import environment, served
+from ..adapters.langchain.shapes import Shape, shapes
+from ..served import environment, served
 
-PATH = Path(__file__).parents[1] / "docs" / "langchain.md"
+PATH = Path(__file__).parents[2] / "docs" / "langchain.md"
 PAGE = PATH.read_text("utf-8")
 BLOCK = re.compile(
     r"^<!-- tested: (\w+) -->\n```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?",
@@ -89,7 +89,7 @@ def table() -> str:
 def test_table_of_shapes_is_current() -> None:
     found = TABLE.search(PAGE)
     assert found is not None
-    assert found.group() == table(), "run `python -m tests.test_langchain_page`"
+    assert found.group() == table(), "run `python -m tests.docs.test_langchain_page`"
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from .served import environment, served
+from ..served import environment, served
 
-PAGE = Path(__file__).parents[1] / "docs" / "language.md"
+PAGE = Path(__file__).parents[2] / "docs" / "language.md"
 BLOCK = re.compile(
     r"^<!-- tested: (\w+)(.*?) -->\n```(\w*)\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?",
     re.MULTILINE | re.DOTALL,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from .served import environment, served
+from ..served import environment, served
 
-PAGE = (Path(__file__).parents[1] / "docs" / "explain.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "explain.md").read_text("utf-8")
 BLOCK = re.compile(r"^<!-- tested: (\w+) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS: dict[str, str] = dict(BLOCK.findall(PAGE))
 PAGES = 'pages:=["Tea is hot.", "Jam is sweet."]'

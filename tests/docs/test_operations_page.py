@@ -20,9 +20,9 @@ from conure.server.store.journal import (
     ValueRecord,
 )
 
-from .served import environment
+from ..served import environment
 
-PAGE = (Path(__file__).parents[1] / "docs" / "operations.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
 BLOCKS = dict(
     re.findall(r"^<!-- tested: (\w+) -->\n```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 )

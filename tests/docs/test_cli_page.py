@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from .served import environment, served
+from ..served import environment, served
 
-PAGE = (Path(__file__).parents[1] / "docs" / "cli.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
 FILES = dict(re.findall(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", PAGE, re.M | re.S))
 BLOCKS = re.findall(r"^<!-- console -->\n```console\n(.*?)^```$", PAGE, re.M | re.S)
 VARYING = (
