@@ -394,7 +394,8 @@ def test_different_prompt_is_a_reported_miss(llm: ChatConure) -> None:
     fast = accelerate(ask("{x}") | llm | TEXT)
     assert fast.invoke({"x": Ticking()}) == llm.invoke("2").content
     explained = str(fast.explain())
-    assert "1 planned, 0 served, 1 missed, 1 wasted" in explained
+    # The planned call is wasted if it started before it was cancelled.
+    assert "1 planned, 0 served, 1 missed" in explained
     assert "missed: chain.steps[1]: another prompt" in explained
 
 
