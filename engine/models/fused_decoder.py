@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conure.kernels.cpu.decoder import NativeLayer, NativeLayers
+from conure.kernels.cpu.decoder import NativeDecoder, NativeLayer
 from conure.kernels.cpu.linear import PackedLinear
 from conure.kernels.elementwise import ElementwiseOperations
 
@@ -36,8 +36,8 @@ from .probe import LayerKVSpec
 
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear]
 """Packs a bfloat16 weight and its bias for a faster product than that of torch."""
-MakeNativeLayers: TypeAlias = Callable[..., NativeLayers]
-"""`NativeLayers` for one library; see its arguments."""
+MakeNativeDecoder: TypeAlias = Callable[..., NativeDecoder]
+"""`NativeDecoder` for one library; see its arguments."""
 FAMILIES: Final = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
@@ -171,15 +171,15 @@ class FusedDecoder:
             self._layers = [_layer(layer, project) for layer in decoder.layers]
             is_shared = model.lm_head.weight is decoder.embed_tokens.weight
             self._output = project(model.lm_head, is_shared=is_shared)
-        self._native_layers: NativeLayers | None = None
+        self._native: NativeDecoder | None = None
 
-    def compile_layers(
+    def compile(
         self,
-        make: MakeNativeLayers,
+        make: MakeNativeDecoder,
         caches: Sequence[tuple[Tensor, Tensor]],
         windows: Sequence[int | None],
     ) -> None:
-        """Run all layers in one call from now on, if all weights are packed for the kernels.
+        """Run the decoder in one call from now on, if all weights are packed for the kernels.
 
         Args:
             make: Makes the call.
@@ -200,7 +200,14 @@ class FusedDecoder:
                     qkv, out, gate_up, down, layer.head_norm, layer.after, norm, pair, window
                 )
             )
-        self._native_layers = make(layers, self._angles, eps=self._eps, scale=self._scale)
+        self._native = make(
+            layers,
+            self._embedding,
+            self._layers[0].before,
+            self._angles,
+            eps=self._eps,
+            scale=self._scale,
+        )
 
     def __call__(
         self, ids: Tensor, positions: Tensor, last: Tensor, attention: Attention
@@ -224,14 +231,12 @@ class FusedDecoder:
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Return the states [T, H] that the output layer reads; arguments as of `__call__`."""
+        if self._native is not None:
+            return self._native(ids, positions, attention.slots, attention.plan)
         hidden = functional.embedding(ids, self._embedding)
         first = self._layers[0].before
         normed = functional.rms_norm(hidden, (hidden.shape[1],), first, self._eps)
-        if self._native_layers is None:
-            normed = self._run_layers(hidden, normed, positions, attention)
-        else:
-            self._native_layers(hidden, normed, positions, attention.slots, attention.plan)
-        return normed
+        return self._run_layers(hidden, normed, positions, attention)
 
     def _run_layers(
         self, hidden: Tensor, normed: Tensor, positions: Tensor, attention: Attention

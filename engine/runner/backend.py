@@ -20,12 +20,12 @@ from torch import Tensor
 from conure.kernels import elementwise, ops, sampling
 from conure.kernels.cpu import library
 from conure.kernels.cpu.attention import NativeLibrary
-from conure.kernels.cpu.decoder import NativeLayers
+from conure.kernels.cpu.decoder import NativeDecoder
 from conure.kernels.cpu.linear import PackedLinear
 from conure.kernels.cpu.planner import NativePlanner
 from conure.kernels.planning.planner import Planner
 
-from ..models.fused_decoder import MakeNativeLayers, Pack
+from ..models.fused_decoder import MakeNativeDecoder, Pack
 from ..protocol import EngineError
 from .cuda_graphs import CudaGraphs, Record
 
@@ -53,7 +53,7 @@ class Backend:
     """Samples the tokens of random rows."""
     pack: Pack | None = None
     """Packs weights for products that are faster than torch's; None where there are none."""
-    make_layers: MakeNativeLayers | None = None
+    make_decoder: MakeNativeDecoder | None = None
     """Runs all layers with packed weights in one call; None where there is no such call."""
     make_planner: Callable[..., Planner] = Planner
     """Takes the options of `Planner`."""
@@ -111,14 +111,14 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
         try:
             found = library.find(instructions)
             native = NativeLibrary(found)
-            make_layers = partial(NativeLayers, native, is_invariant=name == "invariant")
+            make_decoder = partial(NativeDecoder, native, is_invariant=name == "invariant")
             return Backend(
                 device,
                 ops.implementation(name, found.name),
                 fused=elementwise.implementation("cpu", found.name),
                 pack=None if library.has_matrix_unit() else partial(PackedLinear, native),
                 sampling=sampling.implementation("cpu", found.name),
-                make_layers=make_layers,
+                make_decoder=make_decoder,
                 make_planner=partial(NativePlanner, native),
             )
         except ValueError as error:

@@ -462,9 +462,9 @@ class TorchModelRunner(Runner):
             self._backend.pack,
             is_recorded=self._backend.record is not None,
         )
-        if self._backend.make_layers is not None:
+        if self._backend.make_decoder is not None:
             windows = [layer.window for layer in self.layers]
-            decoder.compile_layers(self._backend.make_layers, self._caches, windows)
+            decoder.compile(self._backend.make_decoder, self._caches, windows)
         self._fused_decoder = decoder
         attention = replace(attention, groups=None)
         logits = self._forward(token_ids, positions, last, attention)

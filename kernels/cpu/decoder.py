@@ -1,4 +1,4 @@
-"""The layers of a bfloat16 Llama-like decoder in one call of the C++ kernels.
+"""A bfloat16 Llama-like decoder in one call of the C++ kernels, from token ids to the last norm.
 
 Computes the same as the operations of `linear`, `elementwise` and `attention` one by one.
 
@@ -21,9 +21,9 @@ from .linear import PackedLinear
 
 _LAYER: Final = struct.Struct("@" + 4 * "PPq" + "5Pq")
 """`Layer` in decoder.cpp."""
-_DECODER: Final = struct.Struct("@3P10qff")
+_DECODER: Final = struct.Struct("@5P10qff")
 """`DecoderArguments` in decoder.cpp."""
-_STEP: Final = struct.Struct("@9P2q")
+_STEP: Final = struct.Struct("@10P2q")
 """`StepArguments` in decoder.cpp."""
 _NO_WINDOW: Final = 2**62
 
@@ -46,13 +46,15 @@ class NativeLayer(NamedTuple):
     window: int | None
 
 
-class NativeLayers:
-    """All layers of a decoder; used by one thread at a time."""
+class NativeDecoder:
+    """All layers of a decoder and its embedding; used by one thread at a time."""
 
     def __init__(
         self,
         native: NativeLibrary,
         layers: Sequence[NativeLayer],
+        embedding: Tensor,
+        first_norm: Tensor,
         angles: tuple[Tensor, Tensor],
         *,
         eps: float,
@@ -64,6 +66,8 @@ class NativeLayers:
         Args:
             native: The library.
             layers: All layers, of the same shape.
+            embedding: [V, W].
+            first_norm: [W], the norm before the first layer.
             angles: Cosines and sines, as in `elementwise.rotate_store`.
             eps: Epsilon of all norms.
             scale: Factor of the scores.
@@ -76,8 +80,11 @@ class NativeLayers:
             product.num_inputs for product in (first.out, first.qkv, first.down)
         )
         self._native: Final = native
+        self._num_tokens: Final = len(embedding)
         self._workspace: Final = Workspace(native)
         self._widths: Final = (
+            width,
+            width,
             max(first.qkv.num_outputs, first.gate_up.num_outputs),
             max(2 * query_width, inner),
             width,
@@ -85,10 +92,10 @@ class NativeLayers:
         self._widest_input: Final = max(query_width, width, inner)
         packed = ctypes.create_string_buffer(b"".join(map(_pack, layers)))
         # Keeps what the arguments point to.
-        self._alive: Final = (tuple(layers), angles, packed)
+        self._alive: Final = (tuple(layers), embedding, first_norm, angles, packed)
         self._arguments: Final = _DECODER.pack(
             ctypes.addressof(packed),
-            *(table.data_ptr() for table in angles),
+            *(table.data_ptr() for table in (*angles, embedding, first_norm)),
             len(layers),
             width,
             inner,
@@ -102,31 +109,33 @@ class NativeLayers:
             scale,
         )
 
-    def __call__(
-        self, hidden: Tensor, normed: Tensor, positions: Tensor, slots: Tensor, plan: Plan
-    ) -> None:
-        """Run all layers.
+    def __call__(self, ids: Tensor, positions: Tensor, slots: Tensor, plan: Plan) -> Tensor:
+        """Return the norm after the last layer, [T, W].
 
         Args:
-            hidden: [T, W] bfloat16, overwritten.
-            normed: [T, W], the norm of `hidden` before the first layer; overwritten with the norm
-                after the last one.
+            ids: [T] int64.
             positions: [T] int64.
             slots: [T] int64 slots of the new keys and values.
             plan: Plan of the step.
+
+        Raises:
+            IndexError: if an id is not in the vocabulary.
         """
-        num = len(hidden)
-        scratch = [hidden.new_empty(num, width) for width in self._widths]
+        num = len(ids)
+        lowest, highest = map(int, torch.aminmax(ids))
+        if lowest < 0 or highest >= self._num_tokens:
+            raise IndexError(
+                f"token ids must be from 0 to {self._num_tokens - 1}, got {lowest} to {highest}"
+            )
+        hidden, normed, *scratch = (
+            torch.empty(num, width, dtype=torch.bfloat16) for width in self._widths
+        )
         wide = None
         if not self._native.prefers_pairs:
             wide = torch.empty(num, self._widest_input)
         step = _STEP.pack(
             plan_address(plan),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            hidden.data_ptr(),
-            normed.data_ptr(),
-            *(buffer.data_ptr() for buffer in scratch),
+            *(each.data_ptr() for each in (ids, positions, slots, hidden, normed, *scratch)),
             0 if wide is None else wide.data_ptr(),
             num,
             int(plan.kv_len.max()),
@@ -134,6 +143,7 @@ class NativeLayers:
         self._native.functions.conure_decoder(
             self._arguments, step, self._native.threads(), self._workspace.address
         )
+        return normed
 
 
 def _pack(layer: NativeLayer) -> bytes:

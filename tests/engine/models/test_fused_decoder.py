@@ -118,9 +118,21 @@ def test_layers_in_one_call_equal_single_operations(
     together, apart = runner_of(folder, "bfloat16"), runner_of(folder, "bfloat16")
     assert together._fused_decoder is not None
     assert apart._fused_decoder is not None
-    assert together._fused_decoder._native_layers is not None
-    apart._fused_decoder._native_layers = None
+    assert together._fused_decoder._native is not None
+    apart._fused_decoder._native = None
     assert torch.equal(logits_of(together, monkeypatch), logits_of(apart, monkeypatch))
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_ids_outside_of_the_vocabulary_are_an_error(
+    token: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "has_matrix_unit", lambda: False)
+    decoder = runner_of(shrunk.write(tmp_path, "llama"), "bfloat16")._fused_decoder
+    assert decoder is not None
+    native: Any = decoder._native
+    with pytest.raises(IndexError, match="token ids must be from 0 to"):
+        native(torch.tensor([1, token]), None, None, None)
 
 
 def test_weights_exist_once_and_can_be_restored(tmp_path: Path) -> None:
