@@ -1,8 +1,8 @@
 """Clients that LangChain and LlamaIndex models create at first use.
 
 Invariants: all models of a process with equal settings share one client, and so its connections.
-The cache holds the clients of the `MAX_CLIENTS` settings that were used last. It closes none of
-them: a client that leaves the cache lives as long as an object refers to it.
+The cache holds the clients of the `MAX_CLIENTS` settings that were used last. A client that leaves
+the cache lives as long as an object refers to it. Its connections are closed with it, or at exit.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class SharedClient:
         with self._lock:
             if self._client is None or self._client.is_closed:
                 self._client = self._create()
+                self._client.close_with_last_use()
             return self._client
 
 

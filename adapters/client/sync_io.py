@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import os
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -86,6 +87,10 @@ class BaseClient:
         self._connections.close()
         if self._settings.local_app is not None:
             self._settings.local_app.close()
+
+    def close_with_last_use(self) -> None:
+        """Close the connections when nothing refers to the client, and at the process's exit."""
+        weakref.finalize(self, self._connections.close)
 
     @property
     def is_closed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from conure.adapters.client import AsyncClient, Client
-from conure.adapters.client.client_cache import ModelClients
+from conure.adapters.client.client_cache import ModelClients, SharedClient
 from conure.adapters.client.io_thread import IOThread
 
 
@@ -126,3 +127,12 @@ def _is_true_in_child(check: Callable[[], bool]) -> bool:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_connections_are_closed_with_the_last_use_of_their_client() -> None:
+    shared = SharedClient("http://127.0.0.1:1", 0, None, ())
+    connections = shared.client()._connections
+    assert not connections.is_closed
+    del shared
+    gc.collect()
+    assert connections.is_closed
