@@ -1,12 +1,13 @@
 """The first contact with a GPU, in stages that end within ten minutes each.
 
-    python benchmarks/first_gpu.py smoke micro decode --out FOLDER
+    python benchmarks/first_gpu.py smoke tests micro decode --out FOLDER
     python benchmarks/first_gpu.py grid --out FOLDER
     python benchmarks/first_gpu.py ours vllm --out FOLDER
     python benchmarks/first_gpu.py sweep --out FOLDER
     python benchmarks/first_gpu.py --rehearse --tiny --out FOLDER     every stage, without a GPU
 
-    smoke    are results right: kernels, operations, sampling, a small model, the tests for a GPU
+    smoke    are results right: kernels, operations, sampling, a small model
+    tests    the tests for a GPU
     micro    ceilings of the device, and each part of a decode step by itself
     decode   decode and prefill steps of Llama 3 8B, compared with the lower bound
     grid     attention over trees, with all contenders that are installed
@@ -23,6 +24,8 @@ Python 3.12.
 With `--compile`, Triton compiles each kernel, which fills the cache that travels. `vllm` is
 rehearsed on a CPU, where it is installed. `--tiny` uses small shapes. `--cpu` runs `ours` and
 `vllm` on this CPU: real figures of a small model, to see both sides work.
+
+`--begin-when FILE` lets `vllm` compile its model in the background; it serves once FILE exists.
 
 The exit status is 1 if a row failed or a stage did not end.
 """
@@ -63,7 +66,8 @@ class Stage(NamedTuple):
 STAGES: Final = {
     stage.name: stage
     for stage in (
-        Stage("smoke", 270),
+        Stage("smoke", 150),
+        Stage("tests", 200),
         Stage("micro", 100),
         Stage("decode", 170),
         Stage("grid", 480),
@@ -96,6 +100,8 @@ def start(stage: Stage, options: argparse.Namespace) -> bool:
     limit_s = options.limit_s or stage.limit_s
     command = [sys.executable, __file__, "--run", stage.name, "--out", str(options.out)]
     command += ["--limit-s", str(limit_s), "--rounds", str(options.rounds)]
+    if options.begin_when is not None:
+        command += ["--begin-when", str(options.begin_when)]
     flags = ("rehearse", "compile", "cpu", "tiny")
     command += [f"--{flag}" for flag in flags if getattr(options, flag)]
     print(f"== {stage.name}, at most {limit_s:.0f} s", flush=True)
@@ -168,7 +174,13 @@ def _run(record: StageRecord, options: argparse.Namespace) -> None:
         from gpu import vllm_side
 
         record.about["device"] = _name(options)
-        vllm_side.run(record, rounds=options.rounds, **common)
+        vllm_side.run(record, rounds=options.rounds, begin_when=options.begin_when, **common)
+        return
+    if options.run == "tests":
+        from gpu import suites
+
+        record.about["device"] = _name(options)
+        suites.run(record, is_tiny=options.rehearse or options.tiny)
         return
     if options.cpu:
         from gpu import ours
@@ -204,9 +216,9 @@ def _run_kernels(record: StageRecord, device: Any, options: argparse.Namespace) 
 
         smoke.run(record, device, is_tiny=options.tiny)
         if options.rehearse:
-            record.note("not rehearsed: the small model and the tests, which need numbers")
+            record.note("not rehearsed: the small model, which needs numbers")
         else:
-            smoke.run_models(record, device)
+            smoke.run_model(record, device)
     elif options.run == "grid":
         from gpu import grid
 
@@ -222,7 +234,7 @@ def _run_kernels(record: StageRecord, device: Any, options: argparse.Namespace) 
 @contextlib.contextmanager
 def _device(options: argparse.Namespace) -> Iterator[None]:
     """Replace the GPU by a fake one for a rehearsal."""
-    if options.cpu or not options.rehearse or options.run == "vllm":
+    if options.cpu or not options.rehearse or options.run in ("vllm", "tests"):
         yield
         return
     from conure.engine.models.probe import LayerKVSpec
@@ -267,6 +279,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="run ours and vllm on this CPU")
     parser.add_argument("--tiny", action="store_true", help="use small shapes")
     parser.add_argument("--packed", type=Path, default=ROOT, help="folder of what pack.sh made")
+    parser.add_argument("--begin-when", type=Path, help="let vllm wait for a file when it is ready")
     parser.add_argument("--run", choices=list(STAGES), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.cpu and not set(options.stages or [options.run]) <= {"ours", "vllm"}:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 from conure.engine import protocol
 from conure.engine.config import EngineConfig
@@ -17,6 +18,10 @@ from conure.engine.runner.torch_runner import TorchModelRunner
 from . import serving_cases
 from .record import StageRecord
 from .serving_cases import Served
+
+BLOCK: Final = 16
+"""Tokens of a block, as in vLLM."""
+NUM_BLOCKS: Final = serving_cases.KV_BYTES // serving_cases.KV_BYTES_PER_TOKEN // BLOCK
 
 
 def run(record: StageRecord, *, device: str, is_tiny: bool, rounds: int) -> None:
@@ -31,7 +36,8 @@ def run(record: StageRecord, *, device: str, is_tiny: bool, rounds: int) -> None
                 max_sequences=serving_cases.MAX_SEQUENCES,
                 step_tokens=serving_cases.STEP_TOKENS,
                 context_len=1024 if is_tiny else serving_cases.CONTEXT_LEN,
-                num_blocks=4096 if is_tiny else None,
+                block_size=BLOCK,
+                num_blocks=4096 if is_tiny else NUM_BLOCKS,
             )
         )
         runner.warm()

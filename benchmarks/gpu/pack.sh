@@ -85,6 +85,11 @@ vllm() {
     "llguidance==1.7.6" lark==1.2.2 outlines_core==0.2.14 xgrammar partial-json-parser cachetools \
     py-cpuinfo python-json-logger setproctitle depyf==0.20.0 astor compressed-tensors==0.17.0 \
     apache-tvm-ffi
+  # Code of other architectures, and of data types that the benchmark does not use.
+  CUOBJDUMP="$WORK"/v/lib/python3.12/site-packages/triton/backends/nvidia/bin/cuobjdump \
+    "$STACK" benchmarks/gpu/fatbin.py "$site"/vllm/vllm_flash_attn/_vllm_fa3_C*.so \
+    --without half_t e4m3 --but Combine
+  "$STACK" benchmarks/gpu/fatbin.py "$site"/vllm/_C_stable_libtorch.abi3.so
   tar cJf .gpu_v/vllm_deps.tar.xz --exclude=__pycache__ -C "$deps" .
   tar cJf .gpu_c/vllm-core.tar.xz -C "$site" vllm/_C_stable_libtorch.abi3.so
   tar cJf .gpu_v/vllm-python.tar.xz --exclude=__pycache__ --exclude=_C_stable_libtorch.abi3.so \

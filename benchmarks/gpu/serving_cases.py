@@ -19,6 +19,10 @@ from .shapes import LLAMA_3_8B, SMALL
 MAX_SEQUENCES: Final = 128
 STEP_TOKENS: Final = 8192
 CONTEXT_LEN: Final = 8192
+KV_BYTES: Final = 12 * 2**30
+"""KV cache of each engine; the largest case needs 9.4 GiB."""
+KV_BYTES_PER_TOKEN: Final = 2 * 2 * 32 * 8 * 128
+"""Bytes of keys and values of one token of Llama 3 8B."""
 TINY: Final = 16
 """Factor by which prompts and outputs are shorter with a small shape."""
 

@@ -5,9 +5,6 @@ Each row holds the largest relative error and its bound. A wrong row fails the s
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +22,6 @@ from conure.kernels import elementwise, ops, sampling
 
 from .record import Figures, StageRecord
 
-ROOT: Final = Path(__file__).parents[2]
-SUITES: Final = ("tests/kernels", "tests/engine/runner/test_gpu.py")
 ELEMENTWISE_BOUND: Final = 1e-2
 """Relative error in bfloat16: one rounding of the result and one of the sum."""
 VOCABULARY: Final = 128_256
@@ -61,11 +56,9 @@ def run(record: StageRecord, device: torch.device, *, is_tiny: bool) -> None:
     record.measure("sampling, as on the CPU", lambda: _sampling(device, is_tiny=is_tiny))
 
 
-def run_models(record: StageRecord, device: torch.device) -> None:
-    """Compare a small model with the CPU and run the tests for a GPU, each suite as one row."""
+def run_model(record: StageRecord, device: torch.device) -> None:
+    """Compare a small model with the CPU."""
     record.measure("a small model, as on the CPU", lambda: _small_model(str(device)))
-    for suite in SUITES:
-        record.measure(f"pytest {suite}", lambda suite=suite: _pytest(suite, record))  # type: ignore[misc]
 
 
 def _judged(error: float, bound: float) -> Figures:
@@ -164,32 +157,3 @@ def _sampling(device: torch.device, *, is_tiny: bool) -> Figures:
 def _small_model(device: str) -> Figures:
     with tempfile.TemporaryDirectory() as scratch:
         return {"tokens": decode_step.check(Path(scratch), device)}
-
-
-def _pytest(suite: str, record: StageRecord) -> Figures:
-    """Run one suite with compiled kernels; the plugins that the project configures may be missing.
-
-    Raises:
-        WrongError: if a test fails or the time is over.
-    """
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, f"--rootdir={ROOT}"]
-    command += ["--import-mode=importlib", "-p", "no:cacheprovider", "-W", "ignore", "-x", suite]
-    left_s = max(1.0, record.deadline_s - record.clock())
-    try:
-        process = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "0"},
-            capture_output=True,
-            text=True,
-            timeout=left_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise WrongError(f"{suite} takes longer than {left_s:.0f} s") from error
-    print(process.stdout[-3000:], flush=True)
-    lines = [each for each in process.stdout.splitlines() if each.strip()]
-    summary = lines[-1] if lines else process.stderr[-200:]
-    if process.returncode:
-        raise WrongError(summary)
-    return {"result": summary}

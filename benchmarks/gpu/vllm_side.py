@@ -26,8 +26,14 @@ _ENVIRONMENT = {
 }
 
 
-def run(record: StageRecord, *, is_tiny: bool, rounds: int) -> None:
+def run(record: StageRecord, *, is_tiny: bool, rounds: int, begin_when: Path | None = None) -> None:
     """Serve the cases; see `serving_cases.record_rounds`.
+
+    Args:
+        record: Receives the rows.
+        is_tiny: Whether the model and the requests are small.
+        rounds: Rounds that count.
+        begin_when: A file to wait for when the engine is ready; None to begin at once.
 
     Raises:
         ImportError: if vLLM is not installed.
@@ -43,6 +49,8 @@ def run(record: StageRecord, *, is_tiny: bool, rounds: int) -> None:
         began = time.monotonic()
         engine = vllm.LLM(model=str(folder), **options(is_tiny=is_tiny))
         record.note(f"ready after {time.monotonic() - began:.0f} s")
+        while begin_when is not None and not begin_when.exists():
+            time.sleep(0.1)
 
         def serve(prompts: Sequence[Sequence[int]], max_tokens: int) -> Served:
             sampling = vllm.SamplingParams(
@@ -71,7 +79,9 @@ def options(*, is_tiny: bool) -> dict[str, Any]:
         "max_model_len": context_len,
         "max_num_seqs": serving_cases.MAX_SEQUENCES,
         "max_num_batched_tokens": serving_cases.STEP_TOKENS,
-        "gpu_memory_utilization": 0.85,
+        # The memory of the cache is given, so this is only what must be free at the start.
+        "gpu_memory_utilization": 0.4,
+        "kv_cache_memory_bytes": serving_cases.KV_BYTES,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
     }
