@@ -105,10 +105,9 @@ def implementation(name: str, instructions: str = library.AUTO) -> ElementwiseOp
     if name == "cpu":
         return CpuElementwise(NativeLibrary(library.find(instructions)))
     if name == "triton":
-        from .gpu.configuration import DEFAULT_TUNING
         from .gpu.elementwise import TritonElementwise
 
-        return TritonElementwise(overlaps_launches=DEFAULT_TUNING.overlaps_launches)
+        return TritonElementwise()
     raise ValueError(f"implementation must be one of {', '.join(NAMES)}, got {name!r}")
 
 

@@ -46,10 +46,16 @@ def attention_configurations() -> list[tuple[KernelConfiguration, AttentionShape
     return [(each, each.shape) for each in configurations() if each.shape is not None]
 
 
+def large_rows_of(configuration: KernelConfiguration) -> int:
+    """Return the rows of large items that a configuration computes, 0 for small ones."""
+    constants = configuration.constants
+    return int(constants["ROWS"]) if constants["IS_LARGE"] else 0
+
+
 def rows_for(configuration: KernelConfiguration, shape: AttentionShape) -> ConfiguredRows:
     """Return rows whose widest range needs the configuration's large items, or none."""
     constants = configuration.constants
-    large, group, page = constants["LARGE"], shape.group, shape.page
+    large, group, page = large_rows_of(configuration), shape.group, shape.page
     # Queries of the widest range: just above the tiles that are one size smaller.
     below = {0: 0, 64: small_rows(group), 128: max(64, small_rows(group))}[large]
     num_queries = below // group + 1

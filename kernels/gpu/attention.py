@@ -1,12 +1,16 @@
 """The attention kernel: tiles of queries against ranges of pages, for decode and prefill.
 
-One persistent launch computes all work items of a step (`work_table.builder`), each once per KV
+A launch computes all work items of one size of a step (`work_table.builder`), each once per KV
 head. An item gathers its queries by index and packs the heads of a group as rows, so that keys
-and values are read once for all of them. Items have one of two sizes, selected at run time:
-`SMALL` rows for ranges with few queries, which are bound by memory, and `LARGE` rows for ranges
-with many queries, which use the tensor cores. Programs process items of both sizes at the same
-time, so that memory and tensor cores are both busy (PAT, ASPLOS'26, and FastTree, MLSys'25, use
-separate launches).
+and values are read once for all of them. Items have one of two sizes: few rows for ranges with
+few queries, which are bound by memory, and many rows for ranges with many queries, which use the
+tensor cores. A large item needs most registers of a processor and a small one a third, so each
+size has its own launch. The launch of small items begins while large items run, on the processors
+that have none (programmatic dependent launch), and ends after them.
+
+The small item of several short private ranges is *packed*: its keys are pages of several rows, and
+a word for each page names the row that sees it. One program reads them together, which costs as
+much time as a single one of them.
 
 A unit of work is one item for one KV head. Units are in order of decreasing cost. A program begins
 with the unit of its own number and then takes the next unit that no program has begun: it draws a
@@ -68,21 +72,21 @@ def attend_kernel(
     DIM_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    SMALL: tl.constexpr,
-    SMALL_TILE: tl.constexpr,
-    SMALL_STAGES: tl.constexpr,
-    LARGE: tl.constexpr,
-    LARGE_TILE: tl.constexpr,
-    LARGE_STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_LARGE: tl.constexpr,
+    PACKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     MERGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    LEADS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     THREADS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Compute all items of a table.
+    """Compute all items of one size in a table.
 
     Args:
         out: [T, H, E], written for queries with a single partial.
@@ -112,64 +116,47 @@ def attend_kernel(
         DIM_PAD: D rounded up to a power of 2.
         VALUE_PAD: E rounded up to a power of 2.
         PAGE: Tokens of a page.
-        SMALL: Rows of a small item.
-        SMALL_TILE: Keys that a small item processes at once.
-        SMALL_STAGES: Depth of its software pipeline.
-        LARGE: Rows of a large item; 0 if the table has no large items.
-        LARGE_TILE: As `SMALL_TILE`.
-        LARGE_STAGES: As `SMALL_STAGES`.
+        ROWS: Rows of an item.
+        TILE: Keys that are processed at once.
+        STAGES: Depth of the software pipeline.
+        IS_LARGE: Whether the launch computes the large items, or the small ones.
+        PACKS: Whether items may be packed.
         HAS_WINDOW: Whether items have a floor.
         HAS_CAP: Whether scores are capped.
         HAS_SINKS: Whether heads have sinks.
         MERGES: Whether the last program of a query merges its partials.
-        OVERLAPS: Whether the launch may begin before the previous kernel has ended.
+        LEADS: Whether the next launch may begin when all programs of this one have.
+        FOLLOWS: Whether the launch began while the previous one ran.
         THREADS: Threads of a program.
         PRECISION: Precision of float32 products.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
+    if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
-    num_units = _num_items(table) * KV_HEADS
+    TICKETS: tl.constexpr = 1 if IS_LARGE else 0
+    num_large = _num_large(table)
+    first = 0 if IS_LARGE else num_large
+    num_units = (num_large if IS_LARGE else _num_items(table) - num_large) * KV_HEADS
     unit = tl.program_id(0)
     while unit < num_units:
         if PRECISION != "ieee":
-            ticket = _draw_ticket(counters, THREADS)
+            ticket = _draw_ticket(counters + TICKETS, THREADS)
         # The heads of an item are consecutive units: together they read whole pages.
-        item = _item(table, unit // KV_HEADS)
-        head = unit % KV_HEADS
-        if LARGE > 0:
-            if _is_large(item):
-                _run_item(
-                    *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
-                    *(out_stride, out_head_stride, query_stride, query_head_stride),
-                    *(key_stride, key_head_stride, value_stride, value_head_stride),
-                    *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                    *(LARGE, LARGE_TILE, LARGE_STAGES, True),
-                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
-                )
-            else:
-                _run_item(
-                    *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
-                    *(out_stride, out_head_stride, query_stride, query_head_stride),
-                    *(key_stride, key_head_stride, value_stride, value_head_stride),
-                    *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                    *(SMALL, SMALL_TILE, SMALL_STAGES, False),
-                    *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
-                )
-        else:
-            _run_item(
-                *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
-                *(out_stride, out_head_stride, query_stride, query_head_stride),
-                *(key_stride, key_head_stride, value_stride, value_head_stride),
-                *(item, head, KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-                *(SMALL, SMALL_TILE, SMALL_STAGES, False),
-                *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
-            )
-
+        _run_item(
+            *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
+            *(out_stride, out_head_stride, query_stride, query_head_stride),
+            *(key_stride, key_head_stride, value_stride, value_head_stride),
+            *(_item(table, first + unit // KV_HEADS), unit % KV_HEADS),
+            *(KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
+            *(ROWS, TILE, STAGES, IS_LARGE, PACKS),
+            *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
+        )
         if PRECISION != "ieee":
-            unit = _next_unit(counters, ticket, num_units, THREADS)
+            unit = _next_unit(counters + TICKETS, ticket, num_units, THREADS)
         else:  # the registers do not suffice: units are dealt in turn
             unit += tl.num_programs(0)
+    if FOLLOWS:
+        # What is launched next must find the results of the previous launch, too.
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -206,8 +193,8 @@ def _item(
 
 
 @triton.jit
-def _is_large(item: tl.tensor, IS_LARGE: tl.constexpr = 8) -> tl.tensor:
-    return tl.load(item + IS_LARGE) != 0
+def _num_large(table: tl.tensor, NUM_LARGE: tl.constexpr = 8) -> tl.tensor:
+    return tl.load(table + NUM_LARGE)
 
 
 @triton.jit
@@ -244,6 +231,7 @@ def _run_item(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    PACKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -257,9 +245,11 @@ def _run_item(
     CHUNK: tl.constexpr = 5,
     LIMIT: tl.constexpr = 6,
     FLOOR: tl.constexpr = 7,
+    OWNERS: tl.constexpr = 9,
     ENTRY_QUERIES: tl.constexpr = 2,
     ENTRY_SLOTS: tl.constexpr = 3,
     PAGES: tl.constexpr = 4,
+    PAGE_OWNERS: tl.constexpr = 9,
     LOG2_E: tl.constexpr = 1.4426950408889634,
     LN_2: tl.constexpr = 0.6931471805599453,
 ) -> None:
@@ -276,6 +266,9 @@ def _run_item(
     chunk = tl.load(item + CHUNK)
     limit = tl.load(item + LIMIT)
     floor = tl.load(item + FLOOR)
+    # Words of the pages of a packed item; another item has a negative index.
+    first_owner = tl.load(item + OWNERS) if PACKS else -1
+    owners = table + tl.load(table + PAGE_OWNERS) + first_owner if PACKS else table
 
     rows = tl.arange(0, ROWS)
     query_index = rows // GROUP  # the row's query, as an index into the item
@@ -303,17 +296,19 @@ def _run_item(
         unmasked_end = tl.maximum(tl.minimum(num_kv, limit), 0) // TILE * TILE
         for start in tl.range(0, unmasked_end, TILE, num_stages=STAGES):
             peak, total, result = _add_tile(
-                *(peak, total, result, q, keys, values, pages, offset, start, num_kv),
+                *(peak, total, result, q, keys, values, pages, owners, first_owner >= 0),
+                *(query_index, offset, start, num_kv),
                 *(limit + query_index, floor + query_index, scale, cap, key_stride, value_stride),
                 *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
-                *(False, False, HAS_CAP, PRECISION),
+                *(False, False, False, HAS_CAP, PRECISION),
             )
     for start in tl.range(unmasked_end, num_kv, TILE, num_stages=STAGES):
         peak, total, result = _add_tile(
-            *(peak, total, result, q, keys, values, pages, offset, start, num_kv),
+            *(peak, total, result, q, keys, values, pages, owners, first_owner >= 0),
+            *(query_index, offset, start, num_kv),
             *(limit + query_index, floor + query_index, scale, cap, key_stride, value_stride),
             *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
-            *(True, HAS_WINDOW, HAS_CAP, PRECISION),
+            *(True, PACKS, HAS_WINDOW, HAS_CAP, PRECISION),
         )
 
     dims = tl.arange(0, VALUE_PAD)
@@ -426,6 +421,9 @@ def _add_tile(
     keys: tl.tensor,
     values: tl.tensor,
     pages: tl.tensor,
+    owners: tl.tensor,
+    is_packed: tl.tensor,
+    query_index: tl.tensor,
     offset: tl.tensor,
     start: tl.tensor,
     num_kv: tl.tensor,
@@ -442,11 +440,15 @@ def _add_tile(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    PACKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the tile of keys at `start` to the running softmax of all rows (FlashAttention)."""
+    """Add the tile of keys at `start` to the running softmax of all rows (FlashAttention).
+
+    A page of a packed item is seen by the row that its word names, up to a number of tokens.
+    """
     columns = start + tl.arange(0, TILE)
     is_key = columns < num_kv
     inside = offset + columns
@@ -454,6 +456,10 @@ def _add_tile(
         # Items begin at a multiple of TILE, so all keys are in one page.
         page = tl.load(pages + (offset + start) // PAGE)
         slot = page.to(tl.int64) * PAGE + inside % PAGE
+        if PACKS:
+            word = tl.load(owners + start // PAGE, mask=is_packed, other=0)
+            owner = tl.full([TILE], 0, tl.int32) + (word >> 16)
+            is_filled = inside % PAGE < (word & 65535)
     elif TILE % PAGE == 0:
         # Tiles begin at a page boundary, so one lookup serves all keys of a page.
         several = tl.arange(0, TILE // PAGE)
@@ -461,11 +467,19 @@ def _add_tile(
         page = tl.load(pages + (offset + start) // PAGE + several, mask=is_page, other=0)
         slot = page[:, None].to(tl.int64) * PAGE + tl.arange(0, PAGE)[None, :]
         slot = tl.reshape(slot, [TILE])
+        if PACKS:
+            word = tl.load(owners + start // PAGE + several, mask=is_page & is_packed, other=0)
+            word = tl.reshape(word[:, None] + tl.zeros([1, PAGE], tl.int32), [TILE])
+            owner = word >> 16
+            is_filled = inside % PAGE < (word & 65535)
     elif IS_MASKED:
         page = tl.load(pages + inside // PAGE, mask=is_key, other=0)
         slot = page.to(tl.int64) * PAGE + inside % PAGE
     else:
         slot = tl.load(pages + inside // PAGE).to(tl.int64) * PAGE + inside % PAGE
+
+    if PACKS:
+        is_key &= is_filled | (is_packed == 0)
 
     dims = tl.arange(0, DIM_PAD)
     at = keys + (slot * key_stride)[None, :] + dims[:, None]
@@ -484,6 +498,8 @@ def _add_tile(
         sees = is_key[None, :] & (columns[None, :] < limit[:, None])
         if HAS_WINDOW:
             sees &= columns[None, :] >= floor[:, None]
+        if PACKS:
+            sees &= (owner[None, :] == query_index[:, None]) | (is_packed == 0)
         scores = tl.where(sees, scores, float("-inf"))
     # The scale is positive, so the largest score is that of the largest product. Scaling it alone
     # saves a multiplication per score: the one below is part of the subtraction.

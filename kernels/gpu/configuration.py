@@ -67,8 +67,10 @@ class AttentionTuning(NamedTuple):
     merges_in_attention: bool = False
     """Whether the program that writes the last partial of a query merges them, without another
     launch."""
-    overlaps_launches: bool = False
-    """Programmatic dependent launch: whether a kernel is launched while the previous one ends."""
+    packs: bool = True
+    """Whether short private ranges of several rows share an item."""
+    overlaps_sizes: bool = True
+    """Whether small items start while large ones run (programmatic dependent launch)."""
 
 
 DEFAULT_TUNING: Final = AttentionTuning()
@@ -129,31 +131,41 @@ def has_odd_group(shape: AttentionShape) -> bool:
     return shape.group & (shape.group - 1) != 0
 
 
+def can_pack(shape: AttentionShape) -> bool:
+    """Return whether pages and tiles of keys fit into each other, and registers suffice."""
+    tile = _small_tile(shape, AttentionVariant())
+    return shape.dtype != torch.float32 and (tile % shape.page == 0 or shape.page % tile == 0)
+
+
 def attention_constants(
     shape: AttentionShape,
     variant: AttentionVariant,
     large: int,
     tuning: AttentionTuning = DEFAULT_TUNING,
+    *,
+    is_mixed: bool = False,
 ) -> dict[str, Any]:
     """Return the constants of `attention.attend_kernel`.
 
     Args:
         shape: Shape of the layer.
         variant: Features of the layer.
-        large: Rows of a large item: 0, 64 or 128.
+        large: Rows of the large items that the launch computes: 64 or 128; 0 for the small ones.
         tuning: Choices that a benchmark compares.
+        is_mixed: Whether the step has items of both sizes.
     """
     is_exact = shape.dtype == torch.float32  # no tensor cores: registers are scarce
-    tile = 32 if is_wide(shape) else 64
-    # The addresses of an odd group's rows take registers, and so do a window and sinks together:
-    # with tiles of 64 keys others spill.
-    has_both = variant.has_window and variant.has_sinks and not large
-    is_short = (has_odd_group(shape) or has_both) and not is_exact
-    small_tile = 32 if is_short else tile
-    # As many bytes in flight with smaller tiles, or where a processor runs one program that reads
-    # small head vectors.
-    is_alone = programs_per_processor(shape, large) == 1 and max(shape.dim, shape.value_dim) <= 64
-    small_stages = tuning.small_stages + 2 * (small_tile < tile) + 2 * is_alone
+    if large:
+        rows = large
+        tile, stages = min(_large_tile(shape, large), tuning.large_tile), tuning.large_stages
+    else:
+        rows, tile = small_rows(shape.group), _small_tile(shape, variant)
+        # As many bytes in flight with smaller tiles, or where a processor runs one program that
+        # reads small head vectors.
+        is_short = tile < (32 if is_wide(shape) else 64)
+        is_alone = programs_per_processor(shape, 0) == 1 and max(shape.dim, shape.value_dim) <= 64
+        stages = tuning.small_stages + 2 * is_short + 2 * is_alone
+    overlaps = is_mixed and tuning.overlaps_sizes
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
@@ -162,24 +174,36 @@ def attention_constants(
         "DIM_PAD": padded_size(shape.dim),
         "VALUE_PAD": padded_size(shape.value_dim),
         "PAGE": shape.page,
-        "SMALL": small_rows(shape.group),
-        "SMALL_TILE": small_tile,
-        "SMALL_STAGES": 3 if is_exact else small_stages,
-        "LARGE": large,
-        "LARGE_TILE": min(tile, _large_tile(shape, large), tuning.large_tile),
-        "LARGE_STAGES": 2 if is_exact else tuning.large_stages,
+        "ROWS": rows,
+        "TILE": tile,
+        "STAGES": (2 if large else 3) if is_exact else stages,
+        "IS_LARGE": large > 0,
+        "PACKS": not large and not variant.has_window and tuning.packs and can_pack(shape),
         "HAS_WINDOW": variant.has_window,
         "HAS_CAP": variant.has_cap,
         "HAS_SINKS": variant.has_sinks,
         "MERGES": tuning.merges_in_attention,
-        "OVERLAPS": tuning.overlaps_launches,
+        "LEADS": overlaps and large > 0,
+        "FOLLOWS": overlaps and not large,
         "THREADS": 32 * attention_options(shape, large)["num_warps"],
         "PRECISION": "ieee" if is_exact else "tf32",
     }
 
 
+def _small_tile(shape: AttentionShape, variant: AttentionVariant) -> int:
+    """Return the keys of a tile of a small item."""
+    tile = 32 if is_wide(shape) else 64
+    # The addresses of an odd group's rows take registers, and so do a window and sinks together:
+    # with tiles of 64 keys others spill.
+    has_both = variant.has_window and variant.has_sinks
+    is_short = (has_odd_group(shape) or has_both) and shape.dtype != torch.float32
+    return 32 if is_short else tile
+
+
 def _large_tile(shape: AttentionShape, large: int) -> int:
     """Return the most keys of a tile of a large item for which no register is spilled."""
+    if is_wide(shape):
+        return 32
     if large > 64:
         return 32 if has_odd_group(shape) else 64
     return 64 if is_heavy(shape, large) or max(shape.dim, shape.value_dim) <= 64 else 32
@@ -191,33 +215,35 @@ def is_heavy(shape: AttentionShape, rows: int) -> bool:
 
 
 def attention_options(shape: AttentionShape, large: int) -> dict[str, int]:
-    """Return warps and stages of `attention.attend_kernel`."""
-    most = max(large, small_rows(shape.group))
-    return {"num_warps": 8 if is_heavy(shape, most) else 4, "num_stages": 3}
+    """Return warps and stages of `attention.attend_kernel`, for large or (0) small items."""
+    rows = large or small_rows(shape.group)
+    return {"num_warps": 8 if is_heavy(shape, rows) else 4, "num_stages": 3}
 
 
 def programs_per_processor(shape: AttentionShape, large: int) -> int:
     """Return how many programs of `attention.attend_kernel` a multiprocessor runs at once.
 
+    `large` is the rows of large items, or 0 for the launch of small ones.
+
     Programs take items in turn until none is left, so a program that has to wait for another
     one to end would double the duration of a step. Registers are the limit, and in the shapes
     below shared memory; `test_machine_code` compares this with compiled code.
     """
-    most = max(large, small_rows(shape.group))
-    if is_heavy(shape, most):
+    rows = large or small_rows(shape.group)
+    if is_heavy(shape, rows):
         return 1
-    if most == 64 or is_wide(shape):
+    if rows == 64 or is_wide(shape):
         return 2
     return 4 if max(shape.dim, shape.value_dim) <= 64 else 3
 
 
-def launch_options(*, overlaps: bool) -> dict[str, bool]:
-    """Return the option of a launch that begins while the previous kernel ends."""
-    return {"launch_pdl": True} if overlaps else {}
+def launch_options(constants: dict[str, Any]) -> dict[str, bool]:
+    """Return the option of a launch that begins while the previous kernel runs."""
+    return {"launch_pdl": True} if constants["FOLLOWS"] else {}
 
 
 def merge_constants(
-    heads: int, value_dim: int, *, has_sinks: bool, is_indexed: bool, overlaps: bool = False
+    heads: int, value_dim: int, *, has_sinks: bool, is_indexed: bool
 ) -> dict[str, Any]:
     """Return the constants of `merge.merge_kernel`."""
     return {
@@ -228,7 +254,6 @@ def merge_constants(
         "PARTIALS": MERGE_PARTIALS,
         "HAS_SINKS": has_sinks,
         "IS_INDEXED": is_indexed,
-        "OVERLAPS": overlaps,
     }
 
 
@@ -290,17 +315,17 @@ def configurations() -> tuple[KernelConfiguration, ...]:
         )
         for large in (0, 64)
     ]
-    for tuning in (
-        DEFAULT_TUNING._replace(merges_in_attention=True),
-        DEFAULT_TUNING._replace(merges_in_attention=True, overlaps_launches=True),
-    ):
-        result += [
-            _attend(AttentionShape(bf16, 8, 4, dim, dim, 16), plain, large, tuning)
-            for dim in (64, 128)
-            for large in (0, 64, 128)
-        ]
+    tuning = DEFAULT_TUNING._replace(merges_in_attention=True)
+    result += [
+        _attend(AttentionShape(bf16, 8, 4, dim, dim, 16), plain, large, tuning)
+        for dim in (64, 128)
+        for large in (0, 64, 128)
+    ]
+    result += [
+        _attend(AttentionShape(bf16, 8, 4, 128, 128, 16), plain, large, is_mixed=True)
+        for large in (0, 64, 128)
+    ]
     result += [_merge(bf16, 32, dim) for dim in (64, 80, 128, 256)]
-    result += [_merge(bf16, 32, 128, overlaps=True)]
     result += [_store(bf16, 8, 128, 128), _store(bf16, 8, 192, 128), *_moves()]
     result += [_truncate(), _sample()]
     return tuple(result)
@@ -311,6 +336,8 @@ def _attend(
     variant: AttentionVariant,
     large: int,
     tuning: AttentionTuning = DEFAULT_TUNING,
+    *,
+    is_mixed: bool = False,
 ) -> KernelConfiguration:
     element = f"*{TYPE_NAMES[shape.dtype]}"
     pointers = {
@@ -330,27 +357,22 @@ def _attend(
     )
     name = (
         f"attend-{element[1:]}-group{shape.group}-{shape.dim}x{shape.value_dim}"
-        f"-page{shape.page}-rows{small_rows(shape.group)}+{large}{kind}"
-        f"{'-merges' if tuning.merges_in_attention else ''}"
-        f"{'-overlaps' if tuning.overlaps_launches else ''}"
+        f"-page{shape.page}-rows{large or small_rows(shape.group)}{kind}"
+        f"{'-merges' if tuning.merges_in_attention else ''}{'-overlaps' if is_mixed else ''}"
     )
+    constants = attention_constants(shape, variant, large, tuning, is_mixed=is_mixed)
     configuration = _configuration(
         name,
         attention.attend_kernel,
         {**pointers, "scale": "fp32", "cap": "fp32", **dict.fromkeys(names, "i32")},
-        attention_constants(shape, variant, large, tuning),
-        {
-            **attention_options(shape, large),
-            **launch_options(overlaps=tuning.overlaps_launches),
-        },
+        constants,
+        {**attention_options(shape, large), **launch_options(constants)},
         (*pointers, *names),
     )
     return replace(configuration, shape=shape)
 
 
-def _merge(
-    dtype: torch.dtype, heads: int, value_dim: int, *, overlaps: bool = False
-) -> KernelConfiguration:
+def _merge(dtype: torch.dtype, heads: int, value_dim: int) -> KernelConfiguration:
     pointers = {
         "out": f"*{TYPE_NAMES[dtype]}",
         "partials": "*fp32",
@@ -360,11 +382,11 @@ def _merge(
     }
     numbers = ("num_queries", "width", "out_stride", "out_head_stride")
     return _configuration(
-        f"merge-{TYPE_NAMES[dtype]}-{heads}x{value_dim}{'-overlaps' if overlaps else ''}",
+        f"merge-{TYPE_NAMES[dtype]}-{heads}x{value_dim}",
         merge.merge_kernel,
         {**pointers, **dict.fromkeys(numbers, "i32")},
-        merge_constants(heads, value_dim, has_sinks=False, is_indexed=False, overlaps=overlaps),
-        {"num_warps": 4, "num_stages": 2, **launch_options(overlaps=overlaps)},
+        merge_constants(heads, value_dim, has_sinks=False, is_indexed=False),
+        {"num_warps": 4, "num_stages": 2},
         (*pointers, "out_stride", "out_head_stride"),
     )
 

@@ -10,14 +10,12 @@ for any later contents of its tensors.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from .configuration import launch_options
 
 HEADS_PER_PROGRAM: Final = 8
 """Heads of a token per program of `rotate_store`."""
@@ -28,29 +26,16 @@ TILE_COLUMNS: Final = 1024
 class TritonElementwise:
     """The operations as Triton kernels; see `elementwise.ElementwiseOperations`."""
 
-    def __init__(self, *, overlaps_launches: bool = False) -> None:
-        """With `overlaps_launches`, a kernel is launched while the previous one ends."""
-        self._overlaps = overlaps_launches
-
-    def _launch(
-        self, kernel: Any, grid: tuple[Any, ...], args: tuple[Any, ...], meta: dict[str, Any]
-    ) -> None:
-        """Launch a kernel on its tensors' device."""
-        kernel[grid](
-            *args, **meta, OVERLAPS=self._overlaps, **launch_options(overlaps=self._overlaps)
-        )
-
     def add_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `elementwise.ElementwiseOperations`."""
         num_tokens, width = hidden.shape
         out = torch.empty_like(hidden)
         block = 1 << max(0, width - 1).bit_length()
         if num_tokens:
-            self._launch(
-                add_norm_kernel,
-                (num_tokens,),
-                (hidden, delta, weight, out, width, eps),
-                {"BLOCK": block, "num_warps": add_norm_warps(block)},
+            add_norm_kernel[(num_tokens,)](
+                *(hidden, delta, weight, out, width, eps),
+                BLOCK=block,
+                num_warps=add_norm_warps(block),
             )
         return out
 
@@ -71,25 +56,20 @@ class TritonElementwise:
         num_heads = mixed.shape[1] // dim - 2 * kv_heads
         query = mixed.new_empty(num_tokens, num_heads, dim)
         if num_tokens:
-            self._launch(
-                rotate_store_kernel,
-                (num_tokens, triton.cdiv(num_heads + 2 * kv_heads, HEADS_PER_PROGRAM)),
-                (
-                    *(mixed, positions, slots, *angles),
-                    # Not read without a norm.
-                    mixed if head_norm is None else head_norm,
-                    *(query, keys, values),
-                    *(keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), eps),
-                ),
-                {
-                    "NUM_HEADS": num_heads,
-                    "KV_HEADS": kv_heads,
-                    "HALF": dim // 2,
-                    "BLOCK": triton.next_power_of_2(dim // 2),
-                    "HEADS_PER_PROGRAM": HEADS_PER_PROGRAM,
-                    "HAS_NORM": head_norm is not None,
-                    "num_warps": 4,
-                },
+            grid = (num_tokens, triton.cdiv(num_heads + 2 * kv_heads, HEADS_PER_PROGRAM))
+            rotate_store_kernel[grid](
+                *(mixed, positions, slots, *angles),
+                # Not read without a norm.
+                mixed if head_norm is None else head_norm,
+                *(query, keys, values),
+                *(keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), eps),
+                NUM_HEADS=num_heads,
+                KV_HEADS=kv_heads,
+                HALF=dim // 2,
+                BLOCK=triton.next_power_of_2(dim // 2),
+                HEADS_PER_PROGRAM=HEADS_PER_PROGRAM,
+                HAS_NORM=head_norm is not None,
+                num_warps=4,
             )
         return query
 
@@ -99,12 +79,7 @@ class TritonElementwise:
         out = mixed.new_empty(num_tokens, width)
         if num_tokens:
             grid = (num_tokens, triton.cdiv(width, TILE_COLUMNS))
-            self._launch(
-                silu_mul_kernel,
-                grid,
-                (mixed, out, width),
-                {"TILE_COLUMNS": TILE_COLUMNS, "num_warps": 4},
-            )
+            silu_mul_kernel[grid](mixed, out, width, TILE_COLUMNS=TILE_COLUMNS, num_warps=4)
         return out
 
 
@@ -122,12 +97,8 @@ def add_norm_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
     """Add and norm one row [W] of `hidden` and `delta`; BLOCK is W rounded up to a power of 2."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
     inside = column < width
     place = tl.program_id(0).to(tl.int64) * width + column
@@ -164,7 +135,6 @@ def rotate_store_kernel(
     BLOCK: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
     """Rotate and store HEADS_PER_PROGRAM heads of one token.
 
@@ -189,11 +159,7 @@ def rotate_store_kernel(
         BLOCK: D / 2 rounded up to a power of 2.
         HEADS_PER_PROGRAM: Heads of a program; queries precede keys and values.
         HAS_NORM: Whether queries and keys are normed before the rotation.
-        OVERLAPS: Whether the launch may begin before the previous kernel has ended.
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     DIM: tl.constexpr = 2 * HALF
     ROTATED: tl.constexpr = NUM_HEADS + KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -277,12 +243,8 @@ def silu_mul_kernel(
     out: tl.tensor,
     width: tl.tensor,
     TILE_COLUMNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
     """Write `silu(gate) * up` for TILE_COLUMNS columns of one token; `width` is I."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = column < width
     token = tl.program_id(0).to(tl.int64)

@@ -37,6 +37,7 @@ from .configuration import (
     AttentionVariant,
     attention_constants,
     attention_options,
+    can_pack,
     large_rows,
     launch_options,
     merge_constants,
@@ -193,10 +194,7 @@ class TritonKernels:
     def __init__(self, tuning: AttentionTuning = DEFAULT_TUNING) -> None:
         """Start without tables; `tuning` differs only in benchmarks."""
         # The interpreter has no programmatic launch.
-        self._tuning = tuning._replace(
-            overlaps_launches=tuning.overlaps_launches and not INTERPRETED
-        )
-        self._launch_options = launch_options(overlaps=self._tuning.overlaps_launches)
+        self._tuning = tuning._replace(overlaps_sizes=tuning.overlaps_sizes and not INTERPRETED)
         self._tables: dict[tuple[torch.device, LayerGroup], _DeviceWorkTable] = {}
         self._addresses: dict[tuple[int, ...], Tensor] = {}
 
@@ -244,33 +242,26 @@ class TritonKernels:
         buffers = device_table.current
         shape = _shape(query, key_cache, value_cache)
         variant = AttentionVariant(window is not None, softcap is not None, sinks is not None)
-        large = device_table.work.large
+        work = device_table.work
         # The kernel needs an address; it is not read without sinks.
         sinks = buffers.lse if sinks is None else sinks.to(torch.float32).contiguous()
-        _ATTEND[(device_table.work.programs,)](
-            out,
-            buffers.partials,
-            buffers.lse,
-            query,
-            key_cache,
-            value_cache,
-            buffers.table,
-            buffers.counters,
-            sinks,
-            scale * LOG2_E if softcap is None else scale * 2 * LOG2_E / softcap,
-            0.0 if softcap is None else softcap * LOG2_E,
-            out.stride(0),
-            out.stride(1),
-            query.stride(0),
-            query.stride(1),
-            key_cache.stride(1),
-            key_cache.stride(2),
-            value_cache.stride(1),
-            value_cache.stride(2),
-            **attention_constants(shape, variant, large, self._tuning),
-            **attention_options(shape, large),
-            **self._launch_options,
-        )
+        sizes = (work.large, 0) if work.large else (0,)
+        for large in sizes:
+            constants = attention_constants(
+                shape, variant, large, self._tuning, is_mixed=work.large > 0
+            )
+            _ATTEND[(work.num_programs(large),)](
+                *(out, buffers.partials, buffers.lse, query, key_cache, value_cache),
+                *(buffers.table, buffers.counters, sinks),
+                scale * LOG2_E if softcap is None else scale * 2 * LOG2_E / softcap,
+                0.0 if softcap is None else softcap * LOG2_E,
+                *(out.stride(0), out.stride(1), query.stride(0), query.stride(1)),
+                *(key_cache.stride(1), key_cache.stride(2)),
+                *(value_cache.stride(1), value_cache.stride(2)),
+                **constants,
+                **attention_options(shape, large),
+                **launch_options(constants),
+            )
         if device_table.work.is_merged:
             _MERGE[(device_table.work.layers.processors * MERGE_PROGRAMS,)](
                 out,
@@ -287,10 +278,8 @@ class TritonKernels:
                     value_dim,
                     has_sinks=variant.has_sinks,
                     is_indexed=False,
-                    overlaps=self._tuning.overlaps_launches,
                 ),
                 num_warps=4,
-                **self._launch_options,
             )
         return out
 
@@ -415,6 +404,7 @@ class TritonKernels:
             ),
             max_items_per_program=self._tuning.max_items_per_program,
             merges_in_attention=self._tuning.merges_in_attention,
+            packs=self._tuning.packs and can_pack(shape),
         )
         device_table = self._tables.get((query.device, layers))
         if device_table is None:

@@ -36,7 +36,6 @@ def merge_kernel(
     PARTIALS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_INDEXED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
     LOG2_E: tl.constexpr = 1.4426950408889634,
 ) -> None:
     """Merge the queries of a table.
@@ -59,12 +58,8 @@ def merge_kernel(
         PARTIALS: Partials that are read at once.
         HAS_SINKS: Whether heads have sinks.
         IS_INDEXED: Whether slots are listed one by one.
-        OVERLAPS: Whether the launch may begin before the previous kernel has ended.
         LOG2_E: log2(e).
     """
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     tiles: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     num_units = num_queries * tiles if IS_INDEXED else _num_merges(table) * tiles
     dims = tl.arange(0, VALUE_PAD)

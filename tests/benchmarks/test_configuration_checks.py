@@ -47,13 +47,13 @@ def test_rows_reach_the_tile_size(
         )
     )
     work.update(configuration_checks.rows_for(configuration, shape).plan)
-    assert work.large == configuration.constants["LARGE"]
+    assert work.large == configuration_checks.large_rows_of(configuration)
 
 
 @pytest.fixture
 def one_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check few configurations, with one KV head: the interpreter is slow."""
-    selected = ("group4-64x64-page16-rows16+64", "group7-128x128-page16-rows16+0", "64-window")
+    selected = ("group4-64x64-page16-rows64", "group7-128x128-page16-rows16", "64-window")
     chosen = [
         (each, shape._replace(kv_heads=1))
         for each, shape in CONFIGURATIONS

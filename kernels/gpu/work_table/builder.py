@@ -12,8 +12,13 @@ The table is int32 words: `TableHeader`, then items of `ITEM_SIZE` words (`ItemF
 entries, partials of each query and pages. An entry is one query of one range: the query's index,
 and the slot of its first partial; chunk c of the range writes to that slot plus c. The partials of
 a query are neighbours, so a merge is three words: query, first slot, number of partials. A query
-with a single partial has no slot. Offsets are in the header: one copy of the words brings a step to
-the device, and the launch does not depend on their values, as CUDA graphs require.
+with a single partial has no slot. Large items precede small ones.
+
+Short private ranges of rows that decode are packed: one item reads the pages of several rows, and
+has a word for each page, which names the row and the number of tokens (`ItemField.OWNERS`).
+
+Offsets are in the header: one copy of the words brings a step to the device, and the launch does
+not depend on their values, as CUDA graphs require.
 
 While all rows decode, only the last item of each row grows, and there is room for
 `SPARE_BLOCKS` more pages of each row. For any other change the table is rebuilt.
@@ -48,16 +53,22 @@ from .partition import (
     duration,
     list_ranges,
     longest_first,
+    pack_ranges,
+    select,
 )
 from .table import (
     HEADER_SIZE,
     ITEM_SIZE,
+    OWNER,
     QUERY_PARTIALS_SIZE,
+    SPARE_BLOCKS,
     ItemField,
+    PackedRows,
     RowTails,
     TableHeader,
     Words,
     WorkTable,
+    ranges,
 )
 
 NO_PARTIALS: Final = np.zeros((0, QUERY_PARTIALS_SIZE), dtype=np.int64)
@@ -79,10 +90,13 @@ class LayerGroup(NamedTuple):
     processors: int
     """Multiprocessors of the device."""
     programs: tuple[int, int, int]
-    """Programs that a processor runs at once, with large items of 0, 64 and 128 rows."""
+    """Programs that a processor runs at once: of small items, and of large ones of 64 and 128
+    rows."""
     max_items_per_program: int = 4
     merges_in_attention: bool = False
     """Whether the attention kernel merges partials, and reads where those of a query are."""
+    packs: bool = False
+    """Whether the kernel reads packed items."""
 
 
 class WorkTableBuilder:
@@ -94,8 +108,6 @@ class WorkTableBuilder:
         """The table of the current step."""
         self.large = 0
         """Rows of the large items in the table; 0 if all items are small."""
-        self.programs = 0
-        """Number of programs that share the work."""
         self.num_partials = 0
         """Number of slots that the partials of this step use."""
         self.num_merges = 0
@@ -130,13 +142,28 @@ class WorkTableBuilder:
             return False
         return self.num_merges > 0 or self.layers.window is not None
 
+    def num_programs(self, large: int) -> int:
+        """Return the programs that share the large items of `large` rows, or (0) the small ones."""
+        return self.layers.processors * self.layers.programs[large // 64]
+
     def _large_rows(self, most: int) -> int:
         """Return the rows of large items if a range has at most `most` rows."""
         layers = self.layers
         # A large tile costs the same for any number of used rows, so it is kept small.
         return min(layers.large, 64 if most <= 64 else 128) if most > layers.small else 0
 
-    def _target(self, tiles: QueryTiles) -> float:
+    def _lengths(self, tiles: QueryTiles) -> Integers:
+        """Return the chunk length of each tile; items of each size have their own programs."""
+        lengths = np.zeros(len(tiles.first), dtype=np.int64)
+        for large in {0, self.large}:
+            chosen = tiles.is_large == (large > 0)
+            if chosen.any():
+                of_size = select(tiles, chosen)
+                target = self._target(of_size, self.num_programs(large))
+                lengths[chosen] = chunk_lengths(of_size, target)
+        return lengths
+
+    def _target(self, tiles: QueryTiles, programs: int) -> float:
         """Return the cost of an item for which the programs should finish first.
 
         Many short items balance the programs, few long ones start less often and fill whole
@@ -145,36 +172,45 @@ class WorkTableBuilder:
         layers = self.layers
         cost = float(((tiles.end - tiles.begin + ITEM_OVERHEAD_TOKENS) * tiles.cost).sum())
         most = layers.max_items_per_program
-        targets = [cost * layers.kv_heads / (self.programs * count) for count in range(most, 0, -1)]
-        if len(tiles.first) * layers.kv_heads > FEW_ROUNDS * self.programs:
+        targets = [cost * layers.kv_heads / (programs * count) for count in range(most, 0, -1)]
+        if len(tiles.first) * layers.kv_heads > FEW_ROUNDS * programs:
             return targets[0]
-        return min(targets, key=lambda target: self._duration(tiles, target))
+        return min(targets, key=lambda target: self._duration(tiles, target, programs))
 
-    def _duration(self, tiles: QueryTiles, target: float) -> float:
+    def _duration(self, tiles: QueryTiles, target: float, programs: int) -> float:
         """Return the estimated time of the step for a target cost of an item."""
         tokens = tiles.end - tiles.begin
         length = chunk_lengths(tiles, target)
         chunks = -(-tokens // length)
         cost = np.repeat((np.minimum(length, tokens) + ITEM_OVERHEAD_TOKENS) * tiles.cost, chunks)
-        at_once = max(1, self.programs // self.layers.kv_heads)
+        at_once = max(1, programs // self.layers.kv_heads)
         return duration(cost[longest_first(cost)], at_once)
+
+    def _packed(self, kv_ranges: KVRanges, plan: Plan) -> KVRanges:
+        """Pack short private ranges as far as their items exceed the programs of a launch."""
+        layers = self.layers
+        units = plan.num_rows * layers.kv_heads
+        max_rows = min(layers.small // layers.group, -(-units // self.num_programs(0)))
+        if not layers.packs or layers.window is not None or max_rows < 2:
+            return kv_ranges
+        return pack_ranges(kv_ranges, plan, max_rows)
 
     def _build(self, plan: Plan) -> WorkTable:
         layers = self.layers
-        kv_ranges = list_ranges(plan, layers.window)
+        kv_ranges = self._packed(list_ranges(plan, layers.window), plan)
         num_queries = kv_ranges.num_queries
         self.large = self._large_rows(int(num_queries.max()) * layers.group)
-        self.programs = layers.processors * layers.programs[self.large // 64]
         is_large = (num_queries * layers.group > layers.small) & (self.large > 0)
         rows = np.where(is_large, max(self.large, layers.small), layers.small)
         tiles = cut_queries(kv_ranges, is_large, rows // layers.group, self.large)
-        lengths = chunk_lengths(tiles, self._target(tiles))
-        items, chunks = cut_ranges(kv_ranges, tiles, lengths, plan.block_size)
+        items, chunks = cut_ranges(kv_ranges, tiles, self._lengths(tiles), plan.block_size)
         slots, merges = assign_partial_slots(kv_ranges, tiles, chunks, plan.num_queries)
         is_merged = slots[items[:, ItemField.ENTRY]] >= 0
         items[:, ItemField.CHUNK] = np.where(is_merged, items[:, ItemField.CHUNK], -1)
         factor: Reals = np.where(items[:, ItemField.IS_LARGE], tiles.large_cost, 1.0)
         cost: Reals = factor * (items[:, ItemField.NUM_KV] + ITEM_OVERHEAD_TOKENS)
+        # Large items precede small ones.
+        cost += np.where(items[:, ItemField.IS_LARGE], cost.max(), 0.0)
         items = items[longest_first(cost)]
         partials = _query_partials(plan, merges) if layers.merges_in_attention else NO_PARTIALS
         return _write_table(plan, kv_ranges, items, merges, slots, partials)
@@ -206,7 +242,9 @@ def _write_table(
         partials: [T, QUERY_PARTIALS_SIZE], or empty if attention does not merge.
     """
     queries, pages = kv_ranges.queries, kv_ranges.pages
-    sections: tuple[NDArray[Any], ...] = (items, merges, queries, slots, partials, pages)
+    range_of = np.searchsorted(kv_ranges.entry, items[:, ItemField.ENTRY], side="right") - 1
+    owners, packs = _page_owners(plan, kv_ranges, items, range_of)
+    sections: tuple[NDArray[Any], ...] = (items, merges, queries, slots, partials, pages, owners)
     offsets = np.cumsum([HEADER_SIZE, *(section.size for section in sections)]).tolist()
     words = np.zeros(offsets[-1], dtype=np.int32)
     for section, (begin, end) in zip(sections, pairwise(offsets), strict=True):
@@ -215,33 +253,75 @@ def _write_table(
     words[TableHeader.NUM_MERGES], words[TableHeader.MERGES] = len(merges), offsets[1]
     words[TableHeader.ENTRY_QUERIES], words[TableHeader.ENTRY_SLOTS] = offsets[2], offsets[3]
     words[TableHeader.QUERY_PARTIALS], words[TableHeader.PAGES] = offsets[4], offsets[5]
-    range_of = np.searchsorted(kv_ranges.entry, items[:, ItemField.ENTRY], side="right") - 1
-    row_of = range_of - kv_ranges.num_shared
+    words[TableHeader.NUM_LARGE] = int(items[:, ItemField.IS_LARGE].sum())
+    words[TableHeader.PAGE_OWNERS] = offsets[6]
+    row_of = np.where(kv_ranges.num_packed > 0, -1, kv_ranges.row)[range_of]
     return WorkTable(
         words=words,
         items=words[offsets[0] : offsets[1]].reshape(-1, ITEM_SIZE),
-        pages=words[offsets[5] :],
+        pages=words[offsets[5] : offsets[6]],
+        owners=words[offsets[6] :],
         num_merges=len(merges),
         num_partials=int(merges[:, 2].sum()),
         tails=_row_tails(plan, kv_ranges, items, row_of),
+        packs=packs,
         floor=items[:, ItemField.FLOOR],
         row_of=np.maximum(row_of, 0),
     )
 
 
+def _page_owners(
+    plan: Plan, kv_ranges: KVRanges, items: Integers, range_of: Integers
+) -> tuple[Integers, PackedRows]:
+    """Return the words of the pages of packed items, and where their rows end.
+
+    The items are changed: `OWNERS` of packed ones.
+    """
+    packed = np.flatnonzero(kv_ranges.num_packed[range_of])
+    leaders, sizes = (values[range_of[packed]] for values in (kv_ranges.row, kv_ranges.num_packed))
+    rows = ranges(leaders, sizes)
+    place = ranges(np.zeros_like(sizes), sizes)
+    item = np.repeat(packed, sizes)
+    used = items[packed, ItemField.NUM_KV] // plan.block_size
+    capacity = used + sizes * SPARE_BLOCKS
+    first = np.cumsum(capacity) - capacity
+    items[packed, ItemField.OWNERS] = first
+    num_kv = plan.kv_len[rows] - plan.tree.private_start_block[rows] * plan.block_size
+    num_pages = -(-num_kv // plan.block_size)
+    # The pages of the rows of an item follow each other.
+    before = np.cumsum(num_pages) - num_pages
+    start = np.repeat(first, sizes) + before - np.repeat(before[np.cumsum(sizes) - sizes], sizes)
+    owners = np.zeros(int(capacity.sum()), dtype=np.int64)
+    owners[ranges(start, num_pages)] = np.repeat(place * OWNER + plan.block_size, num_pages)
+    last = start + num_pages - 1
+    owners[last] = place * OWNER + num_kv - (num_pages - 1) * plan.block_size
+    page = items[item, ItemField.PAGE]
+    return owners, PackedRows(
+        rows=rows,
+        place=place,
+        item=item,
+        last=last,
+        page_shift=page - np.repeat(first, sizes),
+        blocks=-(-plan.kv_len[rows] // plan.block_size),
+        used=dict(zip(packed.tolist(), (first + used).tolist(), strict=True)),
+        end=dict(zip(packed.tolist(), (first + capacity).tolist(), strict=True)),
+    )
+
+
 def _row_tails(plan: Plan, kv_ranges: KVRanges, items: Integers, row_of: Integers) -> RowTails:
-    """Return the end of each row's private range; `row_of` is negative for shared ranges."""
+    """Return where private ranges end; `row_of` is negative for shared and packed ranges."""
     # The chunks of a row are in any order: the last one is the one that begins last.
     private = np.flatnonzero(row_of >= 0)
     offset, page = items[private, ItemField.OFFSET], items[private, ItemField.PAGE]
     private = private[np.lexsort((offset, page, row_of[private]))]
-    ends = np.searchsorted(row_of[private], np.arange(plan.num_rows), side="right")
-    last = private[ends - 1]
-    num_shared = kv_ranges.num_shared
+    of_row = np.flatnonzero((kv_ranges.row >= 0) & (kv_ranges.num_packed == 0))
+    rows = kv_ranges.row[of_row]
+    last = private[np.searchsorted(row_of[private], rows, side="right") - 1]
     return RowTails(
+        rows=rows,
         kv_len=plan.kv_len,
         blocks=-(-plan.kv_len // plan.block_size),
         last_item=last,
         num_kv=items[last, ItemField.NUM_KV],
-        page=kv_ranges.page[num_shared:] - kv_ranges.begin[num_shared:],
+        page=kv_ranges.page[of_row] - kv_ranges.begin[of_row],
     )

@@ -35,6 +35,9 @@ class TableHeader(IntEnum):
     NUM_MERGES = 5
     MERGES = 6
     QUERY_PARTIALS = 7
+    NUM_LARGE = 8
+    """Items with many rows; they precede the others."""
+    PAGE_OWNERS = 9
 
 
 HEADER_SIZE: Final = 16
@@ -58,31 +61,65 @@ class ItemField(IntEnum):
     FLOOR = 7
     """Under a window, query j of the item sees the keys from FLOOR + j on."""
     IS_LARGE = 8
+    OWNERS = 9
+    """First word of the pages of a packed item, as an index into the page owners; otherwise -1.
+    The word of a page is the index of the query that sees it, times `OWNER`, plus its tokens."""
 
 
 ITEM_SIZE: Final = 16
 MERGE_SIZE: Final = 3
 QUERY_PARTIALS_SIZE: Final = 2
 TICKET_WORDS: Final = 16
-"""Words of the counters before those of the queries; the first one counts tickets."""
+"""Words of the counters before those of the queries; the first two count the tickets of small and
+of large items."""
+OWNER: Final = 2**16
 NO_LIMIT: Final = 2**30
 SPARE_BLOCKS: Final = 4
 """Blocks that a row may start before the table is rebuilt."""
 
 
 class RowTails(NamedTuple):
-    """The end of each row's private range when the table was built, [R] each."""
+    """The end of each row's own range when the table was built.
 
+    Shapes: R rows - N rows whose range is not packed.
+    """
+
+    rows: Integers
+    """The rows that are not packed, [N]."""
     kv_len: Integers
-    """Tokens of the row."""
+    """Tokens of each row, [R]."""
     blocks: Integers
-    """Blocks of the row."""
+    """Blocks of each row, [R]."""
     last_item: Integers
-    """The item that reads the row's last token."""
+    """The item that reads the row's last token, [N]."""
     num_kv: Integers
-    """Tokens that this item reads."""
+    """Tokens that this item reads, [N]."""
     page: Integers
-    """Index of the row's block 0 in the table's pages, as if all its blocks were there."""
+    """Index of the row's block 0 in the table's pages, as if all its blocks were there, [N]."""
+
+
+class PackedRows(NamedTuple):
+    """The rows of packed items. The arrays and dictionaries change with the table.
+
+    Shapes: N rows of packed items.
+    """
+
+    rows: Integers
+    """[N]."""
+    place: Integers
+    """Index of the row's query in its item, [N]."""
+    item: Integers
+    """[N]."""
+    last: Integers
+    """Index of the word of the row's last page, [N]."""
+    page_shift: Integers
+    """Index of a page less that of its word, [N]."""
+    blocks: Integers
+    """Blocks of the row, [N]."""
+    used: dict[int, int]
+    """Index after the words of used pages, by item."""
+    end: dict[int, int]
+    """Index after the words of all pages, by item."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,11 +131,14 @@ class WorkTable:
     """View of the words, [I, ITEM_SIZE]."""
     pages: Words
     """View of the words, [P]."""
+    owners: Words
+    """View of the words: a word of each page of the packed items."""
     num_merges: int
     """Number of queries with several partials."""
     num_partials: int
     """Number of slots for partials."""
     tails: RowTails
+    packs: PackedRows
     floor: Integers
     """Under a window, the FLOOR of each item when the table was built, [I]."""
     row_of: Integers
@@ -111,15 +151,36 @@ class WorkTable:
         blocks = -(-plan.kv_len // plan.block_size)
         if (blocks > tails.blocks + SPARE_BLOCKS).any():
             return False
-        self.items[tails.last_item, ItemField.NUM_KV] = tails.num_kv + added
+        if len(self.packs.rows) and not self._extend_packs(plan):
+            return False
+        self.items[tails.last_item, ItemField.NUM_KV] = tails.num_kv + added[tails.rows]
         if has_window:
             self.items[:, ItemField.FLOOR] = self.floor + added[self.row_of]
-        new_blocks = blocks - tails.blocks
-        rows = np.flatnonzero(new_blocks)
-        if len(rows):
-            index = ranges(tails.blocks[rows], new_blocks[rows])
-            owner = np.repeat(rows, new_blocks[rows])
-            self.pages[tails.page[owner] + index] = plan.tables[owner, index]
+        new_blocks = (blocks - tails.blocks)[tails.rows]
+        grown = np.flatnonzero(new_blocks)
+        if len(grown):
+            index = ranges(tails.blocks[tails.rows[grown]], new_blocks[grown])
+            owner = np.repeat(grown, new_blocks[grown])
+            self.pages[tails.page[owner] + index] = plan.tables[tails.rows[owner], index]
+        return True
+
+    def _extend_packs(self, plan: Plan) -> bool:
+        """Extend the rows of packed items; return False if an item has no page left."""
+        packs = self.packs
+        blocks = -(-plan.kv_len[packs.rows] // plan.block_size)
+        for index in np.flatnonzero(blocks > packs.blocks).tolist():
+            row, item, place = (int(each[index]) for each in (packs.rows, packs.item, packs.place))
+            for block in range(int(packs.blocks[index]), int(blocks[index])):
+                word = packs.used[item]
+                if word == packs.end[item]:
+                    return False
+                self.owners[packs.last[index]] = place * OWNER + plan.block_size
+                self.pages[word + packs.page_shift[index]] = plan.tables[row, block]
+                packs.last[index], packs.used[item] = word, word + 1
+                self.items[item, ItemField.NUM_KV] += plan.block_size
+        packs.blocks[:] = blocks
+        tokens = plan.kv_len[packs.rows] - (blocks - 1) * plan.block_size
+        self.owners[packs.last] = packs.place * OWNER + tokens
         return True
 
 

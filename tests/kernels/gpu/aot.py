@@ -188,7 +188,7 @@ def compile_kernel(configuration: KernelConfiguration) -> tuple[dict[str, Any], 
     assert match is not None, "cuobjdump prints the registers"
     fields: dict[str, Any] = {
         "name": configuration.name,
-        "rows": max(configuration.constants.get(name, 0) for name in ("SMALL", "LARGE")),
+        "rows": configuration.constants.get("ROWS", 0),
         "widest": max(configuration.constants.get(name, 0) for name in ("DIM", "VALUE_DIM")),
         "is_16_bit": configuration.signature.get("query") in ("*bf16", "*fp16"),
         "tile_bytes": _tile_bytes(configuration),
@@ -260,7 +260,7 @@ def _tile_bytes(configuration: KernelConfiguration) -> int:
     constants, types = configuration.constants, configuration.signature
     kernel = configuration.name.partition("-")[0]
     if kernel == "attend":
-        elements = constants["SMALL_TILE"] * (constants["DIM"] + constants["VALUE_DIM"])
+        elements = constants["TILE"] * (constants["DIM"] + constants["VALUE_DIM"])
         return int(elements * ELEMENT_BYTES[types["keys"]])
     if kernel == "merge":
         elements = constants["PARTIALS"] * constants["HEAD_TILE"] * constants["VALUE_DIM"]
