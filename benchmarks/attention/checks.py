@@ -57,10 +57,12 @@ class CheckedVariant(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     with_sinks: bool = False
+    num_requests: int = 18
 
 
 VARIANTS: Final = (
     CheckedVariant("decode"),
+    CheckedVariant("many short rows", num_requests=216),
     CheckedVariant("decode, fp16", dtype=torch.float16),
     CheckedVariant("decode, fp32", dtype=torch.float32),
     CheckedVariant("blocks of 64", block_size=64),
@@ -104,7 +106,7 @@ def variant_error(
     variant: CheckedVariant, operations: ops.AttentionOperations, device: torch.device
 ) -> float:
     """Return the relative error on a tree of three levels with odd lengths."""
-    row = BenchmarkRow(variant.name, "tree", (1, 3, 18), (256, 64, 150))
+    row = BenchmarkRow(variant.name, "tree", (1, 3, variant.num_requests), (256, 64, 150))
     generator = torch.Generator().manual_seed(1)
     shorter = torch.randint(128, (row.num_requests,), generator=generator).tolist()
     tables = lay_out(row, variant.block_size)

@@ -63,7 +63,7 @@ flashinfer() {
 triton() {
   # A rehearsal on a fake device compiles what the stages launch, by the machine's own Triton.
   local cache="$WORK/triton" here="$WORK/here"
-  rm -rf "$cache" "$here"
+  rm -rf "$cache" "$here" .gpu/triton.tar.xz  # the last one would be unpacked and used
   CONURE_GPU="$here" TRITON_CACHE_DIR="$cache" \
     "$STACK" benchmarks/first_gpu.py smoke micro decode grid ours sweep \
     --rehearse --compile --limit-s 1800 --rounds 1 --out "$WORK/rehearsal"

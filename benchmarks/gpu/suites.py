@@ -68,7 +68,7 @@ def _start(
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
+        env={**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,6 @@
 """Which constants the kernels should have: rows under several, timed in turn.
 
-The constants are those of `AttentionTuning`. Every result is checked. A last row compares the
-operations between products with and without overlapping launches. The notes name what was faster.
+The constants are those of `AttentionTuning`. Every result is checked. The notes name the fastest.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
-from torch.nn import functional
 
 from attention import case, checks, clock, contenders, rows
 from conure.kernels import ops
 from conure.kernels.gpu.configuration import DEFAULT_TUNING, AttentionTuning
-from conure.kernels.gpu.elementwise import TritonElementwise
 from conure.kernels.gpu.launcher import TritonKernels
 
 from . import grid
@@ -35,13 +32,9 @@ TUNINGS: Final[dict[str, AttentionTuning]] = {
     "2 items": DEFAULT_TUNING._replace(max_items_per_program=2),
     "8 items": DEFAULT_TUNING._replace(max_items_per_program=8),
     "merging in attention": DEFAULT_TUNING._replace(merges_in_attention=True),
-    "overlapping launches": DEFAULT_TUNING._replace(overlaps_launches=True),
-    "merging and overlapping": DEFAULT_TUNING._replace(
-        merges_in_attention=True, overlaps_launches=True
-    ),
+    "no packing": DEFAULT_TUNING._replace(packs=False),
+    "sizes in turn": DEFAULT_TUNING._replace(overlaps_sizes=False),
 }
-OPERATIONS: Final = "operations of a layer"
-"""Name of the row that compares launches between products."""
 WANTED: Final = (
     *("3 B32 P1024", "6 B64 P2048", "7 B64 P8192", "8 B64 P32768", "9 B128 P4096"),
     *("10 B128", "12 B256", "1,8,64", "1,16,256", "1,2,8,32,128", "PAT 3", "PAT 14"),
@@ -55,9 +48,8 @@ def run(record: StageRecord, device: torch.device, *, is_tiny: bool, rounds: int
     tunings = {
         name: tuning
         for name, tuning in TUNINGS.items()
-        if not is_tiny or name in ("default", "large stages 3", "merging and overlapping")
+        if not is_tiny or name in ("default", "large stages 3", "merging in attention")
     }
-    record.measure(OPERATIONS, lambda: _operation_times(device, rounds, is_tiny=is_tiny))
     rates = clock.measure_rates(device, torch.bfloat16)
     for row in _rows(is_tiny=is_tiny):
         record.measure(
@@ -72,45 +64,13 @@ def run(record: StageRecord, device: torch.device, *, is_tiny: bool, rounds: int
     if factors:
         name = min(factors, key=lambda each: factors[each])
         record.note(f"fastest constants: {name}, {factors[name]:.3f} of the default's time")
-    for figures in record.rows:
-        if figures["name"] == OPERATIONS:
-            name = min(("default", "overlapping launches"), key=lambda each: figures[each])
-            record.note(f"fastest launches of operations: {name}")
-
-
-def _operation_times(device: torch.device, rounds: int, *, is_tiny: bool) -> Figures:
-    """Return the microseconds of a layer's operations, each after a product that feeds it."""
-    num_tokens, width, inner, layers = (4, 256, 512, 2) if is_tiny else (64, 4096, 14_336, 32)
-    hidden, delta = torch.randn(2, num_tokens, width, device=device, dtype=torch.bfloat16)
-    weight = torch.ones(width, device=device, dtype=torch.bfloat16)
-    up = torch.randn(2 * inner, width, device=device, dtype=torch.bfloat16) / width
-    down = torch.randn(width, inner, device=device, dtype=torch.bfloat16) / inner
-
-    def chain(operations: TritonElementwise) -> Callable[[], object]:
-        def run() -> None:
-            for _ in range(layers):
-                normed = operations.add_norm(hidden, delta, weight, 1e-6)
-                functional.linear(operations.silu_mul(functional.linear(normed, up)), down)
-
-        return run
-
-    passes = {
-        "default": chain(TritonElementwise()),
-        "overlapping launches": chain(TritonElementwise(overlaps_launches=True)),
-    }
-    timings = clock.take_turns(passes, device, layers=layers, rounds=rounds)
-    return {name: timing.median_s * 1e6 for name, timing in timings.items()}
 
 
 def best(measured: Sequence[Figures]) -> dict[str, float]:
     """Return the geometric mean of each choice's time divided by the default's."""
     means = {}
     for name in TUNINGS:
-        ratios = [
-            row[name] / row["default"]
-            for row in measured
-            if row.get(name) and row["name"] != OPERATIONS
-        ]
+        ratios = [row[name] / row["default"] for row in measured if row.get(name)]
         if ratios:
             means[name] = float(torch.tensor(ratios, device="cpu").log().mean().exp())
     return means

@@ -23,6 +23,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    # All tokens are greedy; the sampler of FlashInfer would be compiled.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 

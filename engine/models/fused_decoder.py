@@ -36,6 +36,8 @@ from .probe import LayerKVSpec
 
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear]
 """Packs a bfloat16 weight and its bias for a faster product than that of torch."""
+Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Returns the product of inputs with an unpacked weight and its bias, as `functional.linear`."""
 MakeNativeDecoder: TypeAlias = Callable[..., NativeDecoder]
 """`NativeDecoder` for one library; see its arguments."""
 FAMILIES: Final = frozenset(
@@ -59,6 +61,7 @@ class Projection:
         self,
         *modules: nn.Linear,
         pack: Pack | None = None,
+        multiply: Multiply = functional.linear,
         is_recorded: bool = False,
         is_shared: bool = False,
     ) -> None:
@@ -67,10 +70,12 @@ class Projection:
         Args:
             modules: The linear modules.
             pack: Packs weights for the C++ kernels.
+            multiply: Multiplies with weights in torch's layout.
             is_recorded: Launches are recorded, so weights stay in torch's layout.
             is_shared: Other modules keep using the weights.
         """
         self._modules = modules
+        self._multiply = multiply
         self._is_shared = is_shared
         self._sizes = [len(module.weight) for module in modules]
         weight = modules[0].weight.data
@@ -97,7 +102,7 @@ class Projection:
             library = torch.ops.mkldnn
             out: Tensor = library._linear_pointwise(inputs, weight, self._bias, "none", [], "")
             return out
-        return functional.linear(inputs, weight, self._bias)
+        return self._multiply(inputs, weight, self._bias)
 
     @property
     def packed(self) -> PackedLinear | None:
@@ -147,6 +152,7 @@ class FusedDecoder:
         operations: ElementwiseOperations,
         pack: Pack | None = None,
         *,
+        multiply: Multiply = functional.linear,
         is_recorded: bool = False,
     ) -> None:
         """Fuse and lay out the weights.
@@ -155,7 +161,8 @@ class FusedDecoder:
             model: A supported model. It may be unable to run by itself until `restore`.
             num_positions: Number of positions that are ever used.
             operations: The operations between matrix products.
-            pack: Packs weights; None leaves products to torch.
+            pack: Packs weights; None leaves them in torch's layout.
+            multiply: Multiplies with weights in torch's layout.
             is_recorded: Launches are recorded, so weights stay in torch's layout.
         """
         config, decoder = model.config, model.model
@@ -167,7 +174,7 @@ class FusedDecoder:
         with torch.no_grad():
             cos, sin = rope_tables(decoder, num_positions)
             self._angles = cos.flatten(1), sin.flatten(1)
-            project = partial(Projection, pack=pack, is_recorded=is_recorded)
+            project = partial(Projection, pack=pack, multiply=multiply, is_recorded=is_recorded)
             self._layers = [_layer(layer, project) for layer in decoder.layers]
             is_shared = model.lm_head.weight is decoder.embed_tokens.weight
             self._output = project(model.lm_head, is_shared=is_shared)

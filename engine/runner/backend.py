@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from conure.kernels import elementwise, ops, sampling
 from conure.kernels.cpu import library
@@ -25,7 +26,7 @@ from conure.kernels.cpu.linear import PackedLinear
 from conure.kernels.cpu.planner import NativePlanner
 from conure.kernels.planning.planner import Planner
 
-from ..models.fused_decoder import MakeNativeDecoder, Pack
+from ..models.fused_decoder import MakeNativeDecoder, Multiply, Pack
 from ..protocol import EngineError
 from .cuda_graphs import CudaGraphs, Record
 
@@ -53,6 +54,8 @@ class Backend:
     """Samples the tokens of random rows."""
     pack: Pack | None = None
     """Packs weights for products that are faster than torch's; None where there are none."""
+    multiply: Multiply = functional.linear
+    """Multiplies with weights in torch's layout."""
     make_decoder: MakeNativeDecoder | None = None
     """Runs all layers with packed weights in one call; None where there is no such call."""
     make_planner: Callable[..., Planner] = Planner
@@ -98,6 +101,7 @@ def create_backend(
         ops.implementation("triton"),
         fused=elementwise.implementation("triton"),
         sampling=sampling.implementation("triton"),
+        multiply=_multiply_on_gpu(),
         make_planner=_planner_of_accelerator(),
         record=CudaGraphs(device),
         copy_to_host=_copy_to_host,
@@ -128,6 +132,13 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
     return Backend(
         device, ops.implementation("reference"), fused=elementwise.implementation("reference")
     )
+
+
+def _multiply_on_gpu() -> Multiply:
+    # Imported on demand: a machine without a GPU does not need triton.
+    from conure.kernels.gpu.linear import linear
+
+    return linear
 
 
 def _planner_of_accelerator() -> Callable[..., Planner]:

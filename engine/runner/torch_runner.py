@@ -460,6 +460,7 @@ class TorchModelRunner(Runner):
             self.limits.context_len,
             self._backend.fused,
             self._backend.pack,
+            multiply=self._backend.multiply,
             is_recorded=self._backend.record is not None,
         )
         if self._backend.make_decoder is not None:

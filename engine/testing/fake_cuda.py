@@ -357,9 +357,9 @@ def _triton_type(dtype: torch.dtype) -> Any:
 
 def _replace_kernels(stack: contextlib.ExitStack, device: FakeCuda) -> None:
     """Replace every kernel in the modules that launch them."""
-    from conure.kernels.gpu import elementwise, launcher, sampling
+    from conure.kernels.gpu import elementwise, launcher, linear, sampling
 
-    for module in (launcher, elementwise, sampling):
+    for module in (launcher, elementwise, linear, sampling):
         for name, value in [*vars(module).items()]:
             # Other functions are called by kernels, which must find them as they are.
             if hasattr(value, "fn") and value.fn.__name__.endswith("_kernel"):

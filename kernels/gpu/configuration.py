@@ -32,7 +32,7 @@ TYPE_NAMES: Final = {
 }
 SMALL_ROWS: Final = 16
 MERGE_HEADS: Final = 4
-MERGE_PARTIALS: Final = 4
+MERGE_PARTIALS: Final = 8
 MOVE_TILE: Final = 1024
 
 
@@ -441,7 +441,7 @@ def _truncate() -> KernelConfiguration:
         sampling.truncate_kernel,
         {**pointers, "vocabulary": "i32", "stride": "i32"},
         {"TILE": sampling.TRUNCATE_TILE},
-        {"num_warps": 8, "num_stages": 3},
+        {"num_warps": sampling.TRUNCATE_WARPS, "num_stages": 3},
         (*pointers, "stride"),
     )
 

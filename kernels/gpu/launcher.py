@@ -31,6 +31,7 @@ from .configuration import (
     DTYPES,
     MAX_DIM,
     MAX_GROUP,
+    MERGE_HEADS,
     MOVE_TILE,
     AttentionShape,
     AttentionTuning,
@@ -57,8 +58,8 @@ _MOVE: Final[Any] = kv_cache.move_blocks_kernel
 INTERPRETED: Final = not isinstance(attention.attend_kernel, JITFunction)
 """Whether Triton interprets the kernels on the CPU: `TRITON_INTERPRET` at its import."""
 INTERPRETED_PROCESSORS: Final = 2
-MERGE_PROGRAMS: Final = 8
-"""Programs of the merge kernel per multiprocessor."""
+MERGE_PROGRAMS: Final = 16
+"""Maximum programs of the merge kernel per multiprocessor."""
 COPIES: Final = 2
 """Pinned tables used in turn, so that a step is planned while the last table is copied."""
 RECORDED_PARTIALS: Final = 4096
@@ -263,7 +264,7 @@ class TritonKernels:
                 **launch_options(constants),
             )
         if device_table.work.is_merged:
-            _MERGE[(device_table.work.layers.processors * MERGE_PROGRAMS,)](
+            _MERGE[(_merge_programs(len(query), heads, work.layers.processors),)](
                 out,
                 buffers.partials,
                 buffers.lse,
@@ -290,7 +291,7 @@ class TritonKernels:
         heads, value_dim = outputs.shape[1:]
         out = outputs.new_empty((len(slots), heads, value_dim), dtype=torch.float32)
         outputs, lse, slots = outputs.contiguous(), lse.contiguous(), slots.contiguous()
-        _MERGE[(_processors(outputs.device) * MERGE_PROGRAMS,)](
+        _MERGE[(_merge_programs(len(slots), heads, _processors(outputs.device)),)](
             out,
             outputs,
             lse,
@@ -418,6 +419,11 @@ def _shape(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> AttentionSh
     _, page, kv_heads, dim = key_cache.shape
     group = query.shape[1] // kv_heads
     return AttentionShape(query.dtype, kv_heads, group, dim, value_cache.shape[3], page)
+
+
+def _merge_programs(num_queries: int, heads: int, processors: int) -> int:
+    """Return the programs of a merge launch: one for each tile of heads, up to what fits."""
+    return max(1, min(num_queries * -(-heads // MERGE_HEADS), processors * MERGE_PROGRAMS))
 
 
 def _processors(device: torch.device) -> int:

@@ -55,7 +55,7 @@ def merge_kernel(
         HEAD_TILE: Heads that a program processes at once.
         VALUE_DIM: E.
         VALUE_PAD: E rounded up to a power of 2.
-        PARTIALS: Partials that are read at once.
+        PARTIALS: Partials that are read at the same time.
         HAS_SINKS: Whether heads have sinks.
         IS_INDEXED: Whether slots are listed one by one.
         LOG2_E: log2(e).
@@ -81,7 +81,7 @@ def merge_kernel(
         # A sink is a score of each head without a value.
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
         result = tl.zeros([HEAD_TILE, VALUE_PAD], tl.float32)
-        for begin in range(0, count, PARTIALS):
+        for begin in tl.range(0, count, PARTIALS, num_stages=1):
             partial_index = begin + tl.arange(0, PARTIALS)
             is_partial = partial_index < count
             if IS_INDEXED:
@@ -91,16 +91,17 @@ def merge_kernel(
                 slots = first + partial_index
             at = slots.to(tl.int64)[:, None] * HEADS + heads[None, :]
             is_used = is_partial[:, None] & is_head[None, :]
-            weight = tl.load(lse + at, mask=is_used, other=float("-inf")).to(tl.float32)
-            new_peak = tl.maximum(peak, tl.max(weight, 0))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            decay = tl.exp2((peak - base) * LOG2_E)
-            weight = tl.exp2((weight - base[None, :]) * LOG2_E)
+            # Before the weights: all loads are issued at once.
             value = tl.load(
                 partials + at[:, :, None] * VALUE_DIM + dims[None, None, :],
                 mask=is_used[:, :, None] & (dims < VALUE_DIM)[None, None, :],
                 other=0.0,
             ).to(tl.float32)
+            weight = tl.load(lse + at, mask=is_used, other=float("-inf")).to(tl.float32)
+            new_peak = tl.maximum(peak, tl.max(weight, 0))
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            decay = tl.exp2((peak - base) * LOG2_E)
+            weight = tl.exp2((weight - base[None, :]) * LOG2_E)
             result = result * decay[:, None] + tl.sum(weight[:, :, None] * value, 0)
             total = total * decay + tl.sum(weight, 0)
             peak = new_peak

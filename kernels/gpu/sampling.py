@@ -1,8 +1,8 @@
 """Triton kernels that sample tokens: top-k, top-p and min-p without sorting, noise, largest sum.
 
 `truncate_kernel` finds the smallest logit that each truncated row keeps. Logits are compared as
-integers in the order of floats, and the threshold is found four bits at a time: a pass counts, or
-weighs, the tokens of each of 16 ranges. `sample_kernel` adds the noise and takes the largest sum;
+integers in the order of floats, and the threshold is found two bits at a time: a pass counts, or
+weighs, the tokens of four ranges. `sample_kernel` adds the noise and takes the largest sum;
 several programs share a row.
 
 Weights are float32 and their sums float64. Noise and sums of scores are float64, as in
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from ..truncation import Truncation
 
-TRUNCATE_TILE: Final = 1024
-"""Tokens that a program of `truncate_kernel` weighs at once, times 16 ranges; 512 spill."""
+TRUNCATE_TILE: Final = 2048
+"""Tokens that a program of `truncate_kernel` weighs at once."""
+TRUNCATE_WARPS: Final = 16
 SAMPLE_TILE: Final = 1024
 """Tokens that a program of `sample_kernel` processes at once."""
 PROGRAMS: Final = 8
@@ -58,7 +59,7 @@ class TritonSampling:
                 *(truncation.top_p, truncation.min_p.log()),
                 *(thresholds, last_ties, floors, vocabulary, scores.stride(0)),
                 TILE=TRUNCATE_TILE,
-                num_warps=8,
+                num_warps=TRUNCATE_WARPS,
             )
         best = torch.empty((num_rows, PROGRAMS), dtype=torch.float64, device=device)
         tokens = torch.empty((num_rows, PROGRAMS), dtype=torch.int64, device=device)
@@ -130,13 +131,14 @@ def truncate_kernel(
         )
     share = tl.load(top_p + number)
     if share < 1.0:
-        total = tl.full([], 0.0, tl.float64)
+        totals = tl.zeros([TILE], tl.float64)
         for begin in range(0, vocabulary, TILE):
             token = begin + columns
             _, weight = _weights(  # pyright: ignore[reportGeneralTypeIssues]
                 row, token, vocabulary, peak, inverse, threshold, last, True
             )
-            total += tl.sum(weight, 0).to(tl.float64)
+            totals += weight.to(tl.float64)
+        total = tl.sum(totals, 0)
         threshold, last = _cut(  # pyright: ignore[reportGeneralTypeIssues]
             row, vocabulary, peak, inverse, threshold, last, share * total, True, TILE
         )
@@ -162,33 +164,75 @@ def _cut(
     given threshold and tie keep are counted.
     """
     columns = tl.arange(0, TILE)
-    digits = tl.arange(0, 16)
-    prefix = tl.full([], 0, tl.int64)
+    prefix = tl.full([], 0, tl.uint32)
     above = tl.full([], 0.0, tl.float64)
-    for level in range(8):
-        shift = 28 - 4 * level
-        found = tl.zeros([16], tl.float64)
+    for level in range(16):
+        shift = tl.full([], 30, tl.uint32) - 2 * tl.cast(level, tl.uint32)
+        # Sums of the tokens with a digit of at least 1, 2 and 3. Each thread adds up its own
+        # tokens; the sums of threads are added once for a digit.
+        some, more, most = (
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+            tl.zeros([TILE], tl.float32),
+        )
         for begin in range(0, vocabulary, TILE):
             order, weight = _weights(  # pyright: ignore[reportGeneralTypeIssues]
                 row, begin + columns, vocabulary, peak, inverse, threshold, last, IS_WEIGHED
             )
-            place = order.to(tl.int64) + 2147483648
-            weight = tl.where((place >> shift >> 4) == prefix, weight, 0.0)
-            digit = (place >> shift) & 15
-            hits = tl.where(digit[:, None] == digits[None, :], weight[:, None], 0.0)
-            found += tl.sum(hits, 0).to(tl.float64)
-        # Tokens of this digit or a larger one.
-        reached = tl.sum(tl.where(digits[:, None] >= digits[None, :], found[:, None], 0.0), 0)
-        chosen = tl.max(tl.where(above + reached >= target, digits, 0), 0)
-        above += tl.sum(tl.where(digits > chosen, found, 0.0), 0)
-        prefix = prefix * 16 + chosen
-    kept = (prefix - 2147483648).to(tl.int32)
+            place = (order ^ -2147483648).to(tl.uint32, bitcast=True) >> shift
+            weight = tl.where((place >> 2) == prefix, weight, 0.0)
+            digit = place & 3
+            some += tl.where(digit >= 1, weight, 0.0)
+            more += tl.where(digit >= 2, weight, 0.0)
+            most += tl.where(digit >= 3, weight, 0.0)
+        reached_1 = above + tl.sum(some.to(tl.float64), 0)
+        reached_2 = above + tl.sum(more.to(tl.float64), 0)
+        reached_3 = above + tl.sum(most.to(tl.float64), 0)
+        chosen = tl.where(
+            reached_3 >= target, 3, tl.where(reached_2 >= target, 2, reached_1 >= target)
+        )
+        # Tokens of a larger digit.
+        above = tl.where(
+            chosen == 3,
+            above,
+            tl.where(chosen == 2, reached_3, tl.where(chosen == 1, reached_2, reached_1)),
+        )
+        prefix = prefix * 4 + chosen.to(tl.uint32)
+    kept = prefix.to(tl.int32, bitcast=True) ^ -2147483648
 
     # Of the tokens with this logit, those with the smallest ids that are still needed.
     bits = tl.where(kept < 0, kept ^ 2147483647, kept)
     logit = bits.to(tl.float32, bitcast=True)
     each = tl.exp((logit - peak) * inverse).to(tl.float64) if IS_WEIGHED else 1.0
     needed = tl.maximum(tl.ceil((target - above) / tl.maximum(each, 1e-300)), 1.0)
+    ties = tl.zeros([TILE], tl.int32)
+    for begin in range(0, vocabulary, TILE):
+        order, weight = _weights(  # pyright: ignore[reportGeneralTypeIssues]
+            row, begin + columns, vocabulary, peak, inverse, threshold, last, False
+        )
+        ties += ((order == kept) & (weight > 0.0)).to(tl.int32)
+    end = vocabulary
+    if tl.sum(ties, 0).to(tl.float64) > needed:
+        end = _last_tie(  # pyright: ignore[reportGeneralTypeIssues]
+            row, vocabulary, peak, inverse, threshold, last, kept, needed, TILE
+        )
+    return kept, end
+
+
+@triton.jit
+def _last_tie(
+    row: tl.tensor,
+    vocabulary: tl.tensor,
+    peak: tl.tensor,
+    inverse: tl.tensor,
+    threshold: tl.tensor,
+    last: tl.tensor,
+    kept: tl.tensor,
+    needed: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Return the last of the first `needed` tokens of a logit."""
+    columns = tl.arange(0, TILE)
     seen = tl.full([], 0, tl.int32)
     end = tl.full([], -1, tl.int32)
     for begin in range(0, vocabulary, TILE):
@@ -201,7 +245,7 @@ def _cut(
         is_kept = is_tie & (rank.to(tl.float64) <= needed)
         end = tl.maximum(end, tl.max(tl.where(is_kept, token, -1), 0))
         seen += tl.sum(is_tie.to(tl.int32), 0)
-    return kept, end
+    return end
 
 
 @triton.jit

@@ -196,7 +196,18 @@ def pack_ranges(kv_ranges: KVRanges, plan: Plan, max_rows: int) -> KVRanges:
 
 def select(tiles: QueryTiles, chosen: NDArray[np.bool_]) -> QueryTiles:
     """Return some of the tiles."""
-    return QueryTiles(*(each[chosen] if isinstance(each, np.ndarray) else each for each in tiles))
+    return QueryTiles(
+        range_of=tiles.range_of[chosen],
+        first=tiles.first[chosen],
+        num_queries=tiles.num_queries[chosen],
+        widest=tiles.widest[chosen],
+        is_large=tiles.is_large[chosen],
+        is_packed=tiles.is_packed[chosen],
+        begin=tiles.begin[chosen],
+        end=tiles.end[chosen],
+        cost=tiles.cost[chosen],
+        large_cost=tiles.large_cost,
+    )
 
 
 def cut_queries(
