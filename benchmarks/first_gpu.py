@@ -100,6 +100,8 @@ def start(stage: Stage, options: argparse.Namespace) -> bool:
     limit_s = options.limit_s or stage.limit_s
     command = [sys.executable, __file__, "--run", stage.name, "--out", str(options.out)]
     command += ["--limit-s", str(limit_s), "--rounds", str(options.rounds)]
+    if options.rivals:
+        command += ["--rivals", *options.rivals]
     if options.begin_when is not None:
         command += ["--begin-when", str(options.begin_when)]
     flags = ("rehearse", "compile", "cpu", "tiny")
@@ -222,8 +224,9 @@ def _run_kernels(record: StageRecord, device: Any, options: argparse.Namespace) 
     elif options.run == "grid":
         from gpu import grid
 
-        rounds = 1 if options.tiny else 11
-        grid.run(record, device, is_tiny=options.tiny, rounds=rounds)
+        rounds = 1 if options.tiny else 5 if options.rivals else 11
+        rivals = options.rivals or ("",)
+        grid.run(record, device, is_tiny=options.tiny, rounds=rounds, rivals=rivals)
     else:
         from gpu import sweep
 
@@ -279,6 +282,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="run ours and vllm on this CPU")
     parser.add_argument("--tiny", action="store_true", help="use small shapes")
     parser.add_argument("--packed", type=Path, default=ROOT, help="folder of what pack.sh made")
+    parser.add_argument(
+        "--rivals", nargs="+", default=[], metavar="NAME", help="contenders of a shorter grid"
+    )
     parser.add_argument("--begin-when", type=Path, help="let vllm wait for a file when it is ready")
     parser.add_argument("--run", choices=list(STAGES), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -56,9 +56,9 @@ def rows_for(configuration: KernelConfiguration, shape: AttentionShape) -> Confi
     """Return rows whose widest range needs the configuration's large items, or none."""
     constants = configuration.constants
     large, group, page = large_rows_of(configuration), shape.group, shape.page
-    # Queries of the widest range: just above the tiles that are one size smaller.
-    below = {0: 0, 64: small_rows(group), 128: max(64, small_rows(group))}[large]
-    num_queries = below // group + 1
+    # Queries of the widest range: more than a small tile has, or two full tiles of 128 rows, whose
+    # halves are the queries of a branch.
+    num_queries = {0: 1, 64: small_rows(group) // group + 1, 128: 2 * (128 // group)}[large]
     blocks = count(1)
     root = [next(blocks) for _ in range(-(-192 // page))]
     tables, lengths = [], []

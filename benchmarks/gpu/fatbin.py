@@ -42,16 +42,17 @@ class Entry(NamedTuple):
 
 def containers(library: bytes | bytearray) -> Iterator[list[Entry]]:
     """Yield the entries of each fat binary in a library."""
-    at = library.find(MAGIC.to_bytes(4, "little"))
-    while at >= 0:
+    magic = MAGIC.to_bytes(4, "little")
+    at = library.find(magic)
+    while 0 <= at <= len(library) - CONTAINER.size:
         _, version, header_size, size = CONTAINER.unpack_from(library, at)
         end = at + CONTAINER.size + size
         is_container = version == VERSION and header_size == CONTAINER.size
         if is_container and end <= len(library):
             yield list(_entries(library, at + CONTAINER.size, end))
         else:  # the same four bytes in other data
-            end = at + 4
-        at = library.find(MAGIC.to_bytes(4, "little"), end)
+            end = at + len(magic)
+        at = library.find(magic, end)
 
 
 def _entries(library: bytes | bytearray, at: int, end: int) -> Iterator[Entry]:

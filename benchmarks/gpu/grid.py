@@ -7,6 +7,7 @@ whole tiles would hide what a rest costs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -45,8 +46,23 @@ def shorter(row: rows.BenchmarkRow) -> rows.BenchmarkRow:
     return replace(row, name=f"{row.name} less {REST}", tokens=tokens)
 
 
-def run(record: StageRecord, device: torch.device, *, is_tiny: bool, rounds: int) -> None:
-    """Measure the grid; the JSON and the page of `kernels.py` are written, too."""
+def run(
+    record: StageRecord,
+    device: torch.device,
+    *,
+    is_tiny: bool,
+    rounds: int,
+    rivals: Sequence[str] = ("",),
+) -> None:
+    """Measure the grid; the JSON and the page of `kernels.py` are written, too.
+
+    Args:
+        record: Receives the rows.
+        device: The GPU.
+        is_tiny: Whether a single small row is measured.
+        rounds: Rounds of each contender.
+        rivals: Beginnings of the names of contenders besides ours; all by default.
+    """
     dtype = torch.bfloat16
     rates = clock.measure_rates(device, dtype)
     report = KernelReport(
@@ -72,7 +88,9 @@ def run(record: StageRecord, device: torch.device, *, is_tiny: bool, rounds: int
                 dtype=dtype,
                 device=device,
                 rates=rates,
-                is_selected=lambda name: name not in SKIPPED,
+                is_selected=lambda name: (
+                    name == "shared" or (name not in SKIPPED and name.startswith(tuple(rivals)))
+                ),
                 rounds=rounds,
                 timer=time.perf_counter,
                 block_size=16,

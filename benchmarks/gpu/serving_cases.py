@@ -78,7 +78,7 @@ def cases(seed: int, *, is_tiny: bool) -> Iterator[ServingCase]:
 
 def record_rounds(record: StageRecord, serve: Serve, *, rounds: int, is_tiny: bool) -> None:
     """Serve all cases in rounds, the first of which is not counted; record medians."""
-    found: dict[str, list[tuple[float, float | None]]] = {}
+    found: dict[str, list[tuple[int, int, Served]]] = {}
     for number in range(rounds + 1):
         for case in cases(number, is_tiny=is_tiny):
             if record.is_over:
@@ -89,11 +89,10 @@ def record_rounds(record: StageRecord, serve: Serve, *, rounds: int, is_tiny: bo
             except Exception as error:  # serve the other cases
                 record.fail(f"{case.name}, round {number}", error)
                 continue
-            num_tokens = len(case.prompts) * case.max_tokens
             print(f"round {number} {case.name:40} {served.seconds:8.3f} s", flush=True)
             if number:
-                rate = num_tokens / served.seconds
-                found.setdefault(case.name, []).append((rate, served.last_first_s))
+                one = (len(case.prompts), case.max_tokens, served)
+                found.setdefault(case.name, []).append(one)
         # A stage that is stopped leaves the rounds so far.
         record.rows = [{"name": name, **_summary(each)} for name, each in found.items()]
         record.write()
@@ -101,14 +100,21 @@ def record_rounds(record: StageRecord, serve: Serve, *, rounds: int, is_tiny: bo
         print(f"{row['name']:40} {row['tokens_per_s']:9.0f} tokens/s", flush=True)
 
 
-def _summary(rounds: Sequence[tuple[float, float | None]]) -> Figures:
-    rates = [rate for rate, _ in rounds]
-    firsts = [first for _, first in rounds if first is not None]
+def _summary(rounds: Sequence[tuple[int, int, Served]]) -> Figures:
+    """Return the figures of a case; a step is one of those after every request has a token."""
+    rates = [num * length / served.seconds for num, length, served in rounds]
+    firsts = [each.last_first_s for _, _, each in rounds if each.last_first_s is not None]
+    steps_ms = [
+        1e3 * (each.seconds - each.last_first_s) / max(1, length - 1)
+        for _, length, each in rounds
+        if each.last_first_s is not None
+    ]
     figures: dict[str, Any] = {
         "tokens_per_s": statistics.median(rates),
         "min": min(rates),
         "max": max(rates),
         "rounds": len(rates),
         "last_first_token_s": statistics.median(firsts) if firsts else None,
+        "step_ms": statistics.median(steps_ms) if steps_ms else None,
     }
     return figures

@@ -29,10 +29,9 @@ TUNINGS: Final[dict[str, AttentionTuning]] = {
     "small stages 3": DEFAULT_TUNING._replace(small_stages=3),
     "small stages 7": DEFAULT_TUNING._replace(small_stages=7),
     "1 item": DEFAULT_TUNING._replace(max_items_per_program=1),
-    "2 items": DEFAULT_TUNING._replace(max_items_per_program=2),
+    "4 items": DEFAULT_TUNING._replace(max_items_per_program=4),
     "8 items": DEFAULT_TUNING._replace(max_items_per_program=8),
     "merging in attention": DEFAULT_TUNING._replace(merges_in_attention=True),
-    "no packing": DEFAULT_TUNING._replace(packs=False),
     "sizes in turn": DEFAULT_TUNING._replace(overlaps_sizes=False),
 }
 WANTED: Final = (

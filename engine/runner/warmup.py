@@ -81,8 +81,10 @@ def decode_batches(
     window. Rows of one token have neither partials nor a window.
     """
     size = limits.block_size
-    # Two sharers fill a small tile, more a tile of 64 rows, and all of them the largest.
-    sharers = {2, num_rows, *(64 * group.kv_heads // group.num_heads for group in groups)}
+    # Two sharers fill a small tile, more a tile of 64 or of 128 rows.
+    sharers = {2, num_rows}
+    for group in groups:
+        sharers |= {rows * group.kv_heads // group.num_heads for rows in (64, 128)}
     batches = [[ScheduledSequence(0, [0], 0, 1, [scratch_block]) for _ in range(num_rows)]]
     for length in _lengths(limits, groups, num_rows):
         width = -(-length // size) - 1
@@ -107,14 +109,14 @@ def prompt_batches(
 ) -> list[list[ScheduledSequence]]:
     """Return steps with a prompt that cover the attention variants up to a number of tokens.
 
-    A prompt of few tokens fills a small tile, a longer one a tile of 64 rows, and more tokens the
-    largest tiles: at its start, where nothing has partials, and behind as much context as fits.
+    A prompt of few tokens fills a small tile, a longer one a tile of 64 rows, and more tokens one
+    of 128: at its start, where nothing has partials, and behind as much context as fits.
     """
     most = min(num_tokens, limits.context_len)
     prompts = {most, 2}
     for group in groups:
         num_sharing = max(1, group.num_heads // group.kv_heads)
-        prompts |= {max(2, rows // num_sharing) for rows in (16, 64)}
+        prompts |= {max(2, rows // num_sharing) for rows in (16, 64, 128)}
     batches: list[list[ScheduledSequence]] = []
     for num_new in sorted(num for num in prompts if 2 <= num <= most):
         for length in (num_new, *_lengths(limits, groups, 1)):

@@ -33,6 +33,7 @@ class CpuSampling:
         truncation: Truncation,
     ) -> Tensor:
         """See `sampling.SamplingOperations`."""
+        assert scores.device.type == "cpu", f"addresses of {scores.device} are not the processor's"
         tokens = torch.empty(len(rows), dtype=torch.int64)
         # Each name keeps a contiguous copy alive until the call returns.
         inputs = [each.contiguous() for each in (rows, temperatures, noise_keys, *truncation)]

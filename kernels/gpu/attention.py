@@ -8,10 +8,6 @@ tensor cores. A large item needs most registers of a processor and a small one a
 size has its own launch. The launch of small items begins while large items run, on the processors
 that have none (programmatic dependent launch), and ends after them.
 
-The small item of several short private ranges is *packed*: its keys are pages of several rows, and
-a word for each page names the row that sees it. One program reads them together, which costs as
-much time as a single one of them.
-
 A unit of work is one item for one KV head. Units are in order of decreasing cost. A program begins
 with the unit of its own number and then takes the next unit that no program has begun: it draws a
 ticket from a counter, at the start of a unit, so that the answer is there at its end. The load is
@@ -53,6 +49,7 @@ def attend_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     table: tl.tensor,
+    first_item: tl.tensor,
     counters: tl.tensor,
     sinks: tl.tensor,
     scale: tl.tensor,
@@ -76,7 +73,6 @@ def attend_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     IS_LARGE: tl.constexpr,
-    PACKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -96,6 +92,7 @@ def attend_kernel(
         keys: [M, K, D] slots of the cache, with any strides of slots and heads.
         values: [M, K, E].
         table: int32, see `work_table.builder`.
+        first_item: Index of the first item; the same for all tables that fit a recording.
         counters: [TICKET_WORDS + T * H] int32 zeros, left as zeros: the tickets, and with `MERGES`
             the partials of each query and head.
         sinks: [H]; read only with `HAS_SINKS`.
@@ -120,7 +117,6 @@ def attend_kernel(
         TILE: Keys that are processed at once.
         STAGES: Depth of the software pipeline.
         IS_LARGE: Whether the launch computes the large items, or the small ones.
-        PACKS: Whether items may be packed.
         HAS_WINDOW: Whether items have a floor.
         HAS_CAP: Whether scores are capped.
         HAS_SINKS: Whether heads have sinks.
@@ -132,26 +128,25 @@ def attend_kernel(
     """
     if LEADS:
         tl.extra.cuda.gdc_launch_dependents()
-    TICKETS: tl.constexpr = 1 if IS_LARGE else 0
-    num_large = _num_large(table)
-    first = 0 if IS_LARGE else num_large
-    num_units = (num_large if IS_LARGE else _num_items(table) - num_large) * KV_HEADS
+    SIZE: tl.constexpr = 1 if IS_LARGE else 0
     unit = tl.program_id(0)
+    items = table + first_item
+    num_units = _num_items(_item(items, unit // KV_HEADS, SIZE)) * KV_HEADS
     while unit < num_units:
         if PRECISION != "ieee":
-            ticket = _draw_ticket(counters + TICKETS, THREADS)
+            ticket = _draw_ticket(counters + SIZE, THREADS)
         # The heads of an item are consecutive units: together they read whole pages.
         _run_item(
             *(out, partials, lse, query, keys, values, table, counters, sinks, scale, cap),
             *(out_stride, out_head_stride, query_stride, query_head_stride),
             *(key_stride, key_head_stride, value_stride, value_head_stride),
-            *(_item(table, first + unit // KV_HEADS), unit % KV_HEADS),
+            *(_item(items, unit // KV_HEADS, SIZE), unit % KV_HEADS),
             *(KV_HEADS, GROUP, DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE),
-            *(ROWS, TILE, STAGES, IS_LARGE, PACKS),
+            *(ROWS, TILE, STAGES, IS_LARGE),
             *(HAS_WINDOW, HAS_CAP, HAS_SINKS, MERGES, PRECISION),
         )
         if PRECISION != "ieee":
-            unit = _next_unit(counters + TICKETS, ticket, num_units, THREADS)
+            unit = _next_unit(counters + SIZE, ticket, num_units, THREADS)
         else:  # the registers do not suffice: units are dealt in turn
             unit += tl.num_programs(0)
     if FOLLOWS:
@@ -181,20 +176,20 @@ def _next_unit(
 
 
 @triton.jit
-def _num_items(table: tl.tensor, NUM_ITEMS: tl.constexpr = 0) -> tl.tensor:
-    return tl.load(table + NUM_ITEMS)
+def _num_items(item: tl.tensor, NUM_ITEMS: tl.constexpr = 9) -> tl.tensor:
+    return tl.load(item + NUM_ITEMS)
 
 
 @triton.jit
 def _item(
-    table: tl.tensor, index: tl.tensor, ITEMS: tl.constexpr = 1, ITEM_SIZE: tl.constexpr = 16
+    items: tl.tensor,
+    index: tl.tensor,
+    SIZE: tl.constexpr,
+    SIZES: tl.constexpr = 2,
+    ITEM_SIZE: tl.constexpr = 16,
 ) -> tl.tensor:
-    return table + tl.load(table + ITEMS) + index * ITEM_SIZE
-
-
-@triton.jit
-def _num_large(table: tl.tensor, NUM_LARGE: tl.constexpr = 8) -> tl.tensor:
-    return tl.load(table + NUM_LARGE)
+    """Return the place of an item; small and large ones alternate."""
+    return items + (index * SIZES + SIZE) * ITEM_SIZE
 
 
 @triton.jit
@@ -231,7 +226,6 @@ def _run_item(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    PACKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -245,11 +239,7 @@ def _run_item(
     CHUNK: tl.constexpr = 5,
     LIMIT: tl.constexpr = 6,
     FLOOR: tl.constexpr = 7,
-    OWNERS: tl.constexpr = 9,
-    ENTRY_QUERIES: tl.constexpr = 2,
-    ENTRY_SLOTS: tl.constexpr = 3,
-    PAGES: tl.constexpr = 4,
-    PAGE_OWNERS: tl.constexpr = 9,
+    SLOTS: tl.constexpr = 10,
     LOG2_E: tl.constexpr = 1.4426950408889634,
     LN_2: tl.constexpr = 0.6931471805599453,
 ) -> None:
@@ -260,23 +250,18 @@ def _run_item(
     """
     entry = tl.load(item + ENTRY)
     num_queries = tl.load(item + NUM_QUERIES)
-    pages = table + tl.load(table + PAGES) + tl.load(item + PAGE_INDEX)
+    pages = table + tl.load(item + PAGE_INDEX)
     offset = tl.load(item + OFFSET)
     num_kv = tl.load(item + NUM_KV)
     chunk = tl.load(item + CHUNK)
     limit = tl.load(item + LIMIT)
     floor = tl.load(item + FLOOR)
-    # Words of the pages of a packed item; another item has a negative index.
-    first_owner = tl.load(item + OWNERS) if PACKS else -1
-    owners = table + tl.load(table + PAGE_OWNERS) + first_owner if PACKS else table
 
     rows = tl.arange(0, ROWS)
     query_index = rows // GROUP  # the row's query, as an index into the item
     heads = head * GROUP + rows % GROUP
     is_row = query_index < num_queries
-    number = tl.load(
-        table + tl.load(table + ENTRY_QUERIES) + entry + query_index, mask=is_row, other=0
-    )
+    number = tl.load(table + entry + query_index, mask=is_row, other=0)
     dims = tl.arange(0, DIM_PAD)
     at = number.to(tl.int64) * query_stride + heads * query_head_stride
     if DIM == DIM_PAD:
@@ -296,19 +281,17 @@ def _run_item(
         unmasked_end = tl.maximum(tl.minimum(num_kv, limit), 0) // TILE * TILE
         for start in tl.range(0, unmasked_end, TILE, num_stages=STAGES):
             peak, total, result = _add_tile(
-                *(peak, total, result, q, keys, values, pages, owners, first_owner >= 0),
-                *(query_index, offset, start, num_kv),
+                *(peak, total, result, q, keys, values, pages, offset, start, num_kv),
                 *(limit + query_index, floor + query_index, scale, cap, key_stride, value_stride),
                 *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
-                *(False, False, False, HAS_CAP, PRECISION),
+                *(False, False, HAS_CAP, PRECISION),
             )
     for start in tl.range(unmasked_end, num_kv, TILE, num_stages=STAGES):
         peak, total, result = _add_tile(
-            *(peak, total, result, q, keys, values, pages, owners, first_owner >= 0),
-            *(query_index, offset, start, num_kv),
+            *(peak, total, result, q, keys, values, pages, offset, start, num_kv),
             *(limit + query_index, floor + query_index, scale, cap, key_stride, value_stride),
             *(DIM, VALUE_DIM, DIM_PAD, VALUE_PAD, PAGE, TILE),
-            *(True, PACKS, HAS_WINDOW, HAS_CAP, PRECISION),
+            *(True, HAS_WINDOW, HAS_CAP, PRECISION),
         )
 
     dims = tl.arange(0, VALUE_PAD)
@@ -324,7 +307,7 @@ def _run_item(
         result /= tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_value)
     else:
-        slots = table + tl.load(table + ENTRY_SLOTS) + entry + query_index
+        slots = table + tl.load(item + SLOTS) + query_index
         slot = tl.load(slots, mask=is_row, other=0) + chunk
         at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
         # A chunk may be empty for some of its queries: their peak and LSE are -inf.
@@ -334,7 +317,7 @@ def _run_item(
         tl.store(lse + at, (peak + tl.log2(total)) * LN_2, mask=is_row)
         if MERGES:
             _merge_rows(
-                *(out, partials, lse, table, counters, sinks, number, heads, is_row),
+                *(out, partials, lse, table, item, counters, sinks, number, heads, is_row),
                 *(out_stride, out_head_stride),
                 *(KV_HEADS * GROUP, VALUE_DIM, VALUE_PAD, ROWS, HAS_SINKS),
             )
@@ -346,6 +329,7 @@ def _merge_rows(
     partials: tl.tensor,
     lse: tl.tensor,
     table: tl.tensor,
+    item: tl.tensor,
     counters: tl.tensor,
     sinks: tl.tensor,
     number: tl.tensor,
@@ -358,7 +342,7 @@ def _merge_rows(
     VALUE_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    QUERY_PARTIALS: tl.constexpr = 7,
+    QUERY_PARTIALS: tl.constexpr = 11,
     TICKET_WORDS: tl.constexpr = 16,
     LOG2_E: tl.constexpr = 1.4426950408889634,
 ) -> None:
@@ -371,7 +355,7 @@ def _merge_rows(
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, mask=is_row, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
-    about = table + tl.load(table + QUERY_PARTIALS) + number * 2
+    about = table + tl.load(item + QUERY_PARTIALS) + number * 2
     count = tl.load(about + 1, mask=is_row, other=0)
     is_last = is_row & (arrived == count - 1)
     count = tl.where(is_last, count, 0)
@@ -413,6 +397,38 @@ def _merge_rows(
 
 
 @triton.jit
+def _slots(
+    pages: tl.tensor,
+    offset: tl.tensor,
+    start: tl.tensor,
+    num_kv: tl.tensor,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Return the slots [N] of the tile of keys at `start`, with few loads of pages."""
+    columns = start + tl.arange(0, TILE)
+    inside = offset + columns
+    if PAGE % TILE == 0:
+        # Items begin at a multiple of TILE, so all keys are in one page.
+        page = tl.load(pages + (offset + start) // PAGE)
+        slot = page.to(tl.int64) * PAGE + inside % PAGE
+    elif TILE % PAGE == 0:
+        # Tiles begin at a page boundary, so one lookup serves all keys of a page.
+        several = tl.arange(0, TILE // PAGE)
+        is_page = start + several * PAGE < num_kv
+        page = tl.load(pages + (offset + start) // PAGE + several, mask=is_page, other=0)
+        slot = page[:, None].to(tl.int64) * PAGE + tl.arange(0, PAGE)[None, :]
+        slot = tl.reshape(slot, [TILE])
+    elif IS_MASKED:
+        page = tl.load(pages + inside // PAGE, mask=columns < num_kv, other=0)
+        slot = page.to(tl.int64) * PAGE + inside % PAGE
+    else:
+        slot = tl.load(pages + inside // PAGE).to(tl.int64) * PAGE + inside % PAGE
+    return slot
+
+
+@triton.jit
 def _add_tile(
     peak: tl.tensor,
     total: tl.tensor,
@@ -421,9 +437,6 @@ def _add_tile(
     keys: tl.tensor,
     values: tl.tensor,
     pages: tl.tensor,
-    owners: tl.tensor,
-    is_packed: tl.tensor,
-    query_index: tl.tensor,
     offset: tl.tensor,
     start: tl.tensor,
     num_kv: tl.tensor,
@@ -440,46 +453,14 @@ def _add_tile(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     IS_MASKED: tl.constexpr,
-    PACKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the tile of keys at `start` to the running softmax of all rows (FlashAttention).
-
-    A page of a packed item is seen by the row that its word names, up to a number of tokens.
-    """
+    """Add the tile of keys at `start` to the running softmax of all rows (FlashAttention)."""
     columns = start + tl.arange(0, TILE)
     is_key = columns < num_kv
-    inside = offset + columns
-    if PAGE % TILE == 0:
-        # Items begin at a multiple of TILE, so all keys are in one page.
-        page = tl.load(pages + (offset + start) // PAGE)
-        slot = page.to(tl.int64) * PAGE + inside % PAGE
-        if PACKS:
-            word = tl.load(owners + start // PAGE, mask=is_packed, other=0)
-            owner = tl.full([TILE], 0, tl.int32) + (word >> 16)
-            is_filled = inside % PAGE < (word & 65535)
-    elif TILE % PAGE == 0:
-        # Tiles begin at a page boundary, so one lookup serves all keys of a page.
-        several = tl.arange(0, TILE // PAGE)
-        is_page = start + several * PAGE < num_kv
-        page = tl.load(pages + (offset + start) // PAGE + several, mask=is_page, other=0)
-        slot = page[:, None].to(tl.int64) * PAGE + tl.arange(0, PAGE)[None, :]
-        slot = tl.reshape(slot, [TILE])
-        if PACKS:
-            word = tl.load(owners + start // PAGE + several, mask=is_page & is_packed, other=0)
-            word = tl.reshape(word[:, None] + tl.zeros([1, PAGE], tl.int32), [TILE])
-            owner = word >> 16
-            is_filled = inside % PAGE < (word & 65535)
-    elif IS_MASKED:
-        page = tl.load(pages + inside // PAGE, mask=is_key, other=0)
-        slot = page.to(tl.int64) * PAGE + inside % PAGE
-    else:
-        slot = tl.load(pages + inside // PAGE).to(tl.int64) * PAGE + inside % PAGE
-
-    if PACKS:
-        is_key &= is_filled | (is_packed == 0)
+    slot = _slots(pages, offset, start, num_kv, PAGE, TILE, IS_MASKED)
 
     dims = tl.arange(0, DIM_PAD)
     at = keys + (slot * key_stride)[None, :] + dims[:, None]
@@ -498,8 +479,6 @@ def _add_tile(
         sees = is_key[None, :] & (columns[None, :] < limit[:, None])
         if HAS_WINDOW:
             sees &= columns[None, :] >= floor[:, None]
-        if PACKS:
-            sees &= (owner[None, :] == query_index[:, None]) | (is_packed == 0)
         scores = tl.where(sees, scores, float("-inf"))
     # The scale is positive, so the largest score is that of the largest product. Scaling it alone
     # saves a multiplication per score: the one below is part of the subtraction.

@@ -62,13 +62,11 @@ class AttentionTuning(NamedTuple):
     """Maximum keys of a tile of items that read many queries."""
     max_large_rows: int = 128
     """Maximum rows of a large item: 64 runs two programs on a processor, 128 one."""
-    max_items_per_program: int = 4
+    max_items_per_program: int = 2
     """Maximum items for each program: more of them balance better, fewer start less often."""
     merges_in_attention: bool = False
     """Whether the program that writes the last partial of a query merges them, without another
     launch."""
-    packs: bool = True
-    """Whether short private ranges of several rows share an item."""
     overlaps_sizes: bool = True
     """Whether small items start while large ones run (programmatic dependent launch)."""
 
@@ -131,12 +129,6 @@ def has_odd_group(shape: AttentionShape) -> bool:
     return shape.group & (shape.group - 1) != 0
 
 
-def can_pack(shape: AttentionShape) -> bool:
-    """Return whether pages and tiles of keys fit into each other, and registers suffice."""
-    tile = _small_tile(shape, AttentionVariant())
-    return shape.dtype != torch.float32 and (tile % shape.page == 0 or shape.page % tile == 0)
-
-
 def attention_constants(
     shape: AttentionShape,
     variant: AttentionVariant,
@@ -178,7 +170,6 @@ def attention_constants(
         "TILE": tile,
         "STAGES": (2 if large else 3) if is_exact else stages,
         "IS_LARGE": large > 0,
-        "PACKS": not large and not variant.has_window and tuning.packs and can_pack(shape),
         "HAS_WINDOW": variant.has_window,
         "HAS_CAP": variant.has_cap,
         "HAS_SINKS": variant.has_sinks,
@@ -364,10 +355,16 @@ def _attend(
     configuration = _configuration(
         name,
         attention.attend_kernel,
-        {**pointers, "scale": "fp32", "cap": "fp32", **dict.fromkeys(names, "i32")},
+        {
+            **pointers,
+            "first_item": "i32",
+            "scale": "fp32",
+            "cap": "fp32",
+            **dict.fromkeys(names, "i32"),
+        },
         constants,
         {**attention_options(shape, large), **launch_options(constants)},
-        (*pointers, *names),
+        (*pointers, "first_item", *names),
     )
     return replace(configuration, shape=shape)
 

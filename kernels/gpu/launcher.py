@@ -38,7 +38,6 @@ from .configuration import (
     AttentionVariant,
     attention_constants,
     attention_options,
-    can_pack,
     large_rows,
     launch_options,
     merge_constants,
@@ -47,7 +46,7 @@ from .configuration import (
     store_constants,
 )
 from .work_table.builder import LayerGroup, WorkTableBuilder
-from .work_table.table import TICKET_WORDS
+from .work_table.table import MERGE_PLACES, MERGE_SIZE, TICKET_WORDS
 
 # The launch arguments of a kernel differ from its Python signature.
 _ATTEND: Final[Any] = attention.attend_kernel
@@ -172,6 +171,8 @@ class _DeviceWorkTable:
         if is_new:
             self.work.update(plan)
             self.plan = plan
+        if is_recorded and self.work.num_merges > MERGE_PLACES:
+            return False
         num_partials = self.work.num_partials * heads
         num_rows = plan.num_queries * heads if self.work.layers.merges_in_attention else 0
         fits = may_grow or (
@@ -253,7 +254,7 @@ class TritonKernels:
             )
             _ATTEND[(work.num_programs(large),)](
                 *(out, buffers.partials, buffers.lse, query, key_cache, value_cache),
-                *(buffers.table, buffers.counters, sinks),
+                *(buffers.table, work.first_item, buffers.counters, sinks),
                 scale * LOG2_E if softcap is None else scale * 2 * LOG2_E / softcap,
                 0.0 if softcap is None else softcap * LOG2_E,
                 *(out.stride(0), out.stride(1), query.stride(0), query.stride(1)),
@@ -270,7 +271,7 @@ class TritonKernels:
                 buffers.lse,
                 buffers.table,
                 sinks,
-                0,
+                min(len(query), work.first_item // MERGE_SIZE),
                 0,
                 out.stride(0),
                 out.stride(1),
@@ -405,7 +406,6 @@ class TritonKernels:
             ),
             max_items_per_program=self._tuning.max_items_per_program,
             merges_in_attention=self._tuning.merges_in_attention,
-            packs=self._tuning.packs and can_pack(shape),
         )
         device_table = self._tables.get((query.device, layers))
         if device_table is None:

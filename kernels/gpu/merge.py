@@ -47,7 +47,7 @@ def merge_kernel(
         table: int32: merges of `work_table.builder`, or with `IS_INDEXED` [T, W] int64 slots
             of each query, where -1 is none.
         sinks: [H]; read only with `HAS_SINKS`.
-        num_queries: T; read only with `IS_INDEXED`.
+        num_queries: Merges, or places of them.
         width: W; read only with `IS_INDEXED`.
         out_stride: Stride of queries.
         out_head_stride: Stride of heads.
@@ -61,9 +61,8 @@ def merge_kernel(
         LOG2_E: log2(e).
     """
     tiles: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
-    num_units = num_queries * tiles if IS_INDEXED else _num_merges(table) * tiles
     dims = tl.arange(0, VALUE_PAD)
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), num_queries * tiles, tl.num_programs(0)):
         heads = unit % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         is_head = heads < HEADS
         number = unit // tiles
@@ -71,6 +70,7 @@ def merge_kernel(
         count = width
         if not IS_INDEXED:
             row = _merge(table, number)
+            # A place without a merge has no partials.
             number = tl.load(row)
             first = tl.load(row + 1)
             count = tl.load(row + 2)
@@ -106,22 +106,15 @@ def merge_kernel(
             total = total * decay + tl.sum(weight, 0)
             peak = new_peak
         # Padding heads have no result; avoid a division by 0.
-        total = tl.where(is_head, total, 1.0)
+        total = tl.where(is_head & (count > 0), total, 1.0)
         at = number.to(tl.int64) * out_stride + heads * out_head_stride
         tl.store(
             out + at[:, None] + dims[None, :],
             (result / total[:, None]).to(out.dtype.element_ty),
-            mask=is_head[:, None] & (dims < VALUE_DIM)[None, :],
+            mask=is_head[:, None] & (dims < VALUE_DIM)[None, :] & (count > 0),
         )
 
 
 @triton.jit
-def _num_merges(table: tl.tensor, NUM_MERGES: tl.constexpr = 5) -> tl.tensor:
-    return tl.load(table + NUM_MERGES)
-
-
-@triton.jit
-def _merge(
-    table: tl.tensor, number: tl.tensor, MERGES: tl.constexpr = 6, MERGE_SIZE: tl.constexpr = 3
-) -> tl.tensor:
-    return table + tl.load(table + MERGES) + number * MERGE_SIZE
+def _merge(table: tl.tensor, number: tl.tensor, MERGE_SIZE: tl.constexpr = 4) -> tl.tensor:
+    return table + number * MERGE_SIZE

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import first_gpu
-from gpu import packed, page, serving_cases
+from gpu import fatbin, packed, page, serving_cases
 from gpu.record import DeviceLostError, StageRecord
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -230,8 +230,31 @@ def test_both_engines_serve_every_case(
         rows: list[dict[str, object]] = record["rows"]  # type: ignore[assignment]
         assert [row["name"] for row in rows] == names
         assert set(rows[0]) == {
-            *("name", "tokens_per_s", "min", "max", "rounds", "last_first_token_s")
+            *("name", "tokens_per_s", "min", "max", "rounds", "last_first_token_s", "step_ms")
         }
+
+
+def test_code_of_other_architectures_is_erased() -> None:
+    def entry(kind: int, architecture: int, code: bytes) -> bytes:
+        return fatbin.ENTRY.pack(kind, 0, 64, len(code), architecture).ljust(64, b"\0") + code
+
+    def container(*entries: bytes) -> bytes:
+        body = b"".join(entries)
+        return fatbin.CONTAINER.pack(fatbin.MAGIC, fatbin.VERSION, 16, len(body)) + body
+
+    old, ours, text = b"sm_80 code", b"sm_90 code", b"ptx for sm_90"
+    library = bytearray(
+        b"elf"
+        + container(entry(fatbin.MACHINE_CODE, 80, old), entry(fatbin.MACHINE_CODE, 90, ours))
+        + container(entry(fatbin.MACHINE_CODE, 80, old), entry(fatbin.PTX, 90, text))
+        + fatbin.MAGIC.to_bytes(4, "little")  # not a container
+    )
+    size = len(library)
+    assert fatbin.erase(library, fatbin.unused(library, 90)) == 2 * len(old)
+    assert len(library) == size
+    assert old not in library
+    assert ours in library
+    assert text in library
 
 
 def test_grid_stage_is_rehearsed(rehearse: Callable[..., dict[str, object]]) -> None:
@@ -242,7 +265,7 @@ def test_grid_stage_is_rehearsed(rehearse: Callable[..., dict[str, object]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("stage", ["smoke", "micro", "decode", "ours", "sweep"])
+@pytest.mark.parametrize("stage", ["smoke", "tests", "micro", "decode", "ours", "sweep"])
 def test_stage_is_rehearsed(rehearse: Callable[..., dict[str, object]], stage: str) -> None:
     pytest.importorskip("triton")
     rehearse(stage)

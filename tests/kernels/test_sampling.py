@@ -18,7 +18,8 @@ from conure.kernels.cpu.sampling import CpuSampling
 from conure.kernels.truncation import Truncation
 
 pytest.importorskip("triton")
-DEVICE = torch.device("cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu")
+GPU = torch.device("cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu")
+"""The device that Triton kernels run on."""
 GREEDY = 1e-6
 """A temperature at which noise decides between equal scores only."""
 
@@ -40,8 +41,13 @@ def operations(request: pytest.FixtureRequest) -> sampling.SamplingOperations:
 def num_rows(operations: sampling.SamplingOperations, compiled: int, interpreted: int) -> int:
     """Return how many rows to sample: the interpreter takes 0.1 s for a truncated row."""
     is_fast = isinstance(operations, sampling.ReferenceSampling | CpuSampling)
-    is_slow = DEVICE.type == "cpu" and not is_fast
+    is_slow = GPU.type == "cpu" and not is_fast
     return interpreted if is_slow else compiled
+
+
+def device_of(operations: sampling.SamplingOperations) -> torch.device:
+    """Return the device that an implementation computes on."""
+    return torch.device("cpu") if isinstance(operations, CpuSampling) else GPU
 
 
 def random_scores(num_rows: int, vocabulary: int, seed: int = 0) -> Tensor:
@@ -60,21 +66,21 @@ def sample(
     seed: int = 0,
 ) -> Tensor:
     """Sample a token of every row, each with its own noise."""
-    num = len(scores)
+    num, device = len(scores), device_of(operations)
     keys = torch.randint(-(2**63), 2**63 - 1, (num,), generator=torch.Generator().manual_seed(seed))
     is_cut = top_k is not None or top_p < 1 or min_p > 0
     cut = num if is_cut else 0
     truncation = Truncation(
-        torch.arange(cut, device=DEVICE),
-        torch.full((cut,), top_k or scores.shape[1], device=DEVICE),
-        torch.full((cut,), top_p, dtype=torch.float64, device=DEVICE),
-        torch.full((cut,), min_p, dtype=torch.float64, device=DEVICE),
+        torch.arange(cut, device=device),
+        torch.full((cut,), top_k or scores.shape[1], device=device),
+        torch.full((cut,), top_p, dtype=torch.float64, device=device),
+        torch.full((cut,), min_p, dtype=torch.float64, device=device),
     )
     return operations.sample(
-        scores.to(DEVICE),
-        torch.arange(num, device=DEVICE),
-        torch.full((num,), temperature, dtype=torch.float64, device=DEVICE),
-        keys.to(DEVICE),
+        scores.to(device),
+        torch.arange(num, device=device),
+        torch.full((num,), temperature, dtype=torch.float64, device=device),
+        keys.to(device),
         truncation,
     ).cpu()
 
@@ -166,17 +172,17 @@ def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) 
 
 
 def test_rows_of_a_larger_step_are_chosen(operations: sampling.SamplingOperations) -> None:
-    scores = random_scores(6, 1100, seed=6)
-    rows = torch.tensor([4, 1], device=DEVICE)
+    scores, device = random_scores(6, 1100, seed=6), device_of(operations)
+    rows = torch.tensor([4, 1], device=device)
     truncation = Truncation(
-        torch.tensor([1], device=DEVICE),
-        torch.tensor([1], device=DEVICE),
-        torch.ones(1, dtype=torch.float64, device=DEVICE),
-        torch.zeros(1, dtype=torch.float64, device=DEVICE),
+        torch.tensor([1], device=device),
+        torch.tensor([1], device=device),
+        torch.ones(1, dtype=torch.float64, device=device),
+        torch.zeros(1, dtype=torch.float64, device=device),
     )
-    temperatures = torch.tensor([GREEDY, 5.0], dtype=torch.float64, device=DEVICE)
-    keys = torch.tensor([1, 2], device=DEVICE)
-    tokens = operations.sample(scores.to(DEVICE), rows, temperatures, keys, truncation)
+    temperatures = torch.tensor([GREEDY, 5.0], dtype=torch.float64, device=device)
+    keys = torch.tensor([1, 2], device=device)
+    tokens = operations.sample(scores.to(device), rows, temperatures, keys, truncation)
     assert tokens.tolist() == scores[[4, 1]].argmax(-1).tolist()
 
 

@@ -8,17 +8,17 @@ A fixed chunk length (Parrot, FastTree) fails at both ends: a few long ranges le
 idle, and many short chunks write more partials than they read keys. Items are ordered longest
 first: programs take the next one when they are free.
 
-The table is int32 words: `TableHeader`, then items of `ITEM_SIZE` words (`ItemField`), merges,
-entries, partials of each query and pages. An entry is one query of one range: the query's index,
-and the slot of its first partial; chunk c of the range writes to that slot plus c. The partials of
-a query are neighbours, so a merge is three words: query, first slot, number of partials. A query
-with a single partial has no slot. Large items precede small ones.
+The table is int32 words: merges, items of `ITEM_SIZE` words (`ItemField`), entries, partials of
+each query and pages. An entry is one query of one range: the query's index, and the slot of its
+first partial; chunk c of the range writes to that slot plus c. The partials of a query are
+neighbours, so a merge is three words: query, first slot, number of partials. A query with a single
+partial has no slot.
 
-Short private ranges of rows that decode are packed: one item reads the pages of several rows, and
-has a word for each page, which names the row and the number of tokens (`ItemField.OWNERS`).
-
-Offsets are in the header: one copy of the words brings a step to the device, and the launch does
-not depend on their values, as CUDA graphs require.
+A kernel reads no word that all of its programs read: on an H200 a thousand warps wait 2 us for such
+a word. So merges and items begin at fixed places, which do not depend on a step as CUDA graphs
+require; small and large items alternate, so that each list has room; and an item has the index of
+everything that it uses, and the number of items of its size. Places without an item or a merge
+follow as far as programs read.
 
 While all rows decode, only the last item of each row grows, and there is room for
 `SPARE_BLOCKS` more pages of each row. For any other change the table is rebuilt.
@@ -53,25 +53,24 @@ from .partition import (
     duration,
     list_ranges,
     longest_first,
-    pack_ranges,
     select,
 )
 from .table import (
-    HEADER_SIZE,
     ITEM_SIZE,
-    OWNER,
+    MERGE_PLACES,
+    MERGE_SIZE,
     QUERY_PARTIALS_SIZE,
-    SPARE_BLOCKS,
+    SIZES,
     ItemField,
-    PackedRows,
     RowTails,
-    TableHeader,
     Words,
     WorkTable,
-    ranges,
 )
 
 NO_PARTIALS: Final = np.zeros((0, QUERY_PARTIALS_SIZE), dtype=np.int64)
+COST: Final = {64: 0.55, 128: 1.0}
+"""Rows of large items, and the time in which a processor reads a token for a tile of so many rows,
+relative to 128 rows: two programs with 64 rows share a processor. From an H200 with full tiles."""
 FEW_ROUNDS: Final = 8
 """Rounds of items above which their number per program does not matter."""
 
@@ -95,8 +94,6 @@ class LayerGroup(NamedTuple):
     max_items_per_program: int = 4
     merges_in_attention: bool = False
     """Whether the attention kernel merges partials, and reads where those of a query are."""
-    packs: bool = False
-    """Whether the kernel reads packed items."""
 
 
 class WorkTableBuilder:
@@ -106,6 +103,8 @@ class WorkTableBuilder:
         self.layers: Final = layers
         self.words: Words = np.zeros(0, dtype=np.int32)
         """The table of the current step."""
+        self.first_item = 0
+        """Index of the first item in the words: the same for all tables that fit a recording."""
         self.large = 0
         """Rows of the large items in the table; 0 if all items are small."""
         self.num_partials = 0
@@ -127,6 +126,7 @@ class WorkTableBuilder:
         ):
             self._table, self._tree = self._build(plan), plan.tree
             self.words = self._table.words
+            self.first_item = self._table.first_item
             self.num_partials = self._table.num_partials
             self.num_merges = self._table.num_merges
             self.num_built += 1
@@ -146,11 +146,19 @@ class WorkTableBuilder:
         """Return the programs that share the large items of `large` rows, or (0) the small ones."""
         return self.layers.processors * self.layers.programs[large // 64]
 
-    def _large_rows(self, most: int) -> int:
-        """Return the rows of large items if a range has at most `most` rows."""
+    def _large_rows(self, kv_ranges: KVRanges) -> int:
+        """Return the rows of large items with which the ranges cost least; 0 if all are small."""
         layers = self.layers
-        # A large tile costs the same for any number of used rows, so it is kept small.
-        return min(layers.large, 64 if most <= 64 else 128) if most > layers.small else 0
+        is_large = kv_ranges.num_queries * layers.group > layers.small
+        if not layers.large or not is_large.any():
+            return 0
+        queries, tokens = kv_ranges.num_queries[is_large], kv_ranges.num_kv[is_large]
+
+        def cost(size: int) -> float:
+            tiles = -(-queries // (size // layers.group))
+            return float((tiles * tokens).sum()) * COST[size]
+
+        return min((size for size in COST if layers.small < size <= layers.large), key=cost)
 
     def _lengths(self, tiles: QueryTiles) -> Integers:
         """Return the chunk length of each tile; items of each size have their own programs."""
@@ -186,20 +194,11 @@ class WorkTableBuilder:
         at_once = max(1, programs // self.layers.kv_heads)
         return duration(cost[longest_first(cost)], at_once)
 
-    def _packed(self, kv_ranges: KVRanges, plan: Plan) -> KVRanges:
-        """Pack short private ranges as far as their items exceed the programs of a launch."""
-        layers = self.layers
-        units = plan.num_rows * layers.kv_heads
-        max_rows = min(layers.small // layers.group, -(-units // self.num_programs(0)))
-        if not layers.packs or layers.window is not None or max_rows < 2:
-            return kv_ranges
-        return pack_ranges(kv_ranges, plan, max_rows)
-
     def _build(self, plan: Plan) -> WorkTable:
         layers = self.layers
-        kv_ranges = self._packed(list_ranges(plan, layers.window), plan)
+        kv_ranges = list_ranges(plan, layers.window)
         num_queries = kv_ranges.num_queries
-        self.large = self._large_rows(int(num_queries.max()) * layers.group)
+        self.large = self._large_rows(kv_ranges)
         is_large = (num_queries * layers.group > layers.small) & (self.large > 0)
         rows = np.where(is_large, max(self.large, layers.small), layers.small)
         tiles = cut_queries(kv_ranges, is_large, rows // layers.group, self.large)
@@ -209,11 +208,11 @@ class WorkTableBuilder:
         items[:, ItemField.CHUNK] = np.where(is_merged, items[:, ItemField.CHUNK], -1)
         factor: Reals = np.where(items[:, ItemField.IS_LARGE], tiles.large_cost, 1.0)
         cost: Reals = factor * (items[:, ItemField.NUM_KV] + ITEM_OVERHEAD_TOKENS)
-        # Large items precede small ones.
-        cost += np.where(items[:, ItemField.IS_LARGE], cost.max(), 0.0)
         items = items[longest_first(cost)]
         partials = _query_partials(plan, merges) if layers.merges_in_attention else NO_PARTIALS
-        return _write_table(plan, kv_ranges, items, merges, slots, partials)
+        programs = max(self.num_programs(0), self.num_programs(self.large))
+        min_items = -(-programs // layers.kv_heads)
+        return _write_table(plan, kv_ranges, items, merges, slots, partials, min_items)
 
 
 def _query_partials(plan: Plan, merges: Integers) -> Integers:
@@ -230,6 +229,7 @@ def _write_table(
     merges: Integers,
     slots: Integers,
     partials: Integers,
+    min_items: int,
 ) -> WorkTable:
     """Write the words of a table.
 
@@ -237,91 +237,61 @@ def _write_table(
         plan: Of the step.
         kv_ranges: What is read.
         items: [I, ITEM_SIZE] in their final order.
-        merges: [M, MERGE_SIZE].
+        merges: [M, 3] query, first slot and number of partials.
         slots: [E] first slot of each entry, or -1.
         partials: [T, QUERY_PARTIALS_SIZE], or empty if attention does not merge.
+        min_items: Items of each size that programs read, whether they exist or not.
     """
-    queries, pages = kv_ranges.queries, kv_ranges.pages
     range_of = np.searchsorted(kv_ranges.entry, items[:, ItemField.ENTRY], side="right") - 1
-    owners, packs = _page_owners(plan, kv_ranges, items, range_of)
-    sections: tuple[NDArray[Any], ...] = (items, merges, queries, slots, partials, pages, owners)
-    offsets = np.cumsum([HEADER_SIZE, *(section.size for section in sections)]).tolist()
-    words = np.zeros(offsets[-1], dtype=np.int32)
-    for section, (begin, end) in zip(sections, pairwise(offsets), strict=True):
-        words[begin:end] = section.reshape(-1)
-    words[TableHeader.NUM_ITEMS], words[TableHeader.ITEMS] = len(items), offsets[0]
-    words[TableHeader.NUM_MERGES], words[TableHeader.MERGES] = len(merges), offsets[1]
-    words[TableHeader.ENTRY_QUERIES], words[TableHeader.ENTRY_SLOTS] = offsets[2], offsets[3]
-    words[TableHeader.QUERY_PARTIALS], words[TableHeader.PAGES] = offsets[4], offsets[5]
-    words[TableHeader.NUM_LARGE] = int(items[:, ItemField.IS_LARGE].sum())
-    words[TableHeader.PAGE_OWNERS] = offsets[6]
-    row_of = np.where(kv_ranges.num_packed > 0, -1, kv_ranges.row)[range_of]
+    is_large = items[:, ItemField.IS_LARGE] != 0
+    number = np.where(is_large, np.cumsum(is_large), np.cumsum(~is_large)) - 1
+    place = SIZES * number + is_large
+    num_items = [int((~is_large).sum()), int(is_large.sum())]
+    places = np.zeros((SIZES * max(*num_items, min_items), ITEM_SIZE), dtype=np.int64)
+    merged = np.zeros((max(MERGE_PLACES, -(-len(merges) // 4) * 4), MERGE_SIZE), dtype=np.int64)
+    merged[: len(merges), : merges.shape[1]] = merges
+    queries, pages = kv_ranges.queries, kv_ranges.pages
+    sections: tuple[NDArray[Any], ...] = (merged, places, queries, slots, partials, pages)
+    offsets = np.cumsum([0, *(section.size for section in sections)]).tolist()
+    _, first_item, first_query, first_slot, first_partials, first_page, end = offsets
+    places[place] = items
+    places[place, ItemField.ENTRY] += first_query
+    places[place, ItemField.SLOTS] = first_slot + items[:, ItemField.ENTRY]
+    places[place, ItemField.PAGE] += first_page
+    places[place, ItemField.QUERY_PARTIALS] = first_partials
+    for size, num in enumerate(num_items):
+        places[size::SIZES, ItemField.NUM_ITEMS] = num
+    row_of = np.full(len(places), -1)
+    row_of[place] = range_of - kv_ranges.num_shared
+    words = np.zeros(end, dtype=np.int32)
+    for section, (begin, after) in zip(sections, pairwise(offsets), strict=True):
+        words[begin:after] = section.reshape(-1)
     return WorkTable(
         words=words,
-        items=words[offsets[0] : offsets[1]].reshape(-1, ITEM_SIZE),
-        pages=words[offsets[5] : offsets[6]],
-        owners=words[offsets[6] :],
+        first_item=first_item,
+        items=words[first_item:first_query].reshape(-1, ITEM_SIZE),
+        pages=words[first_page:],
         num_merges=len(merges),
         num_partials=int(merges[:, 2].sum()),
-        tails=_row_tails(plan, kv_ranges, items, row_of),
-        packs=packs,
-        floor=items[:, ItemField.FLOOR],
+        tails=_row_tails(plan, kv_ranges, places, row_of),
+        floor=places[:, ItemField.FLOOR].copy(),
         row_of=np.maximum(row_of, 0),
     )
 
 
-def _page_owners(
-    plan: Plan, kv_ranges: KVRanges, items: Integers, range_of: Integers
-) -> tuple[Integers, PackedRows]:
-    """Return the words of the pages of packed items, and where their rows end.
-
-    The items are changed: `OWNERS` of packed ones.
-    """
-    packed = np.flatnonzero(kv_ranges.num_packed[range_of])
-    leaders, sizes = (values[range_of[packed]] for values in (kv_ranges.row, kv_ranges.num_packed))
-    rows = ranges(leaders, sizes)
-    place = ranges(np.zeros_like(sizes), sizes)
-    item = np.repeat(packed, sizes)
-    used = items[packed, ItemField.NUM_KV] // plan.block_size
-    capacity = used + sizes * SPARE_BLOCKS
-    first = np.cumsum(capacity) - capacity
-    items[packed, ItemField.OWNERS] = first
-    num_kv = plan.kv_len[rows] - plan.tree.private_start_block[rows] * plan.block_size
-    num_pages = -(-num_kv // plan.block_size)
-    # The pages of the rows of an item follow each other.
-    before = np.cumsum(num_pages) - num_pages
-    start = np.repeat(first, sizes) + before - np.repeat(before[np.cumsum(sizes) - sizes], sizes)
-    owners = np.zeros(int(capacity.sum()), dtype=np.int64)
-    owners[ranges(start, num_pages)] = np.repeat(place * OWNER + plan.block_size, num_pages)
-    last = start + num_pages - 1
-    owners[last] = place * OWNER + num_kv - (num_pages - 1) * plan.block_size
-    page = items[item, ItemField.PAGE]
-    return owners, PackedRows(
-        rows=rows,
-        place=place,
-        item=item,
-        last=last,
-        page_shift=page - np.repeat(first, sizes),
-        blocks=-(-plan.kv_len[rows] // plan.block_size),
-        used=dict(zip(packed.tolist(), (first + used).tolist(), strict=True)),
-        end=dict(zip(packed.tolist(), (first + capacity).tolist(), strict=True)),
-    )
-
-
 def _row_tails(plan: Plan, kv_ranges: KVRanges, items: Integers, row_of: Integers) -> RowTails:
-    """Return where private ranges end; `row_of` is negative for shared and packed ranges."""
+    """Return the end of each row's private range; `row_of` is negative for shared ranges."""
     # The chunks of a row are in any order: the last one is the one that begins last.
     private = np.flatnonzero(row_of >= 0)
     offset, page = items[private, ItemField.OFFSET], items[private, ItemField.PAGE]
     private = private[np.lexsort((offset, page, row_of[private]))]
-    of_row = np.flatnonzero((kv_ranges.row >= 0) & (kv_ranges.num_packed == 0))
-    rows = kv_ranges.row[of_row]
-    last = private[np.searchsorted(row_of[private], rows, side="right") - 1]
+    ends = np.searchsorted(row_of[private], np.arange(plan.num_rows), side="right")
+    last = private[ends - 1]
+    num_shared = kv_ranges.num_shared
     return RowTails(
-        rows=rows,
         kv_len=plan.kv_len,
         blocks=-(-plan.kv_len // plan.block_size),
         last_item=last,
         num_kv=items[last, ItemField.NUM_KV],
-        page=kv_ranges.page[of_row] - kv_ranges.begin[of_row],
+        page=kv_ranges.page[num_shared:] - kv_ranges.begin[num_shared:],
     )

@@ -34,9 +34,6 @@ MIN_CHUNK_TOKENS_PER_QUERY: Final = 16
 """Minimum length of a chunk per query of its tile: a partial costs as much as reading 8 tokens."""
 RIDGE_ROWS: Final = 96
 """Rows of a tile above which computing takes longer than reading KV: 400 TFLOP/s at 4.3 TB/s."""
-MAX_PACKED: Final = 128
-"""Maximum tokens of a private range that is packed: a longer one takes longer to read than to
-start."""
 ITEM_OVERHEAD_TOKENS: Final = 32
 """Cost of starting and ending an item, in tokens of reading."""
 
@@ -52,10 +49,6 @@ class KVRanges(NamedTuple):
     num_queries: Integers
     """Queries that read the range, [S]."""
     is_private: NDArray[np.bool_]
-    row: Integers
-    """Row of a private range, [S]; -1 for a shared range."""
-    num_packed: Integers
-    """Rows that a packed range consists of, [S]; 0 for another range."""
     window: int | None
     entry: Integers
     """First entry of each range, [S]."""
@@ -77,7 +70,6 @@ class QueryTiles(NamedTuple):
     widest: Integers
     """Queries of the widest tile of the same range, which is its first tile."""
     is_large: NDArray[np.bool_]
-    is_packed: NDArray[np.bool_]
     begin: Integers
     """First token that one of the queries sees, rounded down to CHUNK_UNIT."""
     end: Integers
@@ -122,75 +114,11 @@ def list_ranges(plan: Plan, window: int | None) -> KVRanges:
         num_kv=np.concatenate(((end - begin) * size, plan.kv_len - private * size)),
         num_queries=num_queries,
         is_private=np.arange(len(first)) >= num_shared,
-        row=np.concatenate((np.full(num_shared, -1), np.arange(plan.num_rows))),
-        num_packed=np.zeros(len(first), dtype=np.int64),
         window=window,
         entry=np.cumsum(num_queries) - num_queries,
         queries=queries,
         page=np.cumsum(num_pages) - num_pages,
         pages=tables.reshape(-1)[positions],
-    )
-
-
-def pack_ranges(kv_ranges: KVRanges, plan: Plan, max_rows: int) -> KVRanges:
-    """Return ranges in which short private ranges of consecutive decoding rows are packed.
-
-    A packed range has the pages of its rows, then `SPARE_BLOCKS` unused ones for each row.
-
-    Args:
-        kv_ranges: The ranges of a plan without a window.
-        plan: Of the step.
-        max_rows: Maximum rows of a packed range.
-    """
-    first = kv_ranges.num_shared
-    is_short = (kv_ranges.num_queries[first:] == 1) & (kv_ranges.num_kv[first:] <= MAX_PACKED)
-    # Rows that follow each other: a row that is not packed begins a new run, and ends it. All rows
-    # of a run write partials, or none does: only a row without shared ranges has a single item.
-    is_alone = kv_ranges.begin[first:] == 0
-    follows = is_short[1:] & is_short[:-1] & (is_alone[1:] == is_alone[:-1])
-    run = np.cumsum(np.r_[True, ~follows])
-    place = np.arange(plan.num_rows) - np.searchsorted(run, run)
-    leaders = np.flatnonzero(place % max_rows == 0)
-    sizes = np.diff(np.r_[leaders, plan.num_rows])
-    if not (sizes > 1).any():
-        return kv_ranges
-    size = plan.block_size
-    begin = kv_ranges.begin[first:]
-    num_blocks = -(-plan.kv_len // size) - begin
-    blocks = np.add.reduceat(num_blocks, leaders)
-    num_pages = blocks + sizes * SPARE_BLOCKS
-    keys = np.where(sizes > 1, blocks * size, kv_ranges.num_kv[first:][leaders])
-    # The pages of the rows of a range follow each other; the next range begins after spare ones.
-    pages = np.zeros(int(num_pages.sum()), dtype=kv_ranges.pages.dtype)
-    starts = np.cumsum(num_pages) - num_pages
-    before = np.cumsum(num_blocks) - num_blocks
-    group = np.repeat(np.arange(len(leaders)), sizes)
-    targets = ranges(starts[group] + before - before[leaders][group], num_blocks)
-    sources = ranges(kv_ranges.page[first:], num_blocks)
-    pages[targets] = kv_ranges.pages[sources]
-    shared_pages = int(kv_ranges.page[first]) if first < len(kv_ranges.page) else 0
-    # A range of one row keeps the blocks that its table has in advance.
-    alone = np.flatnonzero(sizes == 1)
-    spare = np.full(len(alone), SPARE_BLOCKS)
-    pages[ranges(starts[alone] + num_blocks[leaders[alone]], spare)] = kv_ranges.pages[
-        ranges(kv_ranges.page[first:][leaders[alone]] + num_blocks[leaders[alone]], spare)
-    ]
-
-    def joined(values: Integers, own: Integers) -> Integers:
-        return np.concatenate((values[:first], own))
-
-    is_packed = sizes > 1
-    num_queries = np.where(is_packed, sizes, kv_ranges.num_queries[first:][leaders])
-    return kv_ranges._replace(
-        begin=joined(kv_ranges.begin, begin[leaders]),
-        num_kv=joined(kv_ranges.num_kv, keys),
-        num_queries=joined(kv_ranges.num_queries, num_queries),
-        is_private=np.concatenate((kv_ranges.is_private[:first], ~is_packed)),
-        row=joined(kv_ranges.row, leaders),
-        num_packed=joined(kv_ranges.num_packed, np.where(is_packed, sizes, 0)),
-        entry=joined(kv_ranges.entry, kv_ranges.entry[first:][leaders]),
-        page=joined(kv_ranges.page, shared_pages + starts),
-        pages=np.concatenate((kv_ranges.pages[:shared_pages], pages)),
     )
 
 
@@ -202,7 +130,6 @@ def select(tiles: QueryTiles, chosen: NDArray[np.bool_]) -> QueryTiles:
         num_queries=tiles.num_queries[chosen],
         widest=tiles.widest[chosen],
         is_large=tiles.is_large[chosen],
-        is_packed=tiles.is_packed[chosen],
         begin=tiles.begin[chosen],
         end=tiles.end[chosen],
         cost=tiles.cost[chosen],
@@ -242,7 +169,6 @@ def cut_queries(
         num_queries=num_queries,
         widest=np.minimum(max_queries, num)[range_of],
         is_large=is_large[range_of],
-        is_packed=kv_ranges.num_packed[range_of] > 0,
         begin=begin,
         end=end,
         cost=np.where(is_large[range_of], large_cost, 1.0),
@@ -257,7 +183,6 @@ def chunk_lengths(tiles: QueryTiles, target: float) -> Integers:
     shortest = np.maximum(MIN_CHUNK_TOKENS, tiles.widest * MIN_CHUNK_TOKENS_PER_QUERY)
     target_length = np.maximum(target / tiles.cost, shortest)
     chunks = np.maximum(1, np.rint(tokens / target_length)).astype(np.int64)
-    chunks[tiles.is_packed] = 1
     lengths: Integers = -(-tokens // (chunks * CHUNK_UNIT)) * CHUNK_UNIT
     return lengths
 
@@ -290,7 +215,6 @@ def cut_ranges(
     if kv_ranges.window is not None:
         items[:, ItemField.FLOOR] = limit - kv_ranges.window
     items[:, ItemField.IS_LARGE] = tiles.is_large[tile]
-    items[:, ItemField.OWNERS] = -1
     return items, chunks
 
 

@@ -24,33 +24,14 @@ from ...planning.prefix_tree import Integers
 Words = NDArray[np.int32]
 
 
-class TableHeader(IntEnum):
-    """The words of the header; the offsets count from the first word of the table."""
-
-    NUM_ITEMS = 0
-    ITEMS = 1
-    ENTRY_QUERIES = 2
-    ENTRY_SLOTS = 3
-    PAGES = 4
-    NUM_MERGES = 5
-    MERGES = 6
-    QUERY_PARTIALS = 7
-    NUM_LARGE = 8
-    """Items with many rows; they precede the others."""
-    PAGE_OWNERS = 9
-
-
-HEADER_SIZE: Final = 16
-
-
 class ItemField(IntEnum):
     """The words of an item."""
 
     ENTRY = 0
-    """First entry; the other entries of the item follow it."""
+    """Index of the first entry's query; the other entries of the item follow it."""
     NUM_QUERIES = 1
     PAGE = 2
-    """First page, as an index into the table's pages."""
+    """Index of the first page."""
     OFFSET = 3
     """First token, as an offset into that page."""
     NUM_KV = 4
@@ -61,65 +42,42 @@ class ItemField(IntEnum):
     FLOOR = 7
     """Under a window, query j of the item sees the keys from FLOOR + j on."""
     IS_LARGE = 8
-    OWNERS = 9
-    """First word of the pages of a packed item, as an index into the page owners; otherwise -1.
-    The word of a page is the index of the query that sees it, times `OWNER`, plus its tokens."""
+    NUM_ITEMS = 9
+    """Items of the same size in the table; also in a place without an item."""
+    SLOTS = 10
+    """Index of the first entry's slot."""
+    QUERY_PARTIALS = 11
+    """Index of the partials of query 0."""
 
 
 ITEM_SIZE: Final = 16
-MERGE_SIZE: Final = 3
+SIZES: Final = 2
+"""Sizes of items: places of small and of large ones alternate."""
+MERGE_SIZE: Final = 4
+MERGE_PLACES: Final = 256
+"""Merges that each table has room for: recorded steps have no more queries."""
 QUERY_PARTIALS_SIZE: Final = 2
 TICKET_WORDS: Final = 16
 """Words of the counters before those of the queries; the first two count the tickets of small and
 of large items."""
-OWNER: Final = 2**16
 NO_LIMIT: Final = 2**30
 SPARE_BLOCKS: Final = 4
 """Blocks that a row may start before the table is rebuilt."""
 
 
 class RowTails(NamedTuple):
-    """The end of each row's own range when the table was built.
+    """The end of each row's private range when the table was built, [R] each."""
 
-    Shapes: R rows - N rows whose range is not packed.
-    """
-
-    rows: Integers
-    """The rows that are not packed, [N]."""
     kv_len: Integers
-    """Tokens of each row, [R]."""
+    """Tokens of the row."""
     blocks: Integers
-    """Blocks of each row, [R]."""
+    """Blocks of the row."""
     last_item: Integers
-    """The item that reads the row's last token, [N]."""
+    """The item that reads the row's last token."""
     num_kv: Integers
-    """Tokens that this item reads, [N]."""
+    """Tokens that this item reads."""
     page: Integers
-    """Index of the row's block 0 in the table's pages, as if all its blocks were there, [N]."""
-
-
-class PackedRows(NamedTuple):
-    """The rows of packed items. The arrays and dictionaries change with the table.
-
-    Shapes: N rows of packed items.
-    """
-
-    rows: Integers
-    """[N]."""
-    place: Integers
-    """Index of the row's query in its item, [N]."""
-    item: Integers
-    """[N]."""
-    last: Integers
-    """Index of the word of the row's last page, [N]."""
-    page_shift: Integers
-    """Index of a page less that of its word, [N]."""
-    blocks: Integers
-    """Blocks of the row, [N]."""
-    used: dict[int, int]
-    """Index after the words of used pages, by item."""
-    end: dict[int, int]
-    """Index after the words of all pages, by item."""
+    """Index of the row's block 0 in the table's pages, as if all its blocks were there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,18 +85,17 @@ class WorkTable:
     """The words of a table, and what is needed to extend them."""
 
     words: Words
+    first_item: int
+    """Index of the first item."""
     items: Words
-    """View of the words, [I, ITEM_SIZE]."""
+    """View of the words: the places of items, [I, ITEM_SIZE]."""
     pages: Words
     """View of the words, [P]."""
-    owners: Words
-    """View of the words: a word of each page of the packed items."""
     num_merges: int
     """Number of queries with several partials."""
     num_partials: int
     """Number of slots for partials."""
     tails: RowTails
-    packs: PackedRows
     floor: Integers
     """Under a window, the FLOOR of each item when the table was built, [I]."""
     row_of: Integers
@@ -151,36 +108,15 @@ class WorkTable:
         blocks = -(-plan.kv_len // plan.block_size)
         if (blocks > tails.blocks + SPARE_BLOCKS).any():
             return False
-        if len(self.packs.rows) and not self._extend_packs(plan):
-            return False
-        self.items[tails.last_item, ItemField.NUM_KV] = tails.num_kv + added[tails.rows]
+        self.items[tails.last_item, ItemField.NUM_KV] = tails.num_kv + added
         if has_window:
             self.items[:, ItemField.FLOOR] = self.floor + added[self.row_of]
-        new_blocks = (blocks - tails.blocks)[tails.rows]
-        grown = np.flatnonzero(new_blocks)
-        if len(grown):
-            index = ranges(tails.blocks[tails.rows[grown]], new_blocks[grown])
-            owner = np.repeat(grown, new_blocks[grown])
-            self.pages[tails.page[owner] + index] = plan.tables[tails.rows[owner], index]
-        return True
-
-    def _extend_packs(self, plan: Plan) -> bool:
-        """Extend the rows of packed items; return False if an item has no page left."""
-        packs = self.packs
-        blocks = -(-plan.kv_len[packs.rows] // plan.block_size)
-        for index in np.flatnonzero(blocks > packs.blocks).tolist():
-            row, item, place = (int(each[index]) for each in (packs.rows, packs.item, packs.place))
-            for block in range(int(packs.blocks[index]), int(blocks[index])):
-                word = packs.used[item]
-                if word == packs.end[item]:
-                    return False
-                self.owners[packs.last[index]] = place * OWNER + plan.block_size
-                self.pages[word + packs.page_shift[index]] = plan.tables[row, block]
-                packs.last[index], packs.used[item] = word, word + 1
-                self.items[item, ItemField.NUM_KV] += plan.block_size
-        packs.blocks[:] = blocks
-        tokens = plan.kv_len[packs.rows] - (blocks - 1) * plan.block_size
-        self.owners[packs.last] = packs.place * OWNER + tokens
+        new_blocks = blocks - tails.blocks
+        rows = np.flatnonzero(new_blocks)
+        if len(rows):
+            index = ranges(tails.blocks[rows], new_blocks[rows])
+            owner = np.repeat(rows, new_blocks[rows])
+            self.pages[tails.page[owner] + index] = plan.tables[owner, index]
         return True
 
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from conure.kernels.gpu.work_table.builder import LayerGroup, WorkTableBuilder
 from conure.kernels.gpu.work_table.table import (
     ITEM_SIZE,
+    MERGE_PLACES,
     MERGE_SIZE,
-    OWNER,
+    SIZES,
     ItemField,
-    TableHeader,
 )
 from conure.kernels.planning.plan import Plan, build_plan
 from conure.kernels.planning.planner import Planner
@@ -28,20 +28,24 @@ def layer_group(
     window: int | None = None,
     large: int = 128,
     processors: int = 32,
-    packs: bool = True,
 ) -> LayerGroup:
     small = max(16, 1 << (group - 1).bit_length())
     large = large if large > small else 0
     programs = (3, 2, 1)
-    return LayerGroup(2, group, window, small, large, processors, programs, packs=packs)
+    return LayerGroup(2, group, window, small, large, processors, programs)
 
 
 def items_of(work: WorkTableBuilder) -> list[dict[ItemField, int]]:
-    begin = int(work.words[TableHeader.ITEMS])
-    words = work.words[begin : begin + int(work.words[TableHeader.NUM_ITEMS]) * ITEM_SIZE]
-    return [
-        {field: int(item[field]) for field in ItemField} for item in words.reshape(-1, ITEM_SIZE)
-    ]
+    """Return the items of both sizes, the large ones first, as programs find them."""
+    items: list[dict[ItemField, int]] = []
+    for size in (1, 0):
+        begin = work.first_item + size * ITEM_SIZE
+        for _ in range(work.words[begin + ItemField.NUM_ITEMS]):
+            words = work.words[begin : begin + ITEM_SIZE]
+            items.append({field: int(words[field]) for field in ItemField})
+            assert items[-1][ItemField.IS_LARGE] == size
+            begin += SIZES * ITEM_SIZE
+    return items
 
 
 def read_table(work: WorkTableBuilder, plan: Plan) -> tuple[list[Counter[int]], list[list[int]]]:
@@ -56,27 +60,17 @@ def read_table(work: WorkTableBuilder, plan: Plan) -> tuple[list[Counter[int]], 
         assert item[ItemField.NUM_KV] >= 1
         for j in range(item[ItemField.NUM_QUERIES]):
             entry = item[ItemField.ENTRY] + j
-            query = table[table[TableHeader.ENTRY_QUERIES] + entry]
-            slot = table[table[TableHeader.ENTRY_SLOTS] + entry]
+            query = table[entry]
+            slot = table[item[ItemField.SLOTS] + j]
             assert (slot < 0) == (item[ItemField.CHUNK] < 0)
             written[query].append(slot + item[ItemField.CHUNK] if slot >= 0 else -1)
             for column in range(item[ItemField.NUM_KV]):
-                if item[ItemField.OWNERS] >= 0:
-                    word = table[
-                        table[TableHeader.PAGE_OWNERS]
-                        + item[ItemField.OWNERS]
-                        + column // plan.block_size
-                    ]
-                    if word // OWNER != j or column % plan.block_size >= word % OWNER:
-                        continue
-                elif column >= item[ItemField.LIMIT] + j:
+                if column >= item[ItemField.LIMIT] + j:
                     break
                 if window is not None and column < item[ItemField.FLOOR] + j:
                     continue
                 place = item[ItemField.OFFSET] + column
-                page = table[
-                    table[TableHeader.PAGES] + item[ItemField.PAGE] + place // plan.block_size
-                ]
+                page = table[item[ItemField.PAGE] + place // plan.block_size]
                 seen[query][page * plan.block_size + place % plan.block_size] += 1
     return seen, written
 
@@ -85,11 +79,12 @@ def check(work: WorkTableBuilder, plan: Plan, rows: Rows) -> None:
     seen, written = read_table(work, plan)
     assert seen == expected_slots(rows, plan.block_size, work.layers.window)
     table = work.words.tolist()
-    begin = table[TableHeader.MERGES]
     merges = {}
-    for number in range(table[TableHeader.NUM_MERGES]):
-        query, first, count = table[begin + number * MERGE_SIZE : begin + (number + 1) * MERGE_SIZE]
-        merges[query] = list(range(first, first + count))
+    for begin in range(0, work.first_item, MERGE_SIZE):
+        query, first, count = table[begin : begin + MERGE_SIZE][:3]
+        if count:
+            merges[query] = list(range(first, first + count))
+    assert len(merges) == work.num_merges
     for query, slots in enumerate(written):
         if slots == [-1]:
             assert query not in merges
@@ -178,7 +173,7 @@ def test_long_row_gives_all_programs_work() -> None:
     work.update(plan)
     programs = work.num_programs(0)
     assert programs == 3 * 132
-    num_units = 2 * int(work.words[TableHeader.NUM_ITEMS])
+    num_units = 2 * len(items_of(work))
     assert 0.8 * programs <= num_units <= programs, "one round, as full as possible"
     lengths = [item[ItemField.NUM_KV] for item in items_of(work)]
     assert max(lengths) <= 2 * min(lengths) + 64
@@ -204,39 +199,28 @@ def test_large_items_precede_small_ones() -> None:
     work.update(plan)
     sizes = [item[ItemField.IS_LARGE] for item in items_of(work)]
     assert sizes == sorted(sizes, reverse=True)
-    assert sum(sizes) == work.words[TableHeader.NUM_LARGE] > 0
+    assert sum(sizes) > 0
     for large in (True, False):
         of_size = [each for each in items_of(work) if each[ItemField.IS_LARGE] == large]
         lengths = [item[ItemField.NUM_KV] for item in of_size]
         assert lengths == sorted(lengths, reverse=True)
 
 
-def test_short_rows_share_items_if_units_exceed_programs() -> None:
-    for processors, num_items in ((4, 16), (16, 22), (32, 32), (132, 64)):
-        work = WorkTableBuilder(layer_group(processors=processors))
-        work.update(build_plan(*flat(64, 2048, 33), block_size=16))
-        assert sum(not each[ItemField.IS_LARGE] for each in items_of(work)) == num_items
+def test_items_begin_at_the_same_place_in_all_steps_that_are_recorded() -> None:
+    for rows in ((1, 0, 100), (64, 2048, 64), (256, 2048, 64)):
+        work = WorkTableBuilder(layer_group())
+        work.update(build_plan(*flat(*rows), block_size=16))
+        assert work.first_item == MERGE_PLACES * MERGE_SIZE
 
 
-def test_long_rows_share_no_item() -> None:
-    work = WorkTableBuilder(layer_group(processors=4))
-    work.update(build_plan(*flat(64, 2048, 200), block_size=16))
-    assert all(item[ItemField.OWNERS] < 0 for item in items_of(work))
-
-
-def test_packed_rows_extend_until_an_item_has_no_page_left() -> None:
-    new, lengths, tables = flat(16, 1024, 1)
-    planner, work = Planner(block_size=16), WorkTableBuilder(layer_group(processors=1))
-    for step in range(100):
-        for row, table in enumerate(tables):
-            if len(table) * 16 < lengths[row]:
-                table.append(20000 + step * 16 + row)
-        plan = planner.plan(new, lengths, tables)
-        work.update(plan)
-        check(work, plan, Rows(new, lengths, tables, 0))
-        lengths = [length + 1 for length in lengths]
-    assert work.num_built == 2
-    assert any(item[ItemField.OWNERS] >= 0 for item in items_of(work))
+def test_programs_without_an_item_find_the_number_of_items() -> None:
+    work = WorkTableBuilder(layer_group(processors=132))
+    work.update(build_plan(*flat(8, 2048, 64), block_size=16))
+    for size, large in ((0, 0), (1, work.large)):
+        last = (work.num_programs(large) - 1) // work.layers.kv_heads
+        begin = work.first_item + (last * SIZES + size) * ITEM_SIZE
+        num = int(work.words[begin + ItemField.NUM_ITEMS])
+        assert 0 < num <= last
 
 
 def finish(cost: list[int] | list[float], programs: int) -> NDArray[np.float64]:
@@ -252,13 +236,37 @@ def test_enough_unshared_rows_are_not_cut() -> None:
     plan = build_plan(*flat(256, 0, 1000), block_size=16)
     work = WorkTableBuilder(layer_group(processors=32))
     work.update(plan)
-    assert int(work.words[TableHeader.NUM_ITEMS]) == 256
+    assert len(items_of(work)) == 256
     assert work.num_merges == 0
     assert work.large == 0
 
 
 def test_large_tiles_fit_the_number_of_rows() -> None:
-    for num_rows, large in ((4, 0), (5, 64), (16, 64), (17, 128), (64, 128)):
+    # 17 queries of 4 heads need two tiles of 64 rows, as fast as one of 128.
+    for num_rows, large in ((4, 0), (5, 64), (16, 64), (17, 128), (32, 128), (33, 64), (64, 128)):
         work = WorkTableBuilder(layer_group())
         work.update(build_plan(*flat(num_rows, 1024, 17), block_size=16))
-        assert work.large == large
+        assert work.large == large, num_rows
+
+
+def test_many_ranges_of_few_rows_have_small_tiles() -> None:
+    tree = lay_out_tree((1, 8, 64), (512, 512, 16))
+    work = WorkTableBuilder(layer_group())
+    work.update(build_plan(*tree, block_size=16))
+    assert work.large == 64
+
+
+def lay_out_tree(
+    nodes: tuple[int, ...], tokens: tuple[int, ...]
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return decoding rows of a tree of whole blocks."""
+    blocks = iter(range(1 << 20))
+    tables: list[list[int]] = [[]]
+    for num, length in zip(nodes, tokens, strict=True):
+        fan_out = num // len(tables)
+        tables = [
+            [*table, *(next(blocks) for _ in range(length // 16))]
+            for table in tables
+            for _ in range(fan_out)
+        ]
+    return [1] * len(tables), [16 * len(table) for table in tables], tables
