@@ -17,8 +17,8 @@
 
 Each stage is a separate process with a time limit. It writes `STAGE.json` after each row, so a
 stage that is stopped leaves what it has measured; `first_gpu.md` shows all stages in the folder,
-and `first_gpu.log` what they printed. Pieces that `gpu/pack.sh` collected are unpacked first, on
-Python 3.12.
+and `first_gpu.log` what they printed. Pieces that `gpu/pack/pack.sh` collected are unpacked first,
+on Python 3.12.
 
 `--rehearse` runs the same code on a fake device that computes nothing (`engine.testing.fake_cuda`).
 With `--compile`, Triton compiles each kernel, which fills the cache that travels. `vllm` is
@@ -46,7 +46,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpu import packed, page
+from gpu import page
+from gpu.pack import packed
 from gpu.record import DeviceLostError, StageRecord
 
 ROOT: Final = Path(__file__).parents[1]

@@ -16,7 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import first_gpu
-from gpu import fatbin, packed, page, serving_cases
+from gpu import page, serving_cases
+from gpu.pack import fatbin, packed
 from gpu.record import DeviceLostError, StageRecord
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

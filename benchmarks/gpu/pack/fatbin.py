@@ -1,6 +1,6 @@
 """Erase GPU code that another architecture runs from a shared library, so that it compresses well.
 
-    python benchmarks/gpu/fatbin.py LIBRARY... [--architecture 90] [--without half_t --but Combine]
+    python benchmarks/gpu/pack/fatbin.py LIBRARY... [--without half_t --but Combine]
 
 A library contains fat binaries: lists of machine code and PTX, each for one architecture. The
 driver reads the entry of its device only. The bytes of the others become zeros; sizes and offsets

@@ -5,7 +5,7 @@
 #   .gpu_v   vLLM's Python, its dependencies, FlashAttention 3
 #   .gpu_c   vLLM's core operators
 #
-#     bash benchmarks/gpu/pack.sh [wheels] [flashinfer] [triton] [vllm]      all four by default
+#     bash benchmarks/gpu/pack/pack.sh [wheels] [flashinfer] [triton] [vllm]      all four by default
 #
 # From the repository's root, on a machine with a network, Python 3.12 (PYTHON312) and, for
 # FlashInfer, nvcc 13 (CUDA_HOME). No GPU is needed. WORK keeps what has been downloaded: 8 GB.
@@ -53,7 +53,7 @@ flashinfer() {
   echo 'int unused;' | gcc -shared -fPIC -x c - -o "$WORK/lib/libcuda.so"  # linked, never loaded
   LIBRARY_PATH="$WORK/lib" FLASHINFER_WORKSPACE_BASE="$WORK" PATH="$WORK/v/bin:$CUDA_HOME/bin:$PATH" \
     CPATH="$(echo "$WORK"/v/lib/python3.12/site-packages/nvidia/cu13/include)" \
-    PYTHONPATH="$PWD:$PWD/benchmarks:$site" "$STACK" benchmarks/gpu/flashinfer_modules.py ${FA3:+--fa3} --jobs 1
+    PYTHONPATH="$PWD:$PWD/benchmarks:$site" "$STACK" benchmarks/gpu/pack/flashinfer_modules.py ${FA3:+--fa3} --jobs 1
   # The headers of CUTLASS and others are needed to compile, and are half of the size.
   tar cJf .gpu/site-flashinfer.tar.xz -C "$site" --exclude=__pycache__ \
     --exclude=flashinfer/data/cutlass --exclude=flashinfer/data/cccl \
@@ -87,9 +87,9 @@ vllm() {
     apache-tvm-ffi
   # Code of other architectures, and of data types that the benchmark does not use.
   CUOBJDUMP="$WORK"/v/lib/python3.12/site-packages/triton/backends/nvidia/bin/cuobjdump \
-    "$STACK" benchmarks/gpu/fatbin.py "$site"/vllm/vllm_flash_attn/_vllm_fa3_C*.so \
+    "$STACK" benchmarks/gpu/pack/fatbin.py "$site"/vllm/vllm_flash_attn/_vllm_fa3_C*.so \
     --without half_t e4m3 --but Combine
-  "$STACK" benchmarks/gpu/fatbin.py "$site"/vllm/_C_stable_libtorch.abi3.so
+  "$STACK" benchmarks/gpu/pack/fatbin.py "$site"/vllm/_C_stable_libtorch.abi3.so
   tar cJf .gpu_v/vllm_deps.tar.xz --exclude=__pycache__ -C "$deps" .
   tar cJf .gpu_c/vllm-core.tar.xz -C "$site" vllm/_C_stable_libtorch.abi3.so
   tar cJf .gpu_v/vllm-python.tar.xz --exclude=__pycache__ --exclude=_C_stable_libtorch.abi3.so \

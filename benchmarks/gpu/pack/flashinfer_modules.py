@@ -1,6 +1,6 @@
 """Compile the FlashInfer kernels that `kernels.py` compares with, on a machine with nvcc.
 
-    PYTHONPATH=.:benchmarks python benchmarks/gpu/flashinfer_modules.py [--fa3] [--jobs N]
+    PYTHONPATH=.:benchmarks python benchmarks/gpu/pack/flashinfer_modules.py [--fa3] [--jobs N]
 
 The compiled kernels are placed where FlashInfer looks for its packaged ones, so the folder in
 which it is installed can be copied to a machine with a GPU. Compiling needs neither a GPU nor a

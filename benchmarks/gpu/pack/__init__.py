@@ -1,0 +1,1 @@
+"""What a GPU machine without a network needs: collected here, unpacked there."""
