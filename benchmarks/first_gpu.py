@@ -2,7 +2,7 @@
 
     python benchmarks/first_gpu.py smoke tests micro decode --out FOLDER
     python benchmarks/first_gpu.py grid --out FOLDER
-    python benchmarks/first_gpu.py ours vllm --out FOLDER
+    python benchmarks/first_gpu.py ours vllm programs --out FOLDER
     python benchmarks/first_gpu.py sweep --out FOLDER
     python benchmarks/first_gpu.py --rehearse --tiny --out FOLDER     every stage, without a GPU
 
@@ -13,6 +13,7 @@
     grid     attention over trees, with all contenders that are installed
     ours     the engine on requests with and without shared prefixes
     vllm     vLLM on the same requests
+    programs `conure serve` on six workloads, as whole programs and request by request
     sweep    constants of the attention kernel
 
 Each stage is a separate process with a time limit. It writes `STAGE.json` after each row, so a
@@ -22,8 +23,8 @@ on Python 3.12.
 
 `--rehearse` runs the same code on a fake device that computes nothing (`engine.testing.fake_cuda`).
 With `--compile`, Triton compiles each kernel, which fills the cache that travels. `vllm` is
-rehearsed on a CPU, where it is installed. `--tiny` uses small shapes. `--cpu` runs `ours` and
-`vllm` on this CPU: real figures of a small model, to see both sides work.
+rehearsed on a CPU, where it is installed, and `programs` with engines that sleep. `--tiny` uses
+small shapes. `--cpu` runs `ours`, `vllm` and `programs` on this CPU: real figures of a small model.
 
 `--begin-when FILE` lets `vllm` compile its model in the background; it serves once FILE exists.
 
@@ -74,6 +75,7 @@ STAGES: Final = {
         Stage("grid", 480),
         Stage("ours", 180),
         Stage("vllm", 400, uses_vllm=True),
+        Stage("programs", 300),
         Stage("sweep", 360),
     )
 }
@@ -185,6 +187,13 @@ def _run(record: StageRecord, options: argparse.Namespace) -> None:
         record.about["device"] = _name(options)
         suites.run(record, is_tiny=options.rehearse or options.tiny)
         return
+    if options.run == "programs":
+        from gpu import programs
+
+        record.about["device"] = _name(options)
+        where = "cpu" if options.cpu else None if options.rehearse else "cuda"
+        programs.run(record, device=where, rounds=options.rounds, **common)
+        return
     if options.cpu:
         from gpu import ours
 
@@ -238,7 +247,7 @@ def _run_kernels(record: StageRecord, device: Any, options: argparse.Namespace) 
 @contextlib.contextmanager
 def _device(options: argparse.Namespace) -> Iterator[None]:
     """Replace the GPU by a fake one for a rehearsal."""
-    if options.cpu or not options.rehearse or options.run in ("vllm", "tests"):
+    if options.cpu or not options.rehearse or options.run in ("vllm", "tests", "programs"):
         yield
         return
     from conure.engine.models.probe import LayerKVSpec
@@ -289,8 +298,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--begin-when", type=Path, help="let vllm wait for a file when it is ready")
     parser.add_argument("--run", choices=list(STAGES), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.cpu and not set(options.stages or [options.run]) <= {"ours", "vllm"}:
-        parser.error("--cpu runs the stages ours and vllm only")
+    if options.cpu and not set(options.stages or [options.run]) <= {"ours", "vllm", "programs"}:
+        parser.error("--cpu runs the stages ours, vllm and programs only")
     return options
 
 

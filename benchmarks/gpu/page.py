@@ -10,7 +10,7 @@ from typing import Any, Final
 from .record import shown
 
 NAME: Final = "first_gpu.md"
-ORDER: Final = ("smoke", "tests", "micro", "decode", "grid", "ours", "vllm", "sweep")
+ORDER: Final = ("smoke", "tests", "micro", "decode", "grid", "ours", "vllm", "programs", "sweep")
 
 
 def write(folder: Path) -> Path:

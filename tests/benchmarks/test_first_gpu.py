@@ -266,7 +266,7 @@ def test_grid_stage_is_rehearsed(rehearse: Callable[..., dict[str, object]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("stage", ["smoke", "tests", "micro", "decode", "ours", "sweep"])
+@pytest.mark.parametrize("stage", ["smoke", "tests", "micro", "decode", "ours", "programs", "sweep"])
 def test_stage_is_rehearsed(rehearse: Callable[..., dict[str, object]], stage: str) -> None:
     pytest.importorskip("triton")
     rehearse(stage)

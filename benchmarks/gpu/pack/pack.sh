@@ -4,6 +4,7 @@
 #   .gpu     wheels that the machine lacks, FlashInfer with compiled modules, compiled Triton kernels
 #   .gpu_v   vLLM's Python, its dependencies, FlashAttention 3
 #   .gpu_c   vLLM's core operators
+#   .gpu_s   wheels that only the server needs
 #
 #     bash benchmarks/gpu/pack/pack.sh [wheels] [flashinfer] [triton] [vllm]      all four by default
 #
@@ -16,7 +17,7 @@ PYTHON312=${PYTHON312:-python3.12}
 export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 PARTS=${*:-wheels flashinfer triton vllm}
 LIMIT=$((64 * 1024 * 1024))
-mkdir -p "$WORK" .gpu .gpu_v .gpu_c
+mkdir -p "$WORK" .gpu .gpu_v .gpu_c .gpu_s
 
 # The libraries of the GPU machine, in an environment of their own.
 STACK="$WORK/v/bin/python"
@@ -38,9 +39,11 @@ download() {
 }
 
 wheels() {
-  rm -f .gpu/*.whl
+  rm -f .gpu/*.whl .gpu_s/*.whl
   download .gpu msgspec==0.22.0 cachetools==8.0.1 pytest-asyncio==1.5.0 llguidance==1.9.1 \
     "apache-tvm-ffi<0.2" jsonschema==4.26.0 referencing rpds-py jsonschema-specifications
+  download .gpu_s "litestar<3" litestar-htmx multipart polyfactory faker rich-click sniffio \
+    uvicorn httptools google-re2 shtab
 }
 
 flashinfer() {
@@ -99,7 +102,7 @@ vllm() {
 for part in $PARTS; do "$part"; done
 
 status=0
-for folder in .gpu .gpu_v .gpu_c; do
+for folder in .gpu .gpu_v .gpu_c .gpu_s; do
   bytes=$(du -sb "$folder" | cut -f1)
   printf '%-8s %6.1f MiB\n' "$folder" "$(echo "$bytes / 1048576" | bc -l)"
   if [ "$bytes" -gt "$LIMIT" ]; then echo "$folder exceeds 64 MiB: it cannot travel"; status=1; fi

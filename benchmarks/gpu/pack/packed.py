@@ -3,6 +3,7 @@
     .gpu     wheels that the machine lacks, FlashInfer, compiled Triton kernels
     .gpu_v   vLLM's Python, its dependencies and its attention kernels
     .gpu_c   vLLM's core operators
+    .gpu_s   wheels that only the server needs
 
 Each folder is smaller than what may travel at once; they are copied to one place, in any order.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-FOLDERS: Final = (".gpu", ".gpu_v", ".gpu_c")
+FOLDERS: Final = (".gpu", ".gpu_v", ".gpu_c", ".gpu_s")
 PYTHON: Final = (3, 12)
 """The Python that the pieces are collected for; extension modules fit no other."""
 
