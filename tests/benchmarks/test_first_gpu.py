@@ -21,6 +21,8 @@ from gpu.pack import fatbin, packed
 from gpu.record import DeviceLostError, StageRecord
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OTHERS = ("grid", "vllm")
+"""Stages that other tests rehearse."""
 ABOUT = {"device": "a device", "versions": {"python": "3.12"}}
 VLLM = """
 __version__ = "double"
@@ -266,7 +268,7 @@ def test_grid_stage_is_rehearsed(rehearse: Callable[..., dict[str, object]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("stage", ["smoke", "tests", "micro", "decode", "ours", "programs", "sweep"])
+@pytest.mark.parametrize("stage", [each for each in first_gpu.STAGES if each not in OTHERS])
 def test_stage_is_rehearsed(rehearse: Callable[..., dict[str, object]], stage: str) -> None:
     pytest.importorskip("triton")
     rehearse(stage)
