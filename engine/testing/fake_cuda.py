@@ -47,7 +47,7 @@ SHARED_BYTES: Final = 232_448
 """Maximum shared memory of a program on sm_90."""
 COMPILER: Final = ("c++", "-O0", "-std=c++20", "-shared", "-fPIC")
 GUARD: Final = Path(__file__).with_suffix(".cpp")
-_OPTIONS: Final = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl"})
+_OPTIONS: Final = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"})
 """Keywords of a launch that are not arguments of the kernel."""
 _MAX_INT32: Final = 2**31
 

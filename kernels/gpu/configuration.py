@@ -31,8 +31,10 @@ TYPE_NAMES: Final = {
     torch.int64: "i64",
 }
 SMALL_ROWS: Final = 16
-MERGE_HEADS: Final = 4
-MERGE_PARTIALS: Final = 8
+WIDE_REGISTERS: Final = 200
+"""Registers per thread of small items with wide heads, of which two programs run at once."""
+MERGE_NUMBERS: Final = 512
+"""Numbers that a merge program computes: 4 for each of its threads, which one load reads."""
 MOVE_TILE: Final = 1024
 
 
@@ -93,7 +95,7 @@ class KernelConfiguration:
     """Triton's type of every argument, in order; "constexpr" for constants."""
     constants: dict[str, Any]
     options: dict[str, int]
-    """`num_warps`, `num_stages` and `launch_pdl`."""
+    """`num_warps`, `num_stages`, `maxnreg` and `launch_pdl`."""
     aligned: tuple[str, ...] = field(default=())
     """Arguments that are divisible by 16: addresses, and strides in elements."""
     shape: AttentionShape | None = None
@@ -208,7 +210,12 @@ def is_heavy(shape: AttentionShape, rows: int) -> bool:
 def attention_options(shape: AttentionShape, large: int) -> dict[str, int]:
     """Return warps and stages of `attention.attend_kernel`, for large or (0) small items."""
     rows = large or small_rows(shape.group)
-    return {"num_warps": 8 if is_heavy(shape, rows) else 4, "num_stages": 3}
+    options = {"num_warps": 8 if is_heavy(shape, rows) else 4, "num_stages": 3}
+    is_exact = shape.dtype == torch.float32
+    if not large and not is_exact and is_wide(shape) and not is_heavy(shape, rows):
+        # Otherwise the compiler limits registers to 168, so that three programs fit, and spills.
+        options["maxnreg"] = WIDE_REGISTERS
+    return options
 
 
 def programs_per_processor(shape: AttentionShape, large: int) -> int:
@@ -239,13 +246,17 @@ def merge_constants(
     """Return the constants of `merge.merge_kernel`."""
     return {
         "HEADS": heads,
-        "HEAD_TILE": min(MERGE_HEADS, 1 << (heads - 1).bit_length()),
+        "HEAD_TILE": merge_heads(heads, value_dim),
         "VALUE_DIM": value_dim,
         "VALUE_PAD": padded_size(value_dim),
-        "PARTIALS": MERGE_PARTIALS,
         "HAS_SINKS": has_sinks,
         "IS_INDEXED": is_indexed,
     }
+
+
+def merge_heads(heads: int, value_dim: int) -> int:
+    """Return the heads that a merge program computes."""
+    return min(max(1, MERGE_NUMBERS // padded_size(value_dim)), 1 << (heads - 1).bit_length())
 
 
 def store_constants(kv_heads: int, dim: int, value_dim: int) -> dict[str, Any]:

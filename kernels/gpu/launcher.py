@@ -31,7 +31,6 @@ from .configuration import (
     DTYPES,
     MAX_DIM,
     MAX_GROUP,
-    MERGE_HEADS,
     MOVE_TILE,
     AttentionShape,
     AttentionTuning,
@@ -41,6 +40,7 @@ from .configuration import (
     large_rows,
     launch_options,
     merge_constants,
+    merge_heads,
     programs_per_processor,
     small_rows,
     store_constants,
@@ -265,7 +265,7 @@ class TritonKernels:
                 **launch_options(constants),
             )
         if device_table.work.is_merged:
-            _MERGE[(_merge_programs(len(query), heads, work.layers.processors),)](
+            _MERGE[(_merge_programs(len(query), heads, value_dim, work.layers.processors),)](
                 out,
                 buffers.partials,
                 buffers.lse,
@@ -292,7 +292,7 @@ class TritonKernels:
         heads, value_dim = outputs.shape[1:]
         out = outputs.new_empty((len(slots), heads, value_dim), dtype=torch.float32)
         outputs, lse, slots = outputs.contiguous(), lse.contiguous(), slots.contiguous()
-        _MERGE[(_merge_programs(len(slots), heads, _processors(outputs.device)),)](
+        _MERGE[(_merge_programs(len(slots), heads, value_dim, _processors(outputs.device)),)](
             out,
             outputs,
             lse,
@@ -421,9 +421,10 @@ def _shape(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> AttentionSh
     return AttentionShape(query.dtype, kv_heads, group, dim, value_cache.shape[3], page)
 
 
-def _merge_programs(num_queries: int, heads: int, processors: int) -> int:
+def _merge_programs(num_queries: int, heads: int, value_dim: int, processors: int) -> int:
     """Return the programs of a merge launch: one for each tile of heads, up to what fits."""
-    return max(1, min(num_queries * -(-heads // MERGE_HEADS), processors * MERGE_PROGRAMS))
+    num_tiles = num_queries * -(-heads // merge_heads(heads, value_dim))
+    return max(1, min(num_tiles, processors * MERGE_PROGRAMS))
 
 
 def _processors(device: torch.device) -> int:

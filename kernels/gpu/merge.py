@@ -33,7 +33,6 @@ def merge_kernel(
     HEAD_TILE: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
-    PARTIALS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_INDEXED: tl.constexpr,
     LOG2_E: tl.constexpr = 1.4426950408889634,
@@ -55,7 +54,6 @@ def merge_kernel(
         HEAD_TILE: Heads that a program processes at once.
         VALUE_DIM: E.
         VALUE_PAD: E rounded up to a power of 2.
-        PARTIALS: Partials that are read at the same time.
         HAS_SINKS: Whether heads have sinks.
         IS_INDEXED: Whether slots are listed one by one.
         LOG2_E: log2(e).
@@ -81,29 +79,31 @@ def merge_kernel(
         # A sink is a score of each head without a value.
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
         result = tl.zeros([HEAD_TILE, VALUE_PAD], tl.float32)
-        for begin in tl.range(0, count, PARTIALS, num_stages=1):
-            partial_index = begin + tl.arange(0, PARTIALS)
-            is_partial = partial_index < count
-            if IS_INDEXED:
-                slots = tl.load(table + number * width + partial_index, mask=is_partial, other=-1)
-                is_partial &= slots >= 0
-            else:
-                slots = first + partial_index
-            at = slots.to(tl.int64)[:, None] * HEADS + heads[None, :]
-            is_used = is_partial[:, None] & is_head[None, :]
-            # Before the weights: all loads are issued at once.
-            value = tl.load(
-                partials + at[:, :, None] * VALUE_DIM + dims[None, None, :],
-                mask=is_used[:, :, None] & (dims < VALUE_DIM)[None, None, :],
-                other=0.0,
-            ).to(tl.float32)
-            weight = tl.load(lse + at, mask=is_used, other=float("-inf")).to(tl.float32)
-            new_peak = tl.maximum(peak, tl.max(weight, 0))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            decay = tl.exp2((peak - base) * LOG2_E)
-            weight = tl.exp2((weight - base[None, :]) * LOG2_E)
-            result = result * decay[:, None] + tl.sum(weight[:, :, None] * value, 0)
-            total = total * decay + tl.sum(weight, 0)
+        for begin in tl.range(0, count, 4, num_stages=1):
+            # All loads are issued before the first one has arrived. Partials are separate tensors:
+            # with one of three dimensions, Triton 3.6 adds them up through shared memory.
+            slot_0 = _slot(table, number, first, begin, count, width, IS_INDEXED)
+            slot_1 = _slot(table, number, first, begin + 1, count, width, IS_INDEXED)
+            slot_2 = _slot(table, number, first, begin + 2, count, width, IS_INDEXED)
+            slot_3 = _slot(table, number, first, begin + 3, count, width, IS_INDEXED)
+            weight_0, value_0 = _partial(partials, lse, slot_0, heads, dims, HEADS, VALUE_DIM)
+            weight_1, value_1 = _partial(partials, lse, slot_1, heads, dims, HEADS, VALUE_DIM)
+            weight_2, value_2 = _partial(partials, lse, slot_2, heads, dims, HEADS, VALUE_DIM)
+            weight_3, value_3 = _partial(partials, lse, slot_3, heads, dims, HEADS, VALUE_DIM)
+            new_peak = tl.maximum(
+                tl.maximum(peak, tl.maximum(weight_0, weight_1)), tl.maximum(weight_2, weight_3)
+            )
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak) * LOG2_E
+            decay = tl.exp2(peak * LOG2_E - base)
+            weight_0 = tl.exp2(weight_0 * LOG2_E - base)
+            weight_1 = tl.exp2(weight_1 * LOG2_E - base)
+            weight_2 = tl.exp2(weight_2 * LOG2_E - base)
+            weight_3 = tl.exp2(weight_3 * LOG2_E - base)
+            result = result * decay[:, None] + weight_0[:, None] * value_0
+            result += weight_1[:, None] * value_1
+            result += weight_2[:, None] * value_2
+            result += weight_3[:, None] * value_3
+            total = total * decay + weight_0 + weight_1 + weight_2 + weight_3
             peak = new_peak
         # Padding heads have no result; avoid a division by 0.
         total = tl.where(is_head & (count > 0), total, 1.0)
@@ -113,6 +113,46 @@ def merge_kernel(
             (result / total[:, None]).to(out.dtype.element_ty),
             mask=is_head[:, None] & (dims < VALUE_DIM)[None, :] & (count > 0),
         )
+
+
+@triton.jit
+def _slot(
+    table: tl.tensor,
+    number: tl.tensor,
+    first: tl.tensor,
+    index: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    IS_INDEXED: tl.constexpr,
+) -> tl.tensor:
+    """Return the slot of a partial, or -1."""
+    if IS_INDEXED:
+        slot = tl.load(table + number * width + index, mask=index < count, other=-1).to(tl.int32)
+    else:
+        slot = tl.where(index < count, first + index, -1)
+    return slot
+
+
+@triton.jit
+def _partial(
+    partials: tl.tensor,
+    lse: tl.tensor,
+    slot: tl.tensor,
+    heads: tl.tensor,
+    dims: tl.tensor,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return LSE and result of some heads; -inf and 0 for a slot of -1."""
+    is_used = (slot >= 0) & (heads < HEADS)
+    at = slot.to(tl.int64) * HEADS + heads
+    weight = tl.load(lse + at, mask=is_used, other=float("-inf")).to(tl.float32)
+    value = tl.load(
+        partials + at[:, None] * VALUE_DIM + dims[None, :],
+        mask=is_used[:, None] & (dims < VALUE_DIM)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    return weight, value
 
 
 @triton.jit

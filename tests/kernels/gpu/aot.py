@@ -263,7 +263,7 @@ def _tile_bytes(configuration: KernelConfiguration) -> int:
         elements = constants["TILE"] * (constants["DIM"] + constants["VALUE_DIM"])
         return int(elements * ELEMENT_BYTES[types["keys"]])
     if kernel == "merge":
-        elements = constants["PARTIALS"] * constants["HEAD_TILE"] * constants["VALUE_DIM"]
+        elements = 4 * constants["HEAD_TILE"] * constants["VALUE_DIM"]  # of four partials
         return int(elements * ELEMENT_BYTES[types["partials"]])
     if kernel == "store":
         elements = constants["KV_HEADS"] * (constants["DIM"] + constants["VALUE_DIM"])

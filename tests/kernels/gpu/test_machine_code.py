@@ -54,8 +54,14 @@ def loads_16_bytes_per_thread(each: CompiledKernel) -> bool:
     return each.tma_loads > 0 or 16 * each.wide_loads * 32 * each.num_warps >= each.tile_bytes
 
 
+def merges_in_registers(each: CompiledKernel) -> bool:
+    """Whether a merge adds partials up without exchanging them between threads."""
+    return not each.name.startswith("merge") or each.shared_bytes <= 64
+
+
 REQUIREMENTS = (
     does_not_spill,
+    merges_in_registers,
     keeps_copies_in_flight,
     multiplies_by_warp_groups,
     loads_16_bytes_per_thread,
