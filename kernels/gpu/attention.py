@@ -262,6 +262,10 @@ def _run_item(
     heads = head * GROUP + rows % GROUP
     is_row = query_index < num_queries
     number = tl.load(table + entry + query_index, mask=is_row, other=0)
+    slot = number
+    if not IS_SPLIT:  # read here, so that it has arrived when the result of a short item is written
+        slots = table + tl.load(item + SLOTS) + query_index
+        slot = tl.load(slots, mask=is_row & (chunk >= 0), other=0)
     dims = tl.arange(0, DIM_PAD)
     at = number.to(tl.int64) * query_stride + heads * query_head_stride
     if DIM == DIM_PAD:
@@ -307,9 +311,10 @@ def _run_item(
         result /= tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_value)
     else:
-        slots = table + tl.load(item + SLOTS) + query_index
-        slot = tl.load(slots, mask=is_row, other=0) + chunk
-        at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
+        if IS_SPLIT:
+            slots = table + tl.load(item + SLOTS) + query_index
+            slot = tl.load(slots, mask=is_row, other=0)
+        at = (slot + chunk).to(tl.int64) * (KV_HEADS * GROUP) + heads
         # A chunk may be empty for some of its queries: their peak and LSE are -inf.
         total = tl.where(total == 0.0, 1.0, total)
         result /= total[:, None]
