@@ -62,6 +62,8 @@ class AttentionTuning(NamedTuple):
     """Pipeline stages of items that read many queries."""
     large_tile: int = 64
     """Maximum keys of a tile of items that read many queries."""
+    tile_of_64_rows: int = 32
+    """Maximum keys of a tile of items with 64 rows, of which two share a processor."""
     max_large_rows: int = 128
     """Maximum rows of a large item: 64 runs two programs on a processor, 128 one."""
     max_items_per_program: int = 2
@@ -151,7 +153,7 @@ def attention_constants(
     is_exact = shape.dtype == torch.float32  # no tensor cores: registers are scarce
     if large:
         rows = large
-        tile, stages = min(_large_tile(shape, large), tuning.large_tile), tuning.large_stages
+        tile, stages = _large_tile(shape, large, tuning), tuning.large_stages
     else:
         rows, tile = small_rows(shape.group), _small_tile(shape, variant)
         # As many bytes in flight with smaller tiles, or where a processor runs one program that
@@ -193,13 +195,13 @@ def _small_tile(shape: AttentionShape, variant: AttentionVariant) -> int:
     return 32 if is_short else tile
 
 
-def _large_tile(shape: AttentionShape, large: int) -> int:
-    """Return the most keys of a tile of a large item for which no register is spilled."""
-    if is_wide(shape):
+def _large_tile(shape: AttentionShape, large: int, tuning: AttentionTuning) -> int:
+    """Return the keys of a tile of a large item; no register is spilled."""
+    if is_wide(shape) or (large > 64 and has_odd_group(shape)):
         return 32
-    if large > 64:
-        return 32 if has_odd_group(shape) else 64
-    return 64 if is_heavy(shape, large) or max(shape.dim, shape.value_dim) <= 64 else 32
+    if large > 64 or is_heavy(shape, large) or max(shape.dim, shape.value_dim) <= 64:
+        return min(64, tuning.large_tile)
+    return min(tuning.tile_of_64_rows, tuning.large_tile)
 
 
 def is_heavy(shape: AttentionShape, rows: int) -> bool:
