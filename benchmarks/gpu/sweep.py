@@ -27,6 +27,8 @@ TUNINGS: Final[dict[str, AttentionTuning]] = {
     "64 keys for 64 rows": DEFAULT_TUNING._replace(tile_of_64_rows=64),
     "64 rows": DEFAULT_TUNING._replace(max_large_rows=64),
     "64 rows, 64 keys": DEFAULT_TUNING._replace(max_large_rows=64, tile_of_64_rows=64),
+    "2 warps for small items": DEFAULT_TUNING._replace(small_warps=2),
+    "2 warps, small stages 3": DEFAULT_TUNING._replace(small_warps=2, small_stages=3),
     "small stages 3": DEFAULT_TUNING._replace(small_stages=3),
     "small stages 7": DEFAULT_TUNING._replace(small_stages=7),
     "1 item": DEFAULT_TUNING._replace(max_items_per_program=1),

@@ -56,6 +56,8 @@ class AttentionTuning(NamedTuple):
     flight while a tile is multiplied; with three there are none, in half the shared memory.
     """
 
+    small_warps: int = 4
+    """Warps of items that read few queries: with 2, fewer results cross warps."""
     small_stages: int = 5
     """Pipeline stages of items that read few queries."""
     large_stages: int = 5
@@ -180,7 +182,7 @@ def attention_constants(
         "MERGES": tuning.merges_in_attention,
         "LEADS": overlaps and large > 0,
         "FOLLOWS": overlaps and not large,
-        "THREADS": 32 * attention_options(shape, large)["num_warps"],
+        "THREADS": 32 * attention_options(shape, large, tuning)["num_warps"],
         "PRECISION": "ieee" if is_exact else "tf32",
     }
 
@@ -209,10 +211,13 @@ def is_heavy(shape: AttentionShape, rows: int) -> bool:
     return rows > 64 or (rows == 64 and (has_odd_group(shape) or is_wide(shape)))
 
 
-def attention_options(shape: AttentionShape, large: int) -> dict[str, int]:
+def attention_options(
+    shape: AttentionShape, large: int, tuning: AttentionTuning = DEFAULT_TUNING
+) -> dict[str, int]:
     """Return warps and stages of `attention.attend_kernel`, for large or (0) small items."""
     rows = large or small_rows(shape.group)
-    options = {"num_warps": 8 if is_heavy(shape, rows) else 4, "num_stages": 3}
+    num_warps = 8 if is_heavy(shape, rows) else 4 if large else tuning.small_warps
+    options = {"num_warps": num_warps, "num_stages": 3}
     is_exact = shape.dtype == torch.float32
     if not large and not is_exact and is_wide(shape) and not is_heavy(shape, rows):
         # Otherwise the compiler limits registers to 168, so that three programs fit, and spills.
@@ -376,7 +381,7 @@ def _attend(
             **dict.fromkeys(names, "i32"),
         },
         constants,
-        {**attention_options(shape, large), **launch_options(constants)},
+        {**attention_options(shape, large, tuning), **launch_options(constants)},
         (*pointers, "first_item", *names),
     )
     return replace(configuration, shape=shape)

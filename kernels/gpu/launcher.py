@@ -261,7 +261,7 @@ class TritonKernels:
                 *(key_cache.stride(1), key_cache.stride(2)),
                 *(value_cache.stride(1), value_cache.stride(2)),
                 **constants,
-                **attention_options(shape, large),
+                **attention_options(shape, large, self._tuning),
                 **launch_options(constants),
             )
         if device_table.work.is_merged:
