@@ -46,16 +46,10 @@ def attention_configurations() -> list[tuple[KernelConfiguration, AttentionShape
     return [(each, each.shape) for each in configurations() if each.shape is not None]
 
 
-def large_rows_of(configuration: KernelConfiguration) -> int:
-    """Return the rows of large items that a configuration computes, 0 for small ones."""
-    constants = configuration.constants
-    return int(constants["ROWS"]) if constants["IS_LARGE"] else 0
-
-
 def rows_for(configuration: KernelConfiguration, shape: AttentionShape) -> ConfiguredRows:
     """Return rows whose widest range needs the configuration's large items, or none."""
     constants = configuration.constants
-    large, group, page = large_rows_of(configuration), shape.group, shape.page
+    large, group, page = configuration.large, shape.group, shape.page
     # Queries of the widest range: more than a small tile has, or two full tiles of 128 rows, whose
     # halves are the queries of a branch.
     num_queries = {0: 1, 64: small_rows(group) // group + 1, 128: 2 * (128 // group)}[large]

@@ -21,6 +21,8 @@ from .record import Figures, StageRecord
 
 NUM_BLOCKS: Final = serving_cases.KV_BYTES // serving_cases.KV_BYTES_PER_TOKEN // end_to_end.BLOCK
 """Blocks of each server."""
+TINY: Final = ("map-reduce summary",)
+"""The workloads of a small model."""
 FAKE: Final = ("--engine", "fake", "--time-per-output-token", "1e-3")
 """The engine of a rehearsal."""
 
@@ -42,7 +44,7 @@ def run(record: StageRecord, *, device: str | None, is_tiny: bool, rounds: int) 
         context_len = 1024 if is_tiny else CONTEXT_LEN
         num_blocks = 1024 if is_tiny else NUM_BLOCKS
         with end_to_end.two_servers(options, num_blocks, context_len) as urls:
-            for name in [*SCALED][1:2] if is_tiny else SCALED:
+            for name in TINY if is_tiny else SCALED:
                 _measure(record, urls, name, rounds)
 
 

@@ -92,7 +92,7 @@ def attend_kernel(
         keys: [M, K, D] slots of the cache, with any strides of slots and heads.
         values: [M, K, E].
         table: int32, see `work_table.builder`.
-        first_item: Index of the first item; the same for all tables that fit a recording.
+        first_item: Index of the first item.
         counters: [TICKET_WORDS + T * H] int32 zeros, left as zeros: the tickets, and with `MERGES`
             the partials of each query and head.
         sinks: [H]; read only with `HAS_SINKS`.

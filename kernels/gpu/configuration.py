@@ -105,6 +105,11 @@ class KernelConfiguration:
     shape: AttentionShape | None = None
     """The shape of an attention kernel; None for other kernels."""
 
+    @property
+    def large(self) -> int:
+        """Rows of the large items that an attention kernel computes, 0 for small ones."""
+        return int(self.constants["ROWS"]) if self.constants["IS_LARGE"] else 0
+
 
 def padded_size(size: int) -> int:
     """Return a size rounded up to a power of 2, at least 16 for tensor cores."""
@@ -160,7 +165,7 @@ def attention_constants(
         rows, tile = small_rows(shape.group), _small_tile(shape, variant)
         # As many bytes in flight with smaller tiles, or where a processor runs one program that
         # reads small head vectors.
-        is_short = tile < (32 if is_wide(shape) else 64)
+        is_short = tile < _full_tile(shape)
         is_alone = programs_per_processor(shape, 0) == 1 and max(shape.dim, shape.value_dim) <= 64
         stages = tuning.small_stages + 2 * is_short + 2 * is_alone
     overlaps = is_mixed and tuning.overlaps_sizes
@@ -189,12 +194,16 @@ def attention_constants(
 
 def _small_tile(shape: AttentionShape, variant: AttentionVariant) -> int:
     """Return the keys of a tile of a small item."""
-    tile = 32 if is_wide(shape) else 64
     # The addresses of an odd group's rows take registers, and so do a window and sinks together:
     # with tiles of 64 keys others spill.
     has_both = variant.has_window and variant.has_sinks
     is_short = (has_odd_group(shape) or has_both) and shape.dtype != torch.float32
-    return 32 if is_short else tile
+    return 32 if is_short else _full_tile(shape)
+
+
+def _full_tile(shape: AttentionShape) -> int:
+    """Return the keys of a tile for which heads of this size leave registers."""
+    return 32 if is_wide(shape) else 64
 
 
 def _large_tile(shape: AttentionShape, large: int, tuning: AttentionTuning) -> int:

@@ -46,7 +46,7 @@ from .configuration import (
     store_constants,
 )
 from .work_table.builder import LayerGroup, WorkTableBuilder
-from .work_table.table import MERGE_PLACES, MERGE_SIZE, TICKET_WORDS
+from .work_table.table import MERGE_SIZE, TICKET_WORDS
 
 # The launch arguments of a kernel differ from its Python signature.
 _ATTEND: Final[Any] = attention.attend_kernel
@@ -78,6 +78,8 @@ class GraphKey(NamedTuple):
     """Whether partials are merged."""
     has_window: bool
     """Whether any row is longer than the window."""
+    first_item: int
+    """Index of the first item in the table."""
     memory: int
     """Number of times that the memory used by recorded launches was replaced."""
 
@@ -171,8 +173,6 @@ class _DeviceWorkTable:
         if is_new:
             self.work.update(plan)
             self.plan = plan
-        if is_recorded and self.work.num_merges > MERGE_PLACES:
-            return False
         num_partials = self.work.num_partials * heads
         num_rows = plan.num_queries * heads if self.work.layers.merges_in_attention else 0
         fits = may_grow or (
@@ -220,7 +220,7 @@ class TritonKernels:
         work = device_table.work
         has_window = work.layers.window is not None
         memory = device_table.recorded.memory
-        return GraphKey(work.large, work.is_merged, has_window, memory)
+        return GraphKey(work.large, work.is_merged, has_window, work.first_item, memory)
 
     def attention(
         self,
@@ -264,7 +264,7 @@ class TritonKernels:
                 **attention_options(shape, large, self._tuning),
                 **launch_options(constants),
             )
-        if device_table.work.is_merged:
+        if work.is_merged:
             _MERGE[(_merge_programs(len(query), heads, value_dim, work.layers.processors),)](
                 out,
                 buffers.partials,

@@ -68,7 +68,6 @@ def merge_kernel(
         count = width
         if not IS_INDEXED:
             row = _merge(table, number)
-            # A place without a merge has no partials.
             number = tl.load(row)
             first = tl.load(row + 1)
             count = tl.load(row + 2)
@@ -105,7 +104,7 @@ def merge_kernel(
             result += weight_3[:, None] * value_3
             total = total * decay + weight_0 + weight_1 + weight_2 + weight_3
             peak = new_peak
-        # Padding heads have no result; avoid a division by 0.
+        # Padding heads, and places without a merge, have no result; avoid a division by 0.
         total = tl.where(is_head & (count > 0), total, 1.0)
         at = number.to(tl.int64) * out_stride + heads * out_head_stride
         tl.store(

@@ -47,7 +47,7 @@ def test_rows_reach_the_tile_size(
         )
     )
     work.update(configuration_checks.rows_for(configuration, shape).plan)
-    assert work.large == configuration_checks.large_rows_of(configuration)
+    assert work.large == configuration.large
 
 
 @pytest.fixture

@@ -5,6 +5,10 @@ The C++ kernels count once per instruction set of this processor: `cpu-avx2`, `i
 
 from __future__ import annotations
 
+import os
+
+import torch
+
 from conure.kernels import elementwise, ops
 from conure.kernels.cpu import library
 
@@ -14,6 +18,8 @@ NAMES = (
     *(f"{kind}-{name}" for kind in ("cpu", "invariant") for name in INSTRUCTIONS),
     "triton",
 )
+TRITON_DEVICE = torch.device("cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu")
+"""The device of Triton kernels: a GPU runs compiled ones, a CPU interprets them."""
 ELEMENTWISE_NAMES = (*(f"cpu-{name}" for name in INSTRUCTIONS), "triton")
 
 

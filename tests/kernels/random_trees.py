@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 from collections import Counter
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 from conure.kernels.ops import AttentionOperations
+from tests.kernels.implementations import TRITON_DEVICE
 
 
 def device_of(operations: AttentionOperations) -> torch.device:
-    """Return the device that an implementation computes on; a GPU runs compiled kernels."""
-    is_compiled = os.environ.get("TRITON_INTERPRET") == "0"
-    return torch.device("cuda" if operations.name == "triton" and is_compiled else "cpu")
+    """Return the device that an implementation computes on."""
+    return TRITON_DEVICE if operations.name == "triton" else torch.device("cpu")
 
 
 class Rows(NamedTuple):

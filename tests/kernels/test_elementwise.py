@@ -20,9 +20,8 @@ from torch import Tensor
 
 from conure.kernels import elementwise
 from tests.kernels import implementations
+from tests.kernels.implementations import TRITON_DEVICE
 
-# Compiled kernels run on a GPU, interpreted kernels on the CPU.
-DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu"
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 """Relative error: one rounding of the dtype."""
 
@@ -34,7 +33,7 @@ def operations(request: pytest.FixtureRequest) -> elementwise.ElementwiseOperati
 
 def random_tensor(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+    return torch.randn(*shape, generator=generator).to(TRITON_DEVICE, dtype)
 
 
 def assert_same(result: Tensor, expected: Tensor) -> None:
@@ -92,14 +91,14 @@ class RotateStoreArguments:
     ) -> None:
         self.shape = (tokens, heads, kv_heads, dim)
         self.mixed = random_tensor(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-        self.positions = torch.arange(tokens, device=DEVICE) * 5 % 17
+        self.positions = torch.arange(tokens, device=TRITON_DEVICE) * 5 % 17
         self.slots = torch.randperm(24, generator=torch.Generator().manual_seed(1))[:tokens]
-        self.slots = self.slots.to(DEVICE)
+        self.slots = self.slots.to(TRITON_DEVICE)
         angles = torch.rand(17, dim // 2, generator=torch.Generator().manual_seed(2)) * 6
         cos, sin = angles.cos(), angles.sin()
         self.angles = (
-            torch.cat((cos, cos), -1).to(DEVICE, dtype),
-            torch.cat((-sin, sin), -1).to(DEVICE, dtype),
+            torch.cat((cos, cos), -1).to(TRITON_DEVICE, dtype),
+            torch.cat((-sin, sin), -1).to(TRITON_DEVICE, dtype),
         )
         self.head_norm = random_tensor(heads + kv_heads, dim, dtype=dtype, seed=3)
 
@@ -110,7 +109,7 @@ class RotateStoreArguments:
         caches = [torch.zeros(6, 4, kv_heads, dim) for _ in range(2)]
         if is_head_major:
             caches = [torch.zeros(kv_heads, 6, 4, dim).permute(1, 2, 0, 3) for _ in range(2)]
-        keys, values = (cache.to(DEVICE, self.mixed.dtype) for cache in caches)
+        keys, values = (cache.to(TRITON_DEVICE, self.mixed.dtype) for cache in caches)
         norm = self.head_norm if has_norm else None
         query = operations.rotate_store(
             self.mixed, self.positions, self.slots, self.angles, norm, 1e-6, (keys, values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from conure.kernels import sampling
 from conure.kernels.cpu import library
 from conure.kernels.cpu.sampling import CpuSampling
 from conure.kernels.truncation import Truncation
+from tests.kernels.implementations import TRITON_DEVICE
 
 pytest.importorskip("triton")
-GPU = torch.device("cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu")
-"""The device that Triton kernels run on."""
 GREEDY = 1e-6
 """A temperature at which noise decides between equal scores only."""
 
@@ -41,13 +39,13 @@ def operations(request: pytest.FixtureRequest) -> sampling.SamplingOperations:
 def num_rows(operations: sampling.SamplingOperations, compiled: int, interpreted: int) -> int:
     """Return how many rows to sample: the interpreter takes 0.1 s for a truncated row."""
     is_fast = isinstance(operations, sampling.ReferenceSampling | CpuSampling)
-    is_slow = GPU.type == "cpu" and not is_fast
+    is_slow = TRITON_DEVICE.type == "cpu" and not is_fast
     return interpreted if is_slow else compiled
 
 
 def device_of(operations: sampling.SamplingOperations) -> torch.device:
     """Return the device that an implementation computes on."""
-    return torch.device("cpu") if isinstance(operations, CpuSampling) else GPU
+    return torch.device("cpu") if isinstance(operations, CpuSampling) else TRITON_DEVICE
 
 
 def random_scores(num_rows: int, vocabulary: int, seed: int = 0) -> Tensor:

@@ -45,7 +45,6 @@ from .partition import (
     ITEM_OVERHEAD_TOKENS,
     KVRanges,
     QueryTiles,
-    Reals,
     assign_partial_slots,
     chunk_lengths,
     cut_queries,
@@ -69,8 +68,8 @@ from .table import (
 
 NO_PARTIALS: Final = np.zeros((0, QUERY_PARTIALS_SIZE), dtype=np.int64)
 COST: Final = {64: 0.55, 128: 1.0}
-"""Rows of large items, and the time in which a processor reads a token for a tile of so many rows,
-relative to 128 rows: two programs with 64 rows share a processor. From an H200 with full tiles."""
+"""Time that a processor needs for one token of a large tile, by the rows of the tile, relative to
+128 rows. Two programs with 64 rows share a processor. Measured on an H200 with full tiles."""
 FEW_ROUNDS: Final = 8
 """Rounds of items above which their number per program does not matter."""
 
@@ -91,7 +90,7 @@ class LayerGroup(NamedTuple):
     programs: tuple[int, int, int]
     """Programs that a processor runs at once: of small items, and of large ones of 64 and 128
     rows."""
-    max_items_per_program: int = 4
+    max_items_per_program: int = 2
     merges_in_attention: bool = False
     """Whether the attention kernel merges partials, and reads where those of a query are."""
 
@@ -104,7 +103,7 @@ class WorkTableBuilder:
         self.words: Words = np.zeros(0, dtype=np.int32)
         """The table of the current step."""
         self.first_item = 0
-        """Index of the first item in the words: the same for all tables that fit a recording."""
+        """Index of the first item in the words. It depends on the number of merges above 256."""
         self.large = 0
         """Rows of the large items in the table; 0 if all items are small."""
         self.num_partials = 0
@@ -178,7 +177,7 @@ class WorkTableBuilder:
         rounds. Only a step of few items is sensitive to it.
         """
         layers = self.layers
-        cost = float(((tiles.end - tiles.begin + ITEM_OVERHEAD_TOKENS) * tiles.cost).sum())
+        cost = float((tiles.end - tiles.begin + ITEM_OVERHEAD_TOKENS).sum())
         most = layers.max_items_per_program
         targets = [cost * layers.kv_heads / (programs * count) for count in range(most, 0, -1)]
         if len(tiles.first) * layers.kv_heads > FEW_ROUNDS * programs:
@@ -190,7 +189,7 @@ class WorkTableBuilder:
         tokens = tiles.end - tiles.begin
         length = chunk_lengths(tiles, target)
         chunks = -(-tokens // length)
-        cost = np.repeat((np.minimum(length, tokens) + ITEM_OVERHEAD_TOKENS) * tiles.cost, chunks)
+        cost = np.repeat(np.minimum(length, tokens) + ITEM_OVERHEAD_TOKENS, chunks)
         at_once = max(1, programs // self.layers.kv_heads)
         return duration(cost[longest_first(cost)], at_once)
 
@@ -201,14 +200,12 @@ class WorkTableBuilder:
         self.large = self._large_rows(kv_ranges)
         is_large = (num_queries * layers.group > layers.small) & (self.large > 0)
         rows = np.where(is_large, max(self.large, layers.small), layers.small)
-        tiles = cut_queries(kv_ranges, is_large, rows // layers.group, self.large)
+        tiles = cut_queries(kv_ranges, is_large, rows // layers.group)
         items, chunks = cut_ranges(kv_ranges, tiles, self._lengths(tiles), plan.block_size)
         slots, merges = assign_partial_slots(kv_ranges, tiles, chunks, plan.num_queries)
         is_merged = slots[items[:, ItemField.ENTRY]] >= 0
         items[:, ItemField.CHUNK] = np.where(is_merged, items[:, ItemField.CHUNK], -1)
-        factor: Reals = np.where(items[:, ItemField.IS_LARGE], tiles.large_cost, 1.0)
-        cost: Reals = factor * (items[:, ItemField.NUM_KV] + ITEM_OVERHEAD_TOKENS)
-        items = items[longest_first(cost)]
+        items = items[longest_first(items[:, ItemField.NUM_KV])]
         partials = _query_partials(plan, merges) if layers.merges_in_attention else NO_PARTIALS
         programs = max(self.num_programs(0), self.num_programs(self.large))
         min_items = -(-programs // layers.kv_heads)
@@ -248,7 +245,9 @@ def _write_table(
     place = SIZES * number + is_large
     num_items = [int((~is_large).sum()), int(is_large.sum())]
     places = np.zeros((SIZES * max(*num_items, min_items), ITEM_SIZE), dtype=np.int64)
-    merged = np.zeros((max(MERGE_PLACES, -(-len(merges) // 4) * 4), MERGE_SIZE), dtype=np.int64)
+    # A power of 2, so that steps of about as many merges fit the same recording.
+    num_places = max(MERGE_PLACES, 1 << max(0, len(merges) - 1).bit_length())
+    merged = np.zeros((num_places, MERGE_SIZE), dtype=np.int64)
     merged[: len(merges), : merges.shape[1]] = merges
     queries, pages = kv_ranges.queries, kv_ranges.pages
     sections: tuple[NDArray[Any], ...] = (merged, places, queries, slots, partials, pages)

@@ -24,16 +24,12 @@ from ...planning.plan import Plan
 from ...planning.prefix_tree import Blocks, Integers
 from .table import ITEM_SIZE, NO_LIMIT, SPARE_BLOCKS, ItemField, ranges
 
-Reals = NDArray[np.float64]
-
 CHUNK_UNIT: Final = 64
 """Chunks begin at multiples of this, so that no tile of keys is cut."""
 MIN_CHUNK_TOKENS: Final = 128
 """Minimum length of a chunk: a shorter chunk takes longer to start than to read."""
 MIN_CHUNK_TOKENS_PER_QUERY: Final = 16
 """Minimum length of a chunk per query of its tile: a partial costs as much as reading 8 tokens."""
-RIDGE_ROWS: Final = 96
-"""Rows of a tile above which computing takes longer than reading KV: 400 TFLOP/s at 4.3 TB/s."""
 ITEM_OVERHEAD_TOKENS: Final = 32
 """Cost of starting and ending an item, in tokens of reading."""
 
@@ -74,10 +70,6 @@ class QueryTiles(NamedTuple):
     """First token that one of the queries sees, rounded down to CHUNK_UNIT."""
     end: Integers
     """Token after the last one that one of the queries sees."""
-    cost: Reals
-    """Cost per token, relative to reading one token."""
-    large_cost: float
-    """The cost per token of a large tile."""
 
 
 def list_ranges(plan: Plan, window: int | None) -> KVRanges:
@@ -132,13 +124,11 @@ def select(tiles: QueryTiles, chosen: NDArray[np.bool_]) -> QueryTiles:
         is_large=tiles.is_large[chosen],
         begin=tiles.begin[chosen],
         end=tiles.end[chosen],
-        cost=tiles.cost[chosen],
-        large_cost=tiles.large_cost,
     )
 
 
 def cut_queries(
-    kv_ranges: KVRanges, is_large: NDArray[np.bool_], max_queries: Integers, large_rows: int
+    kv_ranges: KVRanges, is_large: NDArray[np.bool_], max_queries: Integers
 ) -> QueryTiles:
     """Cut the queries of each range into tiles.
 
@@ -146,7 +136,6 @@ def cut_queries(
         kv_ranges: The ranges that the tiles read.
         is_large: [S] whether the tiles of a range are large.
         max_queries: [S] maximum queries of a tile.
-        large_rows: Rows of a large tile.
     """
     num = kv_ranges.num_queries
     count = -(-num // max_queries)
@@ -162,7 +151,6 @@ def cut_queries(
     end = np.where(kv_ranges.is_private[range_of], position + num_queries, end)
     if kv_ranges.window is not None:
         begin = np.maximum(position - kv_ranges.window + 1, 0) // CHUNK_UNIT * CHUNK_UNIT
-    large_cost = max(1.0, large_rows / RIDGE_ROWS)
     return QueryTiles(
         range_of=range_of,
         first=first,
@@ -171,8 +159,6 @@ def cut_queries(
         is_large=is_large[range_of],
         begin=begin,
         end=end,
-        cost=np.where(is_large[range_of], large_cost, 1.0),
-        large_cost=large_cost,
     )
 
 
@@ -181,7 +167,7 @@ def chunk_lengths(tiles: QueryTiles, target: float) -> Integers:
     tokens = tiles.end - tiles.begin
     # `widest` is the same for all tiles of a shared range, so their chunks are equal.
     shortest = np.maximum(MIN_CHUNK_TOKENS, tiles.widest * MIN_CHUNK_TOKENS_PER_QUERY)
-    target_length = np.maximum(target / tiles.cost, shortest)
+    target_length = np.maximum(target, shortest)
     chunks = np.maximum(1, np.rint(tokens / target_length)).astype(np.int64)
     lengths: Integers = -(-tokens // (chunks * CHUNK_UNIT)) * CHUNK_UNIT
     return lengths
@@ -243,13 +229,13 @@ def assign_partial_slots(
     return slots, np.stack((merged, begin[merged], count[merged]), axis=1)
 
 
-def longest_first(cost: Reals) -> Integers:
+def longest_first(cost: Integers) -> Integers:
     """Return the items in order of decreasing cost."""
     order: Integers = np.argsort(-cost, kind="stable")
     return order
 
 
-def duration(cost: Reals, at_once: int) -> float:
+def duration(cost: Integers, at_once: int) -> float:
     """Return the time in which programs finish items, if a free program takes the next one.
 
     Args:

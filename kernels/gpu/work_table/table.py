@@ -55,7 +55,7 @@ SIZES: Final = 2
 """Sizes of items: places of small and of large ones alternate."""
 MERGE_SIZE: Final = 4
 MERGE_PLACES: Final = 256
-"""Merges that each table has room for: recorded steps have no more queries."""
+"""Merges that each table has room for."""
 QUERY_PARTIALS_SIZE: Final = 2
 TICKET_WORDS: Final = 16
 """Words of the counters before those of the queries; the first two count the tickets of small and

@@ -65,6 +65,21 @@ def test_graph_key_depends_on_tiles_and_window() -> None:
     )
 
 
+def test_steps_of_many_merges_can_be_recorded_with_places_of_their_own() -> None:
+    operations = ops.implementation("triton")
+    keys, values = caches()
+    tables = [[0, 1, 2, 3, 4]] * 300
+    planner = Planner(block_size=16, min_saved=0)
+    query = torch.randn(300, 4, 32, device=DEVICE)
+    few, many = (
+        operations.prepare(query, keys, values, planner.plan([1] * num, [66] * num, tables[:num]))
+        for num in (250, 300)
+    )
+    assert isinstance(few, launcher.GraphKey)
+    assert isinstance(many, launcher.GraphKey)
+    assert many.first_item == 2 * few.first_item
+
+
 def test_query_must_cover_the_plan(
     operations: ops.AttentionOperations, device: torch.device
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch.nn import functional
@@ -11,8 +9,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from conure.kernels.gpu import linear
-
-DEVICE = torch.device("cuda" if os.environ.get("TRITON_INTERPRET") == "0" else "cpu")
+from tests.kernels.implementations import TRITON_DEVICE
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -25,7 +22,7 @@ def test_product_equals_that_of_torch(
 ) -> None:
     generator = torch.Generator().manual_seed(num_outputs)
     inputs, weight, bias = (
-        torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+        torch.randn(*shape, generator=generator).to(TRITON_DEVICE, dtype)
         for shape in ((1, num_columns), (num_outputs, num_columns), (num_outputs,))
     )
     assert linear.is_supported(inputs, weight)
@@ -51,7 +48,7 @@ def test_product_equals_that_of_torch(
 def test_other_products_are_those_of_torch(
     num_inputs: int, num_columns: int, dtype: torch.dtype
 ) -> None:
-    inputs = torch.randn(num_inputs, num_columns).to(DEVICE, dtype)
-    weight = torch.randn(5, num_columns).to(DEVICE, dtype)
+    inputs = torch.randn(num_inputs, num_columns).to(TRITON_DEVICE, dtype)
+    weight = torch.randn(5, num_columns).to(TRITON_DEVICE, dtype)
     assert not linear.is_supported(inputs, weight)
     assert torch.equal(linear.linear(inputs, weight, None), functional.linear(inputs, weight))

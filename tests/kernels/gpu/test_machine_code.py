@@ -78,16 +78,12 @@ def test_every_kernel_meets(
 def test_programs_of_a_launch_run_at_once(machine_code: list[CompiledKernel]) -> None:
     """A program that waits for another one to end would double the duration of a step."""
     launched = {
-        each.name: programs_per_processor(each.shape, large_rows(each.constants))
+        each.name: programs_per_processor(each.shape, each.large)
         for each in configurations()
         if each.shape is not None
     }
     resident = {each.name: each.resident for each in machine_code if each.name in launched}
     assert {name: num for name, num in resident.items() if num < launched[name]} == {}
-
-
-def large_rows(constants: dict[str, Any]) -> int:
-    return int(constants["ROWS"]) if constants["IS_LARGE"] else 0
 
 
 def test_programs_of_a_processor_read_enough_at_once(machine_code: list[CompiledKernel]) -> None:
@@ -102,9 +98,7 @@ def test_programs_of_a_processor_read_enough_at_once(machine_code: list[Compiled
         * each.constants["TILE"]
         * (each.constants["DIM"] + each.constants["VALUE_DIM"])  # keys or values, 2 bytes each
         for each in configurations()
-        if each.shape is not None
-        and each.shape.dtype.itemsize == 2
-        and not each.constants["IS_LARGE"]
+        if each.shape is not None and each.shape.dtype.itemsize == 2 and not each.large
     }
     assert {name: num for name, num in num_bytes.items() if num < BYTES_IN_FLIGHT} == {}
 
