@@ -5,9 +5,9 @@ report to the listener of its context, and calls `on_lost` once when the engine 
 
 Out of scope: programs, and the choice of an engine.
 Invariants: commands leave in the order in which they were sent, in one frame per iteration of the
-event loop; an abort leaves at once, with the commands before it. After `on_lost` no listener is
-called. A context id is used once per epoch. An exception in a listener fails the call of that
-listener only.
+event loop; an abort leaves at once, with the commands before it. Reports are delivered in order,
+for about `DELIVERY_S` per iteration. After `on_lost` no listener is called. A context id is used
+once per epoch. An exception in a listener fails the call of that listener only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import itertools
 import logging
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -41,6 +41,9 @@ MAX_LINE_BYTES = 4_096
 """Bytes of a line of the engine's stderr that are logged."""
 EMBEDDINGS_OWNER = ""
 """Owner of contexts that belong to no program."""
+DELIVERY_S = 0.01
+"""Seconds of an iteration of the event loop after which other callbacks run before more reports are
+delivered. In 10 ms, about 60 calls end."""
 NUM_PONG_WAITS = 10
 """Intervals that the wait for a pong is divided into."""
 
@@ -115,6 +118,10 @@ class EngineConnection(asyncio.Protocol):
         self._hello: asyncio.Future[protocol.Hello] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._buffer = bytearray()
+        self._arrived: list[Sequence[protocol.Report]] = []
+        """Reports by step, before they are merged."""
+        self._undelivered: deque[protocol.Report] = deque()
+        self._is_delivery_scheduled = False
         self._outgoing: list[protocol.Command] = []
         self._inflight_fill_tokens: dict[int, int] = {}
         """Tokens of fills by context that the engine's counts may not include yet."""
@@ -371,30 +378,51 @@ class EngineConnection(asyncio.Protocol):
             self.num_cached = step.num_cached
             self.num_steps = step.number
             self._lowest = min(self._lowest, step.num_free + step.num_cached)
-        for report in join_tokens([step.reports for step in steps]):
-            match report:
-                case protocol.Tokens():
-                    _deliver(self, report.context, report)
-                case protocol.Finished() if report.context in self._aborting:
-                    # The output ended before the abort, which finds no output.
-                    ended = protocol.Aborted(report.context, report.num_decoded, report.num_forced)
-                    self._aborting.pop(report.context)(ended)
-                case protocol.Aborted():
-                    on_aborted = self._aborting.pop(report.context, None)
-                    if on_aborted is not None:
-                        on_aborted(report)
-                case protocol.Pong():
-                    self.answered_at = time.monotonic()
-                    _resolve(self._replies.pongs, report.nonce, report)
-                case protocol.StatusReport():
-                    _resolve(self._replies.statuses, report.nonce, report)
-                case protocol.Checked():
-                    _resolve(self._replies.checks, report.nonce, report)
-                case _:
-                    self._num_inflight_tokens -= self._inflight_fill_tokens.pop(report.context, 0)
-                    _deliver(self, report.context, report)
-        if self.on_steps is not None:
+        self._arrived += [step.reports for step in steps]
+        if not self._is_delivery_scheduled:
+            self._deliver_some()
+
+    def _deliver_some(self) -> None:
+        """Deliver the next reports, and the others in later iterations of the event loop."""
+        self._is_delivery_scheduled = False
+        if not self._alive:
+            return
+        if not self._undelivered:
+            self._undelivered.extend(join_tokens(self._arrived))
+            self._arrived.clear()
+        end_s = time.monotonic() + DELIVERY_S
+        while self._undelivered:
+            self._handle_report(self._undelivered.popleft())
+            if time.monotonic() >= end_s:
+                break
+        if self._undelivered or self._arrived:
+            self._is_delivery_scheduled = True
+            asyncio.get_running_loop().call_soon(self._deliver_some)
+        elif self.on_steps is not None:
             self.on_steps()
+
+    def _handle_report(self, report: protocol.Report) -> None:
+        match report:
+            case protocol.Tokens():
+                _deliver(self, report.context, report)
+            case protocol.Finished() if report.context in self._aborting:
+                # The output ended before the abort, which finds no output.
+                ended = protocol.Aborted(report.context, report.num_decoded, report.num_forced)
+                self._aborting.pop(report.context)(ended)
+            case protocol.Aborted():
+                on_aborted = self._aborting.pop(report.context, None)
+                if on_aborted is not None:
+                    on_aborted(report)
+            case protocol.Pong():
+                self.answered_at = time.monotonic()
+                _resolve(self._replies.pongs, report.nonce, report)
+            case protocol.StatusReport():
+                _resolve(self._replies.statuses, report.nonce, report)
+            case protocol.Checked():
+                _resolve(self._replies.checks, report.nonce, report)
+            case _:
+                self._num_inflight_tokens -= self._inflight_fill_tokens.pop(report.context, 0)
+                _deliver(self, report.context, report)
 
     def _flush(self) -> None:
         commands, self._outgoing = self._outgoing, []

@@ -13,6 +13,7 @@ continue in order of arrival.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,10 @@ STEPS_PER_TURN: Final = 5_000
 """About 5 to 10 ms."""
 NUM_THREADS: Final = 1
 """Threads for long computations. Each more would delay the event loop: they share one lock."""
+SWITCH_S: Final = 0.0005
+"""Seconds after which a long computation lets the event loop continue. The loop gives Python's
+lock away at each system call, so that the usual 5 ms would delay a request by 0.1 s. More switches
+cost short programs some percent: so only while there is a long computation."""
 
 
 class Turns:
@@ -38,6 +43,7 @@ class Turns:
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_scheduled = False
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="work")
+        self._usual_switch_s = sys.getswitchinterval()
 
     @property
     def has_ended(self) -> bool:
@@ -82,7 +88,15 @@ class Turns:
 
     async def in_thread(self, compute: Callable[[], T]) -> T:
         """Return the result of a long computation, which runs in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, compute)
+
+        def compute_and_switch() -> T:
+            sys.setswitchinterval(SWITCH_S)
+            try:
+                return compute()
+            finally:
+                sys.setswitchinterval(self._usual_switch_s)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, compute_and_switch)
 
     def stop(self) -> None:
         """Drop all waiting computations. A running computation continues to its end."""
