@@ -115,6 +115,15 @@ def many_variables(is_valid: bool) -> HostileRequest:
     return HostileRequest("/v1/programs", body)
 
 
+def long_prompt(is_text: bool) -> HostileRequest:
+    """Return a call whose prompt has five million characters, as text or in a list."""
+    text = "word " * 1_000_000
+    value = {"var": "x"} if is_text else [{"var": "x"}]
+    copy = {"id": "e0", "op": "expr", "output": "y", "expr": value}
+    call = generate(0, [{"text": "a"}, {"input": "y"}])
+    return submission([copy, call], {"x": text})
+
+
 def quotes() -> HostileRequest:
     """Return text of which every character could begin a string."""
     return HostileRequest("/v1/programs", b'1234567890123456789 "' + b'\\"' * 2_000_000)
@@ -134,6 +143,11 @@ REQUESTS: dict[str, Callable[[], HostileRequest]] = {
     "outputs": lambda: growing(9_999),
     "copies": lambda: submission([expr(i, COPY) for i in range(300)], {"x": "a" * 3_000_000}),
     "copies2000": lambda: submission([expr(i, COPY) for i in range(2_000)], {"x": "a" * 3_000_000}),
+    "prompt": lambda: submission(
+        [generate(0, [{"text": "a"}, {"input": "x"}])], {"x": "word " * 1_000_000}
+    ),
+    "text": lambda: long_prompt(is_text=True),
+    "list": lambda: long_prompt(is_text=False),
     "invalid": lambda: many_variables(is_valid=False),
     "valid": lambda: many_variables(is_valid=True),
     "maps": lambda: nested_maps(300),

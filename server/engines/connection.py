@@ -380,49 +380,7 @@ class EngineConnection(asyncio.Protocol):
             self._lowest = min(self._lowest, step.num_free + step.num_cached)
         self._arrived += [step.reports for step in steps]
         if not self._is_delivery_scheduled:
-            self._deliver_some()
-
-    def _deliver_some(self) -> None:
-        """Deliver the next reports, and the others in later iterations of the event loop."""
-        self._is_delivery_scheduled = False
-        if not self._alive:
-            return
-        if not self._undelivered:
-            self._undelivered.extend(join_tokens(self._arrived))
-            self._arrived.clear()
-        end_s = time.monotonic() + DELIVERY_S
-        while self._undelivered:
-            self._handle_report(self._undelivered.popleft())
-            if time.monotonic() >= end_s:
-                break
-        if self._undelivered or self._arrived:
-            self._is_delivery_scheduled = True
-            asyncio.get_running_loop().call_soon(self._deliver_some)
-        elif self.on_steps is not None:
-            self.on_steps()
-
-    def _handle_report(self, report: protocol.Report) -> None:
-        match report:
-            case protocol.Tokens():
-                _deliver(self, report.context, report)
-            case protocol.Finished() if report.context in self._aborting:
-                # The output ended before the abort, which finds no output.
-                ended = protocol.Aborted(report.context, report.num_decoded, report.num_forced)
-                self._aborting.pop(report.context)(ended)
-            case protocol.Aborted():
-                on_aborted = self._aborting.pop(report.context, None)
-                if on_aborted is not None:
-                    on_aborted(report)
-            case protocol.Pong():
-                self.answered_at = time.monotonic()
-                _resolve(self._replies.pongs, report.nonce, report)
-            case protocol.StatusReport():
-                _resolve(self._replies.statuses, report.nonce, report)
-            case protocol.Checked():
-                _resolve(self._replies.checks, report.nonce, report)
-            case _:
-                self._num_inflight_tokens -= self._inflight_fill_tokens.pop(report.context, 0)
-                _deliver(self, report.context, report)
+            _deliver_some(self)
 
     def _flush(self) -> None:
         commands, self._outgoing = self._outgoing, []
@@ -478,6 +436,50 @@ def _remove_context(engine: EngineConnection, context: int) -> None:
         engine.num_contexts_by_owner[owner] -= 1
         if not engine.num_contexts_by_owner[owner]:
             del engine.num_contexts_by_owner[owner]
+
+
+def _deliver_some(engine: EngineConnection) -> None:
+    """Deliver the next reports, and the others in later iterations of the event loop."""
+    engine._is_delivery_scheduled = False
+    if not engine._alive:
+        return
+    if not engine._undelivered:
+        engine._undelivered.extend(join_tokens(engine._arrived))
+        engine._arrived.clear()
+    end_s = time.monotonic() + DELIVERY_S
+    while engine._undelivered:
+        _handle_report(engine, engine._undelivered.popleft())
+        if time.monotonic() >= end_s:
+            break
+    if engine._undelivered or engine._arrived:
+        engine._is_delivery_scheduled = True
+        asyncio.get_running_loop().call_soon(_deliver_some, engine)
+    elif engine.on_steps is not None:
+        engine.on_steps()
+
+
+def _handle_report(engine: EngineConnection, report: protocol.Report) -> None:
+    match report:
+        case protocol.Tokens():
+            _deliver(engine, report.context, report)
+        case protocol.Finished() if report.context in engine._aborting:
+            # The output ended before the abort, which finds no output.
+            ended = protocol.Aborted(report.context, report.num_decoded, report.num_forced)
+            engine._aborting.pop(report.context)(ended)
+        case protocol.Aborted():
+            on_aborted = engine._aborting.pop(report.context, None)
+            if on_aborted is not None:
+                on_aborted(report)
+        case protocol.Pong():
+            engine.answered_at = time.monotonic()
+            _resolve(engine._replies.pongs, report.nonce, report)
+        case protocol.StatusReport():
+            _resolve(engine._replies.statuses, report.nonce, report)
+        case protocol.Checked():
+            _resolve(engine._replies.checks, report.nonce, report)
+        case _:
+            engine._num_inflight_tokens -= engine._inflight_fill_tokens.pop(report.context, 0)
+            _deliver(engine, report.context, report)
 
 
 def _deliver(engine: EngineConnection, context: int, report: protocol.Report) -> None:

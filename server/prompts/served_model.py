@@ -20,11 +20,13 @@ from ..program.ir import GenerateNode, Json, Message, Output, Segment
 from .chat_template import ChatTemplate
 from .model_notices import UNTRAINED_TOOLS
 from .prompt import render_chat
-from .tokenizer import EncodedText, PromptPiece, Tokenizer
+from .tokenizer import EncodedText, PromptPiece, Tokenizer, TooManyTokensError
 from .tool_format import ToolFormat, find_tool_format
 
 logger = logging.getLogger(__name__)
 
+MAX_EXCESS_TOKENS = 65_536
+"""Tokens beyond a model's limit that are still counted, for errors that state their number."""
 EXPECTED_OUTPUT_TOKENS = 512
 """The length of an output without `max_tokens`, as the scheduler estimates it."""
 
@@ -113,7 +115,7 @@ class ServedModel:
         """
         if isinstance(prompt, str):
             pieces = (PromptPiece(prompt, special=False),)
-            return self.tokenizer.encode(pieces, bos=bos).ids
+            return self._encode("the text", pieces, bos=bos).ids
         answer = Output(variable="answer", form="message")
         node = GenerateNode(id="tokenize", messages=prompt, output=answer, tools=tools or UNSET)
         [slot] = node.make_slots()
@@ -124,7 +126,7 @@ class ServedModel:
         if tools:
             self._check_tools("tools")
         rendered = render_chat(node, {}, self.template)
-        return self.tokenizer.encode(rendered.pieces, bos=False).ids
+        return self._encode("the messages", rendered.pieces, bos=False).ids
 
     def check(self, node: GenerateNode, path: str) -> None:
         """Reject a node that the model's engines cannot run, before any work is done.
@@ -200,15 +202,32 @@ class ServedModel:
             pieces: the rendered text before the output, from the previous output on.
 
         Raises:
-            PromptError: as `Tokenizer.encode`.
+            PromptError: as `Tokenizer.encode`; `prompt.too_long` if the text is so much longer than
+                the limit that its tokens are not counted.
         """
+        location = f"node {node.id}"
         is_start = slot == 0 and isinstance(node.prompt, list)
         if not is_start or node.prompt_ids is UNSET:
-            return self.tokenizer.encode(pieces, bos=is_start, continues=slot > 0)
+            return self._encode(location, pieces, bos=is_start, continues=slot > 0)
         given = node.prompt_ids
-        text = self.tokenizer.encode(pieces, bos=False, continues=bool(given))
+        text = self._encode(location, pieces, bos=False, continues=bool(given))
         # Given ids precede the text, as a BOS does.
         return EncodedText([*given, *text.ids], [*[0] * len(given), *text.ends])
+
+    def _encode(
+        self, location: str, pieces: Sequence[PromptPiece], *, bos: bool, continues: bool = False
+    ) -> EncodedText:
+        limit = self.max_len
+        try:
+            return self.tokenizer.encode(
+                pieces, bos=bos, continues=continues, max_tokens=limit + MAX_EXCESS_TOKENS
+            )
+        except TooManyTokensError as error:
+            raise PromptError(
+                "prompt.too_long",
+                f"{location}: more than {error.max_tokens} prompt tokens exceed the limit of "
+                f"{limit} tokens; shorten the prompt, or start the server with {self._remedy()}",
+            ) from None
 
     def output_budget(
         self, num_prompt: int, max_tokens: int | None, location: str, *, is_clipped: bool = False

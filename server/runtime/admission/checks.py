@@ -197,10 +197,10 @@ def _check_lengths(
                 if isinstance(node.prompt, list)
                 else render_chat(node, values, model.template, budget)
             )
-            encoded = model.encode(node, 0, rendered.pieces)
         except (PromptError, ExpressionError):
             continue  # the node itself fails with this error when it runs
         try:
+            encoded = model.encode(node, 0, rendered.pieces)
             sampling = output_specs(node)[0].sampling
             model.output_budget(
                 len(encoded.ids),
@@ -209,4 +209,5 @@ def _check_lengths(
                 is_clipped=clip_outputs,
             )
         except PromptError as error:
-            raise PromptError(error.code, error.message, path=path) from error
+            if error.code == "prompt.too_long":
+                raise PromptError(error.code, error.message, path=path) from error

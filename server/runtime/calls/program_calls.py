@@ -16,8 +16,11 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from conure.engine import protocol
 
+from ...program.content import Json
 from ...program.errors import ConureError
 from ...program.expressions.budget import WorkBudget
 from ...program.graph.critical_path import get_earliest_starts
@@ -39,8 +42,8 @@ from .llm_call import LLMCall
 from .prefix_registry import PrefixRegistry, RetainedContext
 from .prompt_encoder import EncodedPrompt, EncodeJob
 
-CHARS_PER_JSON_VALUE = 256
-"""Assumed length of an input that is not a string."""
+MIN_CHARS_PER_JSON_VALUE = 256
+"""Cost of a value that is not a string, at least."""
 MAX_READS = 64
 """Prefixes of one prompt that may be retained: the longest ones of a long history."""
 CLIENT_STEP_S = 10.0
@@ -165,11 +168,7 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             self.priorities.service.call_started()
         reads = self.state.graph.slots[node.id][slot].reads
         values = {name: self.state.values[name] for name in reads if name in self.state.values}
-        lengths = (
-            len(value) if isinstance(value, str) else CHARS_PER_JSON_VALUE
-            for value in values.values()
-        )
-        num_chars = call.num_chars(slot) + sum(lengths)
+        num_chars = call.num_chars(slot) + sum(map(_num_chars, values.values()))
 
         def encode(budget: WorkBudget) -> EncodedPrompt:
             rendered = call.render(slot, values, budget)
@@ -348,3 +347,10 @@ def _num_shareable(node: GenerateNode, hashes: tuple[bytes, ...]) -> int:
         outputs = (i for i, segment in enumerate(node.prompt) if isinstance(segment.output, str))
         return next(outputs, len(hashes))
     return len(hashes) - 1
+
+
+def _num_chars(value: Json) -> int:
+    """Return the estimated cost of a value in a prompt, in characters of text."""
+    if isinstance(value, str):
+        return len(value)
+    return max(MIN_CHARS_PER_JSON_VALUE, len(msgspec.json.encode(value)))

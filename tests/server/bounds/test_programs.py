@@ -6,6 +6,8 @@ Turns are compared by the steps that programs count, not by seconds.
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ProgramError, RunError
+from conure.server.prompts.tokenizer import EncodedText, PromptPiece, Tokenizer
+from conure.server.runtime.calls.prompt_encoder import INLINE_CHARS
 from conure.server.runtime.persistence import outbox
 from conure.server.runtime.quota import QuotaLimits
 from conure.server.runtime.slot_work import INLINE_STEPS
@@ -207,6 +211,31 @@ async def test_reader_that_falls_behind_receives_every_event(tmp_path: Path) -> 
         assert run.events.dropped_seq > 0
         assert seqs == [event.seq for event in await program.events()]
         assert len(seqs) == len(set(seqs))
+
+
+LONG_TEXT = "word " * 20_000
+
+
+@pytest.mark.parametrize("value", [LONG_TEXT, [LONG_TEXT], {"lit": {"a": LONG_TEXT}}])
+async def test_long_values_are_not_encoded_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    on_loop: list[int] = []
+    encode = Tokenizer.encode
+
+    def recorded(self: Tokenizer, pieces: Sequence[PromptPiece], **options: Any) -> EncodedText:
+        if threading.current_thread() is threading.main_thread():
+            on_loop.append(sum(len(piece.text) for piece in pieces))
+        return encode(self, pieces, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", recorded)
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([expr("x", value), generate("g", {"input": "x"})])
+        status = await program.end()
+    error = status.nodes["g"].error
+    assert error
+    assert error.code == "prompt.too_long"
+    assert max(on_loop, default=0) < INLINE_CHARS
 
 
 async def test_stop_does_not_wait_for_hostile_programs(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ async def test_a_lost_engine_delivers_no_reports(
         assert isinstance(engine, EngineConnection)
         received: list[protocol.Report] = []
         context = engine.new_context(received.append, "p")
-        reports = [protocol.Tokens(context, [1], "x")] * 2
+        reports = [protocol.Filled(context, 1, 0, 0)] * 2
         engine._handle_steps([step(1, *reports, epoch=engine.epoch)])
         engine._mark_lost("killed")
         await asyncio.sleep(0)

@@ -11,9 +11,11 @@ import pytest
 from conure.engine.core.engine import EngineCore
 from conure.engine.protocol import Hello, ModelPurpose
 from conure.engine.testing.scripted_runner import FakeRunner
+from conure.server.program.errors import PromptError
 from conure.server.program.ir import GenerateNode
 from conure.server.prompts.model_notices import UNTRAINED_TOOLS
-from conure.server.prompts.served_model import ServedModel
+from conure.server.prompts.served_model import MAX_EXCESS_TOKENS, ServedModel
+from conure.server.prompts.tokenizer import PromptPiece
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -58,3 +60,18 @@ def test_tools_of_the_built_in_model_are_logged_once(
     assert [UNTRAINED_TOOLS in record.getMessage() for record in caplog.records] == (
         [True] * num_logged
     )
+
+
+def test_tokens_far_beyond_the_limit_are_not_counted() -> None:
+    model = ServedModel.of(hello())
+    limit = model.max_len
+    counted = PromptPiece("a" * (limit + MAX_EXCESS_TOKENS), special=False)
+    assert len(model.encode(asking(), 0, [counted]).ids) == limit + MAX_EXCESS_TOKENS
+    longer = PromptPiece("a" * (limit + MAX_EXCESS_TOKENS + 1), special=False)
+    with pytest.raises(
+        PromptError, match=rf"node ask: more than .* the limit of {limit} tokens"
+    ) as refused:
+        model.encode(asking(), 0, [longer])
+    assert refused.value.code == "prompt.too_long"
+    with pytest.raises(PromptError, match=r"the text: more than .* prompt tokens"):
+        model.tokenize("a" * (limit + MAX_EXCESS_TOKENS + 1), tools=[], bos=False)

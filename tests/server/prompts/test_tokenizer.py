@@ -24,7 +24,8 @@ from tokenizers import (
 
 from conure.engine.text.byte_tokenizer import EOS_IDS, SPECIAL_TOKENS, tokenizer_json
 from conure.server.program.errors import PromptError
-from conure.server.prompts.tokenizer import PromptPiece, Tokenizer
+from conure.server.prompts import tokenizer as tokenizer_module
+from conure.server.prompts.tokenizer import PromptPiece, Tokenizer, TooManyTokensError
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
@@ -377,6 +378,28 @@ def test_half_a_surrogate_pair_is_rejected() -> None:
     with pytest.raises(PromptError) as refused:
         ours.encode_text("a\ud800")
     assert refused.value.code == "prompt.encoding"
+
+
+@pytest.mark.parametrize("num_chars", [11, 39, 41, 1_000, 10_000])
+def test_text_with_too_many_tokens_is_refused(num_chars: int) -> None:
+    _, ours = pair("bytes")
+    with pytest.raises(TooManyTokensError, match="more than 10 tokens"):
+        ours.encode([plain("a" * num_chars)], bos=False, max_tokens=10)
+    assert len(ours.encode([plain("a" * 10)], bos=False, max_tokens=10).ids) == 10
+
+
+def test_of_a_long_text_only_beginnings_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = pair("bytes")
+    lengths = []
+
+    def encode(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        lengths.append(len(text))
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    monkeypatch.setattr(tokenizer_module, "_encode", encode)
+    with pytest.raises(TooManyTokensError):
+        ours.encode([plain("a" * 1_000_000)], bos=False, max_tokens=100)
+    assert lengths == [400]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model": {"type": "Nonsense"}}'])
