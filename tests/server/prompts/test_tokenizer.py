@@ -25,7 +25,12 @@ from tokenizers import (
 from conure.engine.text.byte_tokenizer import EOS_IDS, SPECIAL_TOKENS, tokenizer_json
 from conure.server.program.errors import PromptError
 from conure.server.prompts import tokenizer as tokenizer_module
-from conure.server.prompts.tokenizer import PromptPiece, Tokenizer, TooManyTokensError
+from conure.server.prompts.tokenizer import (
+    LONG_TEXT_CHARS,
+    PromptPiece,
+    Tokenizer,
+    TooManyTokensError,
+)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
@@ -378,6 +383,19 @@ def test_half_a_surrogate_pair_is_rejected() -> None:
     with pytest.raises(PromptError) as refused:
         ours.encode_text("a\ud800")
     assert refused.value.code == "prompt.encoding"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_text_encodes_like_hugging_face(kind: str) -> None:
+    theirs, ours = pair(kind)
+    text = "The quick brown fox, 你好 <b>dog</b>.\n" * 300
+    assert len(text) > LONG_TEXT_CHARS
+    expected = theirs.encode(text, add_special_tokens=False)
+    encoded = ours.encode([plain(text)], bos=False)
+    assert encoded.ids == expected.ids
+    assert encoded.ends[-1] == len(text)
+    with pytest.raises(PromptError, match="surrogate"):
+        ours.encode_text(text + "\ud800")
 
 
 @pytest.mark.parametrize("num_chars", [11, 39, 41, 1_000, 10_000])
