@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import msgspec
 
@@ -16,6 +17,10 @@ from .runtime.admission.intake import ProgramIntake
 from .runtime.calls.pins import PinKeeper
 from .runtime.persistence.program_directory import ProgramDirectory
 from .runtime.services import RuntimeServices
+
+COUNTED_CHARS: Final = 65_536
+"""Characters whose tokens are counted at once, so that memory is bounded. A longer text is
+counted in parts, each of which may have a token more."""
 
 
 class ProgramExplainer:
@@ -68,6 +73,8 @@ class ProgramExplainer:
         model = self._services.model
 
         def count_tokens(text: str) -> int:
-            return len(model.tokenizer.encode_text(text)) if text else 0
+            starts = range(0, len(text), COUNTED_CHARS)
+            parts = (text[start : start + COUNTED_CHARS] for start in starts)
+            return sum(len(model.tokenizer.encode_text(part)) for part in parts)
 
         return ModelLimits(count_tokens, model.max_len)
