@@ -254,6 +254,12 @@ async def document() -> dict[str, Any]:
         return parsed
 
 
+@pytest.mark.parametrize("path", ["/v1/programs", "/v1/programs/explain"])
+async def test_an_unknown_procedure_is_a_documented_error(path: str) -> None:
+    operation = (await document())["paths"][path]["post"]
+    assert "404" in operation["responses"]
+
+
 LOWER, UPPER = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 
 

@@ -31,7 +31,7 @@ Format = Annotated[
     operation_class=json_body(Submission, SourceSubmission, texts=200),
     responses={
         200: success_response(ProgramExplanation, "What the program would do"),
-        **error_responses(),
+        **error_responses(404),
     },
     tags=["programs"],
 )

@@ -101,7 +101,7 @@ ArrivalSeconds = Annotated[
     operation_class=json_body(Submission, SourceSubmission, streams=202),
     responses={
         202: success_response(Accepted, "Accepted and durable; or the stream of its events"),
-        **error_responses(409),
+        **error_responses(404, 409),
     },
     tags=["programs"],
 )
