@@ -117,11 +117,10 @@ def many_variables(is_valid: bool) -> HostileRequest:
 
 def long_prompt(is_text: bool) -> HostileRequest:
     """Return a call whose prompt has five million characters, as text or in a list."""
-    text = "word " * 1_000_000
     value = {"var": "x"} if is_text else [{"var": "x"}]
     copy = {"id": "e0", "op": "expr", "output": "y", "expr": value}
     call = generate(0, [{"text": "a"}, {"input": "y"}])
-    return submission([copy, call], {"x": text})
+    return submission([copy, call], {"x": LONG_TEXT})
 
 
 def quotes() -> HostileRequest:
@@ -131,6 +130,7 @@ def quotes() -> HostileRequest:
 
 TURNS = {"len": {"each": [{"range": [0, 15_000]}, "i", {"add": [{"var": "i"}, 1]}]}}
 SEARCHES = {"len": {"each": [{"range": [0, 4_500]}, "i", {"find": ["", "(a{0,30}){0,30}"]}]}}
+LONG_TEXT = "word " * 1_000_000
 COPY = {"concat": [{"var": "x"}, ""]}
 
 REQUESTS: dict[str, Callable[[], HostileRequest]] = {
@@ -143,9 +143,7 @@ REQUESTS: dict[str, Callable[[], HostileRequest]] = {
     "outputs": lambda: growing(9_999),
     "copies": lambda: submission([expr(i, COPY) for i in range(300)], {"x": "a" * 3_000_000}),
     "copies2000": lambda: submission([expr(i, COPY) for i in range(2_000)], {"x": "a" * 3_000_000}),
-    "prompt": lambda: submission(
-        [generate(0, [{"text": "a"}, {"input": "x"}])], {"x": "word " * 1_000_000}
-    ),
+    "prompt": lambda: submission([generate(0, [{"text": "a"}, {"input": "x"}])], {"x": LONG_TEXT}),
     "text": lambda: long_prompt(is_text=True),
     "list": lambda: long_prompt(is_text=False),
     "invalid": lambda: many_variables(is_valid=False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 Json: TypeAlias = Any
@@ -114,3 +115,8 @@ class Message(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     name: str | UnsetType = UNSET
     tool_calls: Annotated[list[Json], Meta(max_length=1_000)] | UnsetType = UNSET
     tool_call_id: str | UnsetType = UNSET
+
+
+def encoded_size(value: Json) -> int:
+    """Return the length of a value: of a string its characters, of another value its JSON."""
+    return len(value) if isinstance(value, str) else len(msgspec.json.encode(value))

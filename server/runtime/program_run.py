@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from ..program.content import encoded_size
 from ..program.errors import RunError
 from ..program.expressions.budget import MAX_STEPS
 from ..program.graph.graph import CheckedAppend, check_append
@@ -74,7 +75,7 @@ class ProgramRun:
         executors = {kind: executor(self.context) for kind, executor in node_executors().items()}
         self.context.executors = executors
         self._calls = self.context.executor(ProgramCalls)
-        self.context.quota.live_bytes = sum(map(_encoded_size, state.values.values()))
+        self.context.quota.live_bytes = sum(map(encoded_size, state.values.values()))
 
     @property
     def num_bytes(self) -> int:
@@ -328,10 +329,6 @@ def _write_end_of(run: ProgramRun) -> None:
         )
 
     run._finishing = asyncio.get_running_loop().create_task(finish())
-
-
-def _encoded_size(value: Json) -> int:
-    return len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
 
 
 def _describe_end(state: ProgramState, blocks_held: int) -> tuple[Receipt, EndRecord]:

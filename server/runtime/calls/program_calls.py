@@ -16,11 +16,9 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from conure.engine import protocol
 
-from ...program.content import Json
+from ...program.content import Json, encoded_size
 from ...program.errors import ConureError
 from ...program.expressions.budget import WorkBudget
 from ...program.graph.critical_path import get_earliest_starts
@@ -351,6 +349,5 @@ def _num_shareable(node: GenerateNode, hashes: tuple[bytes, ...]) -> int:
 
 def _num_chars(value: Json) -> int:
     """Return the estimated cost of a value in a prompt, in characters of text."""
-    if isinstance(value, str):
-        return len(value)
-    return max(MIN_CHARS_PER_JSON_VALUE, len(msgspec.json.encode(value)))
+    size = encoded_size(value)
+    return size if isinstance(value, str) else max(MIN_CHARS_PER_JSON_VALUE, size)

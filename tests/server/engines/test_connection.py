@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -46,62 +47,55 @@ async def test_abort_leaves_at_once_after_earlier_commands(
     assert [type(command) for command in sent.commands] == [protocol.Status, protocol.Abort]
 
 
-def step(number: int, *reports: protocol.Report, epoch: int) -> protocol.StepReport:
-    """Return the report of a step."""
-    return protocol.StepReport(epoch, number, reports=list(reports), num_free=10, num_cached=0)
+@pytest.fixture
+async def busy_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[EngineConnection]:
+    """An engine whose reports take so long that each iteration of the loop delivers one."""
+    monkeypatch.setattr(connection, "DELIVERY_S", 0.0)
+    async with server_harness(tmp_path) as harness:
+        engine = harness.executor.services.engine("engine-0")
+        assert isinstance(engine, EngineConnection)
+        yield engine
+
+
+def end_step(engine: EngineConnection, *reports: protocol.Report) -> None:
+    """Let the server receive the reports of a step."""
+    report = protocol.StepReport(engine.epoch, 1, reports=[*reports], num_free=10, num_cached=0)
+    engine._handle_steps([report])
 
 
 async def test_other_callbacks_run_between_the_reports_of_a_large_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    busy_engine: EngineConnection,
 ) -> None:
-    monkeypatch.setattr(connection, "DELIVERY_S", 0.0)
-    async with server_harness(tmp_path) as harness:
-        engine = harness.executor.services.engine("engine-0")
-        assert isinstance(engine, EngineConnection)
-        received: list[protocol.Report | str] = []
-        context = engine.new_context(received.append, "p")
-        first, second = protocol.Filled(context, 1, 0, 0), protocol.Tokens(context, [1], "a")
-        third = protocol.Tokens(context, [2], "b")
-        engine._handle_steps([step(1, first, second, epoch=engine.epoch)])
-        asyncio.get_running_loop().call_soon(received.append, "another callback")
-        assert received == [first]
-        engine._handle_steps([step(2, third, epoch=engine.epoch)])
-        for _ in range(3):
-            await asyncio.sleep(0)
+    received: list[protocol.Report | str] = []
+    context = busy_engine.new_context(received.append, "p")
+    first, second = protocol.Filled(context, 1, 0, 0), protocol.Tokens(context, [1], "a")
+    third = protocol.Tokens(context, [2], "b")
+    end_step(busy_engine, first, second)
+    asyncio.get_running_loop().call_soon(received.append, "another callback")
+    assert received == [first]
+    end_step(busy_engine, third)
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert received == [first, second, "another callback", third]
 
 
-async def test_reports_that_wait_together_are_merged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "DELIVERY_S", 0.0)
-    async with server_harness(tmp_path) as harness:
-        engine = harness.executor.services.engine("engine-0")
-        assert isinstance(engine, EngineConnection)
-        received: list[protocol.Report] = []
-        context = engine.new_context(received.append, "p")
-        engine._handle_steps(
-            [step(1, *[protocol.Filled(context, 1, 0, 0)] * 2, epoch=engine.epoch)]
-        )
-        for number, text in enumerate("bcd"):
-            report = protocol.Tokens(context, [number], text)
-            engine._handle_steps([step(2 + number, report, epoch=engine.epoch)])
-        for _ in range(3):
-            await asyncio.sleep(0)
+async def test_reports_that_wait_together_are_merged(busy_engine: EngineConnection) -> None:
+    received: list[protocol.Report] = []
+    context = busy_engine.new_context(received.append, "p")
+    end_step(busy_engine, *[protocol.Filled(context, 1, 0, 0)] * 2)
+    for number, text in enumerate("bcd"):
+        end_step(busy_engine, protocol.Tokens(context, [number], text))
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert [report.text for report in received if isinstance(report, protocol.Tokens)] == ["bcd"]
 
 
-async def test_a_lost_engine_delivers_no_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "DELIVERY_S", 0.0)
-    async with server_harness(tmp_path) as harness:
-        engine = harness.executor.services.engine("engine-0")
-        assert isinstance(engine, EngineConnection)
-        received: list[protocol.Report] = []
-        context = engine.new_context(received.append, "p")
-        reports = [protocol.Filled(context, 1, 0, 0)] * 2
-        engine._handle_steps([step(1, *reports, epoch=engine.epoch)])
-        engine._mark_lost("killed")
-        await asyncio.sleep(0)
+async def test_a_lost_engine_delivers_no_reports(busy_engine: EngineConnection) -> None:
+    received: list[protocol.Report] = []
+    context = busy_engine.new_context(received.append, "p")
+    end_step(busy_engine, *[protocol.Filled(context, 1, 0, 0)] * 2)
+    busy_engine._mark_lost("killed")
+    await asyncio.sleep(0)
     assert len(received) == 1

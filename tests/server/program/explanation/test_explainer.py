@@ -9,7 +9,7 @@ import msgspec
 from conure.server.explainer import COUNTED_CHARS
 from conure.server.program.ir import Submission
 
-from .inprocess import server_harness
+from ...inprocess import server_harness
 
 
 async def test_tokens_of_a_long_prompt_are_counted_in_parts(tmp_path: Path) -> None:
