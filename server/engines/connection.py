@@ -156,21 +156,8 @@ class EngineConnection(asyncio.Protocol):
             EngineStartError: if the process ends, or `start_s` seconds pass, before that.
         """
         engine = cls(name, epoch, on_lost, hang_s, freeze_s)
-        ours, theirs = socket.socketpair()
-        with theirs, engine._heartbeat.opened() as beats:
-            engine._process = await asyncio.create_subprocess_exec(
-                *command.argv(theirs.fileno(), beats, epoch),
-                pass_fds=(theirs.fileno(), beats),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                # Signals to the server's process group must not reach the engine before it drains.
-                start_new_session=True,
-            )
-        engine._tasks.append(asyncio.create_task(_read_stderr(engine)))
-        ours.setblocking(False)
-        await asyncio.get_running_loop().create_connection(lambda: engine, sock=ours)
         try:
+            await _launch(engine, command)
             await asyncio.wait_for(asyncio.shield(engine._hello), start_s)
             if engine._is_closed:
                 raise ConnectionError("closed after Hello")
@@ -426,6 +413,28 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost(self, reason)
         for on_aborted in aborting.values():
             on_aborted(None)
+
+
+async def _launch(engine: EngineConnection, command: EngineCommandLine) -> None:
+    """Start the engine's process and connect to it."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, engine._heartbeat.opened() as beats:
+            engine._process = await asyncio.create_subprocess_exec(
+                *command.argv(theirs.fileno(), beats, engine.epoch),
+                pass_fds=(theirs.fileno(), beats),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                # Signals to the server's process group must not reach the engine before it drains.
+                start_new_session=True,
+            )
+    except BaseException:
+        ours.close()  # no transport will close it
+        raise
+    engine._tasks.append(asyncio.create_task(_read_stderr(engine)))
+    ours.setblocking(False)
+    await asyncio.get_running_loop().create_connection(lambda: engine, sock=ours)
 
 
 def _remove_context(engine: EngineConnection, context: int) -> None:

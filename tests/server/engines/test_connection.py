@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import msgspec
 import pytest
 
 from conure.engine import protocol
+from conure.engine.config import EngineConfig
 from conure.server.engines import connection
+from conure.server.engines.command_line import EngineCommandLine
 from conure.server.engines.connection import EngineConnection
 
 from ..inprocess import server_harness
@@ -99,3 +102,31 @@ async def test_a_lost_engine_delivers_no_reports(busy_engine: EngineConnection) 
     busy_engine._mark_lost("killed")
     await asyncio.sleep(0)
     assert len(received) == 1
+
+
+async def test_cancelled_start_closes_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = socket.socketpair()
+    is_starting = asyncio.Event()
+
+    async def start_forever(*args: object, **options: object) -> None:
+        is_starting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(socket, "socketpair", lambda: pair)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_forever)
+    start = asyncio.create_task(
+        EngineConnection.start(
+            "engine-0",
+            1,
+            EngineCommandLine(EngineConfig()),
+            on_lost=lambda engine, reason: None,
+            start_s=60,
+            hang_s=60,
+            freeze_s=60,
+        )
+    )
+    await is_starting.wait()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert [end.fileno() for end in pair] == [-1, -1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from conure.server.runtime.node_state import NodeUsage
 from conure.server.runtime.program_state import ProgramState
 from conure.server.runtime.reporting.receipt import critical_path, explain, make_receipt
 
+from ....cpu_time import least_cpu_s
 from ...inprocess import client, expr, generate, insert, var
 from ..test_program_state import execute
 
@@ -200,9 +200,9 @@ def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
     nodes: list[Any] = [expr("n0", {"lit": 0})]
     nodes += [expr(f"n{i}", var(f"n{i - 1}")) for i in range(1, 5_000)]
     execution = run(execute(nodes), {f"n{i}": (i, i + 1) for i in range(5_000)})
-    began = time.process_time()
     assert len(make_receipt(execution, blocks_held=0).critical_path) == 5_000
-    assert time.process_time() - began < 1
+    # Measured: 0.1 s. The bound only detects quadratic time.
+    assert least_cpu_s(lambda: make_receipt(execution, blocks_held=0)) < 1
 
 
 @pytest.mark.parametrize(
