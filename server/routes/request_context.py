@@ -69,13 +69,20 @@ async def read_json(request: AnyRequest) -> bytes:
     """Return the undecoded body.
 
     Raises:
-        RequestError: if the content type is not application/json.
+        RequestError: if the content type is not application/json, or the body is compressed.
         DisconnectedError: if the body is incomplete.
     """
     if request.content_type[0].lower() != "application/json":
         raise RequestError(
             "request.media_type",
             "the body must have Content-Type: application/json",
+            status=415,
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestError(
+            "request.media_type",
+            f"the body has Content-Encoding {encoding!r}; send it uncompressed",
             status=415,
         )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import re
@@ -114,6 +115,14 @@ async def test_bodies_must_be_declared_json(path: str, kind: str | None) -> None
     async with in_process(app_of(ScriptedService())) as client:
         answer = await client.post(path, content=b"{}", headers=headers)
         check_problem(answer, 415, "request.media_type")
+
+
+async def test_compressed_bodies_are_refused() -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.post("/v1/programs", content=gzip.compress(b"{}"), headers=headers)
+        check_problem(answer, 415, "request.media_type")
+        assert "'gzip'; send it uncompressed" in answer.json()["detail"]
 
 
 async def test_charset_is_part_of_the_same_media_type() -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from conure.cache_folder import cache_folder
 from conure.engine.config import EngineConfig
 from conure.engine.kv import capacity
 from conure.engine.models import fused_decoder
@@ -301,6 +302,9 @@ def test_runner_describes_its_model(llama: Path) -> None:
 def test_seeded_model_is_created_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The compiled kernels of the real cache: compiling them again takes half a minute.
+    (tmp_path / "conure").mkdir()
+    (tmp_path / "conure" / "kernels").symlink_to(cache_folder() / "kernels")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runner = TorchModelRunner(EngineConfig(model="seeded", threads=1, num_blocks=64))
     assert runner.model == "seeded"

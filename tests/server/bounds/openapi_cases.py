@@ -92,7 +92,7 @@ def main() -> None:
     """Test all operations, and end with an error if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemathesis", type=Path, required=True, help="path of the command")
-    parser.add_argument("--examples", type=int, default=100, help="cases per operation and phase")
+    parser.add_argument("--examples", type=int, default=130, help="cases per operation and phase")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     common = ["--max-examples", str(options.examples), "--seed", str(options.seed)]
