@@ -19,7 +19,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "results" / "matrix"
 README = Path(__file__).parents[2] / "README.md"
-COLUMNS = ((100, 0.0), (66, 0.0), (40, 0.0), (100, 25.0))
+COLUMNS = ((100, 0.0), (100, 25.0), (100, 5.0), (66, 5.0), (40, 5.0))
 """Pool in percent and round trip in ms of the columns of the compact table."""
 MARK = re.compile(r"(<!-- (\w+) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
 PAIR_HEAD = (

@@ -17,7 +17,8 @@ is unlimited, but at least the longest call. Each system has its own server with
 get the same prompts in a round and write the same number of tokens, and no two rounds have texts
 in common. Systems take turns in an order that alternates. The first round is not counted. Systems
 that share an engine and send the same prompts must write the same texts; a difference ends the
-benchmark.
+benchmark, unless the model's two best tokens are equal but for rounding (`ties`). The record has
+the number of such texts.
 
 `openai` and `peer` need the package `langchain-openai` beside Conure. vLLM gets the same folder,
 type of weights, threads and number of KV blocks.
@@ -55,6 +56,7 @@ from apps.scaled_workloads import CONTEXT_LEN, SCALED, at_once
 from conure.engine.testing import random_model
 from matrix.page import ratios
 from matrix.systems import OPENAI_CLIENTS, SAME_PROMPTS, SYSTEMS, WITHOUT, Side, side_of
+from matrix.ties import is_tie, prompt_of_single_call
 from matrix.vllm_server import vllm_counters, vllm_served
 from temporary_server import served
 
@@ -99,6 +101,16 @@ class Work(NamedTuple):
         return Work(self.steps - before.steps, self.computed - before.computed, recomputed)
 
 
+class Difference(NamedTuple):
+    """Two texts of one call."""
+
+    systems: tuple[str, str]
+    number: int
+    """Position of the application among those that were sent."""
+    first: str
+    second: str
+
+
 class Result(NamedTuple):
     """One round of one system."""
 
@@ -110,7 +122,7 @@ class Result(NamedTuple):
 def measure(side: Side, setting: Setting, seed: int, loop: asyncio.Runner) -> Result:
     """Run a workload once on one system."""
     sent = at_once(setting.workload, seed, setting.programs)
-    texts = f"{setting} {seed}".replace(" ", "-")
+    texts = seed_of_texts(setting, seed)
 
     async def run() -> tuple[list[Answer], float]:
         began = time.perf_counter()
@@ -120,6 +132,11 @@ def measure(side: Side, setting: Setting, seed: int, loop: asyncio.Runner) -> Re
     before = work_of(side.url)
     answers, wall_s = loop.run(run())
     return Result(answers, wall_s, work_of(side.url).since(before))
+
+
+def seed_of_texts(setting: Setting, seed: int) -> str:
+    """Return the seed of all texts of a round."""
+    return f"{setting} {seed}".replace(" ", "-")
 
 
 def work_of(url: str) -> Work:
@@ -202,31 +219,64 @@ def _spread(numbers: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
 
 
-def check_texts(results: dict[str, Result]) -> None:
-    """Raise unless systems that share an engine and send the same prompts wrote the same texts."""
+def different_texts(results: dict[str, Result]) -> Iterator[Difference]:
+    """Yield the texts that differ between systems that send the same prompts."""
     for group in SAME_PROMPTS:
         first, *others = [name for name in group if name in results] or [""]
         for other in others:
             pairs = zip(results[first].answers, results[other].answers, strict=True)
-            for ours, theirs in pairs:
-                if {name: ours.texts[name] for name in theirs.texts} != theirs.texts:
-                    raise SystemExit(f"{first} and {other} wrote different texts")
+            for number, (ours, theirs) in enumerate(pairs):
+                for name, text in theirs.texts.items():
+                    if ours.texts[name] != text:
+                        yield Difference((first, other), number, ours.texts[name], text)
+
+
+def count_ties(
+    results: dict[str, Result], programs: Sequence[dict[str, Any]], urls: dict[str, str]
+) -> int:
+    """Return how many texts differ by rounding alone.
+
+    Args:
+        results: of one round, by system.
+        programs: what was sent, in the order of the answers.
+        urls: the systems' servers.
+
+    Raises:
+        SystemExit: if another text differs, or one whose prompt is not known: that of a chain, and
+            of a call that reads others.
+    """
+    num = 0
+    for systems, number, first, second in different_texts(results):
+        is_plain = systems[0] == "requests"
+        prompt = prompt_of_single_call(programs[number]) if is_plain else None
+        if prompt is None or not is_tie(urls[systems[0]], prompt, first, second):
+            raise SystemExit(f"{' and '.join(systems)} wrote different texts")
+        num += 1
+    return num
 
 
 def run_cell(
     sides: Sequence[Side], setting: Setting, rounds: int, loop: asyncio.Runner
-) -> dict[str, dict[str, Any]]:
-    """Run all systems round by round, in an order that alternates."""
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Run all systems round by round, in an order that alternates.
+
+    Returns:
+        The figures of each system, and the number of texts that differ by rounding.
+    """
     found: dict[str, list[Result]] = {side.name: [] for side in sides}
+    urls = {side.name: side.url for side in sides}
+    num_ties = 0
     for seed in range(rounds + 1):
         results = {}
         for side in sides if seed % 2 else sides[::-1]:
             results[side.name] = measure(side, setting, seed, loop)
-        check_texts(results)
+        sent = at_once(setting.workload, seed, setting.programs)
+        written = [each.plan.written(seed_of_texts(setting, seed)) for each in sent]
+        num_ties += count_ties(results, written, urls)
         if seed:
             for each, result in results.items():
                 found[each].append(result)
-    return {each: summary(results) for each, results in found.items()}
+    return {each: summary(results) for each, results in found.items()}, num_ties
 
 
 def line_of(setting: Setting, cell: dict[str, dict[str, Any]]) -> str:
@@ -327,9 +377,12 @@ def main(arguments: Sequence[str]) -> int:
                     for each in systems
                 ]
                 load = os.getloadavg()[0]
-                cell = run_cell(sides, setting, options.rounds, loop)
+                cell, num_ties = run_cell(sides, setting, options.rounds, loop)
             print(line_of(setting, cell), flush=True)
-            record["cells"].append({**setting._asdict(), "load": load, "systems": cell})
+            if num_ties:
+                print(f"{num_ties} texts differ by rounding", flush=True)
+            counted = {"load": load, "ties": num_ties}
+            record["cells"].append({**setting._asdict(), **counted, "systems": cell})
             if options.out:
                 options.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0

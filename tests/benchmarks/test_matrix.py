@@ -23,7 +23,7 @@ from apps.scaled_workloads import ScheduledProgram, at_once
 from matrix import run
 from matrix.chains import Chain, Runner, chain_of, run_chains
 from matrix.page import FOLDER, MARK, README, ratios, tables, wall_ratios
-from matrix.run import Result, Work, check_texts, summary
+from matrix.run import Result, Work, count_ties, summary
 
 PLANS = [chain(3, 20, 4), map_reduce(3, 20, 4), coding(2, 1, scale=40), single("s", 20, 5, 4, 0)]
 
@@ -128,7 +128,7 @@ def test_tables_have_pairs_means_and_cells(tmp_path: Path) -> None:
 
 def test_compact_table_has_a_row_for_each_workload_and_the_least_first(tmp_path: Path) -> None:
     slow, fast = summary([result(2.0)]), summary([result(1.0)])
-    places = [("a", 1, 100, 0.0, slow), ("a", 1, 40, 0.0, fast), ("b", 8, 66, 0.0, fast)]
+    places = [("a", 1, 100, 0.0, slow), ("a", 1, 40, 5.0, fast), ("b", 8, 66, 5.0, fast)]
     cells = [
         {
             "workload": name,
@@ -138,12 +138,12 @@ def test_compact_table_has_a_row_for_each_workload_and_the_least_first(tmp_path:
             "blocks": 9,
         }
         | {"systems": {"requests": slow, "whole": after}}
-        for name, programs, pool, trip_ms, after in [*places, ("b", 8, 66, 5.0, slow)]
+        for name, programs, pool, trip_ms, after in [*places, ("b", 8, 66, 0.0, slow)]
     ]
     (tmp_path / "record.json").write_text(json.dumps({"engine": ["local"], "cells": cells}))
     assert tables(tmp_path)["compact"].splitlines()[2:] == [
-        "| a, 1 | 1.00 (1.00 to 1.00) |  | 2.00 (2.00 to 2.00) |  |",
-        "| b, 8 |  | 2.00 (2.00 to 2.00) |  |  |",
+        "| a, 1 | 1.00 (1.00 to 1.00) |  |  |  | 2.00 (2.00 to 2.00) |",
+        "| b, 8 |  |  |  | 2.00 (2.00 to 2.00) |  |",
     ]
 
 
@@ -190,8 +190,51 @@ vllm:iteration_tokens_total_count{engine="0"} 12.0
     assert run.work_of("http://peer") == Work(12, 120, None)
 
 
-def test_different_texts_end_the_benchmark() -> None:
-    whole = Result([Answer("app", 1.0, {"out": "same"})], 1.0, Work(0, 0, 0))
-    check_texts({"requests": result(1.0), "whole": whole, "langchain": result(1.0, text="other")})
+PROGRAM = {"nodes": [{"prompt": [{"text": "a"}, {"text": "b"}, {"output": "out"}]}]}
+"""A program with one call."""
+
+
+def two_best(first: float, second: float) -> httpx.Response:
+    """Return a completion in which the tokens s and o have these log probabilities."""
+    best = {"logprobs": {"top_logprobs": [{"s": first, "o": second}]}}
+    request = httpx.Request("POST", "http://conure/v1/completions")
+    return httpx.Response(200, json={"choices": [best]}, request=request)
+
+
+def test_equal_texts_are_no_ties() -> None:
+    results = {"requests": result(1.0), "whole": result(1.0)}
+    # A chain has a chat template, so it writes other texts.
+    assert count_ties({**results, "langchain": result(1.0, text="other")}, [PROGRAM], {}) == 0
+
+
+@pytest.mark.parametrize("other", [-0.50009, -0.49991])
+def test_texts_may_differ_where_two_tokens_are_equally_good(
+    monkeypatch: pytest.MonkeyPatch, other: float
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def post(url: str, *, json: dict[str, Any], **_: Any) -> httpx.Response:
+        sent.append({"url": url, **json})
+        return two_best(-0.5, other)
+
+    monkeypatch.setattr(httpx, "post", post)
+    results = {"requests": result(1.0, text="as"), "whole": result(1.0, text="ao")}
+    urls = {"requests": "http://r", "whole": "http://w"}
+    assert count_ties(results, [PROGRAM], urls) == 1
+    assert (sent[0]["url"], sent[0]["prompt"]) == ("http://r/v1/completions", "aba")
+
+
+@pytest.mark.parametrize(("texts", "other"), [(("as", "ao"), -0.5002), (("as", "ax"), -0.5)])
+def test_another_difference_ends_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, texts: tuple[str, str], other: float
+) -> None:
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: two_best(-0.5, other))
+    results = {"requests": result(1.0, text=texts[0]), "whole": result(1.0, text=texts[1])}
     with pytest.raises(SystemExit, match="different texts"):
-        check_texts({"requests": result(1.0, text="other"), "whole": whole})
+        count_ties(results, [PROGRAM], {"requests": "http://r"})
+
+
+def test_difference_of_a_program_with_several_calls_ends_the_benchmark() -> None:
+    results = {"requests": result(1.0), "whole": result(1.0, text="other")}
+    with pytest.raises(SystemExit, match="different texts"):
+        count_ties(results, [{"nodes": PROGRAM["nodes"] * 2}], {"requests": "http://r"})

@@ -104,10 +104,7 @@ def recorded() -> list[Any]:
         cell
         for path in sorted(RECORDS.glob("own-engine*.json"))
         for cell in json.loads(path.read_text("utf-8"))["cells"]
-        if cell["programs"] == 1
-        and cell["round_trip_ms"] == 0
-        # That record at 40 % was made when calls started only when others ended.
-        and (path.stem != "own-engine-pressure" or cell["pool"] > 40)
+        if cell["programs"] == 1 and cell["round_trip_ms"] == 0
     ]
     names = ("chain summary", "map-reduce summary", "multi-agent coding")
     return [
