@@ -52,7 +52,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from apps.client import Answer, Client
-from apps.scaled_workloads import CONTEXT_LEN, SCALED, at_once
+from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, at_once
 from conure.engine.testing import random_model
 from matrix.page import ratios
 from matrix.systems import OPENAI_CLIENTS, SAME_PROMPTS, SYSTEMS, WITHOUT, Side, side_of
@@ -119,10 +119,10 @@ class Result(NamedTuple):
     work: Work
 
 
-def measure(side: Side, setting: Setting, seed: int, loop: asyncio.Runner) -> Result:
-    """Run a workload once on one system."""
-    sent = at_once(setting.workload, seed, setting.programs)
-    texts = seed_of_texts(setting, seed)
+def measure(
+    side: Side, sent: Sequence[ScheduledProgram], texts: str, loop: asyncio.Runner
+) -> Result:
+    """Run programs once on one system; their texts are generated from the seed `texts`."""
 
     async def run() -> tuple[list[Answer], float]:
         began = time.perf_counter()
@@ -132,11 +132,6 @@ def measure(side: Side, setting: Setting, seed: int, loop: asyncio.Runner) -> Re
     before = work_of(side.url)
     answers, wall_s = loop.run(run())
     return Result(answers, wall_s, work_of(side.url).since(before))
-
-
-def seed_of_texts(setting: Setting, seed: int) -> str:
-    """Return the seed of all texts of a round."""
-    return f"{setting} {seed}".replace(" ", "-")
 
 
 def work_of(url: str) -> Work:
@@ -232,13 +227,17 @@ def different_texts(results: dict[str, Result]) -> Iterator[Difference]:
 
 
 def count_ties(
-    results: dict[str, Result], programs: Sequence[dict[str, Any]], urls: dict[str, str]
+    results: dict[str, Result],
+    sent: Sequence[ScheduledProgram],
+    texts: str,
+    urls: dict[str, str],
 ) -> int:
     """Return how many texts differ by rounding alone.
 
     Args:
         results: of one round, by system.
-        programs: what was sent, in the order of the answers.
+        sent: the programs of the round, in the order of the answers.
+        texts: the seed of their texts.
         urls: the systems' servers.
 
     Raises:
@@ -248,7 +247,8 @@ def count_ties(
     num = 0
     for systems, number, first, second in different_texts(results):
         is_plain = systems[0] == "requests"
-        prompt = prompt_of_single_call(programs[number]) if is_plain else None
+        program = sent[number].plan.written(texts)
+        prompt = prompt_of_single_call(program) if is_plain else None
         if prompt is None or not is_tie(urls[systems[0]], prompt, first, second):
             raise SystemExit(f"{' and '.join(systems)} wrote different texts")
         num += 1
@@ -267,12 +267,12 @@ def run_cell(
     urls = {side.name: side.url for side in sides}
     num_ties = 0
     for seed in range(rounds + 1):
+        sent = at_once(setting.workload, seed, setting.programs)
+        texts = f"{setting} {seed}".replace(" ", "-")
         results = {}
         for side in sides if seed % 2 else sides[::-1]:
-            results[side.name] = measure(side, setting, seed, loop)
-        sent = at_once(setting.workload, seed, setting.programs)
-        written = [each.plan.written(seed_of_texts(setting, seed)) for each in sent]
-        num_ties += count_ties(results, written, urls)
+            results[side.name] = measure(side, sent, texts, loop)
+        num_ties += count_ties(results, sent, texts, urls)
         if seed:
             for each, result in results.items():
                 found[each].append(result)

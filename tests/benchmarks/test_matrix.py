@@ -190,7 +190,7 @@ vllm:iteration_tokens_total_count{engine="0"} 12.0
     assert run.work_of("http://peer") == Work(12, 120, None)
 
 
-PROGRAM = {"nodes": [{"prompt": [{"text": "a"}, {"text": "b"}, {"output": "out"}]}]}
+SINGLE = ScheduledProgram(single("system", 4, 3, 2, 0), 0.0)
 """A program with one call."""
 
 
@@ -204,7 +204,8 @@ def two_best(first: float, second: float) -> httpx.Response:
 def test_equal_texts_are_no_ties() -> None:
     results = {"requests": result(1.0), "whole": result(1.0)}
     # A chain has a chat template, so it writes other texts.
-    assert count_ties({**results, "langchain": result(1.0, text="other")}, [PROGRAM], {}) == 0
+    results["langchain"] = result(1.0, text="other")
+    assert count_ties(results, [SINGLE], "seed", {}) == 0
 
 
 @pytest.mark.parametrize("other", [-0.50009, -0.49991])
@@ -220,8 +221,10 @@ def test_texts_may_differ_where_two_tokens_are_equally_good(
     monkeypatch.setattr(httpx, "post", post)
     results = {"requests": result(1.0, text="as"), "whole": result(1.0, text="ao")}
     urls = {"requests": "http://r", "whole": "http://w"}
-    assert count_ties(results, [PROGRAM], urls) == 1
-    assert (sent[0]["url"], sent[0]["prompt"]) == ("http://r/v1/completions", "aba")
+    assert count_ties(results, [SINGLE], "seed", urls) == 1
+    *parts, _ = SINGLE.plan.written("seed")["nodes"][0]["prompt"]
+    prompt = "".join(part["text"] for part in parts)
+    assert (sent[0]["url"], sent[0]["prompt"]) == ("http://r/v1/completions", f"{prompt}a")
 
 
 @pytest.mark.parametrize(("texts", "other"), [(("as", "ao"), -0.5002), (("as", "ax"), -0.5)])
@@ -231,10 +234,10 @@ def test_another_difference_ends_the_benchmark(
     monkeypatch.setattr(httpx, "post", lambda *_, **__: two_best(-0.5, other))
     results = {"requests": result(1.0, text=texts[0]), "whole": result(1.0, text=texts[1])}
     with pytest.raises(SystemExit, match="different texts"):
-        count_ties(results, [PROGRAM], {"requests": "http://r"})
+        count_ties(results, [SINGLE], "seed", {"requests": "http://r"})
 
 
 def test_difference_of_a_program_with_several_calls_ends_the_benchmark() -> None:
     results = {"requests": result(1.0), "whole": result(1.0, text="other")}
     with pytest.raises(SystemExit, match="different texts"):
-        count_ties(results, [{"nodes": PROGRAM["nodes"] * 2}], {"requests": "http://r"})
+        count_ties(results, [ScheduledProgram(chain(3, 20, 4), 0.0)], "seed", {})

@@ -303,8 +303,10 @@ def test_seeded_model_is_created_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compiled kernels of the real cache: compiling them again takes half a minute.
+    kernels = cache_folder() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
     (tmp_path / "conure").mkdir()
-    (tmp_path / "conure" / "kernels").symlink_to(cache_folder() / "kernels")
+    (tmp_path / "conure" / "kernels").symlink_to(kernels)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runner = TorchModelRunner(EngineConfig(model="seeded", threads=1, num_blocks=64))
     assert runner.model == "seeded"
