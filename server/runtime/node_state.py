@@ -54,11 +54,12 @@ class NodeUsage:
     queued_s: float = 0.0
     prefill_s: float = 0.0
     """From the start on an engine until the prompt was filled, including other calls' prompts."""
-    fill_s: float = 0.0
-    """The part of `prefill_s` that belongs to this call's prompts; see `calls.fill_clock`."""
     decode_s: float = 0.0
-    paused_s: float = 0.0
-    """Part of `decode_s` in which the engine filled the prompts of other calls."""
+    unshared_fill_s: float = 0.0
+    """Estimated time of the engine for the prompts, if nothing were shared; see
+    `calls.engine_clock`."""
+    unpaused_decode_s: float = 0.0
+    """Estimated time of the outputs, if the engine filled no other prompts meanwhile."""
     block_seconds: float = 0.0
 
     @property

@@ -15,7 +15,8 @@ nothing is dispatched, and no call, timer or context of the program remains.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import msgspec
 
@@ -318,22 +319,24 @@ def _ignore() -> None:
 
 def _write_end_of(run: ProgramRun) -> None:
     """Make and write the receipt of a program that changes no more."""
-    state, blocks_held = run.state, run._calls.num_contexts
-    if len(state.nodes) <= MAX_NODES_INLINE:
-        run._write_end(*_describe_end(state, blocks_held))
+    describe = partial(
+        _describe_end, run.state, run._calls.num_contexts, run._services.max_sequences
+    )
+    if len(run.state.nodes) <= MAX_NODES_INLINE:
+        run._write_end(*describe())
         return
 
     async def finish() -> None:
-        run._write_end(
-            *await run._services.turns.in_thread(lambda: _describe_end(state, blocks_held))
-        )
+        run._write_end(*await run._services.turns.in_thread(describe))
 
     run._finishing = asyncio.get_running_loop().create_task(finish())
 
 
-def _describe_end(state: ProgramState, blocks_held: int) -> tuple[Receipt, EndRecord]:
+def _describe_end(
+    state: ProgramState, blocks_held: int, max_sequences: Mapping[str, int]
+) -> tuple[Receipt, EndRecord]:
     """Return the receipt and the last record of a program that has ended, and changes no more."""
-    receipt = make_receipt(state, blocks_held=blocks_held)
+    receipt = make_receipt(state, blocks_held=blocks_held, max_sequences=max_sequences)
     assert state.finished_at is not None
     record = EndRecord(
         program=state.id,

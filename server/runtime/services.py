@@ -13,7 +13,7 @@ from ..scheduling.scheduler import Scheduler
 from ..store.journal import Journal
 from .admission.call_quota import CallQuota
 from .admission.load import LoadMonitor
-from .calls.fill_clock import FillClock
+from .calls.engine_clock import EngineClock
 from .calls.prompt_encoder import PromptEncoder
 from .calls.suspects import SuspectGate
 from .clock import SteadyClock
@@ -51,7 +51,7 @@ class RuntimeServices:
         self.quota_limits = QuotaLimits()
         self.watch = ProgramWatch()
         self.suspects = SuspectGate()
-        self._fill_clocks: dict[str, FillClock] = {}
+        self._engine_clocks: dict[str, EngineClock] = {}
         self.fleet: Fleet | None = None
         self.open_journal: Journal | None = None
         self.served_model: ServedModel | None = None
@@ -76,12 +76,19 @@ class RuntimeServices:
     @property
     def num_sequences(self) -> int:
         """Calls that the live engines run at once."""
-        return sum(engine.hello.limits.max_sequences for engine in self.engines.values())
+        return sum(self.max_sequences.values())
+
+    @property
+    def max_sequences(self) -> dict[str, int]:
+        """Calls that each live engine runs at once, by its name."""
+        return {name: engine.hello.limits.max_sequences for name, engine in self.engines.items()}
 
     def engine(self, name: str) -> Engine | None:
         """Return a live engine, or None if it is dead."""
         return self.engines.get(name)
 
-    def fill_clock(self, engine: str) -> FillClock:
-        """Return the fill clock of the engine of that name; an engine that restarts keeps it."""
-        return self._fill_clocks.setdefault(engine, FillClock())
+    def engine_clock(self, engine: Engine) -> EngineClock:
+        """Return the clock of an engine; an engine that restarts keeps that of its name."""
+        if engine.name not in self._engine_clocks:
+            self._engine_clocks[engine.name] = EngineClock(engine.hello.limits.max_sequences)
+        return self._engine_clocks[engine.name]

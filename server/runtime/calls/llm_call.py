@@ -37,7 +37,7 @@ from ..node_context import NodeContext
 from ..node_state import NodeState
 from .call_priorities import CallPriorities
 from .call_recorder import CallRecorder
-from .fill_clock import FillTimer
+from .engine_clock import CallTimer
 from .kv_context import CallKVContext, PromptPlan
 from .outputs import (
     OutputResult,
@@ -119,7 +119,7 @@ class LLMCall:
         monotonic clock."""
         self._started_s = 0.0
         """When the current slot was sent to an engine, on the monotonic clock."""
-        self._fill_timer = FillTimer(node_state)
+        self._timer = CallTimer(node_state)
         self._recorder = recorder
 
     @property
@@ -266,9 +266,9 @@ class LLMCall:
         now = time.monotonic()
         state.usage.queued_s += now - self._phase_start_s
         self._phase_start_s = self._started_s = now
-        self._fill_timer.begin(self._context.services.fill_clock(placement.engine), now)
         engine = self._context.services.engine(placement.engine)
         assert engine is not None, "the scheduler places calls on live engines only"
+        self._timer.begin(self._context.services.engine_clock(engine), engine, now)
         state.engine = engine.name
         state.why = placement.why
         state.phase = "running"
@@ -310,7 +310,7 @@ class LLMCall:
                 self._num_filling = (
                     0  # the engine reports no progress: most likely it filled nothing
                 )
-                self._fill_timer.end(time.monotonic())
+                self._timer.stop(time.monotonic())
                 self._kv.free()
                 self._withdraw()
                 self._fail(RunError(report.code, report.message))
@@ -336,7 +336,6 @@ class LLMCall:
         prefill_s = now - self._phase_start_s
         self._phase_start_s = now
         usage.prefill_s += prefill_s
-        self._fill_timer.end(now)
         usage.recomputed += report.recomputed
         self._num_filling = 0
         scheduler = self._context.services.scheduler
@@ -344,26 +343,8 @@ class LLMCall:
             scheduler.prefill_done(self._request)
         num_prefilled = report.computed + self._num_ahead if report.computed else 0
         scheduler.service_time.observe_prefill(num_prefilled, prefill_s)
-        if self._is_slot_counted:
-            usage.recomputed += report.computed
-            return
-        self._is_slot_counted = True
-        # The prompt of an output is all text before the output, as in a separate request.
-        usage.logical += len(self.ids) + len(self._prompt)
-        if self.slot == 0:
-            usage.constant += self._kv.num_constant
-            usage.written += self._kv.num_generated_prefix
-        else:
-            usage.again += len(self.ids)
-            usage.again_constant += min(self._kv.num_constant, len(self.ids))
-            usage.again_written += self._num_generated
-        # The fill of the next slot computes the KV of the last generated id. That id counts neither
-        # as a prompt token nor as recomputed.
-        usage.computed += min(report.computed, len(self._prompt))
-        again = max(0, report.computed - len(self._prompt))
-        usage.recomputed += min(again, self._kv.num_refilled)
-        usage.cached += report.cached
-        self._kv.num_refilled = 0
+        _count_prompt(self, report)
+        self._timer.filled(now)
 
     def _finished(self, report: protocol.Finished) -> None:
         self._add_usage(report)
@@ -404,7 +385,7 @@ class LLMCall:
         decode_s = now - self._phase_start_s
         self._context.services.load.observe_call(now - self._started_s)
         usage.decode_s += decode_s
-        usage.paused_s += self._fill_timer.busy_s_since_end(now)
+        self._timer.finish(now, len(self.ids) + len(self._prompt))
         self._context.services.scheduler.service_time.observe_decode(report.num_decoded, decode_s)
         usage.decoded += report.num_decoded
         usage.forced += report.num_forced
@@ -504,7 +485,7 @@ class LLMCall:
         self._output = []
         usage.prompt_discarded += self._num_filling
         self._num_filling = 0
-        self._fill_timer.end(time.monotonic())
+        self._timer.stop(time.monotonic())
 
     def _withdraw(self) -> None:
         if self._request is not None:
@@ -574,3 +555,28 @@ def _num_expected_tokens(output: OutputSpec, sampling: protocol.SamplingParams) 
     if output.sampling.max_tokens is not None:
         return sampling.max_tokens
     return min(sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
+
+def _count_prompt(call: LLMCall, report: protocol.Filled) -> None:
+    """Add the prompt tokens of a fill to the usage of a call's node."""
+    usage = call.node_state.usage
+    if call._is_slot_counted:
+        usage.recomputed += report.computed
+        return
+    call._is_slot_counted = True
+    # The prompt of an output is all text before the output, as in a separate request.
+    usage.logical += len(call.ids) + len(call._prompt)
+    if call.slot == 0:
+        usage.constant += call._kv.num_constant
+        usage.written += call._kv.num_generated_prefix
+    else:
+        usage.again += len(call.ids)
+        usage.again_constant += min(call._kv.num_constant, len(call.ids))
+        usage.again_written += call._num_generated
+    # The fill of the next slot computes the KV of the last generated id. That id counts neither
+    # as a prompt token nor as recomputed.
+    usage.computed += min(report.computed, len(call._prompt))
+    again = max(0, report.computed - len(call._prompt))
+    usage.recomputed += min(again, call._kv.num_refilled)
+    usage.cached += report.cached
+    call._kv.num_refilled = 0

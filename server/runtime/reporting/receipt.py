@@ -6,7 +6,7 @@ calls as single requests. Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,13 +27,16 @@ from ..program_state import ProgramState
 from .single_requests import estimate_s
 
 
-def make_receipt(program: ProgramState, *, blocks_held: int) -> Receipt:
+def make_receipt(
+    program: ProgramState, *, blocks_held: int, max_sequences: Mapping[str, int]
+) -> Receipt:
     """Return the receipt of a program that has ended.
 
     Args:
         program: the program; its `finished_at` is set.
         blocks_held: contexts that are not freed, each of at least one block; 0 unless the
             server has a leak.
+        max_sequences: calls that each engine runs at once, by its name.
     """
     assert program.finished_at is not None
     states = [state for state in program.nodes.values() if isinstance(state.node, GenerateNode)]
@@ -69,7 +72,7 @@ def make_receipt(program: ProgramState, *, blocks_held: int) -> Receipt:
         deadlines_missed=sorted(program.missed_deadlines),
         critical_path_s=_covered_s(path),
         as_single_requests=SingleRequests(
-            prompt_tokens=logical, estimated_s=_single_requests_s(program)
+            prompt_tokens=logical, estimated_s=_single_requests_s(program, max_sequences)
         ),
         kv_block_seconds=sum(usage.block_seconds for usage in usages),
         blocks_held=blocks_held,
@@ -241,11 +244,7 @@ def _covered_s(path: list[NodeState]) -> float:
     return total
 
 
-def _single_requests_s(program: ProgramState) -> float:
+def _single_requests_s(program: ProgramState, max_sequences: Mapping[str, int]) -> float:
     """Estimate the duration of the same calls, sent by a parallel client; see `single_requests`."""
     states = [state for state in program.nodes.values() if _has_run(state)]
-    return estimate_s(
-        states,
-        lambda state: _waited_for(program, state),
-        {state.node.id: explain(state.usage).computed for state in states if state.has_usage},
-    )
+    return estimate_s(states, lambda state: _waited_for(program, state), max_sequences)

@@ -1,17 +1,15 @@
 """The counterfactual of a receipt: the same calls as single requests of a parallel client.
 
 The client sends each call when its inputs are ready, to the engine that ran it, without network and
-without shared prefixes. An engine fills one prompt after another; the running outputs wait
-meanwhile, and otherwise all decode at once. Nodes without a model take as long as they took.
-
-Estimates: a prompt token takes the engine's fill time of all prompts divided by their computed
-tokens. An output takes the time that it took, less the time in which the engine filled other
-prompts, because the counterfactual has its own pauses.
+without shared prefixes. An engine fills one prompt after another while it has a row for the output;
+the running outputs wait meanwhile, and otherwise all decode at once. Nodes without a model take as
+long as they took. The times of prompts and outputs are those of `calls.engine_clock`.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -34,32 +32,30 @@ class _Work(NamedTuple):
 def estimate_s(
     states: Sequence[NodeState],
     waited_for: Callable[[NodeState], Iterable[NodeState]],
-    computed: Mapping[str, int],
+    max_sequences: Mapping[str, int],
 ) -> float:
     """Return the seconds from the start of the program to the end of its last node.
 
     Args:
         states: the nodes that have started and finished.
         waited_for: the nodes that a node waited for; others than `states` are ignored.
-        computed: prompt tokens that were computed for each call.
+        max_sequences: outputs that each engine decodes at once, by its name; an engine that is
+            missing has no limit.
     """
     known = {state.node.id for state in states}
-    fill_s = sum(state.usage.fill_s for state in states if state.has_usage)
-    token_s = fill_s / max(sum(computed.values()), 1)
     work: dict[str, _Work] = {}
     before: dict[str, tuple[str, ...]] = {}
     for state in states:
         waited = [each for each in waited_for(state) if each.node.id in known]
-        work[state.node.id] = _work(state, waited, token_s)
+        work[state.node.id] = _work(state, waited)
         before[state.node.id] = tuple({each.node.id: None for each in waited})
-    return _Counterfactual(work, before).run()
+    return _Counterfactual(work, before, max_sequences).run()
 
 
-def _work(state: NodeState, before: Iterable[NodeState], token_s: float) -> _Work:
+def _work(state: NodeState, before: Iterable[NodeState]) -> _Work:
     if isinstance(state.node, GenerateNode):
         usage = state.usage
-        decode_s = max(usage.decode_s - usage.paused_s, 0.0)
-        return _Work(state.engine or "", usage.logical * token_s, decode_s)
+        return _Work(state.engine or "", usage.unshared_fill_s, usage.unpaused_decode_s)
     began = max((each.finished_at or 0.0 for each in before), default=0.0)
     began = max(began, state.started_at or 0.0)
     return _Work(None, 0.0, max((state.finished_at or 0.0) - began, 0.0))
@@ -68,7 +64,8 @@ def _work(state: NodeState, before: Iterable[NodeState], token_s: float) -> _Wor
 class _Engine:
     """An engine that fills one prompt at a time and otherwise decodes all outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_outputs: float) -> None:
+        self.max_outputs = max_outputs
         self.prompts: deque[str] = deque()
         self.filling: str | None = None
         self.fill_ends_s = 0.0
@@ -84,6 +81,12 @@ class _Engine:
             self.decoded_s += now_s - self.now_s
         self.now_s = now_s
 
+    @property
+    def can_fill(self) -> bool:
+        """Whether a prompt waits that can be filled now."""
+        has_row = len(self.outputs) < self.max_outputs
+        return self.filling is None and bool(self.prompts) and has_row
+
     def next_s(self) -> float | None:
         """Return when the next prompt or output ends; None if there is none."""
         if self.filling is not None:
@@ -96,7 +99,12 @@ class _Engine:
 class _Counterfactual:
     """Events of the counterfactual, in order of time."""
 
-    def __init__(self, work: Mapping[str, _Work], before: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        work: Mapping[str, _Work],
+        before: Mapping[str, tuple[str, ...]],
+        max_sequences: Mapping[str, int],
+    ) -> None:
         self._work = work
         self._num_open = {name: len(names) for name, names in before.items()}
         self._after: dict[str, list[str]] = {}
@@ -107,7 +115,9 @@ class _Counterfactual:
         self._ended: list[tuple[float, str]] = []
         """Nodes without an engine, by their end."""
         self._engines = {
-            each.engine: _Engine() for each in work.values() if each.engine is not None
+            each.engine: _Engine(max_sequences.get(each.engine, math.inf))
+            for each in work.values()
+            if each.engine is not None
         }
         self._next: list[tuple[float, str]] = []
         """Times at which an engine may have something that ends; old entries are ignored."""
@@ -165,7 +175,7 @@ class _Counterfactual:
     def _schedule(self, key: str) -> None:
         """Start the next prompt of an engine that fills none, and note when something ends."""
         engine = self._engines[key]
-        if engine.filling is None and engine.prompts:
+        if engine.can_fill:
             engine.filling = engine.prompts.popleft()
             engine.fill_ends_s = engine.now_s + self._work[engine.filling].fill_s
         at_s = engine.next_s()

@@ -46,7 +46,7 @@ def test_critical_path_follows_the_last_predecessor() -> None:
         {"fast": (0, 1), "slow": (0, 5), "join": (5, 6), "aside": (0, 5.5), "end": (6, 6.5)},
     )
     assert names(execution) == ["slow", "join", "end"]
-    made = make_receipt(execution, blocks_held=0)
+    made = make_receipt(execution, blocks_held=0, max_sequences={})
     assert made.critical_path == ["slow", "join", "end"]
     assert made.critical_path_s == pytest.approx(6.5)
     # Had something else been waited for longer, that would be the path.
@@ -91,11 +91,13 @@ def test_overlapping_time_counts_once() -> None:
         client("ask", "x", args={"a": var("a")}),
     ]
     execution = run(execute(nodes), {"p": (1, 10), "ask": (3, 7)})
-    made = make_receipt(execution, blocks_held=0)
+    made = make_receipt(execution, blocks_held=0, max_sequences={})
     assert made.critical_path == ["ask", "p"], "each waits for the other, and stands there once"
     assert made.critical_path_s == pytest.approx(9)
     execution = run(execute(nodes), {"p": (1, 4), "ask": (6, 7)})  # nothing ran in between
-    assert make_receipt(execution, blocks_held=0).critical_path_s == pytest.approx(4)
+    assert make_receipt(
+        execution, blocks_held=0, max_sequences={}
+    ).critical_path_s == pytest.approx(4)
 
 
 def test_calls_that_were_cancelled_in_the_queue_are_not_counted() -> None:
@@ -103,7 +105,7 @@ def test_calls_that_were_cancelled_in_the_queue_are_not_counted() -> None:
     execution = run(execute([generate(name, name) for name in names]), dict.fromkeys(names, (1, 2)))
     execution.nodes["ran"].usage.logical = 5
     execution.nodes["aborted_early"].usage.prompt_discarded = 3
-    made = make_receipt(execution, blocks_held=0)
+    made = make_receipt(execution, blocks_held=0, max_sequences={})
     assert (made.calls, made.round_trips_saved) == (2, 1)
 
 
@@ -111,11 +113,11 @@ def test_unstarted_nodes_are_not_in_the_receipt() -> None:
     nodes = [generate("off", "x", when={"lit": False}), generate("end", "y", after=["off"])]
     execution = run(execute(nodes), {"end": (1, 2)})
     execution.nodes["end"].usage.logical = 5
-    made = make_receipt(execution, blocks_held=0)
+    made = make_receipt(execution, blocks_held=0, max_sequences={})
     assert (made.calls, made.critical_path, made.round_trips_saved) == (1, ["end"], 0)
     empty = execute([])
     empty.finished_at = 1.0
-    made = make_receipt(empty, blocks_held=0)
+    made = make_receipt(empty, blocks_held=0, max_sequences={})
     assert (made.calls, made.critical_path, made.critical_path_s) == (0, [], 0)
 
 
@@ -124,7 +126,9 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
         execute([generate("a", "x"), generate("b", insert("a")), expr("e", var("b"))]),
         {"a": (0, 1), "b": (1, 2), "e": (2, 2)},
     )
-    one = NodeUsage(logical=100, computed=100, decoded=5, discarded=2, fill_s=1, decode_s=2)
+    one = NodeUsage(
+        logical=100, computed=100, decoded=5, discarded=2, unshared_fill_s=1, unpaused_decode_s=2
+    )
     other = NodeUsage(
         logical=100,
         computed=20,
@@ -134,12 +138,12 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
         recomputed=7,
         decoded=5,
         retokenized=3,
-        fill_s=0.2,
-        decode_s=2,
+        unshared_fill_s=1,
+        unpaused_decode_s=2,
         block_seconds=4,
     )
     execution.nodes["a"].usage, execution.nodes["b"].usage = one, other
-    made = make_receipt(execution, blocks_held=2)
+    made = make_receipt(execution, blocks_held=2, max_sequences={})
     tokens = made.prompt_tokens
     assert (tokens.logical, tokens.computed, tokens.recomputed) == (200, 120, 7)
     shared = tokens.shared
@@ -148,13 +152,14 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
     assert (made.retokenized, made.kv_block_seconds, made.blocks_held) == (3, 4, 2)
     assert (made.calls, made.round_trips_saved, made.wall_s) == (2, 1, 2)
     assert made.as_single_requests.prompt_tokens == 200
-    # Prefill of what was shared would have taken its share of time: 1 + 5 x 0.2, and 4 of decoding.
     assert made.as_single_requests.estimated_s == pytest.approx(6)
 
 
 def filled(decode_s: float) -> NodeUsage:
     """Return the usage of a call whose prompt takes a second."""
-    return NodeUsage(logical=100, computed=100, fill_s=1, decoded=5, decode_s=decode_s)
+    return NodeUsage(
+        logical=100, computed=100, decoded=5, unshared_fill_s=1, unpaused_decode_s=decode_s
+    )
 
 
 def test_single_requests_of_a_stage_decode_at_once() -> None:
@@ -166,11 +171,11 @@ def test_single_requests_of_a_stage_decode_at_once() -> None:
     for name in (*maps, "r"):
         execution.nodes[name].usage = filled(decode_s=3)
         execution.nodes[name].engine = "engine-0"
-    made = make_receipt(execution, blocks_held=0).as_single_requests
+    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
     assert made.estimated_s == pytest.approx(4 * 1 + 3 + 1 + 3), "not 5 x (1 + 3)"
     for i, name in enumerate(maps):
         execution.nodes[name].engine = f"engine-{i}"
-    made = make_receipt(execution, blocks_held=0).as_single_requests
+    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
     assert made.estimated_s == pytest.approx(1 + 3 + 1 + 3)
 
 
@@ -178,12 +183,27 @@ def test_single_requests_pause_for_prompts_of_others() -> None:
     execution = run(
         execute([generate("a", "x"), generate("b", "y")]), {"a": (0.0, 6.0), "b": (0.0, 6.0)}
     )
-    first, second = filled(decode_s=4), filled(decode_s=3)
-    first.paused_s = 1  # while the second prompt was filled
-    for name, usage in (("a", first), ("b", second)):
-        execution.nodes[name].usage, execution.nodes[name].engine = usage, "engine-0"
-    made = make_receipt(execution, blocks_held=0).as_single_requests
-    assert made.estimated_s == pytest.approx(1 + 1 + 3), "one pause, not two"
+    for name in ("a", "b"):
+        execution.nodes[name].usage = filled(decode_s=3)
+        execution.nodes[name].engine = "engine-0"
+    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
+    assert made.estimated_s == pytest.approx(1 + 1 + 3)
+
+
+def test_single_requests_wait_for_a_row_of_the_engine() -> None:
+    maps = [f"m{i}" for i in range(5)]
+    execution = run(
+        execute([generate(name, name) for name in maps]), dict.fromkeys(maps, (0.0, 6.0))
+    )
+    for name in maps:
+        execution.nodes[name].usage = filled(decode_s=3)
+        execution.nodes[name].engine = "engine-0"
+    sizes = {"engine-0": 2, "other": 1}
+    made = make_receipt(execution, blocks_held=0, max_sequences=sizes).as_single_requests
+    assert made.estimated_s == pytest.approx(5 * 1 + 3 * 3), "two, two and one decode at once"
+    sizes = {"engine-0": 5}
+    made = make_receipt(execution, blocks_held=0, max_sequences=sizes).as_single_requests
+    assert made.estimated_s == pytest.approx(5 * 1 + 3)
 
 
 def test_single_requests_wait_for_steps_of_the_client() -> None:
@@ -192,7 +212,7 @@ def test_single_requests_wait_for_steps_of_the_client() -> None:
         {"a": (0.0, 4.0), "ask": (4.5, 6.5)},
     )
     execution.nodes["a"].usage = filled(decode_s=3)
-    made = make_receipt(execution, blocks_held=0).as_single_requests
+    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
     assert made.estimated_s == pytest.approx(4 + 2)
 
 
@@ -200,9 +220,9 @@ def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
     nodes: list[Any] = [expr("n0", {"lit": 0})]
     nodes += [expr(f"n{i}", var(f"n{i - 1}")) for i in range(1, 5_000)]
     execution = run(execute(nodes), {f"n{i}": (i, i + 1) for i in range(5_000)})
-    assert len(make_receipt(execution, blocks_held=0).critical_path) == 5_000
+    assert len(make_receipt(execution, blocks_held=0, max_sequences={}).critical_path) == 5_000
     # Measured: 0.1 s. The bound only detects quadratic time.
-    assert least_cpu_s(lambda: make_receipt(execution, blocks_held=0)) < 1
+    assert least_cpu_s(lambda: make_receipt(execution, blocks_held=0, max_sequences={})) < 1
 
 
 @pytest.mark.parametrize(
