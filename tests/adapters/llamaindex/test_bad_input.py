@@ -239,7 +239,7 @@ async def test_cut_answer_under_a_constraint_is_an_error(
     with pytest.raises(ValueError, match="before it satisfied its constraint"):
         llm.complete("x", constraint=constraint)
     with pytest.raises(ValueError, match="before it satisfied its constraint"):
-        [*llm.stream_complete("x", constraint=constraint)]
+        list(llm.stream_complete("x", constraint=constraint))
     with pytest.raises(ValueError, match="before it satisfied its constraint"), conure_run():
         await llm.acomplete("x", constraint=constraint)
 
