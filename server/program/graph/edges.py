@@ -12,6 +12,9 @@ from .name_resolution import NameResolver
 from .tables import GraphTables
 from .toposort import find_cycle, reachable, sort
 
+MAX_NAMES = 20
+"""Nodes of a cycle that an error names."""
+
 
 class ExtensionEdges:
     """Edges between the slots of an extension, and from and to the slots of its graph."""
@@ -102,6 +105,13 @@ class ExtensionEdges:
         first = next(node_id for node_id in self._new.nodes if node_id in names)
         raise ProgramError(
             "program.cycle",
-            f"nodes form a cycle: {' -> '.join([*names, names[0]])}",
+            f"nodes form a cycle: {_described(names)}",
             path=paths[first],
         )
+
+
+def _described(cycle: list[str]) -> str:
+    """Return the nodes of a cycle with arrows; of a long one the first ones and their number."""
+    if len(cycle) <= MAX_NAMES:
+        return " -> ".join([*cycle, cycle[0]])
+    return f"{' -> '.join(cycle[:MAX_NAMES])} -> ... ({len(cycle):,} nodes)"

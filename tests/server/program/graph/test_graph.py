@@ -234,6 +234,14 @@ BAD_PROGRAMS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def test_the_error_of_a_long_cycle_is_short() -> None:
+    nodes = [expr(f"n{i}", f"v_n{(i + 1) % 3_000}") for i in range(3_000)]
+    with pytest.raises(ProgramError, match=r"n\d+ -> .* -> \.\.\. \(3,000 nodes\)$") as caught:
+        build(*nodes)
+    assert caught.value.code == "program.cycle"
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize(("fields", "code", "path"), BAD_PROGRAMS)
 def test_invalid_programs_are_refused_with_path(
     fields: dict[str, Any], code: str, path: str
