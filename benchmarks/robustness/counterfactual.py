@@ -112,7 +112,7 @@ def main() -> None:
     print(
         "| | estimated | measured | estimated / measured | min | max |\n|---|--:|--:|--:|--:|--:|"
     )
-    # Without a limit on waiting: a refused request would be measured as none.
+    # Without a limit on waiting, because a refused request ends the benchmark.
     engine = (*(REAL if arguments.real else PLAYED), "--max-wait-s", "0")
     with two_servers(engine, ROOMY, CONTEXT_LEN) as urls:
         for name in arguments.only or SCALED:

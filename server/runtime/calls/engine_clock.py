@@ -5,7 +5,8 @@ prompt token, and gives each output one token. A fill therefore takes `steps * s
 prompt_token_s`, also while outputs are decoded. An `EngineClock` fits both by least squares to the
 fills that it has seen. If they cannot be told apart, all time belongs to the prompts.
 
-A sent prompt waits while as many outputs are decoded as the engine has rows. This time is no fill.
+A prompt that was sent to an engine waits while outputs occupy all of its rows. That time does not
+count as a fill.
 """
 
 from __future__ import annotations
@@ -55,17 +56,11 @@ class FillCosts:
         # lengths show the opposite.
         steps_steps = self._steps_steps * (1 + 1 / self._count)
         determinant = steps_steps * self._tokens_tokens - self._steps_tokens**2
-        step_s = token_s = 0.0
-        if determinant > 0:
-            step_s = (
-                self._steps_s * self._tokens_tokens - self._tokens_s * self._steps_tokens
-            ) / determinant
-            token_s = (
-                self._tokens_s * steps_steps - self._steps_s * self._steps_tokens
-            ) / determinant
-        if step_s <= 0:
+        of_step = self._steps_s * self._tokens_tokens - self._tokens_s * self._steps_tokens
+        of_token = self._tokens_s * steps_steps - self._steps_s * self._steps_tokens
+        if determinant <= 0 or of_step <= 0:
             return 0.0, self._tokens_s / self._tokens_tokens
-        return step_s, max(token_s, 0.0)
+        return of_step / determinant, max(of_token / determinant, 0.0)
 
 
 class EngineClock:
