@@ -1,7 +1,7 @@
 """Fixtures of the kernels: every implementation, its device, and the compiler.
 
-Compiling every kernel takes as long as all other tests together, and needs another process. It
-runs in parallel with them, and the tests that wait for it run last.
+Compiling the kernels takes minutes, and needs another process. It runs in parallel with the other
+tests, and the tests that wait for it run last.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,35 +60,42 @@ def waits_for_compiler(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def compiler(request: pytest.FixtureRequest) -> Iterator[Callable[[], list[dict[str, Any]]] | None]:
+def compiler(
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[[list[str]], list[dict[str, Any]]] | None]:
     """Compile for sm_90 from the first test of this folder on, if a test needs the result."""
     pytest.importorskip("triton")
-    if not any(map(waits_for_compiler, request.session.items)):
+    items: list[Any] = [*filter(waits_for_compiler, request.session.items)]
+    if not items:
         yield None
         return
+    names = max((each.callspec.params["machine_code"] for each in items), key=len)
     with contextlib.ExitStack() as stack:
         # With several test processes, only the one that needs the result compiles.
         is_alone = "PYTEST_XDIST_WORKER" not in os.environ
-        started = stack.enter_context(compiling()) if is_alone else None
+        started = stack.enter_context(compiling(names)) if is_alone else None
 
-        def result() -> list[dict[str, Any]]:
-            process = started or stack.enter_context(compiling())
+        @cache
+        def compiled() -> dict[str, dict[str, Any]]:
+            process = started or stack.enter_context(compiling(names))
             output, errors = process.communicate()
             assert process.returncode == 0, errors
-            result: list[dict[str, Any]] = json.loads(output)
-            return result
+            return {each["name"]: each for each in json.loads(output)}
+
+        def result(names: list[str]) -> list[dict[str, Any]]:
+            return [compiled()[name] for name in names]
 
         yield result
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[subprocess.Popen[str]]:
-    """Run the compiler in a separate process that ends with the block."""
+def compiling(names: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Compile configurations in a separate process that ends with the block."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     # Import this checkout, even if another one is installed.
     environment["PYTHONPATH"] = str(HERE.parents[1])
     with subprocess.Popen(
-        [sys.executable, str(HERE / "gpu" / "aot.py"), "--json"],
+        [sys.executable, str(HERE / "gpu" / "aot.py"), "--json", *names],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,11 +8,18 @@ float16 is patched the same way, because NumPy multiplies float16 matrices slowl
 bfloat16 truncate in the interpreter; they are patched to round to nearest, as on a GPU.
 
 Triton 3.6 uses one-element arrays as loop bounds, which NumPy 2.4 and later reject.
+
+Before each launch, and before each call of a function in a kernel, the interpreter searches all
+members of `triton.language` for operations that it has not replaced yet. The search takes longer
+than most kernels of the tests, so its result is kept. So are NumPy's types of Triton's types, for
+which the interpreter builds a table each time.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -62,4 +69,28 @@ def interpreter_with_bfloat16() -> Iterator[None]:
         patch.setattr(builder_type, "create_dot", create_dot)
         patch.setattr(builder_type, "cast_impl", cast_impl)
         patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
+        keep_search_results(patch, interpreter, language)
         yield
+
+
+def keep_search_results(patch: pytest.MonkeyPatch, interpreter: Any, language: Any) -> None:
+    """Keep what the interpreter would search for before each launch and for each number."""
+    scalar_type = cache(interpreter._get_np_dtype)
+
+    @cache
+    def operations(module: Any) -> list[tuple[str, Any]]:
+        members = inspect.getmembers(module)
+        return [(name, each) for name, each in members if language.core.is_builtin(each)]
+
+    def patch_operations(module: Any, builder: Any, scope: Any) -> None:
+        found = operations(module)
+        if not found or getattr(module, found[0][0]) is not found[0][1]:
+            return  # replaced already
+        for name, operation in found:
+            interpreter._patch_attr(module, name, operation, builder, scope)
+
+    def numpy_type(kind: Any) -> np.dtype[Any]:
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else scalar_type(kind.scalar)
+
+    patch.setattr(interpreter, "_patch_builtin", patch_operations)
+    patch.setattr(interpreter, "_get_np_dtype", numpy_type)
