@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from transformers import PretrainedConfig
-
-from ..models import attention_hook
+from ..models import context_length
+from ..models.llama_config import DecoderConfig
 from ..protocol import EngineError, EngineLimits
 
 DEFAULT_CONTEXT_LEN: Final = 32_768
@@ -39,7 +38,7 @@ class RequestedLimits(NamedTuple):
     max_sequences: int | None = None
 
 
-def check(config: PretrainedConfig, requested: RequestedLimits) -> None:
+def check(config: DecoderConfig, requested: RequestedLimits) -> None:
     """Reject limits that the model can never meet, before its weights are loaded.
 
     Raises:
@@ -49,7 +48,7 @@ def check(config: PretrainedConfig, requested: RequestedLimits) -> None:
         if number is not None and number < 1:
             raise EngineError("engine.bad_option", f"{name} must be at least 1, got {number}")
     context_len, num_blocks, block_size = requested[:3]
-    longest, reason = attention_hook.max_length(config)
+    longest, reason = context_length.max_length(config)
     if context_len is not None and longest is not None and context_len > longest:
         raise EngineError("engine.bad_option", f"context_len is {context_len}, but {reason}")
     if num_blocks is not None:
@@ -71,7 +70,7 @@ def threads(num_bytes: int, most: int) -> int:
 
 
 def limits(
-    config: PretrainedConfig,
+    config: DecoderConfig,
     requested: RequestedLimits,
     *,
     token_bytes: int,
@@ -92,7 +91,7 @@ def limits(
     """
     check(config, requested)
     context_len, num_blocks, block_size, step_tokens, max_sequences = requested
-    longest, _ = attention_hook.max_length(config)
+    longest, _ = context_length.max_length(config)
     max_len = context_len or min(longest or DEFAULT_CONTEXT_LEN, DEFAULT_CONTEXT_LEN)
     block_size = block_size or BLOCK_SIZE
     if num_blocks is None:

@@ -3,15 +3,11 @@
 `model_class` rejects configs before weights are read: classes that do not attend through
 transformers' `AttentionInterface`, state-space and linear layers, and windows or chunks that exist
 only in an attention mask. `probe` finds, on the loaded model, what a config does not show.
-
-A rotary embedding that changes with the length of a sequence is correct up to that length only,
-because keys are stored rotated and cannot be rotated again. `max_length` returns it.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor, nn
 from transformers import (
@@ -22,38 +18,11 @@ from transformers import (
 )
 
 from ..protocol import EngineError
-
-ATTENTION: Final = "conure"
-"""The name of the hook among transformers' attention implementations."""
+from .attention_backend import ATTENTION, CURRENT
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _UNSUPPORTED_ARGUMENTS: Final = ("indices", "block_indices", "position_bias", "sinks")
 """Arguments of the hook that change the attention and that no kernel supports."""
-
-
-class AttentionBackend(Protocol):
-    """Computes the attention of a forward pass."""
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend for one layer: heads-first [1, H, T, D] in, [1, T, H, E] out."""
-        ...
-
-
-CURRENT: Final[ContextVar[AttentionBackend]] = ContextVar("attention_backend")
-"""The backend of the running forward pass. A context variable, because some models drop extra
-arguments on the way to the hook."""
 
 
 def register() -> None:
@@ -79,23 +48,6 @@ def model_class(config: PretrainedConfig, name: str) -> type[PreTrainedModel]:
         raise EngineError("model.unsupported", f"cannot run {name}: {reason}")
     chosen: type[PreTrainedModel] = found
     return chosen
-
-
-def max_length(config: PretrainedConfig) -> tuple[int | None, str]:
-    """Return the maximum tokens of a context, None without a limit, and the reason."""
-    length: int | None = getattr(config, "max_position_embeddings", None)
-    reason = f"the model supports {length} tokens"
-    for rope in _ropes(config):
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind not in ("dynamic", "longrope"):
-            continue
-        switch = length
-        if kind == "longrope":
-            switch = rope.get("original_max_position_embeddings", length)
-        if switch is not None and (length is None or switch <= length):
-            length = int(switch)
-            reason = f"its {kind} rotary embedding changes beyond {switch} tokens"
-    return length, reason
 
 
 def _hook(
@@ -151,12 +103,3 @@ def _unsupported(config: PretrainedConfig, model: type[PreTrainedModel]) -> str:
         "its weights are quantised": getattr(config, "quantization_config", None) is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of all rotary embeddings. There may be one per layer type."""
-    found: list[dict[str, Any]] = []
-    for name in ("rope_parameters", "rope_scaling"):
-        parameters = getattr(config, name, None) or {}
-        found += [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]
-    return found

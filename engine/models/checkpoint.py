@@ -126,6 +126,22 @@ def read_dummy(path: str) -> Checkpoint:
     )
 
 
+def dtype_name(config: dict[str, Any], dtype: str, device: str) -> str:
+    """Return the torch dtype of the weights, by name.
+
+    Args:
+        config: The content of config.json.
+        dtype: The dtype, or `auto`: the folder's own if it has 16 bits and the device computes in
+            it, else float32. A CPU does not compute in float16.
+        device: The device of the weights.
+    """
+    if dtype != "auto":
+        return dtype
+    configured = config.get("dtype", config.get("torch_dtype"))
+    kept = ("bfloat16",) if device == "cpu" else ("bfloat16", "float16")
+    return str(configured) if configured in kept else "float32"
+
+
 def _config(path: Path) -> dict[str, Any]:
     config = _json_object(path)
     if config is None:

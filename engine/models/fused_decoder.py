@@ -32,6 +32,7 @@ from conure.kernels.cpu.linear import PackedLinear
 from conure.kernels.elementwise import ElementwiseOperations
 
 from ..runner.step_inputs import Attention
+from . import llama, llama_config
 from .probe import LayerKVSpec
 
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear]
@@ -40,9 +41,8 @@ Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Returns the product of inputs with an unpacked weight and its bias, as `functional.linear`."""
 MakeNativeDecoder: TypeAlias = Callable[..., NativeDecoder]
 """`NativeDecoder` for one library; see its arguments."""
-FAMILIES: Final = frozenset(
-    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-)
+MODELS: Final = frozenset({llama.LlamaLikeDecoder.__name__, *llama_config.ARCHITECTURES.values()})
+"""Names of the model classes."""
 _LENGTH_INDEPENDENT_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 _TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-4}
 _TOLERANCE_16_BIT: Final = 0.1
@@ -287,7 +287,7 @@ def is_supported(model: Any, layers: Sequence[LayerKVSpec]) -> bool:
         model: A loaded model.
         layers: Its layers, as probed.
     """
-    if type(model).__name__ not in FAMILIES:
+    if type(model).__name__ not in MODELS:
         return False
     config, decoder = model.config, model.model
     rope = getattr(config, "rope_parameters", None) or {}

@@ -27,7 +27,7 @@ def problem_of(folder: Path) -> str | None:
     try:
         config = checkpoint.read(folder).config
         # A config that names its own file of weights is left to the engine.
-        for path in [] if "transformers_weights" in config else _weight_files(folder):
+        for path in [] if "transformers_weights" in config else weight_files(folder):
             _check_weights(path)
     except EngineError as error:
         return error.message
@@ -41,7 +41,7 @@ def has_chat_template(folder: Path) -> bool:
     return checkpoint.read(folder).chat_template != ""
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the files that are loaded: a single one, or those in the index.
 
     Raises:

@@ -21,10 +21,11 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from ..protocol import EngineError
-from . import attention_hook
+from . import attention_backend
+from .llama import Decoder
+from .llama_config import DecoderConfig
 
 TOKENS: Final = 12
 NUM_PAST: Final = 4
@@ -58,7 +59,7 @@ class _AttentionVariant(NamedTuple):
     sinks: Tensor | None
 
 
-def probe(model: PreTrainedModel, name: str) -> list[LayerKVSpec]:
+def probe(model: Decoder, name: str) -> list[LayerKVSpec]:
     """Run the model on a few tokens; return the layers in order.
 
     Raises:
@@ -81,7 +82,7 @@ def probe(model: PreTrainedModel, name: str) -> list[LayerKVSpec]:
 class _ProbeRun:
     """Runs a few tokens through a model three times, as the backend of the hook."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Decoder) -> None:
         self.layers: dict[int, LayerKVSpec] = {}
         self._model = model
         self._fault = ""
@@ -166,7 +167,7 @@ class _ProbeRun:
         """Return the logits [T, V] of packed tokens."""
         self._visited.clear()
         device = self._model.device
-        token = attention_hook.CURRENT.set(self)
+        token = attention_backend.CURRENT.set(self)
         try:
             logits: Tensor = self._model(
                 input_ids=ids[None].to(device),
@@ -174,7 +175,7 @@ class _ProbeRun:
                 use_cache=False,
             ).logits[0]
         finally:
-            attention_hook.CURRENT.reset(token)
+            attention_backend.CURRENT.reset(token)
         return logits
 
     def _forward_eagerly(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ class _ProbeRun:
         try:
             return self._forward(ids, positions)
         finally:
-            self._model.set_attn_implementation(attention_hook.ATTENTION)
+            self._model.set_attn_implementation(attention_backend.ATTENTION)
 
     def _match(self, logits: Tensor, expected: Tensor) -> bool:
         """Compare logits [T, V] token by token."""
@@ -225,7 +226,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, variant: _AttentionVarian
     return (weights @ value.float()).to(query.dtype).transpose(1, 2).contiguous()
 
 
-def _config_mismatch(layers: dict[int, LayerKVSpec], config: PretrainedConfig) -> str:
+def _config_mismatch(layers: dict[int, LayerKVSpec], config: DecoderConfig) -> str:
     """Return what the config declares and the hook did not see, or an empty string."""
     expected = range(config.num_hidden_layers)
     if not expected:

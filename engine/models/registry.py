@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
 from ..protocol import ModelPurpose
 from ..testing import random_model
-from . import builtin, checkpoint, weights
+from . import builtin, checkpoint, llama, llama_config
 from .checkpoint import Checkpoint
+from .llama import Decoder, LlamaLikeDecoder
+from .llama_config import DecoderConfig, LlamaConfig
 
 BUILTIN: Final = "builtin"
 """The name of the model that ships with the engine."""
@@ -46,7 +47,7 @@ class LoadedModel(NamedTuple):
     """The name that programs use."""
     description: str
     checkpoint: Checkpoint
-    model: PreTrainedModel
+    model: Decoder
     purpose: ModelPurpose
 
 
@@ -64,10 +65,26 @@ def find(name: str, *, is_dummy: bool) -> Checkpoint:
     return checkpoint.read_dummy(name) if is_dummy else checkpoint.read(_locate(name))
 
 
+def read_config(source: Checkpoint, *, is_dummy: bool) -> DecoderConfig:
+    """Return the structure of a checkpoint's model.
+
+    Raises:
+        EngineError: `model.unsupported` if the model cannot run.
+    """
+    # Random weights are transformers' initial values.
+    config = None if is_dummy else llama_config.read(source.config)
+    if config is not None:
+        return config
+    # Importing it takes half of an engine's start.
+    from . import weights
+
+    return weights.read_config(source)
+
+
 def load(
     name: str,
     source: Checkpoint,
-    config: PretrainedConfig,
+    config: DecoderConfig,
     dtype: str,
     device: torch.device,
     *,
@@ -78,22 +95,37 @@ def load(
     Args:
         name: As in `find`.
         source: The result of `find`.
-        config: As in `weights.load`.
-        dtype: As in `weights.load`.
+        config: The result of `read_config` for it.
+        dtype: As in `checkpoint.dtype_name`.
         device: The device.
         is_dummy: As in `find`.
 
     Raises:
         EngineError: `model.invalid` or `model.unsupported`.
     """
-    load_or_make = weights.make if is_dummy else weights.load
-    model = load_or_make(source, config, dtype, str(device))
+    model = _load(source, config, dtype, str(device), is_dummy=is_dummy)
     if name in _OWN_MODELS and not is_dummy:
         own = _OWN_MODELS[name]
         return LoadedModel(name, own.description, source, model, own.purpose)
     description = _describe(model, is_dummy=is_dummy)
     purpose: ModelPurpose = "test" if is_dummy else "general"
     return LoadedModel(_public_name(name, source.folder), description, source, model, purpose)
+
+
+def _load(
+    source: Checkpoint, config: DecoderConfig, dtype: str, device: str, *, is_dummy: bool
+) -> Decoder:
+    """Load or create a model, by transformers if it is not Llama-like or has other weights."""
+    if isinstance(config, LlamaConfig):
+        model = llama.load(source, config, dtype, device)
+        if model is not None:
+            return model
+    from . import weights
+
+    if isinstance(config, LlamaConfig):
+        config = weights.read_config(source)
+    load_or_make = weights.make if is_dummy else weights.load
+    return load_or_make(source, config, dtype, device)
 
 
 def _locate(name: str) -> Path:
@@ -110,7 +142,9 @@ def _public_name(name: str, folder: Path) -> str:
     return Path(name).name if not Path(name).expanduser().is_dir() else folder.name
 
 
-def _describe(model: PreTrainedModel, *, is_dummy: bool) -> str:
-    millions = model.num_parameters() / 1e6
-    description = f"{type(model).__name__}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"
+def _describe(model: Decoder, *, is_dummy: bool) -> str:
+    is_ours = isinstance(model, LlamaLikeDecoder)
+    name = model.config.architecture if is_ours else type(model).__name__
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    description = f"{name}, {millions:,.1f} M parameters, {str(model.dtype)[6:]}"
     return f"{description}, random weights: its text means nothing" if is_dummy else description

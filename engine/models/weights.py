@@ -23,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from ..protocol import EngineError
 from . import attention_hook
-from .checkpoint import Checkpoint
+from .attention_backend import ATTENTION
+from .checkpoint import Checkpoint, dtype_name
 
 SEED: Final = 0
 _LOCAL: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
@@ -43,8 +44,7 @@ def load(
     Args:
         checkpoint: The folder.
         config: The result of `read_config` for it. Not modified.
-        dtype: A torch dtype by name, or `auto`: the folder's own if it has 16 bits and the device
-            computes in it, else float32. A CPU does not compute in float16.
+        dtype: As in `checkpoint.dtype_name`.
         device: The device of the weights.
 
     Raises:
@@ -58,8 +58,8 @@ def load(
             str(checkpoint.folder),
             # The library writes the name of the attention into its config.
             config=copy.deepcopy(config),
-            dtype=_dtype(checkpoint, dtype, device),
-            attn_implementation=attention_hook.ATTENTION,
+            dtype=getattr(torch, dtype_name(checkpoint.config, dtype, device)),
+            attn_implementation=ATTENTION,
             use_safetensors=True,
             output_loading_info=True,
             # Mismatches are reported below instead of as a table on stderr.
@@ -114,8 +114,8 @@ def make(
             torch.manual_seed(seed)
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
                 copy.deepcopy(config),
-                dtype=_dtype(checkpoint, dtype, device),
-                attn_implementation=attention_hook.ATTENTION,
+                dtype=getattr(torch, dtype_name(checkpoint.config, dtype, device)),
+                attn_implementation=ATTENTION,
             )
     except _FAILURES as error:
         raise EngineError(
@@ -154,15 +154,6 @@ def read_config(checkpoint: Checkpoint) -> PretrainedConfig:
     attention_hook.model_class(config, folder)
     attention_hook.register()
     return config
-
-
-def _dtype(checkpoint: Checkpoint, dtype: str, device: str) -> torch.dtype:
-    if dtype == "auto":
-        configured = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
-        kept = ("bfloat16",) if device == "cpu" else ("bfloat16", "float16")
-        dtype = str(configured) if configured in kept else "float32"
-    chosen: torch.dtype = getattr(torch, dtype)
-    return chosen
 
 
 def _line(error: Exception) -> str:

@@ -103,7 +103,7 @@ def _pad(array: Integers, size: int, fill: int) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of a model's layers during one step; see `attention_hook.AttentionBackend`."""
+    """Attention of a model's layers during one step; see `attention_backend.AttentionBackend`."""
 
     plan: Plan
     slots: Tensor

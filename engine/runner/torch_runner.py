@@ -1,9 +1,9 @@
-"""The local runner: a transformers decoder over paged keys and values.
+"""The local runner: a decoder over paged keys and values.
 
-All rows of a step run as one packed sequence `[1, T]` with explicit positions and without
-transformers' cache. At each attention layer the model calls the hook of `attention_hook`, which
-leads to this runner's caches, one pair per layer, and to the step's plan, shared by all layers:
-new keys and values are stored first, then every query attends to the blocks of its context.
+All rows of a step run as one packed sequence `[1, T]` with explicit positions and without a cache
+of the model. At each attention layer the model calls `attention_backend.CURRENT`, which leads to
+this runner's caches, one pair per layer, and to the step's plan, shared by all layers: new keys and
+values are stored first, then every query attends to the blocks of its context.
 Only rows that sample reach the output layer.
 
 On an accelerator, one copy carries the step's inputs to the device (`staging`), small steps are
@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from conure.kernels.planning.plan import Plan
 from conure.kernels.planning.prefix_tree import MIN_SAVED_TOKENS
@@ -40,13 +39,13 @@ from conure.kernels.planning.prefix_tree import MIN_SAVED_TOKENS
 from ..config import EngineConfig
 from ..kv import capacity
 from ..models import (
-    attention_hook,
+    attention_backend,
     batch_invariance,
     fused_decoder,
     probe,
     registry,
-    weights,
 )
+from ..models.llama_config import DecoderConfig
 from ..sampling import batch
 from ..sampling.sampler import LogitOpsBatch, sample_tokens
 from . import backend as backends
@@ -161,12 +160,12 @@ class TorchModelRunner(Runner):
         if self._is_invariant:
             batch_invariance.check(self._logits, self.limits, self._model.config.vocab_size)
 
-    def _load(self, config: EngineConfig, requested: capacity.RequestedLimits) -> PretrainedConfig:
+    def _load(self, config: EngineConfig, requested: capacity.RequestedLimits) -> DecoderConfig:
         """Load and probe the model; return its config."""
         is_dummy = config.dummy_weights is not None
         name = config.dummy_weights or config.model or registry.BUILTIN
         checkpoint = registry.find(name, is_dummy=is_dummy)
-        model_config = weights.read_config(checkpoint)
+        model_config = registry.read_config(checkpoint, is_dummy=is_dummy)
         capacity.check(model_config, requested)
         loaded = registry.load(
             name, checkpoint, model_config, config.dtype, self._backend.device, is_dummy=is_dummy
@@ -184,7 +183,7 @@ class TorchModelRunner(Runner):
         self.eos_ids = checkpoint.eos_ids
         embeddings = ("embeddings",) if config.embeddings else ()
         self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)
-        return model_config
+        return loaded.model.config
 
     def _set_threads(self, threads: int | None) -> None:
         if threads is None:
@@ -404,13 +403,13 @@ class TorchModelRunner(Runner):
         if self._fused_decoder is not None:
             return self._fused_decoder(ids, positions, last, attention)
         keep = {"logits_to_keep": last} if self._has_logits_to_keep else {}
-        token = attention_hook.CURRENT.set(attention)
+        token = attention_backend.CURRENT.set(attention)
         try:
             logits: Tensor = self._model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, **keep
             ).logits[0]
         finally:
-            attention_hook.CURRENT.reset(token)
+            attention_backend.CURRENT.reset(token)
         return logits if self._has_logits_to_keep else logits.index_select(0, last)
 
     def _forward_hidden(

@@ -26,6 +26,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -85,6 +86,8 @@ def fake_cuda(
         compiles: Compile each launch for sm_90. Slow: seconds for each new configuration.
     """
     device = FakeCuda(compiles=compiles)
+    # The classes of transformers name types of torch that are replaced below.
+    import_module("transformers.modeling_utils")
     # `torch.device(...)` as a context remembers the constructors when it is first entered.
     _device_constructors()
     with contextlib.ExitStack() as stack:

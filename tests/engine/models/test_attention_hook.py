@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from conure.engine.models import attention_hook
+from conure.engine.models import attention_hook, context_length
 from conure.engine.protocol import EngineError
 
 
@@ -70,7 +70,7 @@ def test_unsupported_configs_are_rejected_with_reason(
 def test_rotary_embedding_limits_the_context(
     family: str, changes: dict[str, Any], expected: int, why: str
 ) -> None:
-    longest, reason = attention_hook.max_length(AutoConfig.for_model(family, **changes))
+    longest, reason = context_length.max_length(AutoConfig.for_model(family, **changes))
     assert longest == expected
     assert why in reason
     assert str(expected) in reason

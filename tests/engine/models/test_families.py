@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from conure.engine.config import EngineConfig
-from conure.engine.models import attention_hook, probe
+from conure.engine.models import attention_backend, attention_hook, probe
 from conure.engine.protocol import EngineError
 from conure.engine.runner.torch_runner import TorchModelRunner
 
@@ -91,7 +91,7 @@ def test_slightly_wrong_attention_is_detected(
         shrunk.write(tmp_path, model_type(name), **changes(name)), "float32"
     )
     request.addfinalizer(attention_hook.register)
-    AttentionInterface.register(attention_hook.ATTENTION, wrong)
+    AttentionInterface.register(attention_backend.ATTENTION, wrong)
     try:
         exactness.examine(recorder, judge)
     except AssertionError:
@@ -117,7 +117,7 @@ def test_probe_detects_what_the_config_declares(name: str) -> None:
     attention_hook.register()
     config = shrunk.config_of(model_type(name), **changes(name))
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
-        config, attn_implementation=attention_hook.ATTENTION
+        config, attn_implementation=attention_backend.ATTENTION
     )
     shrunk.widen(model)
     with pytest.raises(EngineError, match=REFUSED[name].trial):

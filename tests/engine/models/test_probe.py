@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conure.engine.models import attention_hook, probe
+from conure.engine.models import attention_backend, attention_hook, probe
 from conure.engine.protocol import EngineError
 
 from .. import shrunk
@@ -19,7 +19,7 @@ def small(family: str, **changes: Any) -> Any:
     attention_hook.register()
     config = AutoConfig.for_model(family, **{**shrunk.SMALL, **changes})
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # theirs
-        config, attn_implementation=attention_hook.ATTENTION
+        config, attn_implementation=attention_backend.ATTENTION
     )
     return model.eval()
 

@@ -13,8 +13,7 @@ from transformers import AutoConfig
 from conure.engine.config import EngineConfig
 from conure.engine.kv import capacity
 from conure.engine.kv.capacity import RequestedLimits
-from conure.engine.models import weights
-from conure.engine.models.checkpoint import Checkpoint
+from conure.engine.models import checkpoint
 from conure.engine.protocol import EngineError
 from conure.engine.runner import device
 from conure.engine.runner.torch_runner import TorchModelRunner
@@ -107,19 +106,18 @@ def test_choice_of_the_device_is_described(
 @pytest.mark.parametrize(
     ("configured", "kind", "expected"),
     [
-        ("float16", "cpu", torch.float32),
-        ("float16", "cuda:0", torch.float16),
-        ("bfloat16", "cpu", torch.bfloat16),
-        ("bfloat16", "cuda:0", torch.bfloat16),
-        ("float32", "cuda:0", torch.float32),
-        (None, "cuda:0", torch.float32),
+        ("float16", "cpu", "float32"),
+        ("float16", "cuda:0", "float16"),
+        ("bfloat16", "cpu", "bfloat16"),
+        ("bfloat16", "cuda:0", "bfloat16"),
+        ("float32", "cuda:0", "float32"),
+        (None, "cuda:0", "float32"),
     ],
 )
 def test_auto_keeps_the_checkpoints_16_bits_where_the_device_has_them(
-    configured: str | None, kind: str, expected: torch.dtype, tmp_path: Path
+    configured: str | None, kind: str, expected: str
 ) -> None:
-    checkpoint = Checkpoint(tmp_path, {"dtype": configured}, "", "", {}, None, ())
-    assert weights._dtype(checkpoint, "auto", kind) == expected
+    assert checkpoint.dtype_name({"dtype": configured}, "auto", kind) == expected
 
 
 def test_float16_needs_an_accelerator() -> None:

@@ -254,9 +254,7 @@ def test_only_sampling_rows_reach_the_output_layer(
         monkeypatch.setattr(runner._fused_decoder, "_output", watched)
     else:
         model: Any = runner._model
-        model.get_output_embeddings().register_forward_hook(
-            lambda *call: shapes.append(call[2].shape[1])
-        )
+        model.lm_head.register_forward_hook(lambda *call: shapes.append(call[2].shape[1]))
     core = Core(runner)
     contexts = [core.new(prompt(0, 9)), core.new(prompt(1, 30))]
     core.step(contexts, lambda: 10)

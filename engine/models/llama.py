@@ -1,0 +1,321 @@
+"""Llama-like decoders without transformers: the modules, and their weights from safetensors.
+
+The modules have transformers' names, because weights are found by them. They compute what
+transformers' modules compute, in the same order, so that logits are equal; attention goes to the
+backend of the pass. `fused_decoder` takes their weights and replaces most of their work.
+
+Invariants: `load` returns a complete model, or None. It raises nothing for a folder: transformers
+reads what is refused here, and its error is the user's.
+
+Shapes: T tokens - H query heads - K kv heads - D head dim - V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..protocol import EngineError
+from . import attention_backend, checkpoint, inspection
+from .checkpoint import Checkpoint
+from .llama_config import LlamaConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FAILURES: Final = (EngineError, SafetensorError, OSError, RuntimeError, KeyError)
+
+
+class LastHiddenState(NamedTuple):
+    """The result of the layers."""
+
+    last_hidden_state: Tensor
+    """[1, T, hidden size]."""
+
+
+class Logits(NamedTuple):
+    """The result of a decoder."""
+
+    logits: Tensor
+    """[1, T, V]."""
+
+
+def load(
+    source: Checkpoint, config: LlamaConfig, dtype: str, device: str
+) -> LlamaLikeDecoder | None:
+    """Load the model of a folder; None if its weights are not exactly those of the structure.
+
+    Args:
+        source: The folder.
+        config: Its structure.
+        dtype: As in `checkpoint.dtype_name`.
+        device: The device of the weights.
+    """
+    chosen: torch.dtype = getattr(torch, checkpoint.dtype_name(source.config, dtype, device))
+    try:
+        weights = {
+            name: tensor
+            for path in inspection.weight_files(source.folder)
+            for name, tensor in _tensors(path, chosen, device)
+        }
+        with torch.device("meta"):
+            model = LlamaLikeDecoder(config)
+        model.take(weights)
+    except _FAILURES:
+        return None
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _tensors(path: Path, dtype: torch.dtype, device: str) -> list[tuple[str, Tensor]]:
+    # Copied, because the tensors of the file are mapped to it, and files may be replaced.
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = file.keys()
+        return [(name, file.get_tensor(name).to(device, dtype, copy=True)) for name in names]
+
+
+class LlamaLikeDecoder(nn.Module):
+    """A decoder with its output layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        """Create the modules. Weights are not initialised."""
+        super().__init__()
+        self.config = config
+        self.model = _Layers(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The module that returns the hidden states."""
+        return self.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all weights."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all weights."""
+        return self.lm_head.weight.device
+
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Take weights by their names.
+
+        Raises:
+            RuntimeError: if a weight of a module is missing, unknown, or has another shape.
+            KeyError: if a weight does not belong to a module.
+        """
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "lm_head": {}}
+        for name, tensor in weights.items():
+            part, _, inner = name.partition(".")
+            parts[part][inner] = tensor
+        self.model.load_state_dict(parts["model"], assign=True)
+        if not self.config.tie_word_embeddings:
+            self.lm_head.load_state_dict(parts["lm_head"], assign=True)
+        elif parts["lm_head"]:
+            raise RuntimeError("the output layer shares the embedding, and has its own weights")
+        else:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Attend by the backend of the pass, or by plain torch with the name `eager`."""
+        for module in self.modules():
+            if isinstance(module, _Attention):
+                module.is_eager = name == "eager"
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *,
+        use_cache: bool = False,
+        logits_to_keep: Tensor | None = None,
+    ) -> Logits:
+        """Return the logits of tokens [1, T], or of some of them."""
+        assert not use_cache, "keys and values belong to the backend"
+        hidden = self.model(input_ids, position_ids).last_hidden_state
+        return Logits(self.lm_head(hidden if logits_to_keep is None else hidden[:, logits_to_keep]))
+
+
+Decoder: TypeAlias = "LlamaLikeDecoder | PreTrainedModel"
+"""A model of this module or of transformers."""
+
+
+class _Layers(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        # Not initialised: drawing normal numbers imports torch's compiler, which takes 2 s.
+        empty = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(empty)  # type: ignore[no-untyped-call]  # theirs
+        self.layers = nn.ModuleList(
+            _DecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = _RotaryEmbedding(config)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> LastHiddenState:
+        hidden = self.embed_tokens(input_ids)
+        angles = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, angles)
+        return LastHiddenState(self.norm(hidden))
+
+
+class _DecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, index)
+        self.mlp = _GatedMLP(config)
+        self.input_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class _GatedMLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        outer, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(outer, inner, bias=False)
+        self.up_proj = nn.Linear(outer, inner, bias=False)
+        self.down_proj = nn.Linear(inner, outer, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return out
+
+
+class _RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self._eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        out: Tensor = self.weight * normed.to(hidden.dtype)
+        return out
+
+
+class _RotaryEmbedding(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.frequencies = nn.Buffer(rope_frequencies(config), persistent=False)
+
+    def forward(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [1, T, D] in the dtype of a tensor."""
+        angles = position_ids[..., None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rope_frequencies(config: LlamaConfig) -> Tensor:
+    """Return the radians per position of each pair of dimensions: [D / 2], float32, on the CPU.
+
+    `llama3` divides frequencies whose period exceeds the length of the first training, and blends
+    in between (The Llama 3 Herd of Models, section 3.4, and its published code).
+    """
+    rope = config.rope
+    assert rope.rope_theta is not None, "`llama_config.read` accepts complete settings"
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float, device="cpu")
+    frequencies = 1.0 / (rope.rope_theta ** (exponents / config.head_dim))
+    if rope.rope_type == "default":
+        return frequencies
+    assert rope.factor is not None, "`llama_config.read` accepts complete settings"
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    low, high, length = (
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        rope.original_max_position_embeddings,
+    )
+    assert low is not None, "`llama_config.read` accepts complete settings"
+    assert high is not None, "`llama_config.read` accepts complete settings"
+    assert length is not None, "`llama_config.read` accepts complete settings"
+    periods = 2 * math.pi / frequencies
+    divided = torch.where(periods > length / low, frequencies / rope.factor, frequencies)
+    share = (length / periods - low) / (high - low)
+    blended = (1 - share) * divided / rope.factor + share * divided
+    is_between = (periods >= length / high) & (periods <= length / low)
+    return torch.where(is_between, blended, divided)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__()
+        size, bias = config.hidden_size, config.has_qkv_bias
+        query = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        self.layer_idx = index
+        self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5
+        self.is_eager = False
+        self._window = config.sliding_window
+        self.q_proj = nn.Linear(size, query, bias=bias)
+        self.k_proj = nn.Linear(size, kv, bias=bias)
+        self.v_proj = nn.Linear(size, kv, bias=bias)
+        self.o_proj = nn.Linear(query, size, bias=False)
+        self._has_head_norms = config.has_head_norms
+        if config.has_head_norms:
+            self.q_norm = _RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = _RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        heads = (1, hidden.shape[1], -1, self.head_dim)
+        query, key, value = (
+            project(hidden).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self._has_head_norms:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        query, key = (_rotate(each, *angles) for each in (query, key))
+        out: Tensor = self.o_proj(self._attend(query, key, value).flatten(2))
+        return out
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return [1, T, H, D] from [1, H, T, D] and [1, K, T, D]."""
+        if self.is_eager:
+            return _attend_eagerly(query, key, value, self.scaling, self._window)
+        return attention_backend.CURRENT.get().attend(
+            self,
+            query,
+            key,
+            value,
+            mask=None,
+            scale=self.scaling,
+            window=self._window,
+            softcap=None,
+            sinks=None,
+        )
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [1, heads, T, D] by angles [1, T, D]."""
+    half = heads.shape[-1] // 2
+    turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
+    return heads * cos[:, None] + turned * sin[:, None]
+
+
+def _attend_eagerly(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attend causally within one sequence, in plain torch; shapes as of `_Attention._attend`."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    positions = torch.arange(query.shape[2], device=query.device)
+    distances = positions[:, None] - positions
+    hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
+    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2)
