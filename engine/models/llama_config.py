@@ -120,7 +120,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tru
     pad_token_id: Any = None
     torch_dtype: Any = None
     transformers_version: Any = None
+    unsloth_fixed: Any = None
+    unsloth_version: Any = None
     use_cache: Any = None
+    js_config: Any = msgspec.field(default=None, name="transformers.js_config")
+    saved_from: Any = msgspec.field(default=None, name="_name_or_path")
 
 
 def read(config: dict[str, Any]) -> LlamaConfig | None:

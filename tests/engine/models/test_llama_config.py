@@ -66,6 +66,20 @@ def test_window_of_qwen_is_off() -> None:
     assert found.sliding_window is None
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_name_or_path": "owner/model", "torch_dtype": "bfloat16", "use_cache": True},
+        {"transformers.js_config": {"dtype": "q4"}, "rope_interleaved": False},
+        {"rope_scaling": None, "rope_theta": 1000000, "pretraining_tp": 1, "mlp_bias": False},
+        {"model_type": "qwen2", "max_window_layers": 21, "sliding_window": 32768},
+    ],
+    ids=str,
+)
+def test_settings_of_published_models_are_known(changes: dict[str, Any]) -> None:
+    assert read(**changes) is not None
+
+
 @pytest.mark.parametrize("name", sorted(MINIMAL))
 def test_missing_setting_is_left_to_transformers(name: str) -> None:
     assert read(**{name: ...}) is None
