@@ -120,12 +120,12 @@ def _load(
         model = llama.load(source, config, dtype, device)
         if model is not None:
             return model
+    # See `read_config`.
     from . import weights
 
-    if isinstance(config, LlamaConfig):
-        config = weights.read_config(source)
+    known = weights.read_config(source) if isinstance(config, LlamaConfig) else config
     load_or_make = weights.make if is_dummy else weights.load
-    return load_or_make(source, config, dtype, device)
+    return load_or_make(source, known, dtype, device)
 
 
 def _locate(name: str) -> Path:
