@@ -77,6 +77,7 @@ NO_CODES = {
     "response.failed",
     "response.in_progress",
     "tool_call.id",
+    "transformers.js_config",
     "web_search_call.results",
 }
 # Codes that are also the name of an event, of a function or of a file.
