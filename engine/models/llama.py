@@ -13,6 +13,7 @@ Shapes: T tokens - H query heads - K kv heads - D head dim - V tokens of the voc
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -24,12 +25,12 @@ from torch.nn import functional
 from ..protocol import EngineError
 from . import attention_backend, checkpoint, inspection
 from .checkpoint import Checkpoint
-from .llama_config import LlamaConfig
+from .llama_config import LinearRope, Llama3Rope, LlamaConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FAILURES: Final = (EngineError, SafetensorError, OSError, RuntimeError, KeyError)
+_FAILURES: Final = (EngineError, SafetensorError, OSError, RuntimeError)
 
 
 class LastHiddenState(NamedTuple):
@@ -59,17 +60,25 @@ def load(
     """
     chosen: torch.dtype = getattr(torch, checkpoint.dtype_name(source.config, dtype, device))
     try:
-        weights = {
-            name: tensor
-            for path in inspection.weight_files(source.folder)
-            for name, tensor in _tensors(path, chosen, device)
-        }
+        paths = inspection.weight_files(source.folder)
         with torch.device("meta"):
             model = LlamaLikeDecoder(config)
-        model.take(weights)
+        needed = {name: [*weight.shape] for name, weight in model.named_parameters()}
+        # Files are read only if all weights fit: transformers reads them again otherwise.
+        if dict(chain.from_iterable(map(_shapes, paths))) != needed:
+            return None
+        tensors = chain.from_iterable(_tensors(path, chosen, device) for path in paths)
+        model.load_state_dict(dict(tensors), strict=False, assign=True)
+        model.tie()
     except _FAILURES:
         return None
     return model.to(device).eval().requires_grad_(False)
+
+
+def _shapes(path: Path) -> list[tuple[str, list[int]]]:
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = file.keys()
+        return [(name, file.get_slice(name).get_shape()) for name in names]
 
 
 def _tensors(path: Path, dtype: torch.dtype, device: str) -> list[tuple[str, Tensor]]:
@@ -88,6 +97,7 @@ class LlamaLikeDecoder(nn.Module):
         self.config = config
         self.model = _Layers(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
 
     @property
     def base_model(self) -> nn.Module:
@@ -104,23 +114,9 @@ class LlamaLikeDecoder(nn.Module):
         """The device of all weights."""
         return self.lm_head.weight.device
 
-    def take(self, weights: dict[str, Tensor]) -> None:
-        """Take weights by their names.
-
-        Raises:
-            RuntimeError: if a weight of a module is missing, unknown, or has another shape.
-            KeyError: if a weight does not belong to a module.
-        """
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "lm_head": {}}
-        for name, tensor in weights.items():
-            part, _, inner = name.partition(".")
-            parts[part][inner] = tensor
-        self.model.load_state_dict(parts["model"], assign=True)
-        if not self.config.tie_word_embeddings:
-            self.lm_head.load_state_dict(parts["lm_head"], assign=True)
-        elif parts["lm_head"]:
-            raise RuntimeError("the output layer shares the embedding, and has its own weights")
-        else:
+    def tie(self) -> None:
+        """Let the output layer have the weights of the embedding, if the config says so."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def set_attn_implementation(self, name: str) -> None:
@@ -227,22 +223,14 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
     in between (The Llama 3 Herd of Models, section 3.4, and its published code).
     """
     rope = config.rope
-    assert rope.rope_theta is not None, "`llama_config.read` accepts complete settings"
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float, device="cpu")
     frequencies = 1.0 / (rope.rope_theta ** (exponents / config.head_dim))
-    if rope.rope_type == "default":
-        return frequencies
-    assert rope.factor is not None, "`llama_config.read` accepts complete settings"
-    if rope.rope_type == "linear":
+    if isinstance(rope, LinearRope):
         return frequencies / rope.factor
-    low, high, length = (
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        rope.original_max_position_embeddings,
-    )
-    assert low is not None, "`llama_config.read` accepts complete settings"
-    assert high is not None, "`llama_config.read` accepts complete settings"
-    assert length is not None, "`llama_config.read` accepts complete settings"
+    if not isinstance(rope, Llama3Rope):
+        return frequencies
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    length = rope.original_max_position_embeddings
     periods = 2 * math.pi / frequencies
     divided = torch.where(periods > length / low, frequencies / rope.factor, frequencies)
     share = (length / periods - low) / (high - low)

@@ -10,7 +10,7 @@ what is wrong with them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -29,15 +29,30 @@ Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Rope(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+class DefaultRope(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag_field="rope_type", tag="default"
+):
     """Settings of the rotary embedding."""
 
-    rope_type: Literal["default", "linear", "llama3"]
-    rope_theta: PositiveFloat | None = None
-    factor: PositiveFloat | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-    original_max_position_embeddings: Positive | None = None
+    rope_theta: PositiveFloat
+
+
+class LinearRope(DefaultRope, frozen=True, tag="linear"):
+    """A rotary embedding whose positions are divided."""
+
+    factor: PositiveFloat
+
+
+class Llama3Rope(DefaultRope, frozen=True, tag="llama3"):
+    """A rotary embedding whose slow frequencies are divided."""
+
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_max_position_embeddings: Positive
+
+
+Rope: TypeAlias = DefaultRope | LinearRope | Llama3Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +78,12 @@ class LlamaConfig:
     """Query and key heads are normalised before they are rotated."""
     hidden_act: str = "silu"
     layer_types: None = None
-    rope_parameters: dict[str, Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Set the form of `rope` that readers of transformers' configs expect."""
-        object.__setattr__(self, "rope_parameters", msgspec.to_builtins(self.rope))
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """The form of `rope` that readers of transformers' configs expect."""
+        found: dict[str, Any] = msgspec.to_builtins(self.rope)
+        return found
 
     @property
     def architecture(self) -> str:
@@ -97,9 +113,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tru
     tie_word_embeddings: bool
     hidden_act: Literal["silu"]
     head_dim: Positive | None = None
-    rope_parameters: Rope | None = None
-    rope_theta: PositiveFloat | None = None
-    rope_scaling: Rope | None = None
+    rope_parameters: Rope
     rope_interleaved: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -130,10 +144,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tru
 def read(config: dict[str, Any]) -> LlamaConfig | None:
     """Return the structure that a config.json describes; None if transformers has to read it."""
     try:
-        found = msgspec.convert(config, _File)
+        found = msgspec.convert(_with_rope_parameters(config), _File)
     except msgspec.ValidationError:
         return None
-    rope = _rope(found)
     head_dim = found.head_dim or found.hidden_size // found.num_attention_heads
     is_plain = not (
         found.attention_bias or found.mlp_bias or found.rope_interleaved or found.use_sliding_window
@@ -143,7 +156,7 @@ def read(config: dict[str, Any]) -> LlamaConfig | None:
         and head_dim % 2 == 0
         and (found.head_dim is not None or found.hidden_size % found.num_attention_heads == 0)
     )
-    if not is_plain or not is_even or rope is None or _lacks_own_setting(found):
+    if not is_plain or not is_even or _lacks_own_setting(found):
         return None
     window = found.sliding_window if found.model_type == "mistral" else None
     return LlamaConfig(
@@ -159,7 +172,7 @@ def read(config: dict[str, Any]) -> LlamaConfig | None:
         rms_norm_eps=found.rms_norm_eps,
         tie_word_embeddings=found.tie_word_embeddings,
         sliding_window=None if window is msgspec.UNSET else window,
-        rope=rope,
+        rope=found.rope_parameters,
         has_qkv_bias=found.model_type == "qwen2",
         has_head_norms=found.model_type == "qwen3",
     )
@@ -172,19 +185,19 @@ def _lacks_own_setting(found: _File) -> bool:
     return found.model_type == "qwen3" and found.head_dim is None
 
 
-def _rope(found: _File) -> Rope | None:
-    """Return the rotary embedding, from either form of a config; None if it is incomplete."""
-    rope = found.rope_parameters
+def _with_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config whose rotary embedding has the form of transformers 5.
+
+    Before, `rope_theta` stood beside `rope_scaling`, which was missing or null by default.
+    """
+    rope = config.get("rope_parameters")
+    theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
     if rope is None:
-        rope = found.rope_scaling or Rope("default")
-        if rope.rope_theta is None:
-            rope = msgspec.structs.replace(rope, rope_theta=found.rope_theta)
-    elif found.rope_scaling is not None or found.rope_theta is not None:
-        return None
-    needed: tuple[float | None, ...] = (rope.rope_theta,)
-    if rope.rope_type != "default":
-        needed += (rope.factor,)
-    if rope.rope_type == "llama3":
-        lengths = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
-        needed += lengths
-    return None if None in needed else rope
+        rope = {"rope_type": "default"} if scaling is None else scaling
+        if isinstance(rope, dict):
+            rope = {"rope_theta": theta, **rope}
+    elif theta is not None or scaling is not None:
+        return config  # `_File` has no place for both forms
+    old = ("rope_theta", "rope_scaling")
+    rest = {name: value for name, value in config.items() if name not in old}
+    return {**rest, "rope_parameters": rope}

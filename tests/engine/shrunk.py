@@ -34,6 +34,15 @@ SMALL: dict[str, Any] = {
     "eos_token_id": byte_tokenizer.EOS_IDS[0],
     "pad_token_id": byte_tokenizer.EOS_IDS[1],
 }
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Settings of Llama 3's rotary embedding that change within a short context."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": False},

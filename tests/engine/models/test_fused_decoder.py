@@ -23,16 +23,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama with biases": {"attention_bias": True, "mlp_bias": False},
     "llama that shares its embedding": {"tie_word_embeddings": True},
-    "llama with scaled angles": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
+    "llama with scaled angles": {"rope_parameters": shrunk.LLAMA3_ROPE},
     "mistral": {"sliding_window": 9},
     "qwen2": {},
     "qwen3": {},

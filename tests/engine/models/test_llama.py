@@ -18,18 +18,10 @@ from conure.engine.protocol import EngineError
 
 from .. import shrunk
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "shared embedding": ("llama", {"tie_word_embeddings": True}),
-    "angles of llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "angles of llama 3": ("llama", {"rope_parameters": shrunk.LLAMA3_ROPE}),
     "divided angles": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}},
