@@ -27,7 +27,8 @@ OTHER_SHAPES = re.compile(
     r"|fp16-group4-(64|256)|group1-128x128-page16-rows(64|128)|64x64-page16-rows\d+-merges"
 )
 """Configurations that differ from compiled ones in a size or in a pair of variants only."""
-COMMON = [each.name for each in configurations() if not OTHER_SHAPES.search(each.name)]
+ALL = [each.name for each in configurations()]
+COMMON = [name for name in ALL if not OTHER_SHAPES.search(name)]
 pytestmark = pytest.mark.timeout(1800)  # compiling takes minutes of CPU time
 
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.timeout(1800)  # compiling takes minutes of CPU time
     scope="session",
     params=[
         pytest.param(COMMON, id="common"),
-        pytest.param([each.name for each in configurations()], id="all", marks=pytest.mark.slow),
+        pytest.param(ALL, id="all", marks=pytest.mark.slow),
     ],
 )
 def machine_code(
@@ -121,8 +122,12 @@ def test_programs_of_a_processor_read_enough_at_once(machine_code: list[Compiled
     assert {name: num for name, num in num_bytes.items() if num < BYTES_IN_FLIGHT} == {}
 
 
+def test_all_configurations_are_compiled(machine_code: list[CompiledKernel]) -> None:
+    assert [each.name for each in machine_code] in (COMMON, ALL)
+
+
 def test_every_kind_of_kernel_is_common() -> None:
-    kinds = {each.name.partition("-")[0] for each in configurations()}
+    kinds = {name.partition("-")[0] for name in ALL}
     assert {name.partition("-")[0] for name in COMMON} == kinds
 
 
