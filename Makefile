@@ -56,13 +56,16 @@ unexport PYTHONDONTWRITEBYTECODE
 # asked by itself: its table is to be read.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=15
 SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py
+MARKS = -m 'not slow'
 
-# What has one process runs side by side. The output of each part is printed when it ends.
-TOGETHER := +@$(MAKE) --no-print-directory --jobs=3 --output-sync=target \
-    test-llamaindex012 check test-langchain10 test-small-model
+# What `make test` runs beside the suite, because tests wait as well as compute. The suite shows
+# its progress; the output of each of these is printed when it ends. Each runs, also after another
+# has failed.
+BESIDE := check test-llamaindex012 test-langchain10 test-small-model
+TOGETHER := +@$(MAKE) --no-print-directory --jobs=2 --keep-going suite beside
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check demo docs pip-matrix test test-all test-browser test-llamaindex012 \
+.PHONY: help setup check demo docs pip-matrix suite beside test test-all test-browser test-llamaindex012 \
     test-llamaindex013 test-llamaindex014 test-langchain10 test-small-model test-triton36 \
     chaos fuzz bench bench-kernels clean
 
@@ -134,13 +137,17 @@ docs: .venv-docs/.installed ## the documentation as a site, in build/site
 pip-matrix: ## the wheel with each extra in a fresh environment: every command works or names the extra
 	$(PYTHON) .ci/pip_matrix.py
 
-test: ## the checks, then every test that fits the time budget above
+test: setup ## the checks, and every test that fits the time budget above
 	$(TOGETHER)
-	$(PYTEST) $(SHARED) -m 'not slow'
 
-test-all: docs test-llamaindex013 test-llamaindex014 test-triton36 ## the checks, then every test
-	$(TOGETHER)
-	$(PYTEST) $(SHARED)
+test-all: setup docs test-llamaindex013 test-llamaindex014 test-triton36 ## the checks, and every test
+	$(TOGETHER) MARKS=
+
+suite: setup
+	$(PYTEST) $(SHARED) $(MARKS)
+
+beside:
+	+@$(MAKE) --no-print-directory --output-sync=target $(BESIDE)
 
 test-browser: setup ## the dashboard in a headless Chromium, which must be installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
