@@ -13,6 +13,7 @@ from .program.explanation.records import ProgramExplanation
 from .program.graph.graph import graph_of
 from .program.ir import ProcedureNode, Submission
 from .program.nodes.bodies import walk
+from .program.typed_json import decode_record
 from .runtime.admission.intake import ProgramIntake
 from .runtime.calls.pins import PinKeeper
 from .runtime.persistence.program_directory import ProgramDirectory
@@ -52,7 +53,7 @@ class ProgramExplainer:
         stored = await self._programs.journal.load_program(tenant, program)
         if stored is None:
             raise NotFoundError("program.not_found", f"there is no program {program}")
-        submission = msgspec.json.decode(stored.body, type=Submission)
+        submission = decode_record(stored.body, Submission)
         graph = graph_of(submission)
         explanation = await asyncio.to_thread(explain, submission, graph, self._limits())
         return with_actual(self._with_pins(explanation, submission, tenant), status)

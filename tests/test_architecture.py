@@ -11,8 +11,9 @@ Allowed imports across folders (docs/architecture.md shows them):
     engine   -> kernels, cache_folder
     kernels  -> cache_folder, torch, triton, numpy, flashinfer (optional)
 
-`server.program` uses only the standard library and msgspec. Imports are relative inside a
-folder and absolute across folders. Files form no import cycle.
+`server.program` uses only the standard library and msgspec. Its `typed_json` decodes all typed
+JSON, because msgspec crashes where two threads decode a type for the first time. Imports are
+relative inside a folder and absolute across folders. Files form no import cycle.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 BANNED_CLASS_ENDINGS = ("Helper", "Impl")
 SPEAKS_TO_A_TERMINAL = ("conure.cli", "conure.engine.__main__")
 # Imports inside a folder that would invert its layers: (module, imported module).
+TYPED_DECODING = "conure.server.program.typed_json"
+THREADED_PARTS = ("adapters", "server", "server.program", "cli")
 INNER_ARROWS = (
     ("conure.engine.kv", "conure.engine.core.engine"),
     ("conure.engine.kv", "conure.engine.runner"),
@@ -195,6 +198,21 @@ def manner_faults(source: Source) -> Iterator[str]:
             yield f"{source.module}:{node.lineno} prints"
 
 
+def decoding_faults(source: Source) -> Iterator[str]:
+    """Yield typed decoding outside of the module that makes it safe in threads."""
+    if source.part not in THREADED_PARTS or source.module == TYPED_DECODING:
+        return
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        is_typed = len(node.args) > 1 or any(word.arg == "type" for word in node.keywords)
+        if name in ("msgspec.convert", "msgspec.json.Decoder") or (
+            name == "msgspec.json.decode" and is_typed
+        ):
+            yield f"{source.module}:{node.lineno} uses {name}: see {TYPED_DECODING}"
+
+
 def cycle_in(sources: list[Source]) -> list[str]:
     """Return the modules of one import cycle between files, or an empty list."""
     modules = {source.module for source in sources}
@@ -239,6 +257,10 @@ def test_parts_import_only_listed_libraries(sources: list[Source]) -> None:
 
 def test_files_have_docstrings_and_meaningful_names(sources: list[Source]) -> None:
     assert [fault for source in sources for fault in manner_faults(source)] == []
+
+
+def test_typed_json_is_decoded_by_one_module(sources: list[Source]) -> None:
+    assert [fault for source in sources for fault in decoding_faults(source)] == []
 
 
 def test_files_form_no_import_cycle(sources: list[Source]) -> None:
@@ -328,6 +350,20 @@ def test_an_unlisted_library_is_found() -> None:
 )
 def test_a_style_fault_is_found(path: str, text: str) -> None:
     assert len(list(manner_faults(parse(path, text)))) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "msgspec.convert(value, Record)",
+        "msgspec.json.Decoder(Record)",
+        "msgspec.json.decode(body, type=Record)",
+    ],
+)
+def test_typed_decoding_elsewhere_is_found(call: str) -> None:
+    text = f'"""Doc."""\nimport msgspec\n{call}\nmsgspec.json.decode(body)\n'
+    assert len([*decoding_faults(parse("server/a.py", text))]) == 1
+    assert not [*decoding_faults(parse("engine/a.py", text))]
 
 
 def test_a_cycle_through_functions_and_packages_is_found() -> None:

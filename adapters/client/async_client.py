@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError
 from conure.server.program.explanation.records import ProgramExplanation
@@ -38,6 +37,7 @@ from conure.server.program.status import (
     Receipt,
     VariableStatus,
 )
+from conure.server.program.typed_json import convert_record
 
 from .async_io import AsyncBaseClient, AsyncStepRunner, call_function, shield, sleep
 from .client_steps import (
@@ -283,7 +283,7 @@ class AsyncClient(AsyncBaseClient):
         body = RunProcedure(
             inputs=dict(inputs or {}),
             objectives=dict(objectives or {}),
-            options=msgspec.convert(options or {}, Options),
+            options=convert_record(options or {}, Options),
         )
         flow = procedures.run(reference, body, self._retry, key=idempotency_key)
         return AsyncRun(self, await self._do(flow))

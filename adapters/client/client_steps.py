@@ -28,6 +28,7 @@ from conure.server.program.status import (
     PutValue,
     Receipt,
 )
+from conure.server.program.typed_json import convert_record
 
 from ..nodes import iter_nodes
 from .exchange.problems import failure_of
@@ -155,7 +156,7 @@ class ClientStepSession:
         if event.type == "variable.committed" and data["variable"] in self._outputs:
             self._values[data["variable"]] = data["value"]
         elif event.type == "node.failed":
-            problem = msgspec.convert(data, Problem)
+            problem = convert_record(data, Problem)
             self._failures.add(data.get("node", ""), problem)
         elif event.type == "program.finished":
             self._last_event = data
@@ -194,7 +195,7 @@ class ClientStepSession:
         phase: str
         if self._last_event is not None:
             phase = self._last_event["status"]
-            receipt = msgspec.convert(self._last_event.get("receipt") or {}, Receipt)
+            receipt = convert_record(self._last_event.get("receipt") or {}, Receipt)
         else:
             assert status is not None
             phase = status.status

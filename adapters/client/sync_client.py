@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError
 from conure.server.program.explanation.records import ProgramExplanation
@@ -39,6 +38,7 @@ from conure.server.program.status import (
     Receipt,
     VariableStatus,
 )
+from conure.server.program.typed_json import convert_record
 
 from .client_steps import (
     STEP_EVENTS,
@@ -284,7 +284,7 @@ class Client(BaseClient):
         body = RunProcedure(
             inputs=dict(inputs or {}),
             objectives=dict(objectives or {}),
-            options=msgspec.convert(options or {}, Options),
+            options=convert_record(options or {}, Options),
         )
         flow = procedures.run(reference, body, self._retry, key=idempotency_key)
         return Run(self, self._do(flow))

@@ -26,6 +26,7 @@ from ..program.errors import ConureError, ProgramError, RunError
 from ..program.expressions.value_schema import find_mismatch
 from ..program.functions import FunctionName, FunctionSignature
 from ..program.ir import Variable
+from ..program.typed_json import convert_record
 
 F = TypeVar("F", bound=Callable[..., Any])
 ValueType = Literal["string", "int", "float", "bool", "list", "object", "any"]
@@ -174,7 +175,7 @@ def signature_of(name: str, run: Callable[..., Any]) -> FunctionSignature:
         RegistryError: `function.name`.
     """
     try:
-        msgspec.convert(name, FunctionName)
+        convert_record(name, FunctionName)
     except msgspec.ValidationError:
         raise RegistryError(
             "function.name",

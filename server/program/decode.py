@@ -19,6 +19,7 @@ from .bounded_json import MAX_BODY_BYTES, check_bounds, check_keys, malformed, m
 from .errors import ProgramError
 from .ir import Append, Submission
 from .nodes import NODE_KINDS
+from .typed_json import convert_record, decode_record
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -84,7 +85,7 @@ def _decode(body: bytes, type: type[T] | Any) -> T:  # noqa: A002
     """Decode a record within bounds, whatever keys its objects repeat."""
     check_bounds(body)
     try:
-        record: T = msgspec.json.decode(body, type=type)
+        record: T = decode_record(body, type)
     except msgspec.ValidationError as error:
         raise _invalid(error, body, type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -139,7 +140,7 @@ def _name_key(path: str, body: bytes, record_type: Any) -> str:
 
 def _is_valid(value: Any, value_type: Any) -> bool:
     try:
-        msgspec.convert(value, value_type)
+        convert_record(value, value_type)
     except msgspec.ValidationError:
         return False
     return True

@@ -46,6 +46,7 @@ from .expressions.symbolic import (
     list_items,
 )
 from .nodes import GenerateNode
+from .typed_json import convert_record
 
 HASH_SIZE = 16
 MAX_SPLICES = 10_000
@@ -406,6 +407,6 @@ def _literal_message(expression: Expression) -> Message | None:
     if not isinstance(value.get("content"), str | None):
         return None
     try:
-        return msgspec.convert(value, Message)
+        return convert_record(value, Message)
     except msgspec.ValidationError:
         return None

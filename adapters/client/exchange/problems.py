@@ -18,6 +18,7 @@ from conure.server.program.errors import (
     UnavailableError,
 )
 from conure.server.program.status import Problem, VariableStatus
+from conure.server.program.typed_json import decode_record
 
 from .records import Reply
 
@@ -103,7 +104,7 @@ def error_of(reply: Reply) -> ConureError:
 def problem_of(reply: Reply) -> ProblemBody:
     """Return the problem+json body of a reply; an empty one if the body is something else."""
     try:
-        body = msgspec.json.decode(reply.body, type=ProblemBody)
+        body = decode_record(reply.body, ProblemBody)
     except msgspec.DecodeError:
         return ProblemBody()
     if body.error is None or body.code:

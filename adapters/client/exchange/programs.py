@@ -33,6 +33,7 @@ from conure.server.program.status import (
     PutValue,
     VariableStatus,
 )
+from conure.server.program.typed_json import convert_record, decode_record
 
 from ..json_encoding import encode_json
 from .problems import NotReadyError, error_of, failure_of, missing_value_error
@@ -105,9 +106,9 @@ def trace(program: str, retry: Retry, *, token_ids: bool) -> Flow[list[dict[str,
     reply = yield from send(Request("GET", f"{program_path(program)}/trace", query=query), retry)
     if reply.status >= 400:
         raise error_of(reply)
-    spans = [msgspec.json.decode(line, type=dict[str, Any]) for line in reply.body.splitlines()]
+    spans = [decode_record(line, dict[str, Any]) for line in reply.body.splitlines()]
     if spans and "error" in spans[-1]:
-        raise failure_of(msgspec.convert(spans[-1]["error"], Problem))
+        raise failure_of(convert_record(spans[-1]["error"], Problem))
     return spans
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from conure.server.program.errors import ConureError
+from conure.server.program.typed_json import decode_record
 
 from .problems import ServerUnreachableError, error_of, foreign_reply, problem_of, retry_after_s
 from .records import Flow, Reply, Request, Sleep
@@ -94,7 +95,7 @@ def decode_reply(reply: Reply, record: type[T]) -> T:
     if reply.status >= 400:
         raise error_of(reply)
     try:
-        return msgspec.json.decode(reply.body, type=record)
+        return decode_record(reply.body, record)
     except msgspec.MsgspecError as problem:
         message = foreign_reply(
             reply, f", and not with a {record.__name__.lstrip('_')} ({problem})"

@@ -13,6 +13,7 @@ import msgspec
 
 from conure.server.program.errors import RunError
 from conure.server.program.ir import Json
+from conure.server.program.typed_json import decode_record
 
 from .call_backend import FinalAnswer
 from .model_request import ModelRequest
@@ -58,7 +59,7 @@ def arguments_of(function: Mapping[str, Json]) -> dict[str, Any]:
     """
     text = function.get("arguments") or "{}"
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        return decode_record(text, dict[str, Any])
     except msgspec.DecodeError as problem:
         raise RunError(
             "output.not_json",

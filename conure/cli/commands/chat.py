@@ -16,6 +16,7 @@ import httpx
 import msgspec
 
 from conure.adapters.client.connection import address_of
+from conure.server.program.typed_json import decode_record
 
 from ..command import CommandError, ExitCode, add_url, connect
 from ..shown_notices import is_first_time
@@ -120,7 +121,7 @@ def _chunks(http: httpx.Client, body: Mapping[str, Any]) -> Generator[dict[str, 
                 data = line.removeprefix("data: ")
                 if not line.startswith("data: ") or data == "[DONE]":
                     continue
-                chunk = msgspec.json.decode(data, type=dict[str, Any])
+                chunk = decode_record(data, dict[str, Any])
                 if "error" in chunk:
                     raise CommandError(chunk["error"].get("message", "the answer broke off"))
                 yield chunk

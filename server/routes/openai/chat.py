@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...program.errors import ProgramError
 from ...program.ir import AnyNode, Constraint, GenerateNode, Json, Message, Output, Segment
+from ...program.typed_json import convert_record
 from .request_fields import (
     OpenAIRequest,
     Tokens,
@@ -194,7 +195,7 @@ def _message(message: ChatMessage, i: int) -> Message:
 
 def _text(part: dict[str, Json], path: str) -> Segment:
     try:
-        return Segment(text=msgspec.convert(part, TextPart).text)
+        return Segment(text=convert_record(part, TextPart).text)
     except msgspec.ValidationError:
         raise part_error(part.get("type"), path) from None
 

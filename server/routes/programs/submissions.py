@@ -12,6 +12,7 @@ from ...language.compiler import locate
 from ...program.decode import decode_json, decode_submission
 from ...program.errors import NotFoundError, ProgramError
 from ...program.ir import SourceSubmission, Submission
+from ...program.typed_json import decode_record
 from ..request_context import AnyRequest, decode_body, read_json, service_of
 
 
@@ -69,7 +70,7 @@ def _has_source(body: bytes) -> bool:
     if b'"source"' not in body:
         return False
     try:
-        keys = msgspec.json.decode(body, type=_Keys)
+        keys = decode_record(body, _Keys)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return False  # the decoder of the whole body reports the fault
     if keys.source is not UNSET and keys.program is not UNSET:

@@ -22,6 +22,7 @@ from ...program.procedures import (
     expand_calls,
     parse_reference,
 )
+from ...program.typed_json import decode_record
 from ...store.journal import (
     AliasRecord,
     AliasRemoval,
@@ -60,7 +61,7 @@ class ProcedureLibrary:
             )
         key = (tenant, name, record.version)
         if key not in self._decoded:
-            program = msgspec.json.decode(record.program, type=Program)
+            program = decode_record(record.program, Program)
             procedure = Procedure(name=name, version=record.version, program=program)
             size = len(record.program)
             if size > MAX_CACHED_BYTES:

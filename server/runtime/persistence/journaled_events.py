@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 from msgspec import Struct
 
 from ...program.status import Phase, Problem
+from ...program.typed_json import decode_record
 from ...store.journal import EventRecord, ValueRecord
 from ..node_state import NodeUsage
 
@@ -33,12 +33,9 @@ class JournaledEvent(Struct, frozen=True):
     usage: NodeUsage | None = None
 
 
-_decoder = msgspec.json.Decoder(JournaledEvent)
-
-
 def decode_event(record: EventRecord) -> JournaledEvent:
     """Return the typed data of a journaled event."""
-    return _decoder.decode(record.data)
+    return decode_record(record.data, JournaledEvent)
 
 
 class ProgramStop(NamedTuple):

@@ -11,6 +11,7 @@ import msgspec
 from ...program.graph.graph import graph_of
 from ...program.ir import Append, Submission
 from ...program.status import Phase, Problem
+from ...program.typed_json import decode_record
 from ...store.journal import StoredProgram
 from ..node_registry import node_executors
 from ..node_state import MissingValue, NodeState
@@ -48,7 +49,7 @@ def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramStat
         shift_s: how far the clock was set forward since its times were written.
     """
     created_at = stored.created_at + shift_s
-    submission = msgspec.json.decode(stored.body, type=Submission)
+    submission = decode_record(stored.body, Submission)
     graph = graph_of(submission)
     state = ProgramState(
         stored.id,
@@ -61,7 +62,7 @@ def restore(stored: StoredProgram, *, shift_s: float = 0.0) -> tuple[ProgramStat
         created_at=created_at,
     )
     for body in stored.appends:
-        state.append(msgspec.json.decode(body, type=Append))
+        state.append(decode_record(body, Append))
     recovered = RecoveredState()
     for record in stored.values:
         state.commit(record.variable, msgspec.json.decode(record.value))

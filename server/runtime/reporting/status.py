@@ -23,6 +23,7 @@ from ...program.status import (
     Receipt,
     VariableStatus,
 )
+from ...program.typed_json import decode_record
 from ...store.journal import EndRecord, StoredProgram
 from ..node_state import NodeState
 from ..persistence.outbox import format_timestamp
@@ -182,7 +183,7 @@ class _Body(Struct, frozen=True):
 
 def _decode_body(body: bytes) -> _Body:
     try:
-        return msgspec.json.decode(body, type=_Body)
+        return decode_record(body, _Body)
     except msgspec.DecodeError:
         return _Body()
 
@@ -216,14 +217,14 @@ def stored_status(stored: StoredProgram) -> ProgramStatus:
     return msgspec.structs.replace(
         stored_head(stored, snapshot),
         variables=dict(stored_variables(stored)) | snapshot.absences,
-        nodes=msgspec.json.decode(snapshot.nodes, type=dict[str, NodeStatus]),
+        nodes=decode_record(snapshot.nodes, dict[str, NodeStatus]),
     )
 
 
 def stored_snapshot(stored: StoredProgram) -> StoredSnapshot:
     """Return the state of an ended program besides its values."""
     assert stored.end is not None
-    return msgspec.json.decode(stored.end.nodes, type=StoredSnapshot)
+    return decode_record(stored.end.nodes, StoredSnapshot)
 
 
 def stored_phase(stored: StoredProgram) -> Phase:
@@ -236,7 +237,7 @@ def stored_head(stored: StoredProgram, snapshot: StoredSnapshot) -> ProgramStatu
     """Return the status of an ended program without its variables and nodes."""
     end = stored.end
     assert end is not None
-    problem = None if end.error is None else msgspec.json.decode(end.error, type=Problem)
+    problem = None if end.error is None else decode_record(end.error, Problem)
     return ProgramStatus(
         id=stored.id,
         name=_decode_body(stored.body).program.name,
@@ -244,7 +245,7 @@ def stored_head(stored: StoredProgram, snapshot: StoredSnapshot) -> ProgramStatu
         created_at=format_timestamp(stored.created_at),
         finished_at=format_timestamp(end.finished_at),
         outputs=snapshot.outputs,
-        receipt=msgspec.json.decode(end.receipt, type=Receipt),
+        receipt=decode_record(end.receipt, Receipt),
         error=UNSET if problem is None else problem,
     )
 
@@ -259,7 +260,7 @@ def stored_variables(
         only: the variable to return, if it has a value; None: all.
     """
     assert stored.end is not None
-    receipt = msgspec.json.decode(stored.end.receipt, type=Receipt)
+    receipt = decode_record(stored.end.receipt, Receipt)
     truncated, late = frozenset(receipt.truncated), frozenset(receipt.deadlines_missed)
     given = dict(_decode_body(stored.body).inputs)
     for body in stored.appends:

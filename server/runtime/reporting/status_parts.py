@@ -16,6 +16,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from ...program.status import ProgramStatus, QuotaUse, Receipt
+from ...program.typed_json import decode_record
 from ...store.journal import StoredProgram
 from ..program_state import ProgramState
 from .status import (
@@ -54,7 +55,7 @@ def stored_status_parts(stored: StoredProgram) -> Iterator[bytes]:
     snapshot = stored_snapshot(stored)
     head = stored_head(stored, snapshot)
     variables = (*stored_variables(stored), *snapshot.absences.items())
-    nodes = msgspec.json.decode(snapshot.nodes, type=dict[str, msgspec.Raw])
+    nodes = decode_record(snapshot.nodes, dict[str, msgspec.Raw])
     return _status_parts(head, variables, nodes.items())
 
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 from ...program.errors import ConflictError, ConureError, NotFoundError
 from ...program.ir import Json
 from ...program.status import Problem, ProgramStatus
+from ...program.typed_json import decode_record
 from ...store.journal import EventRecord
 from ..persistence.program_directory import ProgramDirectory
 from .spans import (
@@ -56,7 +57,7 @@ class TraceExporter:
                 "its trace (`--keep-days` and `--keep-gb` of the server)",
             )
         status = await self._programs.status(program, tenant)
-        body = msgspec.json.decode(stored.body, type=_TracedSubmission)
+        body = decode_record(stored.body, _TracedSubmission)
         if not body.options.trace:
             raise ConflictError(
                 "trace.not_recorded",
@@ -65,7 +66,7 @@ class TraceExporter:
             )
         inputs = dict(body.inputs)
         for append in stored.appends:
-            inputs |= msgspec.json.decode(append, type=_TracedSubmission).inputs
+            inputs |= decode_record(append, _TracedSubmission).inputs
         first = await journal.traces(tenant, program, limit=PAGE)
         root = program_span(status, inputs, body.options.session)
         return self._lines(status, tenant, root, first, token_ids=token_ids)
@@ -85,7 +86,7 @@ class TraceExporter:
         try:
             while page:
                 for record in page:
-                    traced = msgspec.json.decode(record.data, type=TraceRecord)
+                    traced = decode_record(record.data, TraceRecord)
                     if isinstance(traced, TracedCall) and traced.error is not None:
                         failed.add(traced.node)
                     yield _line(record_span(program, record.seq, traced, token_ids=token_ids))

@@ -24,6 +24,8 @@ from zlib import crc32
 import msgspec
 from msgspec import Struct
 
+from ...program.typed_json import decode_record
+
 COMMIT_LOG_NAME = "commits.log"
 _encoder = msgspec.json.Encoder()
 
@@ -44,7 +46,6 @@ class CommitLine(Struct, frozen=True, array_like=True):
     """Ids of programs that it removed. Their absence proves the commit instead of the row."""
 
 
-_decoder = msgspec.json.Decoder(CommitLine)
 _TABLES = {"program": "number", "appended": "position", "value": "rowid", "event": "seq"}
 _TABLES |= {"ending": "rowid", "watched": "program"}
 
@@ -129,10 +130,9 @@ def _read_line(raw: bytes) -> CommitLine | None:
     if checksum != b"%08x" % crc32(text):
         return None
     try:
-        line = _decoder.decode(text)
+        return decode_record(text, CommitLine)
     except msgspec.DecodeError:
         return None
-    return line
 
 
 def _is_present(connection: sqlite3.Connection, line: CommitLine) -> bool:
