@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 ModelPurpose: TypeAlias = Literal["general", "demonstration", "test"]
 """What the text of a model is for: `general` is an ordinary model, `demonstration` the small
@@ -371,4 +371,8 @@ class StepReport(Struct, frozen=True, array_like=True):
     """Number of the step."""
     num_free: int
     num_cached: int
+    num_tokens: int
+    """Tokens that the engine has computed since it started, of prompts and outputs."""
+    is_idle: bool
+    """Whether the engine waits for a command before its next step."""
     reports: list[Report]

@@ -5,6 +5,9 @@ estimates the same calls as single requests. A parallel client then sends the ca
 an equal server; each prompt begins with other characters, so that nothing is shared, as in the
 estimate. The ratio is that of each round; texts differ by round.
 
+After the six workloads come stages of equal calls, with and without a common prefix, on engines
+that decode 16 outputs at once.
+
     python -m robustness.counterfactual [--rounds N] [--only WORKLOAD] [--real] [--verbose]
 """
 
@@ -13,9 +16,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import statistics
+import string
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -25,6 +30,52 @@ from end_to_end import PLAYED, REAL, ROOMY, two_servers
 
 SALT_CHARS = 16
 """Characters at the start of a prompt that differ between requests: one block."""
+
+
+class Stage(NamedTuple):
+    """Calls that are ready together, and the chains that they begin."""
+
+    num_calls: int
+    num_prefix: int
+    """Characters that all prompts begin with."""
+    num_own: int
+    """Characters of each prompt after that."""
+    num_output: int
+    """Tokens of each output."""
+    num_links: int = 1
+    """Calls of a chain; each reads the output of the one before."""
+
+    def program(self, seed: str) -> dict[str, Any]:
+        """Return the program; its texts are generated from the seed."""
+        prefix = _letters(seed, self.num_prefix)
+        nodes: list[dict[str, Any]] = []
+        for call in range(self.num_calls):
+            for link in range(self.num_links):
+                name = f"c{call}_{link}"
+                prompt: list[dict[str, Any]] = [
+                    {"text": prefix + _letters(f"{seed} {name}", self.num_own)}
+                ]
+                if link:
+                    prompt.append({"input": f"c{call}_{link - 1}"})
+                output = {"output": name, "max_tokens": self.num_output, "ignore_eos": True}
+                prompt.append(output | {"temperature": 0})
+                nodes.append({"id": name, "op": "generate", "prompt": prompt})
+        return {"nodes": nodes, "outputs": [node["id"] for node in nodes]}
+
+
+STAGES = {
+    "40 calls, a common prefix": Stage(40, 300, 20, 40),
+    "100 calls, a common prefix, short outputs": Stage(100, 300, 20, 8),
+    "8 calls, a common prefix": Stage(8, 300, 20, 40),
+    "12 chains of 4 calls, a common prefix": Stage(12, 200, 30, 20, num_links=4),
+    "40 calls, nothing in common": Stage(40, 0, 300, 20),
+    "40 calls, short prompts": Stage(40, 0, 16, 40),
+}
+STAGE_ROWS = ("--max-sequences", "16")
+
+
+def _letters(seed: str, number: int) -> str:
+    return "".join(random.Random(seed).choices(string.ascii_letters, k=number))
 
 
 def joined(sent: list[ScheduledProgram], seed: str) -> dict[str, Any]:
@@ -89,7 +140,11 @@ async def compare(
     urls: tuple[str, str], name: str, seed: int, *, verbose: bool
 ) -> tuple[float, float, float]:
     """Return the estimated, measured and whole seconds of a workload."""
-    program = joined(workload(name, seed), f"counterfactual.{seed}.{name}".replace(" ", "-"))
+    text_seed = f"counterfactual.{seed}.{name}".replace(" ", "-")
+    if name in STAGES:
+        program = STAGES[name].program(text_seed)
+    else:
+        program = joined(workload(name, seed), text_seed)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=urls[0], timeout=120, limits=limits) as http:
         status = await receipt(http, program)
@@ -105,7 +160,7 @@ def main() -> None:
     """Print one line per workload."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=tuple(SCALED), action="append")
+    parser.add_argument("--only", choices=(*SCALED, *STAGES), action="append")
     parser.add_argument("--real", action="store_true", help="the built-in kernels and a model")
     parser.add_argument("--verbose", action="store_true", help="print the receipts")
     arguments = parser.parse_args()
@@ -114,19 +169,27 @@ def main() -> None:
     )
     # Without a limit on waiting, because a refused request ends the benchmark.
     engine = (*(REAL if arguments.real else PLAYED), "--max-wait-s", "0")
-    with two_servers(engine, ROOMY, CONTEXT_LEN) as urls:
-        for name in arguments.only or SCALED:
-            found = [
-                asyncio.run(compare(urls, name, seed, verbose=arguments.verbose))
-                for seed in range(arguments.rounds + 1)
-            ][1:]
-            ratios = [estimated_s / measured_s for estimated_s, measured_s, _ in found]
-            middle = [statistics.median(each) for each in zip(*found, strict=True)]
-            print(
-                f"| {name} | {middle[0]:.3f} | {middle[1]:.3f} | {statistics.median(ratios):.2f} "
-                f"| {min(ratios):.2f} | {max(ratios):.2f} |",
-                flush=True,
-            )
+    names = arguments.only or (*SCALED, *STAGES)
+    for options, known in ((engine, SCALED), ((*engine, *STAGE_ROWS), STAGES)):
+        chosen = [name for name in names if name in known]
+        if chosen:
+            with two_servers(options, ROOMY, CONTEXT_LEN) as urls:
+                for name in chosen:
+                    print_row(urls, name, arguments.rounds, verbose=arguments.verbose)
+
+
+def print_row(urls: tuple[str, str], name: str, num_rounds: int, *, verbose: bool) -> None:
+    """Run a workload, once more than it counts, and print its line."""
+    found = [
+        asyncio.run(compare(urls, name, seed, verbose=verbose)) for seed in range(num_rounds + 1)
+    ][1:]
+    ratios = [estimated_s / measured_s for estimated_s, measured_s, _ in found]
+    middle = [statistics.median(each) for each in zip(*found, strict=True)]
+    print(
+        f"| {name} | {middle[0]:.3f} | {middle[1]:.3f} | {statistics.median(ratios):.2f} "
+        f"| {min(ratios):.2f} | {max(ratios):.2f} |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class EngineCore:
         self._outputs = OutputProcessor(self, runner, self._kv, self._counters, constraints)
         self._num_arrived = 0
         self._num_steps = 0
+        self._num_tokens = 0
         self._in_flight: InFlightStep | None = None
         self._reports: list[protocol.Report] = []
 
@@ -187,7 +188,13 @@ class EngineCore:
         reports, self._reports = self._reports, []
         pool = self._kv.pool
         return protocol.StepReport(
-            self._epoch, self._num_steps, pool.num_free, pool.num_cached, reports
+            epoch=self._epoch,
+            number=self._num_steps,
+            num_free=pool.num_free,
+            num_cached=pool.num_cached,
+            num_tokens=self._num_tokens,
+            is_idle=self.is_idle,
+            reports=reports,
         )
 
     def _launch_scheduled(self) -> InFlightStep:
@@ -233,6 +240,7 @@ class EngineCore:
     def _complete_step(self, step: InFlightStep) -> None:
         """Read a step, and commit its results."""
         num_sampled = sum(row.sampling is not None for row in step.rows)
+        self._num_tokens += sum(row.num_new for row in step.rows)
         try:
             sampled = step.handle.read()
             if len(sampled) != num_sampled:

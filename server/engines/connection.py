@@ -21,7 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -31,8 +31,12 @@ from .command_line import EngineCommandLine
 from .heartbeat import HeartbeatMonitor
 from .protocol import Listener
 from .reports import join_tokens
+from .step_costs import StepClock
 
 logger = logging.getLogger(__name__)
+
+_HELLO: Final = msgspec.msgpack.Decoder(protocol.Hello)
+_STEP: Final = msgspec.msgpack.Decoder(protocol.StepReport)
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 PING_EVERY_S = 1.0
@@ -105,6 +109,7 @@ class EngineConnection(asyncio.Protocol):
         self._lowest = 0
         """Free and cached blocks in the step since the last request in which they were fewest."""
         self.num_steps = 0
+        self.step_clock = StepClock(num_blocks=0, block_size=0)
         self.on_steps: Callable[[], None] | None = None
         self.answered_at = time.monotonic()
         self._hang_s = hang_s
@@ -135,8 +140,6 @@ class EngineConnection(asyncio.Protocol):
         self._replies = _PendingReplies()
         self._last_line = ""
         self._encoder = msgspec.msgpack.Encoder()
-        self._hello_decoder = msgspec.msgpack.Decoder(protocol.Hello)
-        self._step_decoder = msgspec.msgpack.Decoder(protocol.StepReport)
 
     @classmethod
     async def start(
@@ -329,9 +332,9 @@ class EngineConnection(asyncio.Protocol):
             start += 4 + size
             try:
                 if not self._hello.done():
-                    self._handle_hello(self._hello_decoder.decode(frame))
+                    self._handle_hello(_HELLO.decode(frame))
                 else:
-                    steps.append(self._step_decoder.decode(frame))
+                    steps.append(_STEP.decode(frame))
             except msgspec.DecodeError as error:
                 self._mark_lost(f"{self.name} sent a malformed frame: {error}")
                 return
@@ -356,11 +359,15 @@ class EngineConnection(asyncio.Protocol):
             )
             return
         self._hello.set_result(hello)
-        self.num_free = self._lowest = hello.limits.num_blocks
+        limits = hello.limits
+        self.num_free = self._lowest = limits.num_blocks
+        self.step_clock = StepClock(limits.num_blocks, limits.block_size)
 
     def _handle_steps(self, steps: list[protocol.StepReport]) -> None:
         """Deliver the reports of steps. If the loop was late, those of several steps at once."""
+        now = time.monotonic()
         for step in steps:
+            self.step_clock.observe(step, now)
             self.num_free = step.num_free
             self.num_cached = step.num_cached
             self.num_steps = step.number

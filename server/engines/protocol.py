@@ -11,6 +11,8 @@ from typing import Protocol, TypeAlias
 
 from conure.engine import protocol
 
+from .step_costs import StepClock
+
 Listener: TypeAlias = Callable[[protocol.Report], None]
 """Receives the reports on one context."""
 
@@ -44,6 +46,11 @@ class Engine(Protocol):
     @property
     def num_steps(self) -> int:
         """Steps that the engine has run, as last reported."""
+        ...
+
+    @property
+    def step_clock(self) -> StepClock:
+        """Measures what a step costs."""
         ...
 
     @property

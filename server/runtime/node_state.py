@@ -55,11 +55,6 @@ class NodeUsage:
     prefill_s: float = 0.0
     """From the start on an engine until the prompt was filled, including other calls' prompts."""
     decode_s: float = 0.0
-    unshared_fill_s: float = 0.0
-    """Estimated time of the engine for the prompts, if nothing were shared; see
-    `calls.engine_clock`."""
-    unpaused_decode_s: float = 0.0
-    """Estimated time of the outputs, if the engine filled no other prompts meanwhile."""
     block_seconds: float = 0.0
 
     @property

@@ -36,6 +36,7 @@ from .node_state import MissingValue, NodeState
 from .persistence.journaled_events import RecoveredState
 from .program_state import ProgramState
 from .reporting.receipt import make_receipt
+from .reporting.single_requests import EngineSpeed
 from .reporting.status_parts import end_snapshot
 from .services import RuntimeServices
 from .steps.client_step import ClientStepExecutor, PendingClientStep
@@ -320,7 +321,7 @@ def _ignore() -> None:
 def _write_end_of(run: ProgramRun) -> None:
     """Make and write the receipt of a program that changes no more."""
     describe = partial(
-        _describe_end, run.state, run._calls.num_contexts, run._services.max_sequences
+        _describe_end, run.state, run._calls.num_contexts, run._services.engine_speeds()
     )
     if len(run.state.nodes) <= MAX_NODES_INLINE:
         run._write_end(*describe())
@@ -333,10 +334,10 @@ def _write_end_of(run: ProgramRun) -> None:
 
 
 def _describe_end(
-    state: ProgramState, blocks_held: int, max_sequences: Mapping[str, int]
+    state: ProgramState, blocks_held: int, engines: Mapping[str, EngineSpeed]
 ) -> tuple[Receipt, EndRecord]:
     """Return the receipt and the last record of a program that has ended, and changes no more."""
-    receipt = make_receipt(state, blocks_held=blocks_held, max_sequences=max_sequences)
+    receipt = make_receipt(state, blocks_held=blocks_held, engines=engines)
     assert state.finished_at is not None
     record = EndRecord(
         program=state.id,

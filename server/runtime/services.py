@@ -13,12 +13,12 @@ from ..scheduling.scheduler import Scheduler
 from ..store.journal import Journal
 from .admission.call_quota import CallQuota
 from .admission.load import LoadMonitor
-from .calls.engine_clock import EngineClock
 from .calls.prompt_encoder import PromptEncoder
 from .calls.suspects import SuspectGate
 from .clock import SteadyClock
 from .program_watch import ProgramWatch
 from .quota import QuotaLimits
+from .reporting.single_requests import EngineSpeed
 from .turns import Turns
 
 
@@ -51,7 +51,6 @@ class RuntimeServices:
         self.quota_limits = QuotaLimits()
         self.watch = ProgramWatch()
         self.suspects = SuspectGate()
-        self._engine_clocks: dict[str, EngineClock] = {}
         self.fleet: Fleet | None = None
         self.open_journal: Journal | None = None
         self.served_model: ServedModel | None = None
@@ -76,19 +75,17 @@ class RuntimeServices:
     @property
     def num_sequences(self) -> int:
         """Calls that the live engines run at once."""
-        return sum(self.max_sequences.values())
+        return sum(engine.hello.limits.max_sequences for engine in self.engines.values())
 
-    @property
-    def max_sequences(self) -> dict[str, int]:
-        """Calls that each live engine runs at once, by its name."""
-        return {name: engine.hello.limits.max_sequences for name, engine in self.engines.items()}
+    def engine_speeds(self) -> dict[str, EngineSpeed]:
+        """Return the speeds of the live engines whose steps are known, by name."""
+        speeds: dict[str, EngineSpeed] = {}
+        for name, engine in self.engines.items():
+            limits, costs = engine.hello.limits, engine.step_clock.costs
+            if costs is not None:
+                speeds[name] = EngineSpeed(costs, limits.step_tokens, limits.max_sequences)
+        return speeds
 
     def engine(self, name: str) -> Engine | None:
         """Return a live engine, or None if it is dead."""
         return self.engines.get(name)
-
-    def engine_clock(self, engine: Engine) -> EngineClock:
-        """Return the clock of an engine; an engine that restarts keeps that of its name."""
-        if engine.name not in self._engine_clocks:
-            self._engine_clocks[engine.name] = EngineClock(engine.hello.limits.max_sequences)
-        return self._engine_clocks[engine.name]

@@ -45,6 +45,8 @@ def test_reports_survive_a_round_trip() -> None:
         2,
         3,
         4,
+        5,
+        False,
         [
             protocol.Filled(1, 2, 3, 4, 5),
             protocol.Tokens(1, [7], "x"),

@@ -110,7 +110,7 @@ def test_calls_cancelled_in_the_queue_have_no_durations() -> None:
     state.nodes["ran"].usage.logical = 5
     state.finished_at = 2.0
     metrics = ServerMetrics()
-    metrics.program_ended(state, make_receipt(state, blocks_held=0, max_sequences={}))
+    metrics.program_ended(state, make_receipt(state, blocks_held=0, engines={}))
     page = metrics.render(MetricsSnapshot(0, 0, 0, 0, 0, [], 0, JOURNAL)).decode()
     for stage in ("queued", "prefill", "decode"):
         assert f'conure_call_seconds_count{{stage="{stage}"}} 1.0' in page.splitlines()

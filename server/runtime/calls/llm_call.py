@@ -37,7 +37,6 @@ from ..node_context import NodeContext
 from ..node_state import NodeState
 from .call_priorities import CallPriorities
 from .call_recorder import CallRecorder
-from .engine_clock import CallTimer
 from .kv_context import CallKVContext, PromptPlan
 from .outputs import (
     OutputResult,
@@ -119,7 +118,6 @@ class LLMCall:
         monotonic clock."""
         self._started_s = 0.0
         """When the current slot was sent to an engine, on the monotonic clock."""
-        self._timer = CallTimer(node_state)
         self._recorder = recorder
 
     @property
@@ -268,7 +266,6 @@ class LLMCall:
         self._phase_start_s = self._started_s = now
         engine = self._context.services.engine(placement.engine)
         assert engine is not None, "the scheduler places calls on live engines only"
-        self._timer.begin(self._context.services.engine_clock(engine), engine, now)
         state.engine = engine.name
         state.why = placement.why
         state.phase = "running"
@@ -310,7 +307,6 @@ class LLMCall:
                 self._num_filling = (
                     0  # the engine reports no progress: most likely it filled nothing
                 )
-                self._timer.stop(time.monotonic())
                 self._kv.free()
                 self._withdraw()
                 self._fail(RunError(report.code, report.message))
@@ -344,7 +340,6 @@ class LLMCall:
         num_prefilled = report.computed + self._num_ahead if report.computed else 0
         scheduler.service_time.observe_prefill(num_prefilled, prefill_s)
         _count_prompt(self, report)
-        self._timer.filled(now)
 
     def _finished(self, report: protocol.Finished) -> None:
         self._add_usage(report)
@@ -385,7 +380,6 @@ class LLMCall:
         decode_s = now - self._phase_start_s
         self._context.services.load.observe_call(now - self._started_s)
         usage.decode_s += decode_s
-        self._timer.finish(now, len(self.ids) + len(self._prompt))
         self._context.services.scheduler.service_time.observe_decode(report.num_decoded, decode_s)
         usage.decoded += report.num_decoded
         usage.forced += report.num_forced
@@ -485,7 +479,6 @@ class LLMCall:
         self._output = []
         usage.prompt_discarded += self._num_filling
         self._num_filling = 0
-        self._timer.stop(time.monotonic())
 
     def _withdraw(self) -> None:
         if self._request is not None:

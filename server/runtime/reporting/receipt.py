@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ...program.ir import GenerateNode
 from ...program.status import (
     OutputTokens,
@@ -21,14 +19,15 @@ from ...program.status import (
     SingleRequests,
     UsageReport,
 )
+from ...program.typed_json import convert_record
 from ...store.records import UsageRecord
 from ..node_state import NodeState, NodeUsage
 from ..program_state import ProgramState
-from .single_requests import estimate_s
+from .single_requests import EngineSpeed, estimate_s
 
 
 def make_receipt(
-    program: ProgramState, *, blocks_held: int, max_sequences: Mapping[str, int]
+    program: ProgramState, *, blocks_held: int, engines: Mapping[str, EngineSpeed]
 ) -> Receipt:
     """Return the receipt of a program that has ended.
 
@@ -36,7 +35,7 @@ def make_receipt(
         program: the program; its `finished_at` is set.
         blocks_held: contexts that are not freed, each of at least one block; 0 unless the
             server has a leak.
-        max_sequences: calls that each engine runs at once, by its name.
+        engines: the engines whose steps are known, by name.
     """
     assert program.finished_at is not None
     states = [state for state in program.nodes.values() if isinstance(state.node, GenerateNode)]
@@ -72,7 +71,7 @@ def make_receipt(
         deadlines_missed=sorted(program.missed_deadlines),
         critical_path_s=_covered_s(path),
         as_single_requests=SingleRequests(
-            prompt_tokens=logical, estimated_s=_single_requests_s(program, max_sequences)
+            prompt_tokens=logical, estimated_s=_single_requests_s(program, engines)
         ),
         kv_block_seconds=sum(usage.block_seconds for usage in usages),
         blocks_held=blocks_held,
@@ -94,7 +93,7 @@ def usage_report(
         for each in above:
             part = part.setdefault(each, {})
         part[name] = part.get(name, 0) + record.amount
-    receipts = msgspec.convert(sums, Receipts)
+    receipts = convert_record(sums, Receipts)
     return UsageReport(since=since, until=until, programs=programs, receipts=receipts)
 
 
@@ -244,7 +243,7 @@ def _covered_s(path: list[NodeState]) -> float:
     return total
 
 
-def _single_requests_s(program: ProgramState, max_sequences: Mapping[str, int]) -> float:
+def _single_requests_s(program: ProgramState, engines: Mapping[str, EngineSpeed]) -> float:
     """Estimate the duration of the same calls, sent by a parallel client; see `single_requests`."""
     states = [state for state in program.nodes.values() if _has_run(state)]
-    return estimate_s(states, lambda state: _waited_for(program, state), max_sequences)
+    return estimate_s(states, lambda state: _waited_for(program, state), engines)

@@ -1,99 +1,175 @@
 """The counterfactual of a receipt: the same calls as single requests of a parallel client.
 
 The client sends each call when its inputs are ready, to the engine that ran it, without network and
-without shared prefixes. An engine fills one prompt after another while it has a row for the output;
-the running outputs wait meanwhile, and otherwise all decode at once. Nodes without a model take as
-long as they took. The times of prompts and outputs are those of `calls.engine_clock`.
+without shared prefixes. An engine fills one prompt after another while it has a row for the output.
+Each of its steps gives every output one token and takes as long as the steps that the server has
+seen, by its tokens and by the KV tokens of the outputs. Nodes without a model, and calls on engines
+whose steps are unknown, take as long as they took.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from ...engines.step_costs import StepCosts
 from ...program.ir import GenerateNode
 from ..node_state import NodeState
 
 
-class _Work(NamedTuple):
-    """What a node costs in the counterfactual."""
+class EngineSpeed(NamedTuple):
+    """An engine of the counterfactual."""
 
-    engine: str | None
-    fill_s: float
-    """Exclusive time of the engine."""
-    own_s: float
-    """Time after that, in parallel with all other nodes; on an engine, only while it fills no
-    prompt."""
+    costs: StepCosts
+    step_tokens: int
+    """Tokens that a step computes at most."""
+    max_sequences: int
+    """Outputs that a step decodes at most."""
+
+
+class _Call(NamedTuple):
+    """The work of a call."""
+
+    engine: str
+    num_prompt: int
+    num_output: int
+
+
+class _Delay(NamedTuple):
+    """A node that is computed outside the engines, in parallel with all other nodes."""
+
+    seconds: float
+
+
+_Work: TypeAlias = _Call | _Delay
 
 
 def estimate_s(
     states: Sequence[NodeState],
     waited_for: Callable[[NodeState], Iterable[NodeState]],
-    max_sequences: Mapping[str, int],
+    engines: Mapping[str, EngineSpeed],
 ) -> float:
     """Return the seconds from the start of the program to the end of its last node.
 
     Args:
         states: the nodes that have started and finished.
         waited_for: the nodes that a node waited for; others than `states` are ignored.
-        max_sequences: outputs that each engine decodes at once, by its name; an engine that is
-            missing has no limit.
+        engines: the engines whose steps are known, by name.
     """
     known = {state.node.id for state in states}
     work: dict[str, _Work] = {}
     before: dict[str, tuple[str, ...]] = {}
     for state in states:
         waited = [each for each in waited_for(state) if each.node.id in known]
-        work[state.node.id] = _work(state, waited)
+        work[state.node.id] = _work(state, waited, engines)
         before[state.node.id] = tuple({each.node.id: None for each in waited})
-    return _Counterfactual(work, before, max_sequences).run()
+    return _Counterfactual(work, before, engines).run()
 
 
-def _work(state: NodeState, before: Iterable[NodeState]) -> _Work:
-    if isinstance(state.node, GenerateNode):
+def _work(
+    state: NodeState, before: Iterable[NodeState], engines: Mapping[str, EngineSpeed]
+) -> _Work:
+    if (
+        isinstance(state.node, GenerateNode)
+        and state.engine is not None
+        and state.engine in engines
+    ):
         usage = state.usage
-        return _Work(state.engine or "", usage.unshared_fill_s, usage.unpaused_decode_s)
+        # Tokens that a constraint forces are computed like those of a prompt.
+        return _Call(state.engine, usage.logical + usage.forced, usage.decoded)
     began = max((each.finished_at or 0.0 for each in before), default=0.0)
     began = max(began, state.started_at or 0.0)
-    return _Work(None, 0.0, max((state.finished_at or 0.0) - began, 0.0))
+    return _Delay(max((state.finished_at or 0.0) - began, 0.0))
+
+
+class _Output(NamedTuple):
+    """An output that is being decoded."""
+
+    end_step: float
+    name: str
+    num_tokens: int
+    """Tokens of its context at the end."""
 
 
 class _Engine:
-    """An engine that fills one prompt at a time and otherwise decodes all outputs."""
+    """An engine that fills one prompt at a time, and gives each output one token per step.
 
-    def __init__(self, max_outputs: float) -> None:
-        self.max_outputs = max_outputs
-        self.prompts: deque[str] = deque()
-        self.filling: str | None = None
-        self.fill_ends_s = 0.0
-        self.decoded_s = 0.0
-        """Time in which outputs were decoded, until `now_s`."""
-        self.outputs: list[tuple[float, str]] = []
-        """Each ends when `decoded_s` reaches the first number."""
-        self.now_s = 0.0
+    Steps are fractional: a prompt takes the part of a step that its tokens fill.
+    """
 
-    def advance(self, now_s: float) -> None:
-        """Decode until a time at which nothing ends before."""
-        if self.filling is None:
-            self.decoded_s += now_s - self.now_s
-        self.now_s = now_s
+    def __init__(self, speed: EngineSpeed) -> None:
+        self._costs = speed.costs
+        self._step_tokens = speed.step_tokens
+        self._max_outputs = speed.max_sequences
+        self._prompts: deque[tuple[str, _Call]] = deque()
+        self._filling: tuple[str, _Call] | None = None
+        self._fill_end = 0.0
+        """The step at which the prompt is filled."""
+        self._outputs: list[_Output] = []
+        self._num_at_end = 0
+        """Sum of `num_tokens` of the outputs."""
+        self._end_steps = 0.0
+        """Sum of `end_step` of the outputs."""
+        self._step = 0.0
+        self._now_s = 0.0
+        self._next_step = 0.0
+        """The step at which the next prompt or output ends, if `next_s` is not None."""
+        self.next_s: float | None = None
+        """The time of `next_step`; None if the engine has no work."""
 
-    @property
-    def can_fill(self) -> bool:
-        """Whether a prompt waits that can be filled now."""
-        has_row = len(self.outputs) < self.max_outputs
-        return self.filling is None and bool(self.prompts) and has_row
+    def add(self, name: str, call: _Call, now_s: float) -> None:
+        """Queue the prompt of a call, at a time at which nothing ends before."""
+        if self.next_s is not None and now_s > self._now_s:
+            share = (now_s - self._now_s) / (self.next_s - self._now_s)
+            self._step += share * (self._next_step - self._step)
+        self._now_s = now_s
+        self._prompts.append((name, call))
+        self._schedule()
 
-    def next_s(self) -> float | None:
-        """Return when the next prompt or output ends; None if there is none."""
-        if self.filling is not None:
-            return self.fill_ends_s
-        if self.outputs:
-            return self.now_s + max(self.outputs[0][0] - self.decoded_s, 0.0)
-        return None
+    def end_next(self) -> str | None:
+        """Run until `next_s`; return the call whose output ends, None if a prompt is filled."""
+        assert self.next_s is not None, "an engine without work"
+        self._now_s, self._step = self.next_s, self._next_step
+        ended = None
+        if self._filling is not None and self._fill_end == self._step:
+            (name, call), self._filling = self._filling, None
+            output = _Output(self._step + call.num_output, name, call.num_prompt + call.num_output)
+            heapq.heappush(self._outputs, output)
+            self._num_at_end += output.num_tokens
+            self._end_steps += output.end_step
+        else:
+            output = heapq.heappop(self._outputs)
+            self._num_at_end -= output.num_tokens
+            self._end_steps -= output.end_step
+            ended = output.name
+        self._schedule()
+        return ended
+
+    def _schedule(self) -> None:
+        """Start the next prompt if none is being filled, and compute when something ends."""
+        num_outputs = len(self._outputs)
+        if self._filling is None and self._prompts and num_outputs < self._max_outputs:
+            self._filling = self._prompts.popleft()
+            self._fill_end = self._step + self._filling[1].num_prompt / self._step_tokens
+        ends = [output.end_step for output in self._outputs[:1]]
+        num_tokens, num_filling = num_outputs, 0
+        if self._filling is not None:
+            ends.append(self._fill_end)
+            num_tokens += self._step_tokens
+            num_filling = self._filling[1].num_prompt
+        if not ends:
+            self.next_s = None
+            return
+        self._next_step = min(ends)
+        num_steps = self._next_step - self._step
+        # Contexts grow by a token per step: as many as in the middle of the interval.
+        middle = self._step + num_steps / 2
+        num_held = num_filling + self._num_at_end - self._end_steps + num_outputs * middle
+        costs = self._costs
+        step_s = costs.step_s + num_tokens * costs.token_s + num_held * costs.held_token_s
+        self.next_s = self._now_s + num_steps * step_s
 
 
 class _Counterfactual:
@@ -103,7 +179,7 @@ class _Counterfactual:
         self,
         work: Mapping[str, _Work],
         before: Mapping[str, tuple[str, ...]],
-        max_sequences: Mapping[str, int],
+        engines: Mapping[str, EngineSpeed],
     ) -> None:
         self._work = work
         self._num_open = {name: len(names) for name, names in before.items()}
@@ -112,15 +188,11 @@ class _Counterfactual:
             for each in names:
                 self._after.setdefault(each, []).append(name)
         self._started: set[str] = set()
-        self._ended: list[tuple[float, str]] = []
-        """Nodes without an engine, by their end."""
-        self._engines = {
-            each.engine: _Engine(max_sequences.get(each.engine, math.inf))
-            for each in work.values()
-            if each.engine is not None
-        }
+        self._delays: list[tuple[float, str]] = []
+        """Nodes outside the engines, by their end."""
+        self._engines = {name: _Engine(speed) for name, speed in engines.items()}
         self._next: list[tuple[float, str]] = []
-        """Times at which an engine may have something that ends; old entries are ignored."""
+        """Times at which something may end on an engine; others than its `next_s` are ignored."""
         self._end_s = 0.0
 
     def run(self) -> float:
@@ -134,8 +206,8 @@ class _Counterfactual:
                 self._start(name, 0.0)
         waiting = iter(self._work)
         while True:
-            if self._ended and (not self._next or self._ended[0] <= self._next[0]):
-                at_s, name = heapq.heappop(self._ended)
+            if self._delays and (not self._next or self._delays[0] <= self._next[0]):
+                at_s, name = heapq.heappop(self._delays)
                 self._finish(name, at_s)
             elif self._next:
                 at_s, engine = heapq.heappop(self._next)
@@ -150,37 +222,26 @@ class _Counterfactual:
         if name in self._started:
             return
         self._started.add(name)
-        node = self._work[name]
-        if node.engine is None:
-            heapq.heappush(self._ended, (now_s + node.own_s, name))
+        work = self._work[name]
+        if isinstance(work, _Delay):
+            heapq.heappush(self._delays, (now_s + work.seconds, name))
             return
-        engine = self._engines[node.engine]
-        engine.advance(now_s)
-        engine.prompts.append(name)
-        self._schedule(node.engine)
+        self._engines[work.engine].add(name, work, now_s)
+        self._note_next(work.engine)
 
     def _run_engine(self, key: str, now_s: float) -> None:
         engine = self._engines[key]
-        if engine.next_s() != now_s:
+        if engine.next_s != now_s:
             return
-        engine.advance(now_s)
-        if engine.filling is not None:
-            name, engine.filling = engine.filling, None
-            end_s = engine.decoded_s + self._work[name].own_s
-            heapq.heappush(engine.outputs, (end_s, name))
-        else:
-            self._finish(heapq.heappop(engine.outputs)[1], now_s)
-        self._schedule(key)
+        ended = engine.end_next()
+        self._note_next(key)
+        if ended is not None:
+            self._finish(ended, now_s)
 
-    def _schedule(self, key: str) -> None:
-        """Start the next prompt of an engine that fills none, and note when something ends."""
-        engine = self._engines[key]
-        if engine.can_fill:
-            engine.filling = engine.prompts.popleft()
-            engine.fill_ends_s = engine.now_s + self._work[engine.filling].fill_s
-        at_s = engine.next_s()
-        if at_s is not None:
-            heapq.heappush(self._next, (at_s, key))
+    def _note_next(self, key: str) -> None:
+        next_s = self._engines[key].next_s
+        if next_s is not None:
+            heapq.heappush(self._next, (next_s, key))
 
     def _finish(self, name: str, now_s: float) -> None:
         self._end_s = max(self._end_s, now_s)

@@ -555,6 +555,24 @@ def test_status_and_pong_need_no_step() -> None:
     assert server.step() is None
 
 
+def test_steps_report_all_computed_tokens_and_the_last_one_is_idle() -> None:
+    server = ServerDouble()
+    context = server.fill(A[:10])
+    server.generate(context, max_tokens=4, ignore_eos=True)
+    steps = []
+    while (step := server.step()) is not None:
+        steps.append(step)
+    # The last token of the output is sampled, but not computed.
+    assert steps[-1].num_tokens == 10 + 3
+    assert [step.is_idle for step in steps] == [False] * (len(steps) - 1) + [True]
+    server.extend(context, b"xy")
+    server.run()
+    server.apply(protocol.Ping(5))
+    step = server.step()
+    assert step is not None
+    assert (step.num_tokens, step.is_idle) == (10 + 4 + 2, True)
+
+
 def test_hello_identifies_the_engine() -> None:
     hello = EngineCore(FakeRunner(), 7).hello()
     assert (hello.protocol, hello.epoch, hello.model) == (protocol.PROTOCOL_VERSION, 7, "fake")

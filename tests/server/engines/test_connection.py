@@ -64,7 +64,15 @@ async def busy_engine(
 
 def end_step(engine: EngineConnection, *reports: protocol.Report) -> None:
     """Let the server receive the reports of a step."""
-    report = protocol.StepReport(engine.epoch, 1, reports=[*reports], num_free=10, num_cached=0)
+    report = protocol.StepReport(
+        engine.epoch,
+        1,
+        num_free=10,
+        num_cached=0,
+        num_tokens=0,
+        is_idle=False,
+        reports=[*reports],
+    )
     engine._handle_steps([report])
 
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conure.server.engines.step_costs import StepCosts
 from conure.server.runtime.node_state import NodeUsage
 from conure.server.runtime.program_state import ProgramState
 from conure.server.runtime.reporting.receipt import critical_path, explain, make_receipt
+from conure.server.runtime.reporting.single_requests import EngineSpeed
 
 from ....cpu_time import least_cpu_s
 from ...inprocess import client, expr, generate, insert, var
@@ -46,7 +48,7 @@ def test_critical_path_follows_the_last_predecessor() -> None:
         {"fast": (0, 1), "slow": (0, 5), "join": (5, 6), "aside": (0, 5.5), "end": (6, 6.5)},
     )
     assert names(execution) == ["slow", "join", "end"]
-    made = make_receipt(execution, blocks_held=0, max_sequences={})
+    made = make_receipt(execution, blocks_held=0, engines={})
     assert made.critical_path == ["slow", "join", "end"]
     assert made.critical_path_s == pytest.approx(6.5)
     # Had something else been waited for longer, that would be the path.
@@ -91,13 +93,11 @@ def test_overlapping_time_counts_once() -> None:
         client("ask", "x", args={"a": var("a")}),
     ]
     execution = run(execute(nodes), {"p": (1, 10), "ask": (3, 7)})
-    made = make_receipt(execution, blocks_held=0, max_sequences={})
+    made = make_receipt(execution, blocks_held=0, engines={})
     assert made.critical_path == ["ask", "p"], "each waits for the other, and stands there once"
     assert made.critical_path_s == pytest.approx(9)
     execution = run(execute(nodes), {"p": (1, 4), "ask": (6, 7)})  # nothing ran in between
-    assert make_receipt(
-        execution, blocks_held=0, max_sequences={}
-    ).critical_path_s == pytest.approx(4)
+    assert make_receipt(execution, blocks_held=0, engines={}).critical_path_s == pytest.approx(4)
 
 
 def test_calls_that_were_cancelled_in_the_queue_are_not_counted() -> None:
@@ -105,7 +105,7 @@ def test_calls_that_were_cancelled_in_the_queue_are_not_counted() -> None:
     execution = run(execute([generate(name, name) for name in names]), dict.fromkeys(names, (1, 2)))
     execution.nodes["ran"].usage.logical = 5
     execution.nodes["aborted_early"].usage.prompt_discarded = 3
-    made = make_receipt(execution, blocks_held=0, max_sequences={})
+    made = make_receipt(execution, blocks_held=0, engines={})
     assert (made.calls, made.round_trips_saved) == (2, 1)
 
 
@@ -113,11 +113,11 @@ def test_unstarted_nodes_are_not_in_the_receipt() -> None:
     nodes = [generate("off", "x", when={"lit": False}), generate("end", "y", after=["off"])]
     execution = run(execute(nodes), {"end": (1, 2)})
     execution.nodes["end"].usage.logical = 5
-    made = make_receipt(execution, blocks_held=0, max_sequences={})
+    made = make_receipt(execution, blocks_held=0, engines={})
     assert (made.calls, made.critical_path, made.round_trips_saved) == (1, ["end"], 0)
     empty = execute([])
     empty.finished_at = 1.0
-    made = make_receipt(empty, blocks_held=0, max_sequences={})
+    made = make_receipt(empty, blocks_held=0, engines={})
     assert (made.calls, made.critical_path, made.critical_path_s) == (0, [], 0)
 
 
@@ -126,9 +126,7 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
         execute([generate("a", "x"), generate("b", insert("a")), expr("e", var("b"))]),
         {"a": (0, 1), "b": (1, 2), "e": (2, 2)},
     )
-    one = NodeUsage(
-        logical=100, computed=100, decoded=5, discarded=2, unshared_fill_s=1, unpaused_decode_s=2
-    )
+    one = NodeUsage(logical=100, computed=100, decoded=5, discarded=2)
     other = NodeUsage(
         logical=100,
         computed=20,
@@ -138,12 +136,12 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
         recomputed=7,
         decoded=5,
         retokenized=3,
-        unshared_fill_s=1,
-        unpaused_decode_s=2,
         block_seconds=4,
     )
     execution.nodes["a"].usage, execution.nodes["b"].usage = one, other
-    made = make_receipt(execution, blocks_held=2, max_sequences={})
+    execution.nodes["a"].engine = execution.nodes["b"].engine = "engine-0"
+    speed = EngineSpeed(StepCosts(0.1, 0.01, 0.0), step_tokens=50, max_sequences=8)
+    made = make_receipt(execution, blocks_held=2, engines={"engine-0": speed})
     tokens = made.prompt_tokens
     assert (tokens.logical, tokens.computed, tokens.recomputed) == (200, 120, 7)
     shared = tokens.shared
@@ -152,77 +150,17 @@ def test_receipt_sums_tokens_and_single_requests() -> None:
     assert (made.retokenized, made.kv_block_seconds, made.blocks_held) == (3, 4, 2)
     assert (made.calls, made.round_trips_saved, made.wall_s) == (2, 1, 2)
     assert made.as_single_requests.prompt_tokens == 200
-    assert made.as_single_requests.estimated_s == pytest.approx(6)
-
-
-def filled(decode_s: float) -> NodeUsage:
-    """Return the usage of a call whose prompt takes a second."""
-    return NodeUsage(
-        logical=100, computed=100, decoded=5, unshared_fill_s=1, unpaused_decode_s=decode_s
-    )
-
-
-def test_single_requests_of_a_stage_decode_at_once() -> None:
-    maps = [f"m{i}" for i in range(4)]
-    execution = run(
-        execute([*(generate(name, name) for name in maps), generate("r", *map(insert, maps))]),
-        dict.fromkeys(maps, (0.0, 6.0)) | {"r": (6.0, 10.0)},
-    )
-    for name in (*maps, "r"):
-        execution.nodes[name].usage = filled(decode_s=3)
-        execution.nodes[name].engine = "engine-0"
-    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
-    assert made.estimated_s == pytest.approx(4 * 1 + 3 + 1 + 3), "not 5 x (1 + 3)"
-    for i, name in enumerate(maps):
-        execution.nodes[name].engine = f"engine-{i}"
-    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
-    assert made.estimated_s == pytest.approx(1 + 3 + 1 + 3)
-
-
-def test_single_requests_pause_for_prompts_of_others() -> None:
-    execution = run(
-        execute([generate("a", "x"), generate("b", "y")]), {"a": (0.0, 6.0), "b": (0.0, 6.0)}
-    )
-    for name in ("a", "b"):
-        execution.nodes[name].usage = filled(decode_s=3)
-        execution.nodes[name].engine = "engine-0"
-    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
-    assert made.estimated_s == pytest.approx(1 + 1 + 3)
-
-
-def test_single_requests_wait_for_a_row_of_the_engine() -> None:
-    maps = [f"m{i}" for i in range(5)]
-    execution = run(
-        execute([generate(name, name) for name in maps]), dict.fromkeys(maps, (0.0, 6.0))
-    )
-    for name in maps:
-        execution.nodes[name].usage = filled(decode_s=3)
-        execution.nodes[name].engine = "engine-0"
-    sizes = {"engine-0": 2, "other": 1}
-    made = make_receipt(execution, blocks_held=0, max_sequences=sizes).as_single_requests
-    assert made.estimated_s == pytest.approx(5 * 1 + 3 * 3), "two, two and one decode at once"
-    sizes = {"engine-0": 5}
-    made = make_receipt(execution, blocks_held=0, max_sequences=sizes).as_single_requests
-    assert made.estimated_s == pytest.approx(5 * 1 + 3)
-
-
-def test_single_requests_wait_for_steps_of_the_client() -> None:
-    execution = run(
-        execute([generate("a", "x"), client("ask", "y", args={"a": var("a")})]),
-        {"a": (0.0, 4.0), "ask": (4.5, 6.5)},
-    )
-    execution.nodes["a"].usage = filled(decode_s=3)
-    made = make_receipt(execution, blocks_held=0, max_sequences={}).as_single_requests
-    assert made.estimated_s == pytest.approx(4 + 2)
+    # Per call two steps with 50 tokens of the prompt, and five with one of the output.
+    assert made.as_single_requests.estimated_s == pytest.approx(2 * (2 * 0.6 + 5 * 0.11))
 
 
 def test_receipt_of_a_long_chain_takes_little_cpu_time() -> None:
     nodes: list[Any] = [expr("n0", {"lit": 0})]
     nodes += [expr(f"n{i}", var(f"n{i - 1}")) for i in range(1, 5_000)]
     execution = run(execute(nodes), {f"n{i}": (i, i + 1) for i in range(5_000)})
-    assert len(make_receipt(execution, blocks_held=0, max_sequences={}).critical_path) == 5_000
+    assert len(make_receipt(execution, blocks_held=0, engines={}).critical_path) == 5_000
     # Measured: 0.1 s. The bound only detects quadratic time.
-    assert least_cpu_s(lambda: make_receipt(execution, blocks_held=0, max_sequences={})) < 1
+    assert least_cpu_s(lambda: make_receipt(execution, blocks_held=0, engines={})) < 1
 
 
 @pytest.mark.parametrize(
