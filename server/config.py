@@ -16,7 +16,7 @@ from typing import Annotated
 
 from conure.engine.config import ConfigError, EngineConfig, Option, check_bounds
 
-from .program.decode import MAX_BODY_BYTES
+from .program.decoding.bodies import MAX_BODY_BYTES
 from .scheduling.policy import DEFAULT_POLICY, POLICIES
 
 __all__ = [

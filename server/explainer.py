@@ -7,13 +7,13 @@ from typing import Final
 
 import msgspec
 
+from .program.decoding.typed_json import decode_record
 from .program.errors import NotFoundError
 from .program.explanation.explain import ModelLimits, explain, with_actual
 from .program.explanation.records import ProgramExplanation
 from .program.graph.graph import graph_of
 from .program.ir import ProcedureNode, Submission
 from .program.nodes.bodies import walk
-from .program.typed_json import decode_record
 from .runtime.admission.intake import ProgramIntake
 from .runtime.calls.pins import PinKeeper
 from .runtime.persistence.program_directory import ProgramDirectory

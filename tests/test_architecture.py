@@ -66,7 +66,7 @@ BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 BANNED_CLASS_ENDINGS = ("Helper", "Impl")
 SPEAKS_TO_A_TERMINAL = ("conure.cli", "conure.engine.__main__")
 # Imports inside a folder that would invert its layers: (module, imported module).
-TYPED_DECODING = "conure.server.program.typed_json"
+TYPED_DECODING = "conure.server.program.decoding.typed_json"
 THREADED_PARTS = ("adapters", "server", "server.program", "cli")
 INNER_ARROWS = (
     ("conure.engine.kv", "conure.engine.core.engine"),

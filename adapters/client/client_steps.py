@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from conure.server.program.decode import MAX_BODY_BYTES
+from conure.server.program.decoding.bodies import MAX_BODY_BYTES
+from conure.server.program.decoding.typed_json import convert_record
 from conure.server.program.errors import ConureError, ProgramError, RunError
 from conure.server.program.ir import Json
 from conure.server.program.status import (
@@ -28,7 +29,6 @@ from conure.server.program.status import (
     PutValue,
     Receipt,
 )
-from conure.server.program.typed_json import convert_record
 
 from ..nodes import iter_nodes
 from .exchange.problems import failure_of

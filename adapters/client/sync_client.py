@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from conure.server.program.decoding.typed_json import convert_record
 from conure.server.program.errors import ConflictError, ConureError, NotFoundError
 from conure.server.program.explanation.records import ProgramExplanation
 from conure.server.program.ir import Append, Json, Options
@@ -38,7 +39,6 @@ from conure.server.program.status import (
     Receipt,
     VariableStatus,
 )
-from conure.server.program.typed_json import convert_record
 
 from .client_steps import (
     STEP_EVENTS,

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET
 
 from conure.server.language.compiler import compile_source
-from conure.server.program.decode import decode_submission
+from conure.server.program.decoding.bodies import decode_submission
 from conure.server.program.errors import ProgramError
 from conure.server.program.graph.graph import Graph
 

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _HELLO: Final = msgspec.msgpack.Decoder(protocol.Hello)
 _STEP: Final = msgspec.msgpack.Decoder(protocol.StepReport)
+_WORK: Final = (protocol.Fill, protocol.GenerateCommand, protocol.Embed)
+"""Commands that start steps."""
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 PING_EVERY_S = 1.0
@@ -380,6 +382,8 @@ class EngineConnection(asyncio.Protocol):
         commands, self._outgoing = self._outgoing, []
         if not commands or not self._alive or self._transport is None:
             return
+        if any(isinstance(command, _WORK) for command in commands):
+            self.step_clock.start(time.monotonic())
         frame = self._encoder.encode(protocol.Commands(commands))
         self._transport.write(len(frame).to_bytes(4, "big") + frame)
 

@@ -14,7 +14,7 @@ from conure.engine.protocol import StepReport
 
 MIN_INTERVAL_S = 0.05
 """Steps are summed over at least this time: reports arrive with a jitter of milliseconds."""
-KEEP = 0.99
+KEEP = 0.998
 """Weight of earlier intervals when one is added: the speed of an engine changes with other load."""
 NUM_SWEEPS = 100
 
@@ -77,7 +77,7 @@ class StepClock:
         """Steps, tokens and held tokens since the last interval that was added."""
         self._seconds = 0.0
         self._is_running = False
-        """Whether the engine has been computing since the last report."""
+        """Whether the engine has been computing since `at_s`."""
         self._at_s = 0.0
         self._num_steps = 0
         self._num_tokens = 0
@@ -88,6 +88,11 @@ class StepClock:
         if self._costs is None and self._has_intervals:
             self._costs = self._fit.fit()
         return self._costs
+
+    def start(self, now: float) -> None:
+        """Note that an engine was sent work; without effect if it is computing already."""
+        if not self._is_running:
+            self._is_running, self._at_s = True, now
 
     def observe(self, report: StepReport, now: float) -> None:
         """Add a report that arrived at the time `now`."""

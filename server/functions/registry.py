@@ -22,11 +22,11 @@ import msgspec
 from msgspec import UNSET
 
 from ..program.content import Json
+from ..program.decoding.typed_json import convert_record
 from ..program.errors import ConureError, ProgramError, RunError
 from ..program.expressions.value_schema import find_mismatch
 from ..program.functions import FunctionName, FunctionSignature
 from ..program.ir import Variable
-from ..program.typed_json import convert_record
 
 F = TypeVar("F", bound=Callable[..., Any])
 ValueType = Literal["string", "int", "float", "bool", "list", "object", "any"]

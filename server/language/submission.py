@@ -16,9 +16,9 @@ import msgspec
 from cachetools import LRUCache
 from msgspec import Raw, Struct
 
-from ..program.bounded_json import check_bounds
 from ..program.content import Json
-from ..program.decode import revalidate
+from ..program.decoding.bodies import revalidate
+from ..program.decoding.bounded_json import check_bounds
 from ..program.errors import ProgramError
 from ..program.functions import FunctionSignature
 from ..program.ir import Node, Objective, Options, Program, SourceSubmission, Submission

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from .bounded_json import MAX_BODY_BYTES
 from .checks import listed
 from .content import Expression, Json, Name
+from .decoding.bounded_json import MAX_BODY_BYTES
 from .errors import ProgramError, prefixed_path
 from .expressions.renaming import Renaming
 from .graph.instances import defined_names

@@ -35,6 +35,7 @@ import msgspec
 from msgspec import UNSET
 
 from .content import Expression, Json, Message, Output, OutputForm, Segment
+from .decoding.typed_json import convert_record
 from .errors import ExpressionError
 from .expressions.evaluate import evaluate, input_expression, variables
 from .expressions.symbolic import (
@@ -46,7 +47,6 @@ from .expressions.symbolic import (
     list_items,
 )
 from .nodes import GenerateNode
-from .typed_json import convert_record
 
 HASH_SIZE = 16
 MAX_SPLICES = 10_000

@@ -17,7 +17,7 @@ from litestar.exceptions import HTTPException
 from litestar.response.streaming import ASGIStreamingResponse
 from litestar.types import Receive, Send
 
-from ..program.decode import decode_json
+from ..program.decoding.bodies import decode_json
 from ..program.errors import ConureError, UnavailableError
 from ..service import Service
 

@@ -8,7 +8,7 @@ from litestar import Request, post
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ..program.content import Json, Message
-from ..program.decode import decode_json
+from ..program.decoding.bodies import decode_json
 from ..program.errors import ProgramError
 from ..service import TokenizedPrompt
 from .openapi import error_responses, json_body

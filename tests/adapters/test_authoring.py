@@ -19,7 +19,7 @@ from conure.adapters.langchain import ChatConure, to_program
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.language.compiler import compile_source
-from conure.server.program.decode import revalidate
+from conure.server.program.decoding.bodies import revalidate
 from conure.server.program.graph.graph import Graph
 from conure.server.program.graph.identity import graph_hash
 from conure.server.program.ir import Program, Submission

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conure.server.config import Config, ConfigError, default_data_folder, is_loopback
-from conure.server.program.decode import MAX_BODY_BYTES
+from conure.server.program.decoding.bodies import MAX_BODY_BYTES
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

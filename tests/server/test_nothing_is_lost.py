@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from conure.server.program.bounded_json import MAX_BODY_BYTES, MAX_ELEMENTS, check_bounds
-from conure.server.program.decode import decode_submission
+from conure.server.program.decoding.bodies import decode_submission
+from conure.server.program.decoding.bounded_json import MAX_BODY_BYTES, MAX_ELEMENTS, check_bounds
 from conure.server.program.errors import ProgramError, UnavailableError
 from conure.server.runtime.admission import intake
 

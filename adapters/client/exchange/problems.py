@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from conure.server.program.decoding.typed_json import decode_record
 from conure.server.program.errors import (
     ConflictError,
     ConureError,
@@ -18,7 +19,6 @@ from conure.server.program.errors import (
     UnavailableError,
 )
 from conure.server.program.status import Problem, VariableStatus
-from conure.server.program.typed_json import decode_record
 
 from .records import Reply
 

@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
+from conure.server.program.decoding.typed_json import convert_record, decode_record
 from conure.server.program.errors import (
     ConflictError,
     ConureError,
@@ -33,7 +34,6 @@ from conure.server.program.status import (
     PutValue,
     VariableStatus,
 )
-from conure.server.program.typed_json import convert_record, decode_record
 
 from ..json_encoding import encode_json
 from .problems import NotReadyError, error_of, failure_of, missing_value_error

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
+from conure.server.program.decoding.typed_json import decode_record
 from conure.server.program.errors import ConureError
-from conure.server.program.typed_json import decode_record
 
 from .problems import ServerUnreachableError, error_of, foreign_reply, problem_of, retry_after_s
 from .records import Flow, Reply, Request, Sleep

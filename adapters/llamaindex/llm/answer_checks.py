@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from conure.server.program.decoding.typed_json import decode_record
 from conure.server.program.errors import RunError
 from conure.server.program.ir import Json
-from conure.server.program.typed_json import decode_record
 
 from .call_backend import FinalAnswer
 from .model_request import ModelRequest

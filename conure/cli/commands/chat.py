@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from conure.adapters.client.connection import address_of
-from conure.server.program.typed_json import decode_record
+from conure.server.program.decoding.typed_json import decode_record
 
 from ..command import CommandError, ExitCode, add_url, connect
 from ..shown_notices import is_first_time

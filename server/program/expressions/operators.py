@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
-from ..bounded_json import parse_json
 from ..content import Json
+from ..decoding.bounded_json import parse_json
 from ..errors import ExpressionError, ProgramError
 from . import values
 from .budget import WorkBudget, exhausted

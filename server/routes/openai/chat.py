@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from ...program.decoding.typed_json import convert_record
 from ...program.errors import ProgramError
 from ...program.ir import AnyNode, Constraint, GenerateNode, Json, Message, Output, Segment
-from ...program.typed_json import convert_record
 from .request_fields import (
     OpenAIRequest,
     Tokens,

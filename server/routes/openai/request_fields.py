@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ...program.decode import decode_json
+from ...program.decoding.bodies import decode_json
 from ...program.errors import ProgramError
 from ...program.ir import (
     MAX_OUTPUT_TOKENS,

@@ -19,7 +19,7 @@ from litestar.params import FromPath, QueryParameter
 from litestar.response.base import ASGIResponse
 from msgspec import UNSET, Struct
 
-from ...program.decode import revalidate
+from ...program.decoding.bodies import revalidate
 from ...program.errors import NotFoundError
 from ...program.ir import Json
 from ...program.status import ProgramStatus

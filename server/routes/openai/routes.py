@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from conure.engine.protocol import ModelPurpose
 
-from ...program.decode import revalidate
+from ...program.decoding.bodies import revalidate
 from ...program.errors import NotFoundError
 from ...program.ir import AnyNode
 from ...service import ModelInfo

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from ...program.decode import revalidate
+from ...program.decoding.bodies import revalidate
 from ...program.errors import ProgramError
 from ...program.ir import (
     AnyNode,

@@ -20,7 +20,7 @@ from litestar import Request, delete, get, post
 from litestar.params import FromPath
 from msgspec import UNSET, Struct
 
-from ...program.decode import decode_json, revalidate
+from ...program.decoding.bodies import decode_json, revalidate
 from ...program.errors import ConflictError, NotFoundError, ProgramError
 from ...program.expressions.values import text_of
 from ...program.ir import NAME_PATTERN, Append, Variable

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from litestar import Request, post
 from msgspec import UNSET, Meta, Struct
 
-from ...program.decode import revalidate
+from ...program.decoding.bodies import revalidate
 from ...program.errors import NotFoundError
 from ...program.expressions.values import text_of
 from ...program.ir import Append, Options, Program, Submission, Variable

@@ -14,7 +14,7 @@ from typing import Any
 
 from litestar import Request
 
-from ...program.decode import revalidate
+from ...program.decoding.bodies import revalidate
 from ...program.errors import ConflictError, NotFoundError
 from ...program.ir import Objective, Options, Program, Submission
 from ...program.status import ENDED, VariableStatus

@@ -17,7 +17,7 @@ from litestar import MediaType, Request, Response, delete, get, post, put
 from litestar.params import FromPath, HeaderParameter, QueryParameter
 from litestar.response.base import ASGIResponse
 
-from ...program.decode import decode_append
+from ...program.decoding.bodies import decode_append
 from ...program.ir import Append, SourceSubmission, Submission
 from ...program.status import ENDED, Accepted, ProgramPage, ProgramStatus, PutValue, VariableStatus
 from ..openapi import error_responses, json_body, success_response

@@ -9,10 +9,10 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from ...language.compiler import locate
-from ...program.decode import decode_json, decode_submission
+from ...program.decoding.bodies import decode_json, decode_submission
+from ...program.decoding.typed_json import decode_record
 from ...program.errors import NotFoundError, ProgramError
 from ...program.ir import SourceSubmission, Submission
-from ...program.typed_json import decode_record
 from ..request_context import AnyRequest, decode_body, read_json, service_of
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from cachetools import LRUCache
 
+from ...program.decoding.typed_json import decode_record
 from ...program.errors import ConflictError, NotFoundError
 from ...program.ir import AnyNode, Program
 from ...program.procedures import (
@@ -22,7 +23,6 @@ from ...program.procedures import (
     expand_calls,
     parse_reference,
 )
-from ...program.typed_json import decode_record
 from ...store.journal import (
     AliasRecord,
     AliasRemoval,

@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from conure.engine import protocol
 
-from ...program.decode import decode_json
+from ...program.decoding.bodies import decode_json
 from ...program.errors import ExpressionError, ProgramError, RunError
 from ...program.expressions.values import check_size
 from ...program.grammar import grammar_of

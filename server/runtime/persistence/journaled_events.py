@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from ...program.decoding.typed_json import decode_record
 from ...program.status import Phase, Problem
-from ...program.typed_json import decode_record
 from ...store.journal import EventRecord, ValueRecord
 from ..node_state import NodeUsage
 

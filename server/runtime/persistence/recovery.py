@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ...program.decoding.typed_json import decode_record
 from ...program.graph.graph import graph_of
 from ...program.ir import Append, Submission
 from ...program.status import Phase, Problem
-from ...program.typed_json import decode_record
 from ...store.journal import StoredProgram
 from ..node_registry import node_executors
 from ..node_state import MissingValue, NodeState

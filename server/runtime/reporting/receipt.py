@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ...program.decoding.typed_json import convert_record
 from ...program.ir import GenerateNode
 from ...program.status import (
     OutputTokens,
@@ -19,7 +20,6 @@ from ...program.status import (
     SingleRequests,
     UsageReport,
 )
-from ...program.typed_json import convert_record
 from ...store.records import UsageRecord
 from ..node_state import NodeState, NodeUsage
 from ..program_state import ProgramState

@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 from msgspec import UNSET, Struct
 
+from ...program.decoding.typed_json import decode_record
 from ...program.ir import Append, GenerateNode, Json
 from ...program.status import (
     ENDED,
@@ -23,7 +24,6 @@ from ...program.status import (
     Receipt,
     VariableStatus,
 )
-from ...program.typed_json import decode_record
 from ...store.journal import EndRecord, StoredProgram
 from ..node_state import NodeState
 from ..persistence.outbox import format_timestamp

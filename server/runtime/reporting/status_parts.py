@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, Struct
 
+from ...program.decoding.typed_json import decode_record
 from ...program.status import ProgramStatus, QuotaUse, Receipt
-from ...program.typed_json import decode_record
 from ...store.journal import StoredProgram
 from ..program_state import ProgramState
 from .status import (

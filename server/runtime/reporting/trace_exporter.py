@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 import msgspec
 from msgspec import Struct
 
+from ...program.decoding.typed_json import decode_record
 from ...program.errors import ConflictError, ConureError, NotFoundError
 from ...program.ir import Json
 from ...program.status import Problem, ProgramStatus
-from ...program.typed_json import decode_record
 from ...store.journal import EventRecord
 from ..persistence.program_directory import ProgramDirectory
 from .spans import (

@@ -24,7 +24,7 @@ from zlib import crc32
 import msgspec
 from msgspec import Struct
 
-from ...program.typed_json import decode_record
+from ...program.decoding.typed_json import decode_record
 
 COMMIT_LOG_NAME = "commits.log"
 _encoder = msgspec.json.Encoder()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conure.adapters.client.client_steps import MAX_VALUE_BYTES, StepRequest, answer_of
-from conure.server.program.decode import MAX_BODY_BYTES
+from conure.server.program.decoding.bodies import MAX_BODY_BYTES
 from conure.server.program.errors import ProgramError
 
 STEP = StepRequest("request", "node", "name", "output", {}, lambda: None)

@@ -30,6 +30,7 @@ class SimulatedEngine:
     ) -> None:
         """Run a step and report it; the report arrives late by a jitter."""
         costs = self.costs
+        self.clock.start(self.now)
         held_s = num_held * BLOCK_SIZE * costs.held_token_s
         self.now += costs.step_s + num_tokens * costs.token_s + held_s
         self.num_steps += 1
@@ -97,7 +98,7 @@ def test_the_costs_follow_an_engine_that_becomes_slower() -> None:
     engine.run(seed=1)
     slower = StepCosts(*(3 * cost for cost in COSTS))
     engine.costs = slower
-    engine.run(seed=2, num_steps=2_000)
+    engine.run(seed=2, num_steps=10_000)
     assert engine.clock.costs == pytest.approx(slower, rel=0.2)
 
 
@@ -115,11 +116,21 @@ def test_time_without_work_does_not_count() -> None:
 
 def test_an_engine_has_no_costs_before_it_has_computed_long_enough() -> None:
     engine = SimulatedEngine()
-    engine.step(1, 1, is_idle=True)
-    assert engine.clock.costs is None, "when the step began is unknown"
     while engine.now < 100 + MIN_INTERVAL_S:
         assert engine.clock.costs is None
         engine.step(1, 1)
-    engine.step(1, 1)
-    engine.step(1, 1)
     assert engine.clock.costs is not None
+
+
+def test_the_first_step_after_a_pause_counts_from_its_command() -> None:
+    engine = SimulatedEngine()
+    for _ in range(50):  # a chain: each prompt is filled by an engine that was idle
+        engine.now += 1.0
+        engine.step(200, 20)
+        for number in range(20):
+            engine.step(1, 20, is_idle=number == 19)
+    found = engine.clock.costs
+    assert found is not None
+    chain_s = 21 * found.step_s + 220 * found.token_s + 21 * 320 * found.held_token_s
+    expected_s = 21 * COSTS.step_s + 220 * COSTS.token_s + 21 * 320 * COSTS.held_token_s
+    assert chain_s == pytest.approx(expected_s, rel=0.02)

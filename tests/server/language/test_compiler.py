@@ -10,7 +10,7 @@ import pytest
 from conure.server.language.compiler import compile_source, locate
 from conure.server.language.errors import LanguageError, SourceNameError
 from conure.server.language.lowering.methods import FUNCTIONS, METHODS
-from conure.server.program.decode import revalidate
+from conure.server.program.decoding.bodies import revalidate
 from conure.server.program.errors import ProgramError
 from conure.server.program.expressions.evaluate import evaluate
 from conure.server.program.graph.graph import Graph

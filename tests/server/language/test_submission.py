@@ -7,8 +7,8 @@ import pytest
 
 from conure.server.language.errors import LanguageError, SourceNameError
 from conure.server.language.submission import SourceCompiler
-from conure.server.program.bounded_json import MAX_ITEMS
-from conure.server.program.decode import decode_submission
+from conure.server.program.decoding.bodies import decode_submission
+from conure.server.program.decoding.bounded_json import MAX_ITEMS
 from conure.server.program.errors import ProgramError
 from conure.server.program.functions import FunctionSignature
 from conure.server.program.graph.graph import Graph

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.program.decode import decode_submission
+from conure.server.program.decoding.bodies import decode_submission
 from conure.server.program.errors import ProgramError
 from conure.server.program.nodes import GenerateNode
 

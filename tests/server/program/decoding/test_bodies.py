@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conure.server.program.decode import (
+from conure.server.program.decoding.bodies import (
     MAX_BODY_BYTES,
     decode_append,
     decode_json,
@@ -23,7 +23,7 @@ from conure.server.program.errors import ProgramError
 from conure.server.program.graph.graph import Graph
 from conure.server.program.ir import Append, Submission
 
-from ...cpu_time import least_cpu_s
+from ....cpu_time import least_cpu_s
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.json"))
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from .errors import ProgramError
+from ..errors import ProgramError
 
 MAX_BODY_BYTES: Final = 32 * 1024 * 1024
 """Enough for a million tokens of prompt in any script, with JSON's escapes."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec import Meta, Struct
 
-from conure.server.program.typed_json import convert_record, decode_record
+from conure.server.program.decoding.typed_json import convert_record, decode_record
 
 
 class Inner(Struct):
@@ -25,7 +25,7 @@ class Outer(Struct):
 FIRST_USES = """
 import sys, threading
 from msgspec import defstruct
-from conure.server.program.typed_json import convert_record, decode_record
+from conure.server.program.decoding.typed_json import convert_record, decode_record
 
 sys.setswitchinterval(1e-6)
 CONTENT = {"middle": {"inner": {"x": 1}, "many": [{"x": 2}]}, "inner": {"x": 3}}

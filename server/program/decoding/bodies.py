@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
+from ..errors import ProgramError
+from ..ir import Append, Submission
+from ..nodes import NODE_KINDS
 from .bounded_json import MAX_BODY_BYTES, check_bounds, check_keys, malformed, measure_depth
-from .errors import ProgramError
-from .ir import Append, Submission
-from .nodes import NODE_KINDS
 from .typed_json import convert_record, decode_record
 
 __all__ = [

@@ -1,0 +1,5 @@
+"""JSON as records.
+
+`bodies` decodes the bodies of requests, with precise errors. `bounded_json` limits what an
+untrusted text may cost. `typed_json` decodes and converts records in any thread.
+"""
