@@ -16,7 +16,7 @@ MIN_INTERVAL_S = 0.05
 """Steps are summed over at least this time: reports arrive with a jitter of milliseconds."""
 KEEP = 0.998
 """Weight of earlier intervals when one is added: the speed of an engine changes with other load."""
-NUM_SWEEPS = 100
+NUM_SWEEPS = 30
 
 
 class StepCosts(NamedTuple):

@@ -154,19 +154,19 @@ class _Engine:
             self._filling = self._prompts.popleft()
             self._fill_end = self._step + self._filling[1].num_prompt / self._step_tokens
         ends = [output.end_step for output in self._outputs[:1]]
-        num_tokens, num_filling = num_outputs, 0
+        num_tokens, num_filled = num_outputs, 0.0
         if self._filling is not None:
             ends.append(self._fill_end)
             num_tokens += self._step_tokens
-            num_filling = self._filling[1].num_prompt
+            num_filled = self._filling[1].num_prompt / 2
         if not ends:
             self.next_s = None
             return
         self._next_step = min(ends)
         num_steps = self._next_step - self._step
-        # Contexts grow by a token per step: as many as in the middle of the interval.
+        # Contexts grow meanwhile: as many tokens as in the middle of the interval.
         middle = self._step + num_steps / 2
-        num_held = num_filling + self._num_at_end - self._end_steps + num_outputs * middle
+        num_held = num_filled + self._num_at_end - self._end_steps + num_outputs * middle
         costs = self._costs
         step_s = costs.step_s + num_tokens * costs.token_s + num_held * costs.held_token_s
         self.next_s = self._now_s + num_steps * step_s

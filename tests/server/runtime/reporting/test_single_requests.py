@@ -132,9 +132,9 @@ def test_a_chain_takes_the_sum_of_its_calls() -> None:
 def test_the_kv_tokens_of_an_output_cost_time_in_each_step() -> None:
     costs = StepCosts(step_s=0.0, token_s=0.0, held_token_s=1.0)
     speed = EngineSpeed(costs, step_tokens=1_000, max_sequences=1)
-    # The prompt takes a tenth of a step; then contexts grow from 100 to 150 tokens.
+    # In a tenth of a step the context grows from 0 to 100 tokens, then by one per step.
     assert estimated([call("c", 100, 50)], engines={"engine-0": speed}) == pytest.approx(
-        0.1 * 100 + 50 * 125
+        0.1 * 50 + 50 * 125
     )
 
 
