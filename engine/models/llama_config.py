@@ -188,7 +188,8 @@ def _lacks_own_setting(found: _File) -> bool:
 def _with_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config whose rotary embedding has the form of transformers 5.
 
-    Before, `rope_theta` stood beside `rope_scaling`, which was missing or null by default.
+    Configs of older versions have `rope_theta` beside `rope_scaling`, and `rope_scaling` is null or
+    missing where the embedding is the default one.
     """
     rope = config.get("rope_parameters")
     theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
