@@ -35,8 +35,8 @@ from ..runner.step_inputs import Attention
 from . import llama, llama_config
 from .probe import LayerKVSpec
 
-Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear]
-"""Packs a bfloat16 weight and its bias for a faster product than that of torch."""
+Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear | None]
+"""Packs a weight and its bias for a faster product than that of torch; None if there is none."""
 Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Returns the product of inputs with an unpacked weight and its bias, as `functional.linear`."""
 MakeNativeDecoder: TypeAlias = Callable[..., NativeDecoder]
@@ -83,9 +83,10 @@ class Projection:
             weight = torch.cat([module.weight.data for module in modules])
         self._bias = _bias(modules)
         self._weight: Tensor | PackedLinear = weight
-        if pack is not None and weight.dtype == torch.bfloat16:
-            self._weight = pack(weight, self._bias)
-        elif not is_recorded and _can_pack(weight):
+        packed = None if pack is None else pack(weight, self._bias)
+        if packed is not None:
+            self._weight = packed
+        elif not is_recorded and _can_reorder(weight):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         elif len(modules) > 1:
             self._set_weights(weight)
@@ -108,8 +109,7 @@ class Projection:
     def packed(self) -> PackedLinear | None:
         """The weight, if the C++ kernels can multiply with it in one call with others."""
         weight = self._weight
-        is_even = isinstance(weight, PackedLinear) and weight.num_inputs % 2 == 0
-        return weight if isinstance(weight, PackedLinear) and is_even else None
+        return weight if isinstance(weight, PackedLinear) and not weight.is_padded else None
 
     def restore(self) -> None:
         """Return the weights to the modules."""
@@ -375,7 +375,7 @@ def _bias(modules: Sequence[nn.Linear]) -> Tensor | None:
     )
 
 
-def _can_pack(weight: Tensor) -> bool:
+def _can_reorder(weight: Tensor) -> bool:
     library = torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     if weight.device.type != "cpu" or not all(hasattr(library, name) for name in names):

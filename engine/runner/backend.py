@@ -53,7 +53,7 @@ class Backend:
     sampling: sampling.SamplingOperations = _REFERENCE_SAMPLING
     """Samples the tokens of random rows."""
     pack: Pack | None = None
-    """Packs weights for products that are faster than torch's; None where there are none."""
+    """Packs weights for products that are faster than torch's."""
     multiply: Multiply = functional.linear
     """Multiplies with weights in torch's layout."""
     make_decoder: MakeNativeDecoder | None = None
@@ -120,7 +120,7 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
                 device,
                 ops.implementation(name, found.name),
                 fused=elementwise.implementation("cpu", found.name),
-                pack=None if library.has_matrix_unit() else partial(PackedLinear, native),
+                pack=partial(_pack, native),
                 sampling=sampling.implementation("cpu", found.name),
                 make_decoder=make_decoder,
                 make_planner=partial(NativePlanner, native),
@@ -132,6 +132,12 @@ def _cpu_backend(device: torch.device, name: str, instructions: str) -> Backend:
     return Backend(
         device, ops.implementation("reference"), fused=elementwise.implementation("reference")
     )
+
+
+def _pack(native: NativeLibrary, weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
+    """Pack a weight, unless torch's product is faster or the kernels do not have its type."""
+    is_faster = {torch.float32: True, torch.bfloat16: not library.has_matrix_unit()}
+    return PackedLinear(native, weight, bias) if is_faster.get(weight.dtype) else None
 
 
 def _multiply_on_gpu() -> Multiply:

@@ -1,6 +1,7 @@
-"""A bfloat16 Llama-like decoder in one call of the C++ kernels, from token ids to the last norm.
+"""A Llama-like decoder in one call of the C++ kernels, from token ids to the last norm.
 
-Computes the same as the operations of `linear`, `elementwise` and `attention` one by one.
+Computes the same as the operations of `linear`, `elementwise` and `attention` one by one, in
+float32 or bfloat16.
 
 Shapes: as in `decoder.cpp`.
 """
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..planning.plan import Plan
-from .attention import NativeLibrary, Workspace, plan_address
+from .attention import DTYPES, NativeLibrary, Workspace, plan_address
 from .linear import PackedLinear
 
 _LAYER: Final = struct.Struct("@" + 4 * "PPq" + "5Pq")
 """`Layer` in decoder.cpp."""
-_DECODER: Final = struct.Struct("@5P10qff")
+_DECODER: Final = struct.Struct("@5P11qff")
 """`DecoderArguments` in decoder.cpp."""
 _STEP: Final = struct.Struct("@10P2q")
 """`StepArguments` in decoder.cpp."""
@@ -89,7 +90,9 @@ class NativeDecoder:
             max(2 * query_width, inner),
             width,
         )
-        self._widest_input: Final = max(query_width, width, inner)
+        self._dtype: Final = embedding.dtype
+        is_widened = self._dtype == torch.bfloat16 and not native.prefers_pairs
+        self._wide_width: Final = max(query_width, width, inner) if is_widened else None
         packed = ctypes.create_string_buffer(b"".join(map(_pack, layers)))
         # Keeps what the arguments point to.
         self._alive: Final = (tuple(layers), embedding, first_norm, angles, packed)
@@ -103,6 +106,7 @@ class NativeDecoder:
             kv_heads,
             dim,
             *keys.stride()[1:3],
+            DTYPES[embedding.dtype],
             is_invariant,
             native.prefers_pairs,
             eps,
@@ -128,11 +132,9 @@ class NativeDecoder:
                 f"token ids must be from 0 to {self._num_tokens - 1}, got {lowest} to {highest}"
             )
         hidden, normed, *scratch = (
-            torch.empty(num, width, dtype=torch.bfloat16) for width in self._widths
+            torch.empty(num, width, dtype=self._dtype) for width in self._widths
         )
-        wide = None
-        if not self._native.prefers_pairs:
-            wide = torch.empty(num, self._widest_input)
+        wide = None if self._wide_width is None else torch.empty(num, self._wide_width)
         step = _STEP.pack(
             plan_address(plan),
             *(each.data_ptr() for each in (ids, positions, slots, hidden, normed, *scratch)),

@@ -1,6 +1,6 @@
-"""Products with bfloat16 weights on a CPU without a matrix unit, by the C++ kernels.
+"""Products with packed weights on a CPU, by the C++ kernels.
 
-The kernels multiply two inputs at a time: an odd number of inputs is extended by a zero.
+The kernels multiply two bfloat16 inputs at a time: an odd number of them is extended by a zero.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .attention import NativeLibrary
+from .attention import DTYPES, NativeLibrary
 
-_LINEAR: Final = struct.Struct("@5P3q")
+_LINEAR: Final = struct.Struct("@5P4q")
 """`LinearArguments` in operations.h."""
+_WORD_BYTES: Final = 4
 
 
 class PackedLinear:
@@ -25,23 +26,29 @@ class PackedLinear:
     """
 
     def __init__(self, native: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
-        """Pack a weight [N, K] of bfloat16, with an optional bias [N]."""
+        """Pack a weight [N, K] of float32 or bfloat16, with an optional bias [N]."""
         self._native: Final = native
         self._bias: Final = bias
+        self.dtype: Final = weight.dtype
         self.num_outputs, self.num_inputs = weight.shape
-        weight = functional.pad(weight, (0, self.num_inputs % 2)).contiguous()
+        self._padding: Final = self.num_inputs % (_WORD_BYTES // weight.dtype.itemsize)
+        self._wide: Final = weight.dtype != torch.float32 and not native.prefers_pairs
+        weight = functional.pad(weight, (0, self._padding)).contiguous()
+        self._row_words: Final = weight.shape[1] * weight.dtype.itemsize // _WORD_BYTES
         functions = native.functions
-        size = functions.conure_packed_words(weight.shape[1], self.num_outputs)
+        size = functions.conure_packed_words(self._row_words, self.num_outputs)
         self._packed: Final = torch.empty(size, dtype=torch.int32)
-        functions.conure_pack(weight.data_ptr(), self._packed.data_ptr(), *weight.shape[::-1])
+        functions.conure_pack(
+            weight.data_ptr(), self._packed.data_ptr(), self._row_words, self.num_outputs
+        )
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return [T, N] from inputs [T, K] contiguous."""
-        if self.num_inputs % 2:
-            inputs = functional.pad(inputs, (0, 1))
+        if self._padding:
+            inputs = functional.pad(inputs, (0, self._padding))
         num_rows, num_inputs = inputs.shape
         out = inputs.new_empty(num_rows, self.num_outputs)
-        wide = None if self._native.prefers_pairs else torch.empty(num_rows, num_inputs)
+        wide = torch.empty(num_rows, num_inputs) if self._wide else None
         arguments = _LINEAR.pack(
             inputs.data_ptr(),
             self._packed.data_ptr(),
@@ -51,20 +58,25 @@ class PackedLinear:
             num_rows,
             num_inputs,
             self.num_outputs,
+            DTYPES[self.dtype],
         )
         self._native.functions.conure_linear(arguments, self._native.threads())
         return out
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the inputs are extended by a zero."""
+        return self._padding > 0
+
     def addresses(self) -> tuple[int, int, int]:
-        """Return a `Product` of decoder.cpp, which needs an even number of inputs."""
+        """Return a `Product` of decoder.cpp, which does not extend inputs."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
         return self._packed.data_ptr(), bias, self.num_outputs
 
     def unpack(self) -> Tensor:
         """Return the weight, [N, K]."""
-        num_inputs = self.num_inputs + self.num_inputs % 2
-        weight = torch.empty(self.num_outputs, num_inputs, dtype=torch.bfloat16)
+        weight = torch.empty(self.num_outputs, self.num_inputs + self._padding, dtype=self.dtype)
         self._native.functions.conure_unpack(
-            self._packed.data_ptr(), weight.data_ptr(), num_inputs, self.num_outputs
+            self._packed.data_ptr(), weight.data_ptr(), self._row_words, self.num_outputs
         )
         return weight[:, : self.num_inputs].contiguous()

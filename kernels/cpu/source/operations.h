@@ -9,12 +9,13 @@
 namespace conure {
 
 struct LinearArguments {
-  const BFloat16* inputs;  // [T, K]
-  const uint32_t* packed;  // [N / kPanel, K / 2, kPanel]
-  const BFloat16* bias;    // [N] or null
-  BFloat16* out;           // [T, N]
-  float* wide;             // [T, K], overwritten with the inputs; null multiplies pairs
+  const void* inputs;      // [T, K]
+  const uint32_t* packed;  // [N / kPanel, words of K, kPanel]
+  const void* bias;        // [N] or null
+  void* out;               // [T, N]
+  float* wide;  // for bfloat16: [T, K], overwritten with the inputs; null multiplies pairs
   int64_t num_rows, num_inputs, num_outputs;
+  int64_t dtype;  // float32 or bfloat16
 };
 
 struct NormArguments {

@@ -1,4 +1,4 @@
-"""The batch-invariant mode: in bfloat16 too a context's logits are its own, bit by bit."""
+"""The batch-invariant mode: a context's logits do not depend on the batch, bit by bit."""
 
 from __future__ import annotations
 
@@ -22,27 +22,36 @@ from ..random_calls import RandomCall, run_calls
 
 BLOCK = 16
 LENGTH = 300
+DTYPES = ("float32", "bfloat16")
 
-pytestmark = pytest.mark.skipif(
+BY_MATRIX_LIBRARY = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU has no bfloat16"
 )
 
 
-def runner_of(folder: Path, **options: Any) -> TorchModelRunner:
+def runner_of(folder: Path, dtype: str, **options: Any) -> TorchModelRunner:
     chosen = {"num_blocks": 120, "block_size": BLOCK, "batch_invariant": True, **options}
-    return shrunk.runner_on(folder, dtype="bfloat16", **chosen)
+    return shrunk.runner_on(folder, dtype=dtype, **chosen)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "gemma2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((family, dtype) for family in ("llama", "qwen3", "mistral") for dtype in DTYPES),
+        pytest.param(("gemma2", "bfloat16"), marks=BY_MATRIX_LIBRARY),
+    ],
+    ids="-".join,
+)
 def runner(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> TorchModelRunner:
     """Return runners of a plain decoder, one with head norms, one with a window, and of modules."""
-    folder = tmp_path_factory.mktemp("model") / request.param
+    family, dtype = request.param
+    folder = tmp_path_factory.mktemp("model") / family
     changes: dict[str, Any] = {"max_position_embeddings": 1024}
-    if request.param == "mistral":
+    if family == "mistral":
         changes["sliding_window"] = 150
-    return runner_of(shrunk.write(folder, request.param, **changes))
+    return runner_of(shrunk.write(folder, family, **changes), dtype)
 
 
 def ids_of(seed: int, length: int = LENGTH) -> list[int]:
@@ -92,9 +101,10 @@ def test_logits_do_not_depend_on_the_batch(runner: TorchModelRunner, num: int) -
             assert torch.equal(tail, expected[row.context])
 
 
-def test_seed_gives_same_tokens_in_a_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_seed_gives_same_tokens_in_a_batch(dtype: str, tmp_path: Path) -> None:
     folder = shrunk.write(tmp_path, "llama", max_position_embeddings=1024)
-    runner = runner_of(folder, step_tokens=40)
+    runner = runner_of(folder, dtype, step_tokens=40)
     common = ids_of(3, 150)
     calls = [
         RandomCall(

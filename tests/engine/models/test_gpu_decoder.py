@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from conure.engine.models import fused_decoder
 from conure.engine.protocol import SamplingParams
+from conure.engine.runner import backend as backends
 from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.engine.sampling import batch, sampler
@@ -88,7 +89,8 @@ def test_weights_exist_once_and_model_still_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on an accelerator, where no library packs weights.
-    monkeypatch.setattr(fused_decoder, "_can_pack", lambda _: False)
+    monkeypatch.setattr(backends, "_pack", lambda *_: None)
+    monkeypatch.setattr(fused_decoder, "_can_reorder", lambda _: False)
     folder = shrunk.write(tmp_path, "qwen3")
     runner = runner_of(folder)
     model: Any = runner._model

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,7 +14,7 @@
 
 extern "C" {
 int64_t conure_packed_words(int64_t, int64_t);
-void conure_pack(const uint16_t*, uint32_t*, int64_t, int64_t);
+void conure_pack(const uint32_t*, uint32_t*, int64_t, int64_t);
 void* conure_new_workspace();
 }
 
@@ -74,15 +75,17 @@ static void check(const std::string& name, const std::vector<T>& results,
               is_wrong ? "  WRONG" : "");
 }
 
+template <class T>
 static void check_linear(int64_t rows, int64_t inputs, int64_t outputs, bool is_paired) {
-  const auto x = normal<BFloat16>(rows * inputs), w = normal<BFloat16>(outputs * inputs),
-             bias = normal<BFloat16>(outputs);
-  std::vector<uint32_t> packed(conure_packed_words(inputs, outputs));
-  conure_pack(&w[0].bits, packed.data(), inputs, outputs);
+  const auto x = normal<T>(rows * inputs), w = normal<T>(outputs * inputs), bias = normal<T>(outputs);
+  const int64_t row_words = inputs * sizeof(T) / sizeof(uint32_t);
+  std::vector<uint32_t> words(outputs * row_words), packed(conure_packed_words(row_words, outputs));
+  std::memcpy(words.data(), w.data(), words.size() * sizeof(uint32_t));
+  conure_pack(words.data(), packed.data(), row_words, outputs);
   std::vector<float> wide(rows * inputs);
-  std::vector<BFloat16> out(rows * outputs);
+  std::vector<T> out(rows * outputs);
   const LinearArguments a{x.data(),   packed.data(), bias.data(), out.data(),
-                          is_paired ? nullptr : wide.data(), rows, inputs, outputs};
+                          is_paired ? nullptr : wide.data(), rows, inputs, outputs, kDtype<T>};
   conure_linear(&a, &kThreads);
   std::vector<double> expected;
   for (int64_t r = 0; r < rows; r++)
@@ -236,12 +239,15 @@ static void check_type() {
 }
 
 int main() {
-  for (int64_t rows : {1, 5, 6, 17})
+  for (int64_t rows : {1, 5, 6, 17}) {
+    check_linear<float>(rows, 71, 45, false);
+    check_linear<float>(rows, 32, 64, false);
     for (bool is_paired : {false, true}) {
       if (is_paired && Words<BFloat16>::kStep == 1) continue;
-      check_linear(rows, 70, 45, is_paired);
-      check_linear(rows, 32, 64, is_paired);
+      check_linear<BFloat16>(rows, 70, 45, is_paired);
+      check_linear<BFloat16>(rows, 32, 64, is_paired);
     }
+  }
   check_type<float>();
   check_type<BFloat16>();
   check_type<Float16>();
