@@ -18,6 +18,7 @@
 namespace conure {
 
 constexpr int kPanel = kRegisterColumns * kLanes;
+constexpr int kCacheLine = 16;  // words
 constexpr int64_t kTasksPerThread = 4;
 
 // Stores the first `num` results of a row. A copy of variable size costs as much as ten products.
@@ -44,7 +45,7 @@ constexpr bool kIsDirect = std::is_same_v<T, typename W::Element>;
 // addition: several panels are several streams of weights and more sums that do not depend on each
 // other.
 template <int R>
-constexpr int kPanels = R == 1 ? 4 : R <= 3 ? 2 : 1;
+constexpr int kPanelsAtOnce = R == 1 ? 4 : R <= 3 ? 2 : 1;
 
 // Multiplies R rows with P panels. Half a panel from `next` on, if not null, is prefetched meanwhile.
 template <class T, class W, int R, int P>
@@ -59,7 +60,9 @@ static inline void multiply_rows(const LinearArguments& a, int64_t row, int64_t 
   const int64_t num_words = a.num_inputs / kNumbersPerWord<T>;
   const uint32_t* first = a.packed + panel * num_words * kPanel;
   for (int64_t k = 0; k < num_words; k++) {
-    if (next) __builtin_prefetch(next + k / 2 * kPanel, 0, 2);
+    if (next)
+      for (int word = 0; word < kPanel / 2; word += kCacheLine)
+        __builtin_prefetch(next + k * (kPanel / 2) + word, 0, 2);
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
       WordVec weight[C];
@@ -100,7 +103,7 @@ static void multiply_group(const LinearArguments& a, int64_t row, int64_t num_ro
                            int64_t end, const uint32_t* next) {
   if constexpr (R > 1)
     if (num_rows < R) return multiply_group<T, W, R - 1>(a, row, num_rows, panel, end, next);
-  constexpr int P = kPanels<R>;
+  constexpr int P = kPanelsAtOnce<R>;
   for (; panel + P <= end; panel += P) multiply_rows<T, W, R, P>(a, row, panel, next);
   for (; panel < end; panel++) multiply_rows<T, W, R, 1>(a, row, panel, next);
 }
@@ -137,7 +140,7 @@ template <class T, class W>
 static void multiply_all(const LinearArguments& a, const Threads& threads) {
   const int64_t num_panels = (a.num_outputs + kPanel - 1) / kPanel;
   // A task has as many panels as few rows need, unless the threads need more tasks.
-  const int64_t most = a.num_rows == 1 ? kPanels<1> : a.num_rows <= 3 ? kPanels<2> : 1;
+  const int64_t most = a.num_rows == 1 ? kPanelsAtOnce<1> : a.num_rows <= 3 ? kPanelsAtOnce<2> : 1;
   const int64_t num_tasks = threads.count * kTasksPerThread;
   const int64_t width = std::max<int64_t>(1, std::min(most, num_panels / num_tasks));
   const int64_t num_parts = (num_panels + width - 1) / width;
