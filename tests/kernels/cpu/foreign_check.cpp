@@ -175,8 +175,9 @@ static void check_attention(int64_t key_dim, int64_t value_dim, int64_t group, i
   constexpr int64_t kBlock = 48, kKvHeads = 2, kBlocks = 12;
   const int64_t heads = kKvHeads * group;
   const std::vector<int64_t> num_new{1, 5, 2}, kv_len{100, 130, 60}, query_start{0, 1, 6, 8},
-      tables{3, 7, 1, 3, 7, 9, 4, 11, 0}, order{0, 1, 2}, first{0}, end{2}, begin_block{0},
+      order{0, 1, 2}, first{0}, end{2}, begin_block{0},
       end_block{2};
+  const std::vector<int32_t> tables{3, 7, 1, 3, 7, 9, 4, 11, 0};
   const bool is_shared = !is_invariant && !window;
   const std::vector<int64_t> start{is_shared ? 2 : 0, is_shared ? 2 : 0, 0};
   const Plan plan{num_new.data(),     kv_len.data(),    tables.data(), query_start.data(),
