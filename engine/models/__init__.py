@@ -10,5 +10,6 @@ attention_backend        the attention of a forward pass, which both kinds of mo
 context_length           the longest context that a model computes correctly
 probe                    tests that a model is correct with paged attention
 batch_invariance         tests that its results do not depend on the batch
+projection               products with the weights of linear modules
 fused_decoder            a fused forward pass of Llama-like decoders
 """

@@ -28,17 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conure.kernels.cpu.decoder import NativeDecoder, NativeLayer
-from conure.kernels.cpu.linear import PackedLinear
 from conure.kernels.elementwise import ElementwiseOperations
 
 from ..runner.step_inputs import Attention
 from . import llama, llama_config
 from .probe import LayerKVSpec
+from .projection import Multiply, Pack, Projection
 
-Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear | None]
-"""Packs a weight and its bias for a faster product than that of torch; None if there is none."""
-Multiply: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Returns the product of inputs with an unpacked weight and its bias, as `functional.linear`."""
 MakeNativeDecoder: TypeAlias = Callable[..., NativeDecoder]
 """`NativeDecoder` for one library; see its arguments."""
 MODELS: Final = frozenset({llama.LlamaLikeDecoder.__name__, *llama_config.ARCHITECTURES.values()})
@@ -47,86 +43,6 @@ _LENGTH_INDEPENDENT_ROPE: Final = frozenset({"default", "linear", "llama3", "yar
 _TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-4}
 _TOLERANCE_16_BIT: Final = 0.1
 """Difference of logits, in units of their spread, that rounding to 16 bits explains."""
-
-
-class Projection:
-    """One linear projection with the concatenated outputs of several modules.
-
-    The weight is packed for the C++ kernels, or for the CPU's matrix library by private operators
-    of torch. Without either, it stays unpacked. To save memory, the modules lose their weights to a
-    packed projection, and get views of an unpacked one.
-    """
-
-    def __init__(
-        self,
-        *modules: nn.Linear,
-        pack: Pack | None = None,
-        multiply: Multiply = functional.linear,
-        is_recorded: bool = False,
-        is_shared: bool = False,
-    ) -> None:
-        """Take the modules' weights.
-
-        Args:
-            modules: The linear modules.
-            pack: Packs weights for the C++ kernels.
-            multiply: Multiplies with weights in torch's layout.
-            is_recorded: Launches are recorded, so weights stay in torch's layout.
-            is_shared: Other modules keep using the weights.
-        """
-        self._modules = modules
-        self._multiply = multiply
-        self._is_shared = is_shared
-        self._sizes = [len(module.weight) for module in modules]
-        weight = modules[0].weight.data
-        if len(modules) > 1:
-            weight = torch.cat([module.weight.data for module in modules])
-        self._bias = _bias(modules)
-        self._weight: Tensor | PackedLinear = weight
-        packed = None if pack is None else pack(weight, self._bias)
-        if packed is not None:
-            self._weight = packed
-        elif not is_recorded and _can_reorder(weight):
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        elif len(modules) > 1:
-            self._set_weights(weight)
-        if self._is_packed and not is_shared:
-            for module in modules:
-                module.weight.data = weight.new_empty(0)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Return [T, sum of outputs] from [T, inputs]."""
-        weight = self._weight
-        if isinstance(weight, PackedLinear):
-            return weight(inputs)
-        if weight.is_mkldnn:
-            library = torch.ops.mkldnn
-            out: Tensor = library._linear_pointwise(inputs, weight, self._bias, "none", [], "")
-            return out
-        return self._multiply(inputs, weight, self._bias)
-
-    @property
-    def packed(self) -> PackedLinear | None:
-        """The weight, if the C++ kernels can multiply with it in one call with others."""
-        weight = self._weight
-        return weight if isinstance(weight, PackedLinear) and not weight.is_padded else None
-
-    def restore(self) -> None:
-        """Return the weights to the modules."""
-        if not self._is_packed or self._is_shared:
-            return
-        weight = self._weight
-        self._set_weights(
-            weight.unpack() if isinstance(weight, PackedLinear) else weight.to_dense()
-        )
-
-    @property
-    def _is_packed(self) -> bool:
-        return isinstance(self._weight, PackedLinear) or self._weight.is_mkldnn
-
-    def _set_weights(self, weight: Tensor) -> None:
-        for module, part in zip(self._modules, torch.split(weight, self._sizes), strict=True):
-            module.weight.data = part
 
 
 class _Layer(NamedTuple):
@@ -174,7 +90,7 @@ class FusedDecoder:
         with torch.no_grad():
             cos, sin = rope_tables(decoder, num_positions)
             self._angles = cos.flatten(1), sin.flatten(1)
-            project = partial(Projection, pack=pack, multiply=multiply, is_recorded=is_recorded)
+            project = partial(Projection, pack=pack, multiply=multiply, may_reorder=not is_recorded)
             self._layers = [_layer(layer, project) for layer in decoder.layers]
             is_shared = model.lm_head.weight is decoder.embed_tokens.weight
             self._output = project(model.lm_head, is_shared=is_shared)
@@ -359,30 +275,6 @@ def _layer(layer: Any, project: Callable[..., Projection]) -> _Layer:
         gate_up=project(mlp.gate_proj, mlp.up_proj),
         down=project(mlp.down_proj),
     )
-
-
-def _bias(modules: Sequence[nn.Linear]) -> Tensor | None:
-    """Return the concatenated biases of modules, or None if no module has one."""
-    if all(module.bias is None for module in modules):
-        return None
-    if len(modules) == 1:
-        return modules[0].bias.data
-    return torch.cat(
-        [
-            torch.zeros_like(module.weight[:, 0]) if module.bias is None else module.bias.data
-            for module in modules
-        ]
-    )
-
-
-def _can_reorder(weight: Tensor) -> bool:
-    library = torch.ops.mkldnn
-    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    if weight.device.type != "cpu" or not all(hasattr(library, name) for name in names):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(library._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
 
 
 def rope_tables(decoder: Any, num_positions: int) -> tuple[Tensor, Tensor]:

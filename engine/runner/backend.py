@@ -26,7 +26,8 @@ from conure.kernels.cpu.linear import PackedLinear
 from conure.kernels.cpu.planner import NativePlanner
 from conure.kernels.planning.planner import Planner
 
-from ..models.fused_decoder import MakeNativeDecoder, Multiply, Pack
+from ..models.fused_decoder import MakeNativeDecoder
+from ..models.projection import Multiply, Pack
 from ..protocol import EngineError
 from .cuda_graphs import CudaGraphs, Record
 

@@ -46,6 +46,7 @@ from ..models import (
     registry,
 )
 from ..models.llama_config import DecoderConfig
+from ..models.projection import PackedModules
 from ..sampling import batch
 from ..sampling.sampler import LogitOpsBatch, sample_tokens
 from . import backend as backends
@@ -103,7 +104,7 @@ class TorchModelRunner(Runner):
         *,
         backend: backends.Backend | None = None,
         min_saved: int = MIN_SAVED_TOKENS,
-        use_fused_decoder: bool = True,
+        optimize: bool = True,
     ) -> None:
         """Load a model and allocate its caches.
 
@@ -111,7 +112,7 @@ class TorchModelRunner(Runner):
             config: The engine's options.
             backend: The device and its operations; None creates both from the options.
             min_saved: Tokens of reading that a shared KV range must save.
-            use_fused_decoder: Run supported decoders by `fused_decoder`, not by their modules.
+            optimize: Run supported decoders by `fused_decoder`, and others with packed weights.
 
         Raises:
             EngineError: `model.not_found`, `model.invalid` or `model.unsupported` for the model,
@@ -156,7 +157,7 @@ class TorchModelRunner(Runner):
         self._graphs = None if backend.record is None else CudaGraphCache(backend.record)
         # The ids that the last step sampled, on a device that runs ahead of the host.
         self._previous_ids = torch.zeros(0, dtype=torch.int64)
-        self._calibrate(use_fused_decoder=use_fused_decoder)
+        self._calibrate(optimize=optimize)
         if self._is_invariant:
             batch_invariance.check(self._logits, self.limits, self._model.config.vocab_size)
 
@@ -425,10 +426,11 @@ class TorchModelRunner(Runner):
         return logits, states[0]
 
     @torch.inference_mode()
-    def _calibrate(self, *, use_fused_decoder: bool) -> None:
+    def _calibrate(self, *, optimize: bool) -> None:
         """Run a few tokens to find the logits' width and the layer groups, and choose a decoder.
 
-        The fused decoder is used if it supports the model and computes the same logits.
+        The fused decoder is used if it supports the model, otherwise the modules with packed
+        weights. Either must compute the logits of the modules.
         """
         self._fused_decoder: fused_decoder.FusedDecoder | None = None
         num = min(CALIBRATION_TOKENS, self.limits.context_len)
@@ -452,8 +454,31 @@ class TorchModelRunner(Runner):
             group: (query[:1].expand(most, -1, -1), caches)
             for group, (query, caches) in groups.items()
         }
-        if not (use_fused_decoder and fused_decoder.is_supported(self._model, self.layers)):
+        if not optimize:
             return
+        attention = replace(attention, groups=None)
+        if fused_decoder.is_supported(self._model, self.layers):
+            decoder = self._fused_decoder = self._make_fused_decoder()
+            logits = self._forward(token_ids, positions, last, attention)
+            if fused_decoder.logits_match(logits, expected):
+                return
+            _log.warning("model=%s: the fused decoder's logits differ; not using it", self.model)
+            decoder.restore()
+            self._fused_decoder = None
+        if self._backend.pack is not None:
+            modules = PackedModules(self._model, self._backend.pack)
+            try:
+                logits = self._forward(token_ids, positions, last, attention)
+            except RuntimeError as error:
+                _log.warning("model=%s: no packed weights: %s", self.model, error)
+                modules.restore()
+                return
+            if not fused_decoder.logits_match(logits, expected):
+                _log.warning("model=%s: no packed weights: the logits differ", self.model)
+                modules.restore()
+
+    def _make_fused_decoder(self) -> fused_decoder.FusedDecoder:
+        """Return the fused decoder of the model, which takes over its weights."""
         decoder = fused_decoder.FusedDecoder(
             self._model,
             self.limits.context_len,
@@ -465,13 +490,7 @@ class TorchModelRunner(Runner):
         if self._backend.make_decoder is not None:
             windows = [layer.window for layer in self.layers]
             decoder.compile(self._backend.make_decoder, self._caches, windows)
-        self._fused_decoder = decoder
-        attention = replace(attention, groups=None)
-        logits = self._forward(token_ids, positions, last, attention)
-        if not fused_decoder.logits_match(logits, expected):
-            _log.warning("model=%s: the fused decoder's logits differ; not using it", self.model)
-            decoder.restore()
-            self._fused_decoder = None
+        return decoder
 
     @property
     def _cached_layers(self) -> list[probe.LayerKVSpec]:

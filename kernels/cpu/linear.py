@@ -33,7 +33,9 @@ class PackedLinear:
         self.num_outputs, self.num_inputs = weight.shape
         self._padding: Final = self.num_inputs % (_WORD_BYTES // weight.dtype.itemsize)
         self._wide: Final = weight.dtype != torch.float32 and not native.prefers_pairs
-        weight = functional.pad(weight, (0, self._padding)).contiguous()
+        if self._padding:
+            weight = functional.pad(weight, (0, self._padding))
+        weight = weight.contiguous()
         self._row_words: Final = weight.shape[1] * weight.dtype.itemsize // _WORD_BYTES
         functions = native.functions
         size = functions.conure_packed_words(self._row_words, self.num_outputs)

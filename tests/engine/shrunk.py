@@ -93,7 +93,7 @@ def runner_on(
     device: str | Backend = "cpu",
     *,
     min_saved: int = MIN_SAVED_TOKENS,
-    use_fused_decoder: bool = True,
+    optimize: bool = True,
     **options: Any,
 ) -> TorchModelRunner:
     """Load a folder into a runner; float32 and one thread unless `options` differ."""
@@ -104,7 +104,7 @@ def runner_on(
         EngineConfig(model=str(folder), **{"dtype": "float32", "threads": 1, **options}),
         backend=backend,
         min_saved=min_saved,
-        use_fused_decoder=use_fused_decoder,
+        optimize=optimize,
     )
 
 

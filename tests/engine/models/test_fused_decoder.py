@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 
 from conure.engine.config import EngineConfig
-from conure.engine.models import fused_decoder, probe
-from conure.engine.protocol import SamplingParams
+from conure.engine.models import fused_decoder, probe, projection
 from conure.engine.runner import backend, torch_runner
-from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
 from conure.kernels.cpu import library
 
 from .. import shrunk
+from .logits import logits_of
 
 PLAIN: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -30,44 +28,15 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
-def runner_of(
-    folder: Path, dtype: str = "float32", *, use_fused_decoder: bool = True
-) -> TorchModelRunner:
+def runner_of(folder: Path, dtype: str = "float32", *, optimize: bool = True) -> TorchModelRunner:
     return shrunk.runner_on(
         folder,
         dtype=dtype,
         num_blocks=64,
         block_size=4,
         min_saved=0,
-        use_fused_decoder=use_fused_decoder,
+        optimize=optimize,
     )
-
-
-def logits_of(runner: TorchModelRunner, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Return the logits of rows that share, prefill and decode, one after the other."""
-    seen: list[torch.Tensor] = []
-    forward = runner._forward
-
-    def recording(*args: Any) -> torch.Tensor:
-        seen.append(forward(*args))
-        return seen[-1].float()
-
-    monkeypatch.setattr(runner, "_forward", recording)
-    ids = random.Random(1).choices(range(256), k=33)
-    sampling = SamplingParams(max_tokens=9)
-    runner.run([ScheduledSequence(1, ids, 0, 17, list(range(9)))], [])
-    other = ids[:16] + ids[5:11]
-    rows = [
-        ScheduledSequence(1, ids, 17, 16, list(range(9)), sampling),
-        ScheduledSequence(2, other, 16, 6, [0, 1, 2, 3, 20, 21], sampling),
-    ]
-    runner.run(rows, [])
-    rows = [
-        ScheduledSequence(1, [*ids, 7], 33, 1, list(range(9)), sampling),
-        ScheduledSequence(2, [*other, 8], 22, 1, [0, 1, 2, 3, 20, 21], sampling),
-    ]
-    runner.run(rows, [])
-    return torch.cat(seen)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -75,7 +44,7 @@ def test_logits_equal_those_of_the_modules(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, name.split()[0], **PLAIN[name])
-    fast, plain = runner_of(folder), runner_of(folder, use_fused_decoder=False)
+    fast, plain = runner_of(folder), runner_of(folder, optimize=False)
     assert fast._fused_decoder is not None
     assert plain._fused_decoder is None
     got, expected = logits_of(fast, monkeypatch), logits_of(plain, monkeypatch)
@@ -89,13 +58,8 @@ def test_bfloat16_error_is_not_above_the_modules(
     folder = shrunk.write(tmp_path, "llama")
     exact = logits_of(runner_of(folder), monkeypatch)
     errors = [
-        (
-            logits_of(
-                runner_of(folder, "bfloat16", use_fused_decoder=use_fused_decoder), monkeypatch
-            )
-            - exact
-        ).std()
-        for use_fused_decoder in (True, False)
+        (logits_of(runner_of(folder, "bfloat16", optimize=optimize), monkeypatch) - exact).std()
+        for optimize in (True, False)
     ]
     assert errors[0] <= 1.2 * errors[1]
 
@@ -148,7 +112,7 @@ def test_projection_by_torch_gives_same_result(
     folder = shrunk.write(tmp_path, "qwen2")
     expected = logits_of(runner_of(folder), monkeypatch)
     monkeypatch.setattr(backend, "_pack", lambda *_: None)
-    monkeypatch.setattr(fused_decoder, "_can_reorder", lambda _: is_reordered)
+    monkeypatch.setattr(projection, "_can_reorder", lambda _: is_reordered)
     runner = runner_of(folder)
     assert runner._fused_decoder is not None
     got = logits_of(runner, monkeypatch)
@@ -164,14 +128,14 @@ def test_decoder_with_other_logits_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "llama")
-    expected = logits_of(runner_of(folder, use_fused_decoder=False), monkeypatch)
+    expected = logits_of(runner_of(folder, optimize=False), monkeypatch)
     angles = fused_decoder.rope_tables
     monkeypatch.setattr(
         fused_decoder, "rope_tables", lambda *args: tuple(1.001 * x for x in angles(*args))
     )
     runner = runner_of(folder)
     assert runner._fused_decoder is None
-    assert torch.equal(logits_of(runner, monkeypatch), expected)
+    assert (logits_of(runner, monkeypatch) - expected).abs().max() <= 2e-5 * expected.std()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +164,7 @@ def test_other_structure_runs_by_its_modules(
 
 
 def test_additional_module_is_another_structure(tmp_path: Path) -> None:
-    runner = runner_of(shrunk.write(tmp_path, "llama"), use_fused_decoder=False)
+    runner = runner_of(shrunk.write(tmp_path, "llama"), optimize=False)
     model: Any = runner._model
     assert fused_decoder.is_supported(model, runner.layers)
     model.model.layers[1].mlp.extra = torch.nn.Identity()
@@ -208,7 +172,7 @@ def test_additional_module_is_another_structure(tmp_path: Path) -> None:
 
 
 def test_shared_kv_layers_are_another_structure(tmp_path: Path) -> None:
-    runner = runner_of(shrunk.write(tmp_path, "llama"), use_fused_decoder=False)
+    runner = runner_of(shrunk.write(tmp_path, "llama"), optimize=False)
     layers = [*runner.layers]
     layers[1] = probe.LayerKVSpec(2, 16, 16, None, source=0)
     assert not fused_decoder.is_supported(runner._model, layers)

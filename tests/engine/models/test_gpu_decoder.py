@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoModelForCausalLM
 
-from conure.engine.models import fused_decoder
+from conure.engine.models import fused_decoder, projection
 from conure.engine.protocol import SamplingParams
 from conure.engine.runner import backend as backends
 from conure.engine.runner.base import ScheduledSequence
@@ -62,7 +62,7 @@ def logits_of(runner: TorchModelRunner) -> Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_the_modules(name: str, tmp_path: Path) -> None:
     folder = shrunk.write(tmp_path, name.split()[0], **FAMILIES[name])
-    fast, plain = runner_of(folder), runner_of(folder, use_fused_decoder=False)
+    fast, plain = runner_of(folder), runner_of(folder, optimize=False)
     assert isinstance(fast._fused_decoder, fused_decoder.FusedDecoder)
     assert plain._fused_decoder is None
     got, expected = logits_of(fast), logits_of(plain)
@@ -74,13 +74,8 @@ def test_bfloat16_error_is_not_above_the_modules(tmp_path: Path) -> None:
     folder = shrunk.write(tmp_path, "llama")
     exact = logits_of(runner_of(folder))
     errors = [
-        (
-            logits_of(
-                runner_of(folder, dtype="bfloat16", use_fused_decoder=use_fused_decoder)
-            ).float()
-            - exact
-        ).std()
-        for use_fused_decoder in (True, False)
+        (logits_of(runner_of(folder, dtype="bfloat16", optimize=optimize)).float() - exact).std()
+        for optimize in (True, False)
     ]
     assert errors[0] <= 1.4 * errors[1]
 
@@ -90,7 +85,7 @@ def test_weights_exist_once_and_model_still_runs(
 ) -> None:
     # As on an accelerator, where no library packs weights.
     monkeypatch.setattr(backends, "_pack", lambda *_: None)
-    monkeypatch.setattr(fused_decoder, "_can_reorder", lambda _: False)
+    monkeypatch.setattr(projection, "_can_reorder", lambda _: False)
     folder = shrunk.write(tmp_path, "qwen3")
     runner = runner_of(folder)
     model: Any = runner._model
@@ -123,7 +118,7 @@ def test_decoder_with_other_logits_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "llama")
-    expected = logits_of(runner_of(folder, use_fused_decoder=False))
+    expected = logits_of(runner_of(folder, optimize=False))
     angles = fused_decoder.rope_tables
     monkeypatch.setattr(
         fused_decoder, "rope_tables", lambda *args: tuple(1.001 * x for x in angles(*args))

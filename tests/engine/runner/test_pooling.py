@@ -49,7 +49,7 @@ def sum_of(runner: TorchModelRunner, *rows: ScheduledSequence) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "modules"])
 def test_sums_are_those_of_transformers(folder: Path, is_fused: bool) -> None:
-    runner = shrunk.runner_on(folder, num_blocks=64, block_size=BLOCK, use_fused_decoder=is_fused)
+    runner = shrunk.runner_on(folder, num_blocks=64, block_size=BLOCK, optimize=is_fused)
     expected = mean_states(shrunk.load(folder), TEXT)
     length = len(TEXT)
     whole = sum_of(runner, row(TEXT, 0, length, 0))

@@ -237,13 +237,13 @@ def test_seeded_model_is_exact_without_ties(tmp_path: Path) -> None:
     assert pair.ties == 0
 
 
-@pytest.mark.parametrize("use_fused_decoder", [False, True])
+@pytest.mark.parametrize("optimize", [False, True])
 def test_only_sampling_rows_reach_the_output_layer(
-    llama: Path, use_fused_decoder: bool, monkeypatch: pytest.MonkeyPatch
+    llama: Path, optimize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runner_of(llama, use_fused_decoder=use_fused_decoder)
+    runner = runner_of(llama, optimize=optimize)
     shapes: list[int] = []
-    if use_fused_decoder:
+    if optimize:
         assert isinstance(runner._fused_decoder, fused_decoder.FusedDecoder)
         output = runner._fused_decoder._output
 
