@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,21 @@ from conure.adapters.llamaindex import Conure
 from conure.server.app import create_app
 from conure.server.config import Config
 
-from .conformance import STREAMS_STRUCTURED, LLMConformance
+from .conformance import CONCURRENT, STREAMS_STRUCTURED, LLMConformance
+
+
+class Together:
+    """An application whose programs are submitted only when a number of them wait."""
+
+    def __init__(self, app: Any, number: int) -> None:
+        self._app = app
+        self._barrier = asyncio.Barrier(number)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            # Longer than any machine needs to send the requests: calls one after the other fail.
+            await asyncio.wait_for(self._barrier.wait(), 60)
+        await self._app(scope, receive, send)
 
 
 class TestChat(LLMConformance):
@@ -25,10 +40,10 @@ class TestChat(LLMConformance):
         return make_llm()
 
     @pytest.fixture
-    async def slow_llm(self, tmp_path: Path) -> AsyncIterator[Conure]:
-        config = Config(engine="fake", data=tmp_path, time_per_call=0.05)
-        with Client(app=create_app(config)) as client:
-            llm = Conure(client=client, temperature=0)
+    async def patient_llm(self, tmp_path: Path) -> AsyncIterator[Conure]:
+        app = Together(create_app(Config(engine="fake", data=tmp_path)), CONCURRENT)
+        with Client(app=app) as client:
+            llm = Conure(client=client, temperature=0, max_retries=0)
             yield llm
             await llm._clients.aclose()
 
