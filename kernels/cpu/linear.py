@@ -45,7 +45,9 @@ class PackedLinear:
         )
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return [T, N] from inputs [T, K] contiguous."""
+        """Return [T, N] from contiguous inputs [T, K] of the weight's type."""
+        assert inputs.dtype == self.dtype, f"{inputs.dtype} inputs of a {self.dtype} weight"
+        assert inputs.shape[1] == self.num_inputs, "the weight has another number of inputs"
         if self._padding:
             inputs = functional.pad(inputs, (0, self._padding))
         num_rows, num_inputs = inputs.shape
