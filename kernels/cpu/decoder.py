@@ -91,8 +91,8 @@ class NativeDecoder:
             width,
         )
         self._dtype: Final = embedding.dtype
-        is_widened = self._dtype == torch.bfloat16 and not native.prefers_pairs
-        self._wide_width: Final = max(query_width, width, inner) if is_widened else None
+        widest = max(query_width, width, inner)
+        self._wide_width: Final = widest if first.qkv.is_widened else None
         packed = ctypes.create_string_buffer(b"".join(map(_pack, layers)))
         # Keeps what the arguments point to.
         self._alive: Final = (tuple(layers), embedding, first_norm, angles, packed)

@@ -32,7 +32,8 @@ class PackedLinear:
         self.dtype: Final = weight.dtype
         self.num_outputs, self.num_inputs = weight.shape
         self._padding: Final = self.num_inputs % (_WORD_BYTES // weight.dtype.itemsize)
-        self._wide: Final = weight.dtype != torch.float32 and not native.prefers_pairs
+        self.is_widened: Final = weight.dtype == torch.bfloat16 and not native.prefers_pairs
+        """Whether a product needs memory for its inputs in float32."""
         if self._padding:
             weight = functional.pad(weight, (0, self._padding))
         weight = weight.contiguous()
@@ -52,7 +53,7 @@ class PackedLinear:
             inputs = functional.pad(inputs, (0, self._padding))
         num_rows, num_inputs = inputs.shape
         out = inputs.new_empty(num_rows, self.num_outputs)
-        wide = torch.empty(num_rows, num_inputs) if self._wide else None
+        wide = torch.empty(num_rows, num_inputs) if self.is_widened else None
         arguments = _LINEAR.pack(
             inputs.data_ptr(),
             self._packed.data_ptr(),

@@ -41,11 +41,10 @@ constexpr int64_t kNumbersPerWord = sizeof(uint32_t) / sizeof(T);
 template <class T, class W>
 constexpr bool kIsDirect = std::is_same_v<T, typename W::Element>;
 
-// Panels that are multiplied at once with R rows. Few rows wait for memory and for the previous
+// Panels that are multiplied at once with some rows. Few rows wait for memory and for the previous
 // addition: several panels are several streams of weights and more sums that do not depend on each
 // other.
-template <int R>
-constexpr int kPanelsAtOnce = R == 1 ? 4 : R <= 3 ? 2 : 1;
+constexpr int panels_at_once(int64_t num_rows) { return num_rows == 1 ? 4 : num_rows <= 3 ? 2 : 1; }
 
 // Multiplies R rows with P panels. Half a panel from `next` on, if not null, is prefetched meanwhile.
 template <class T, class W, int R, int P>
@@ -103,7 +102,7 @@ static void multiply_group(const LinearArguments& a, int64_t row, int64_t num_ro
                            int64_t end, const uint32_t* next) {
   if constexpr (R > 1)
     if (num_rows < R) return multiply_group<T, W, R - 1>(a, row, num_rows, panel, end, next);
-  constexpr int P = kPanelsAtOnce<R>;
+  constexpr int P = panels_at_once(R);
   for (; panel + P <= end; panel += P) multiply_rows<T, W, R, P>(a, row, panel, next);
   for (; panel < end; panel++) multiply_rows<T, W, R, 1>(a, row, panel, next);
 }
@@ -140,7 +139,7 @@ template <class T, class W>
 static void multiply_all(const LinearArguments& a, const Threads& threads) {
   const int64_t num_panels = (a.num_outputs + kPanel - 1) / kPanel;
   // A task has as many panels as few rows need, unless the threads need more tasks.
-  const int64_t most = a.num_rows == 1 ? kPanelsAtOnce<1> : a.num_rows <= 3 ? kPanelsAtOnce<2> : 1;
+  const int64_t most = panels_at_once(a.num_rows);
   const int64_t num_tasks = threads.count * kTasksPerThread;
   const int64_t width = std::max<int64_t>(1, std::min(most, num_panels / num_tasks));
   const int64_t num_parts = (num_panels + width - 1) / width;
