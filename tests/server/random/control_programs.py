@@ -15,7 +15,7 @@ import copy
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,9 +290,13 @@ class Reading:
 
     observed: Mapping[str, Json]
     """Values from the server, by name, for variables that cannot be predicted."""
+    killed: Collection[str] = ()
+    """Nodes that the server killed: they need not fail, even if they would have later."""
     values: dict[str, Json] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
     """Variables that may or may not have a value: of losers, killed nodes and failed bodies."""
+    unwritten: set[str] = field(default_factory=set)
+    """Variables of nodes that would have failed, and were killed before."""
     never: set[str] = field(default_factory=set)
     """Nodes that must not have started."""
     readers: dict[str, set[tuple[str, ...]]] = field(default_factory=dict)
@@ -303,6 +307,10 @@ class Reading:
     """The current node, after the nodes around it."""
     depth: int = 0
     """Nesting depth of `try`."""
+
+    def expected(self) -> set[str]:
+        """Return the variables that have a value, unless they are `open` or their readers ended."""
+        return self.values.keys() | self.unwritten
 
     def run(self, nodes: list[Json], scope: dict[str, Json], suffix: str) -> None:
         """Interpret nodes in order; their outputs are added to `scope`.
@@ -316,8 +324,22 @@ class Reading:
             try:
                 self._note_reads(node, scope)
                 getattr(self, f"_{node['op']}")(node, scope, suffix)
+            except (FailureError, ExpressionError):  # the latter where a value is unwritten
+                if self.path[-1] not in self.killed:
+                    raise
+                self._leave_unwritten(node, scope, suffix)
             finally:
                 self.path = outside
+
+    def _leave_unwritten(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
+        """Bind the names of the node's variables, for their readers, but no values."""
+        outputs = node.get("merge") or node.get("collect") or node.get("carry")
+        if node["op"] in ("expr", "generate"):
+            outputs = re.findall(r'"output": "(\w+)"', json.dumps(node))
+        for name in outputs or ():
+            scope[f"#{name}"] = name + suffix
+            self.unwritten.add(name + suffix)
+            self.bodies[name + suffix] = self.path[:-1]
 
     def _note_reads(self, node: Json, scope: dict[str, Json]) -> None:
         """Record what a node reads, but not what the nodes in its bodies read."""
@@ -379,14 +401,14 @@ class Reading:
 
     def _map(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
         items = node["items"]
-        listed = scope.get(items) if isinstance(items, str) else self._evaluate(items, scope)
+        listed = self._evaluate(var(items) if isinstance(items, str) else items, scope)
         ((outer, inner),) = node["collect"].items()
         found: list[Json] = []
         failures: list[FailureError] = []
         assert isinstance(listed, list)
         for index, item in enumerate(listed):
             within = {**scope, node["as"]: item, node["index"]: index}
-            before = set(self.values)
+            before = self.expected()
             try:
                 self.run(node["body"], within, f"{suffix}.{index}")
                 self._note_reads({"id": node["id"], "output": inner}, within)
@@ -396,7 +418,7 @@ class Reading:
                     raise
                 failures.append(failure)
                 found.append(None)
-                self.open |= self.values.keys() - before
+                self.open |= self.expected() - before
         if failures and len(failures) == len(listed):
             raise failures[0]
         self._set(outer, found, scope, suffix)
@@ -446,11 +468,11 @@ class Reading:
         for attempt in range(node["retries"] + 1):
             within = dict(scope)
             inside = f"{suffix}.{'r' * self.depth}{attempt}" if attempt else suffix
-            before = set(self.values)
+            before = self.expected()
             try:
                 self.run(node["body"], within, inside)
             except FailureError as failure:
-                self.open |= self.values.keys() - before
+                self.open |= self.expected() - before
                 is_last = attempt == node["retries"]
                 if is_last and str(failure) not in node["handlers"][0]["codes"]:
                     raise

@@ -40,7 +40,8 @@ def check(nodes: list[Json], things: list[str], status: ProgramStatus) -> None:
         for name, variable in status.variables.items()
         if variable.status == "done"
     }
-    reading = Reading(observed)
+    killed = {name for name, node in status.nodes.items() if node.status == "killed"}
+    reading = Reading(observed, killed)
     failure: FailureError | None = None
     try:
         reading.run(nodes, {"given": "something", "things": things}, "")
@@ -51,7 +52,7 @@ def check(nodes: list[Json], things: list[str], status: ProgramStatus) -> None:
             assert value == reading.values[name], name
     assert status.status != ("failed" if failure is None else "done"), (failure, status.error)
     if status.status == "done":
-        missing = reading.values.keys() - observed.keys() - reading.open
+        missing = reading.expected() - observed.keys() - reading.open
         for name in missing:
             assert is_only_for_ended(name, reading, status), name
     for node in reading.never & status.nodes.keys():
@@ -79,6 +80,11 @@ async def cancel_after(program: Program, num_turns: int) -> None:
     await program.cancel()
 
 
+def unanswered(nodes: list[Json]) -> list[Json]:
+    """Return nodes with a client step that no client answers, so that no machine ends them."""
+    return [*nodes, {"id": "unanswered", "op": "client", "name": "ask", "output": "unwritten"}]
+
+
 async def run_some(harness: ServerHarness, rng: random.Random, num_programs: int) -> set[str]:
     """Run programs concurrently and end them in various ways; return how they ended."""
     plans = []
@@ -92,9 +98,10 @@ async def run_some(harness: ServerHarness, rng: random.Random, num_programs: int
             options["deadline_s"] = rng.uniform(0.001, 0.05)
         elif ending == "unread":
             options["detach"] = False
-        program = await submit(harness, shuffled(nodes, rng), things, **options)
+        submitted = unanswered(nodes) if ending == "cancelled" else nodes
+        program = await submit(harness, shuffled(submitted, rng), things, **options)
         plans.append((nodes, things, program))
-        if ending == "cancelled":  # now, while it is young: a quick machine ends it before others
+        if ending == "cancelled":
             cancels.append(asyncio.create_task(cancel_after(program, rng.randint(0, 30))))
     await asyncio.gather(*cancels)
     ended: set[str] = set()
