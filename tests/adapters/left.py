@@ -38,8 +38,11 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def all_ended(client: Client, ids: list[str]) -> None:
-    """Wait until every program has ended; programs parallel to a failure may complete first."""
-    async with asyncio.timeout(15):
+    """Wait until every program has ended; programs parallel to a failure may complete first.
+
+    The limit is below the 60 s that the calls of some tests take by themselves.
+    """
+    async with asyncio.timeout(40):
         for program in ids:
             run = await asyncio.to_thread(client.attach, program)
             while (await asyncio.to_thread(run.status)).status not in ENDED:  # noqa: ASYNC110
@@ -68,6 +71,6 @@ async def leaving_server() -> AsyncIterator[tuple[Client, Callable[[], Awaitable
 
 async def all_submitted(ids: list[str], num_programs: int) -> None:
     """Wait until the server has accepted this many programs."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(ids) < num_programs:  # noqa: ASYNC110 - threads submit
             await asyncio.sleep(0.01)

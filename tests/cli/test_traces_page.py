@@ -46,7 +46,7 @@ def test_the_commands_print_the_example(url: str, tmp_path: Path) -> None:
         env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -68,7 +68,7 @@ def test_the_script_prints_what_the_page_shows(url: str, tmp_path: Path) -> None
         env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

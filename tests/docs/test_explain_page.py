@@ -38,7 +38,7 @@ def conure(url: str, *arguments: str) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def run(example: Example, url: str, folder: Path) -> subprocess.CompletedProcess
         env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

@@ -36,7 +36,7 @@ def test_scripts_print_what_the_page_shows(name: str, url: str, tmp_path: Path) 
         env={**environment(), "CONURE_URL": url},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

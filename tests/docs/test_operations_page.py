@@ -83,7 +83,7 @@ def test_commands_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=200,
             check=False,
         )
         printed += f"$ {command}\n{done.stdout}{done.stderr}"
@@ -96,7 +96,7 @@ def test_every_flag_of_the_page_exists() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=True,
     )
     flags = set(re.findall(r"`(--[a-z-]+)", PAGE)) | {"--recover", "--data"}

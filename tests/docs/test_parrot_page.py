@@ -27,7 +27,7 @@ def test_the_papers_calls_print_what_the_page_shows(tmp_path: Path) -> None:
             env={**environment(), "CONURE_URL": url},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=200,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ async def test_an_example_ends_with_its_results(name: str, tmp_path: Path) -> No
         )
         submission, body = await executor.compile(source)
         accepted, _ = await executor.submit(submission, body=body, tenant="t")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             events = [each async for each in executor.events(accepted.id, tenant="t", after=0)]
         values = [each.data["value"] for each in events if each.type == "yield"]
         assert expected <= {key for value in values for key in value}

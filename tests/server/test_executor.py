@@ -249,7 +249,7 @@ async def test_blocking_functions_do_not_block_others(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def block() -> bool:
-        return gate.wait(20)
+        return gate.wait(60)
 
     async with server_harness(tmp_path, {"block": block}) as harness:
         try:

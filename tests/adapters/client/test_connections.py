@@ -114,7 +114,7 @@ def _ran_in(io_thread: IOThread) -> threading.Thread:
         has_run.set()
 
     io_thread.start_task(note)
-    assert has_run.wait(10)
+    assert has_run.wait(60)
     return found[0]
 
 

@@ -95,7 +95,7 @@ def test_closing_a_response_is_a_disconnect(app: Stream, local: LocalApp) -> Non
         client.stream("GET", "/") as response,
     ):
         next(response.iter_raw())
-    assert app.saw_disconnect.wait(5)
+    assert app.saw_disconnect.wait(60)
 
 
 async def test_cancelling_a_beginning_response_is_a_disconnect(
@@ -209,7 +209,7 @@ def test_a_response_can_be_closed_by_its_application(app: Stream, local: LocalAp
         response.close()
 
     local.call(collect)
-    assert app.saw_disconnect.wait(5)
+    assert app.saw_disconnect.wait(60)
 
 
 def test_a_reader_can_be_collected_in_its_application(app: Stream, local: LocalApp) -> None:
@@ -228,7 +228,7 @@ def test_a_reader_can_be_collected_in_its_application(app: Stream, local: LocalA
 
     local.call(collect)
     response.close()
-    assert app.saw_disconnect.wait(5)
+    assert app.saw_disconnect.wait(60)
 
 
 async def test_a_closed_application_rejects_async_requests(local: Any) -> None:
@@ -259,7 +259,7 @@ async def test_busy_application_does_not_block_the_loop_of_a_caller(local: Local
 
     async def block() -> None:
         is_busy.set()
-        may_continue.wait(10)
+        may_continue.wait(60)
 
     async def answer() -> str:
         return "made"

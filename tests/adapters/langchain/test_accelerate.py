@@ -30,7 +30,7 @@ from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ConureError, ProgramError, PromptError
 
-from ..left import all_ended
+from ..left import all_ended, all_submitted
 from .shapes import TEXT, ask, shapes
 
 NAMES = list(shapes(ChatConure()))
@@ -479,13 +479,16 @@ def test_call_timeout_cancels_its_program(tmp_path: Path) -> None:
         assert client.attach(run.program).status().status == "cancelled"
 
 
-async def test_cancelled_await_cancels_its_program(tmp_path: Path) -> None:
+async def test_cancelled_await_cancels_its_program(tmp_path: Path, submitted: list[str]) -> None:
     config = Config(engine="fake", data=tmp_path, time_per_call=60.0)
     with await asyncio.to_thread(lambda: Client(app=create_app(config))) as client:
         llm = ChatConure(client=client)
         fast = accelerate(ask("{x}") | llm | TEXT)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(fast.ainvoke("tea"), 2)
+        chain = asyncio.create_task(fast.ainvoke("tea"))
+        await all_submitted(submitted, 1)
+        chain.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await chain
         (run,) = fast.explain().runs
         status = await asyncio.to_thread(lambda: client.attach(run.program).status())
         assert status.status == "cancelled"
@@ -514,16 +517,14 @@ async def test_chain_cancelled_twice_cancels_its_program(
         before = asyncio.all_tasks()
         for num_turns in range(12):
             chain = asyncio.create_task(fast.ainvoke("tea"))
-            async with asyncio.timeout(15):
-                while len(submitted) == num_turns:  # noqa: ASYNC110 - a server sets it
-                    await asyncio.sleep(0.01)
+            await all_submitted(submitted, num_turns + 1)
             chain.cancel()
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             chain.cancel()
             await asyncio.wait([chain])
         await all_ended(client, submitted)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while asyncio.all_tasks() - before:  # noqa: ASYNC110 - nothing else awaits them
                 await asyncio.sleep(0.01)
         await llm.async_connection().close()

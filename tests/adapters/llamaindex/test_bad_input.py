@@ -203,7 +203,7 @@ async def test_closed_client_is_named(tmp_path: Path, way: str, is_fast: bool) -
         llm = Conure(client=client, max_tokens=20)
         app = engine(llm, way, response_mode="compact")
         assert llm.metadata.context_window
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises((ConureError, RuntimeError), match="closed"):
             await ask_engine(accelerate(app) if is_fast else app, way)
     await llm._clients.aclose()

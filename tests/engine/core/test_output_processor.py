@@ -47,7 +47,7 @@ class GatedSandbox(SandboxedGrammarCheck):
         self.is_open = threading.Event()
 
     def validate(self, request: SandboxRequest) -> SandboxReply:
-        assert self.is_open.wait(20)
+        assert self.is_open.wait(60)
         return super().validate(request)
 
 

@@ -10,7 +10,7 @@ import pytest
 from conure.server.functions.threads import FunctionThreads
 from conure.server.program.errors import RunError
 
-LONG_S = 30.0
+LONG_S = 60.0
 
 
 async def test_results_and_errors_are_passed_on() -> None:

@@ -35,7 +35,7 @@ class BoundedServer(NamedTuple):
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-ENDS_S = 30.0
+ENDS_S = 60.0
 START = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 

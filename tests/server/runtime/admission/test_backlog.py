@@ -79,7 +79,7 @@ async def test_idle_server_accepts_a_program_of_ten_thousand_calls(tmp_path: Pat
         make_busy(harness, 3.0)
         program = await harness.submit(side_by_side(10_000), outputs=["g0"])
         # It ranks after a short program for two minutes.
-        await asyncio.wait_for(harness.submit(chain(1), outputs=["g0"]), 30)
+        await asyncio.wait_for(harness.submit(chain(1), outputs=["g0"]), 60)
         await program.cancel()
 
 

@@ -137,7 +137,7 @@ async def test_idle_session_is_ended_and_a_working_one_is_not(tmp_path: Path) ->
         setattr(directory, "end", note_end)  # noqa: B010 - mypy forbids the plain one
         session = await harness.submit([], open=True)
         working = await harness.submit([generate("x", "hi", ignore_eos=True, max_tokens=20)])
-        await asyncio.wait_for(ended.wait(), 30)
+        await asyncio.wait_for(ended.wait(), 60)
         status = await session.status()
         assert status.status == "cancelled"
         assert status.error

@@ -59,7 +59,7 @@ async def test_probation_opens_the_gate(monkeypatch: pytest.MonkeyPatch) -> None
     gate.engine_died([1])
     gate.enter("long", 1, lambda: None)
     gate.enter("next", 1, started.set)
-    await asyncio.wait_for(started.wait(), 30)
+    await asyncio.wait_for(started.wait(), 60)
 
 
 @given(st.integers(1, 40), st.integers(0, 39))

@@ -35,7 +35,7 @@ async def phases_after_go(harness: ServerHarness, nodes: list[Json], **fields: J
     program = await harness.submit([client("go", "go"), *nodes], **fields)
     requested = await program.event("client.requested")
     await program.put("go", True, requested.data["request_id"])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         status = await program.end()
     assert status.status == "done", status.error
     assert await harness.num_held() == [(0, 0)]
@@ -182,6 +182,6 @@ async def test_a_restart_repeats_the_consequences_of_a_kill(tmp_path: Path) -> N
         assert run.state.nodes["plan"].phase == "running"
     async with server_harness(tmp_path, num_blocks=20_000, **settings) as harness:
         program = type(program)(harness, program.id)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             status = await program.end()
         assert status.nodes["plan"].status == "killed"
