@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -427,11 +428,7 @@ class TorchModelRunner(Runner):
 
     @torch.inference_mode()
     def _calibrate(self, *, optimize: bool) -> None:
-        """Run a few tokens to find the logits' width and the layer groups, and choose a decoder.
-
-        The fused decoder is used if it supports the model, otherwise the modules with packed
-        weights. Either must compute the logits of the modules.
-        """
+        """Run a few tokens to find the logits' width and the layer groups, and choose a decoder."""
         self._fused_decoder: fused_decoder.FusedDecoder | None = None
         num = min(CALIBRATION_TOKENS, self.limits.context_len)
         ids = [token * 37 % self._model.config.vocab_size for token in range(3, 3 + num)]
@@ -454,13 +451,21 @@ class TorchModelRunner(Runner):
             group: (query[:1].expand(most, -1, -1), caches)
             for group, (query, caches) in groups.items()
         }
-        if not optimize:
-            return
-        attention = replace(attention, groups=None)
+        if optimize:
+            attention = replace(attention, groups=None)
+            self._optimize(partial(self._forward, token_ids, positions, last, attention), expected)
+
+    def _optimize(self, compute: Callable[[], Tensor], expected: Tensor) -> None:
+        """Use the fused decoder if it supports the model, otherwise modules with packed weights.
+
+        Args:
+            compute: Computes the logits of the calibration tokens.
+            expected: The logits that the modules computed. [T, V]. A way that computes other
+                logits is not used.
+        """
         if fused_decoder.is_supported(self._model, self.layers):
             decoder = self._fused_decoder = self._make_fused_decoder()
-            logits = self._forward(token_ids, positions, last, attention)
-            if fused_decoder.logits_match(logits, expected):
+            if fused_decoder.logits_match(compute(), expected):
                 return
             _log.warning("model=%s: the fused decoder's logits differ; not using it", self.model)
             decoder.restore()
@@ -468,13 +473,13 @@ class TorchModelRunner(Runner):
         if self._backend.pack is not None:
             modules = PackedModules(self._model, self._backend.pack)
             try:
-                logits = self._forward(token_ids, positions, last, attention)
+                reason = (
+                    "" if fused_decoder.logits_match(compute(), expected) else "the logits differ"
+                )
             except RuntimeError as error:
-                _log.warning("model=%s: no packed weights: %s", self.model, error)
-                modules.restore()
-                return
-            if not fused_decoder.logits_match(logits, expected):
-                _log.warning("model=%s: no packed weights: the logits differ", self.model)
+                reason = str(error)
+            if reason:
+                _log.warning("model=%s: no packed weights: %s", self.model, reason)
                 modules.restore()
 
     def _make_fused_decoder(self) -> fused_decoder.FusedDecoder:

@@ -13,7 +13,7 @@ from conure.engine.runner.base import ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
 
 
-def logits_of(runner: TorchModelRunner, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+def logits_of(runner: TorchModelRunner) -> torch.Tensor:
     """Return the logits of rows that share, prefill and decode, one after the other."""
     seen: list[torch.Tensor] = []
     forward = runner._forward
@@ -22,19 +22,21 @@ def logits_of(runner: TorchModelRunner, monkeypatch: pytest.MonkeyPatch) -> torc
         seen.append(forward(*args))
         return seen[-1].float()
 
-    monkeypatch.setattr(runner, "_forward", recording)
     ids = random.Random(1).choices(range(256), k=33)
-    sampling = SamplingParams(max_tokens=9)
-    runner.run([ScheduledSequence(1, ids, 0, 17, list(range(9)))], [])
     other = ids[:16] + ids[5:11]
-    rows = [
-        ScheduledSequence(1, ids, 17, 16, list(range(9)), sampling),
-        ScheduledSequence(2, other, 16, 6, [0, 1, 2, 3, 20, 21], sampling),
-    ]
-    runner.run(rows, [])
-    rows = [
-        ScheduledSequence(1, [*ids, 7], 33, 1, list(range(9)), sampling),
-        ScheduledSequence(2, [*other, 8], 22, 1, [0, 1, 2, 3, 20, 21], sampling),
-    ]
-    runner.run(rows, [])
+    sampling = SamplingParams(max_tokens=9)
+    blocks, others = list(range(9)), [0, 1, 2, 3, 20, 21]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_forward", recording)
+        runner.run([ScheduledSequence(1, ids, 0, 17, blocks)], [])
+        rows = [
+            ScheduledSequence(1, ids, 17, 16, blocks, sampling),
+            ScheduledSequence(2, other, 16, 6, others, sampling),
+        ]
+        runner.run(rows, [])
+        rows = [
+            ScheduledSequence(1, [*ids, 7], 33, 1, blocks, sampling),
+            ScheduledSequence(2, [*other, 8], 22, 1, others, sampling),
+        ]
+        runner.run(rows, [])
     return torch.cat(seen)

@@ -40,25 +40,21 @@ def runner_of(folder: Path, dtype: str = "float32", *, optimize: bool = True) ->
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_logits_equal_those_of_the_modules(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_equal_those_of_the_modules(name: str, tmp_path: Path) -> None:
     folder = shrunk.write(tmp_path, name.split()[0], **PLAIN[name])
     fast, plain = runner_of(folder), runner_of(folder, optimize=False)
     assert fast._fused_decoder is not None
     assert plain._fused_decoder is None
-    got, expected = logits_of(fast, monkeypatch), logits_of(plain, monkeypatch)
+    got, expected = logits_of(fast), logits_of(plain)
     assert len(expected) == 4
     assert (got - expected).abs().max() <= 2e-5 * expected.std()
 
 
-def test_bfloat16_error_is_not_above_the_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_error_is_not_above_the_modules(tmp_path: Path) -> None:
     folder = shrunk.write(tmp_path, "llama")
-    exact = logits_of(runner_of(folder), monkeypatch)
+    exact = logits_of(runner_of(folder))
     errors = [
-        (logits_of(runner_of(folder, "bfloat16", optimize=optimize), monkeypatch) - exact).std()
+        (logits_of(runner_of(folder, "bfloat16", optimize=optimize)) - exact).std()
         for optimize in (True, False)
     ]
     assert errors[0] <= 1.2 * errors[1]
@@ -76,7 +72,7 @@ def test_layers_in_one_call_equal_single_operations(
     assert apart._fused_decoder is not None
     assert together._fused_decoder._native is not None
     apart._fused_decoder._native = None
-    got, expected = logits_of(together, monkeypatch), logits_of(apart, monkeypatch)
+    got, expected = logits_of(together), logits_of(apart)
     # The first norm is torch's in single operations, so floats differ in their last bits.
     assert (got - expected).abs().max() <= (2e-5 * expected.std() if dtype == "float32" else 0)
 
@@ -110,12 +106,12 @@ def test_projection_by_torch_gives_same_result(
     is_reordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "qwen2")
-    expected = logits_of(runner_of(folder), monkeypatch)
+    expected = logits_of(runner_of(folder))
     monkeypatch.setattr(backend, "_pack", lambda *_: None)
     monkeypatch.setattr(projection, "_can_reorder", lambda _: is_reordered)
     runner = runner_of(folder)
     assert runner._fused_decoder is not None
-    got = logits_of(runner, monkeypatch)
+    got = logits_of(runner)
     assert (got - expected).abs().max() <= 2e-5 * expected.std()
     runner._fused_decoder.restore()
     weights = shrunk.load(folder).state_dict()
@@ -128,14 +124,14 @@ def test_decoder_with_other_logits_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "llama")
-    expected = logits_of(runner_of(folder, optimize=False), monkeypatch)
+    expected = logits_of(runner_of(folder, optimize=False))
     angles = fused_decoder.rope_tables
     monkeypatch.setattr(
         fused_decoder, "rope_tables", lambda *args: tuple(1.001 * x for x in angles(*args))
     )
     runner = runner_of(folder)
     assert runner._fused_decoder is None
-    assert (logits_of(runner, monkeypatch) - expected).abs().max() <= 2e-5 * expected.std()
+    assert (logits_of(runner) - expected).abs().max() <= 2e-5 * expected.std()
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,12 @@ def packed_names(runner: TorchModelRunner) -> set[str]:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral", "opt"])
-def test_logits_equal_those_of_unpacked_modules(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_equal_those_of_unpacked_modules(family: str, tmp_path: Path) -> None:
     folder = shrunk.write(tmp_path, family)
     fast, plain = runner_of(folder), runner_of(folder, optimize=False)
     assert packed_names(fast) >= {"lm_head", "o_proj" if family != "opt" else "out_proj"}
     assert not packed_names(plain)
-    got, expected = logits_of(fast, monkeypatch), logits_of(plain, monkeypatch)
+    got, expected = logits_of(fast), logits_of(plain)
     assert (got - expected).abs().max() <= 2e-5 * expected.std()
 
 
@@ -83,21 +81,21 @@ def test_packed_weights_with_other_logits_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "gemma2")
-    expected = logits_of(runner_of(folder, optimize=False), monkeypatch)
+    expected = logits_of(runner_of(folder, optimize=False))
     apply = projection.Projection.apply
     monkeypatch.setattr(
         projection.Projection, "apply", lambda self, inputs: 1.001 * apply(self, inputs)
     )
     runner = runner_of(folder)
     assert not packed_names(runner)
-    assert torch.equal(logits_of(runner, monkeypatch), expected)
+    assert torch.equal(logits_of(runner), expected)
 
 
 def test_model_that_reads_its_weights_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shrunk.write(tmp_path, "gemma2")
-    expected = logits_of(runner_of(folder, optimize=False), monkeypatch)
+    expected = logits_of(runner_of(folder, optimize=False))
     make = projection.PackedModules.__init__
 
     def make_and_read(self: PackedModules, model: Any, pack: projection.Pack) -> None:
@@ -108,4 +106,4 @@ def test_model_that_reads_its_weights_keeps_them(
     monkeypatch.setattr(projection.PackedModules, "__init__", make_and_read)
     runner = runner_of(folder)
     assert not packed_names(runner)
-    assert torch.equal(logits_of(runner, monkeypatch), expected)
+    assert torch.equal(logits_of(runner), expected)
