@@ -126,6 +126,15 @@ def test_tables_have_pairs_means_and_cells(tmp_path: Path) -> None:
     assert f"{place} whole, played | all | 1.75 (1.50 to 2.00) |" in found["cells"]
 
 
+def test_repeated_cell_counts_once_in_the_means(tmp_path: Path) -> None:
+    slow, fast = summary([result(6.0)]), summary([result(1.0)])
+    other = summary([result(3.0)])
+    key = {"workload": "w", "programs": 1, "pool": 100, "blocks": 9, "round_trip_ms": 5.0}
+    cells = [key | {"systems": {"peer": each, "program": fast}} for each in (slow, other)]
+    (tmp_path / "a.json").write_text(json.dumps({"engine": ["local"], "cells": cells}))
+    assert "| peer / program | 1 | 3.00 | 3.00 |" in tables(tmp_path)["means"]
+
+
 def test_compact_table_has_a_row_for_each_workload_and_the_least_first(tmp_path: Path) -> None:
     slow, fast = summary([result(2.0)]), summary([result(1.0)])
     places = [("a", 1, 100, 0.0, slow), ("a", 1, 40, 5.0, fast), ("b", 8, 66, 5.0, fast)]
