@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from conure.kernels.cpu.linear import PackedLinear
 
@@ -115,7 +116,8 @@ class Projection:
 class PackedModules:
     """The linear modules of a model, whose products the C++ kernels compute.
 
-    Modules of derived classes, and weights that torch multiplies faster, stay as they are.
+    `Conv1D`, the linear module of GPT-2, holds the transpose of its weight. Modules of derived
+    classes, and weights that torch multiplies faster, stay as they are.
     """
 
     def __init__(self, model: nn.Module, pack: Pack) -> None:
@@ -125,31 +127,48 @@ class PackedModules:
             model: A model on a CPU, which may be unable to run afterwards until `restore`.
             pack: Packs weights.
         """
-        self._projections: Final[list[tuple[nn.Module, Projection]]] = []
+        self._packed: Final[list[tuple[nn.Linear | Conv1D, nn.Linear, Projection]]] = []
+        """Modules, the same as `nn.Linear`, and their products."""
         num_users = Counter(
             id(parameter)
             for module in model.modules()
             for parameter in module.parameters(recurse=False)
         )
         for module in model.modules():
-            if type(module) is not nn.Linear:
+            if type(module) is nn.Linear:
+                linear, is_shared = module, num_users[id(module.weight)] > 1
+            elif type(module) is Conv1D and num_users[id(module.weight)] == 1:
+                linear, is_shared = _as_linear(module), False
+            else:
                 continue
-            is_shared = num_users[id(module.weight)] > 1
-            projection = Projection(module, pack=pack, may_reorder=False, is_shared=is_shared)
+            projection = Projection(linear, pack=pack, may_reorder=False, is_shared=is_shared)
             if projection.is_packed:
-                module.forward = projection.apply  # type: ignore[method-assign, assignment]
-                self._projections.append((module, projection))
+                module.forward = projection.apply  # type: ignore[method-assign]
+                if not is_shared:
+                    module.weight.data = linear.weight.data
+                self._packed.append((module, linear, projection))
 
     def __len__(self) -> int:
         """Return the number of packed modules."""
-        return len(self._projections)
+        return len(self._packed)
 
     def restore(self) -> None:
         """Return the weights to the modules."""
-        for module, projection in self._projections:
+        for module, linear, projection in self._packed:
             projection.restore()
+            if module is not linear:
+                module.weight.data = linear.weight.data.T.contiguous()
             del module.forward
-        self._projections.clear()
+        self._packed.clear()
+
+
+def _as_linear(module: Conv1D) -> nn.Linear:
+    """Return a linear module with the transpose of the weight, which is contiguous."""
+    num_inputs, num_outputs = module.weight.shape
+    linear = nn.Linear(num_inputs, num_outputs, device="meta")
+    linear.weight = nn.Parameter(module.weight.data.T.contiguous(), requires_grad=False)
+    linear.bias = module.bias
+    return linear
 
 
 def _bias(modules: Sequence[nn.Linear]) -> Tensor | None:

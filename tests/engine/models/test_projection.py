@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from conure.engine.models import projection
 from conure.engine.models.projection import PackedModules
@@ -36,11 +37,20 @@ def packed_names(runner: TorchModelRunner) -> set[str]:
     return {name.rpartition(".")[2] for name, module in modules if "forward" in vars(module)}
 
 
-@pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral", "opt"])
+LAST_OF_ATTENTION = {
+    "gemma2": "o_proj",
+    "phi3": "o_proj",
+    "mixtral": "o_proj",
+    "opt": "out_proj",
+    "gpt2": "c_proj",
+}
+
+
+@pytest.mark.parametrize("family", LAST_OF_ATTENTION)
 def test_logits_equal_those_of_unpacked_modules(family: str, tmp_path: Path) -> None:
     folder = shrunk.write(tmp_path, family)
     fast, plain = runner_of(folder), runner_of(folder, optimize=False)
-    assert packed_names(fast) >= {"lm_head", "o_proj" if family != "opt" else "out_proj"}
+    assert packed_names(fast) >= {"lm_head", LAST_OF_ATTENTION[family]}
     assert not packed_names(plain)
     got, expected = logits_of(fast), logits_of(plain)
     assert (got - expected).abs().max() <= 2e-5 * expected.std()
@@ -58,6 +68,18 @@ def test_weights_exist_once_but_for_shared_ones() -> None:
     packed.restore()
     assert torch.equal(first.weight, expected)
     assert "forward" not in vars(first)
+
+
+def test_transposed_weights_exist_once_and_return() -> None:
+    module: Any = Conv1D(5, 6)  # type: ignore[no-untyped-call]
+    expected, inputs = module.weight.clone(), torch.randn(3, 6)
+    before = module(inputs)
+    packed = PackedModules(nn.Sequential(module), pack)
+    assert module.weight.numel() == 0
+    assert torch.allclose(module(inputs), before, atol=1e-5)
+    packed.restore()
+    assert torch.equal(module.weight, expected)
+    assert torch.equal(module(inputs), before)
 
 
 @pytest.mark.parametrize("shape", [(6,), (0, 6), (2, 3, 6)])
