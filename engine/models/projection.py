@@ -1,18 +1,20 @@
 """Linear projections: products of inputs with the weights of a model.
 
 `Projection` multiplies with the weights of one or several modules at once, by the fastest product
-of the device. `PackedModules` does so inside of a model that runs by its modules.
+of the device. `PackedModules` does so inside of a model that runs by its modules, and
+`PackedExperts` inside of one with a mixture of experts.
 
 Invariants: each weight exists once in memory, except for one that another module uses, too.
 
-Shapes: T tokens.
+Shapes: T tokens, H hidden size, E experts of which each token uses K.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +119,8 @@ class PackedModules:
     """The linear modules of a model, whose products the C++ kernels compute.
 
     `Conv1D`, the linear module of GPT-2, holds the transpose of its weight. Modules of derived
-    classes, and weights that torch multiplies faster, stay as they are.
+    classes, and weights that torch multiplies faster, stay as they are. So do the mixtures of
+    experts of the few families that do not use transformers' interface for them.
     """
 
     def __init__(self, model: nn.Module, pack: Pack) -> None:
@@ -129,12 +132,17 @@ class PackedModules:
         """
         self._packed: Final[list[tuple[nn.Linear | Conv1D, nn.Linear, Projection]]] = []
         """Modules, the same as `nn.Linear`, and their products."""
+        self._experts: Final[list[PackedExperts]] = []
         num_users = Counter(
             id(parameter)
             for module in model.modules()
             for parameter in module.parameters(recurse=False)
         )
         for module in model.modules():
+            if PackedExperts.is_supported(module):
+                experts = PackedExperts(module, pack)
+                if experts.is_packed:
+                    self._experts.append(experts)
             if type(module) is nn.Linear:
                 linear, is_shared = module, num_users[id(module.weight)] > 1
             elif type(module) is Conv1D and num_users[id(module.weight)] == 1:
@@ -150,7 +158,7 @@ class PackedModules:
 
     def __len__(self) -> int:
         """Return the number of packed modules."""
-        return len(self._packed)
+        return len(self._packed) + len(self._experts)
 
     def restore(self) -> None:
         """Return the weights to the modules."""
@@ -160,6 +168,96 @@ class PackedModules:
                 module.weight.data = linear.weight.data.T.contiguous()
             del module.forward
         self._packed.clear()
+        for experts in self._experts:
+            experts.restore()
+        self._experts.clear()
+
+
+class PackedExperts:
+    """The products of a module with a mixture of experts, one for each expert that a token uses.
+
+    The module is one of transformers' `use_experts_implementation`: its weights have a dimension
+    for experts, and its attributes tell their layout.
+    """
+
+    def __init__(self, module: Any, pack: Pack) -> None:
+        """Pack the weights and replace the module's forward pass, unless torch is faster."""
+        self._module: Final = module
+        names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        packed = [_packed_experts(module, name, pack) for name in names]
+        self.is_packed: Final = all(packed)
+        self._weights: Final = dict(zip(names, packed, strict=True))
+        if self.is_packed:
+            for name in names:
+                weight = getattr(module, name)
+                weight.data = weight.data.new_empty(0)
+            module.forward = self.apply
+
+    @staticmethod
+    def is_supported(module: nn.Module) -> bool:
+        """Return whether a module has a mixture of experts that this class can compute."""
+        names = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj", "_apply_gate")
+        is_mixture = all(hasattr(module, name) for name in names)
+        return is_mixture and not getattr(module, "_is_expert_parallel", False)
+
+    def apply(self, inputs: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        """Return the sum of the outputs of each token's experts.
+
+        Args:
+            inputs: Hidden states. [T, H].
+            experts: Numbers of the experts. [T, K].
+            shares: Weights of the experts' outputs. [T, K].
+        """
+        module: Any = self._module
+        up, down = self._weights.values()
+        numbers, order = torch.sort(experts.reshape(-1))
+        ends = torch.bincount(numbers, minlength=module.num_experts).cumsum(0).tolist()
+        parts = [
+            (expert, start, end)
+            for expert, (start, end) in enumerate(pairwise([0, *ends]))
+            if end > start
+        ]
+        rows = _products(up, inputs[order // experts.shape[1]], parts)
+        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        rows = _products(down, rows.contiguous(), parts)
+        if getattr(module, "has_post_expert_norm", False):
+            rows = module.post_expert_norm(rows)
+        rows = rows * shares.reshape(-1)[order, None]
+        out = torch.empty_like(rows)
+        out[order] = rows
+        return out.view(*experts.shape, -1).sum(1).to(inputs.dtype)
+
+    def restore(self) -> None:
+        """Return the weights to the module."""
+        module = self._module
+        for name, packed in self._weights.items():
+            weight = torch.stack([each.unpack() for each in packed])
+            if module.is_transposed:
+                weight = weight.transpose(1, 2).contiguous()
+            getattr(module, name).data = weight
+        del module.forward
+
+
+def _packed_experts(module: Any, name: str, pack: Pack) -> list[PackedLinear]:
+    """Return the packed weight of each expert, or none if torch's product is faster."""
+    weights = getattr(module, name).data
+    if module.is_transposed:
+        weights = weights.transpose(1, 2)
+    biases = getattr(module, f"{name}_bias").data if module.has_bias else [None] * len(weights)
+    packed: list[PackedLinear] = []
+    for weight, bias in zip(weights, biases, strict=True):
+        one = pack(weight, bias)
+        if one is None:
+            return []
+        packed.append(one)
+    return packed
+
+
+def _products(
+    weights: Sequence[PackedLinear], rows: Tensor, parts: Sequence[tuple[int, int, int]]
+) -> Tensor:
+    """Return the rows' products with their experts' weights: expert, first row, end."""
+    return torch.cat([weights[expert](rows[start:end]) for expert, start, end in parts])
 
 
 def _as_linear(module: Conv1D) -> nn.Linear:

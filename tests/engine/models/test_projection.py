@@ -82,6 +82,48 @@ def test_transposed_weights_exist_once_and_return() -> None:
     assert torch.equal(module(inputs), before)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoe"])
+def test_experts_are_packed_and_restored(family: str, tmp_path: Path) -> None:
+    runner = runner_of(shrunk.write(tmp_path, family, num_hidden_layers=2), optimize=False)
+    model: Any = runner._model
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = logits_of(runner)
+    packed = PackedModules(model, pack)
+    experts = {name: weight for name, weight in model.named_parameters() if "experts.down" in name}
+    assert experts
+    assert all(weight.numel() == 0 for name, weight in experts.items() if "bias" not in name)
+    assert (logits_of(runner) - expected).abs().max() <= 2e-5 * expected.std()
+    packed.restore()
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+    assert torch.equal(logits_of(runner), expected)
+
+
+def test_experts_without_a_gate_match_a_loop_over_tokens() -> None:
+    class Experts(nn.Module):
+        has_gate, has_bias, is_transposed, num_experts = False, False, False, 3
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj = nn.Parameter(torch.randn(3, 5, 6))
+            self.down_proj = nn.Parameter(torch.randn(3, 6, 5))
+            self.act_fn = nn.ReLU()
+
+        def _apply_gate(self, rows: Tensor) -> Tensor:
+            raise AssertionError("without a gate")
+
+    module = Experts()
+    inputs, shares = torch.randn(4, 6), torch.rand(4, 2)
+    experts = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 0]])
+    expected = torch.zeros(4, 6)
+    for token in range(4):
+        for expert, share in zip(experts[token], shares[token], strict=True):
+            rows = functional.relu(module.up_proj[expert] @ inputs[token])
+            expected[token] += share * (module.down_proj[expert] @ rows)
+    with torch.no_grad():
+        assert len(PackedModules(nn.Sequential(module), pack)) == 1
+        assert torch.allclose(module(inputs, experts, shares), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(6,), (0, 6), (2, 3, 6)])
 def test_inputs_have_any_shape(shape: tuple[int, ...]) -> None:
     linear = nn.Linear(6, 5)
