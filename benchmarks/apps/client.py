@@ -29,6 +29,8 @@ class Answer(NamedTuple):
     took_s: float
     texts: dict[str, str]
     """The texts of its calls; whole programs have those of outputs only."""
+    program: str = ""
+    """The id of a whole program."""
 
 
 class Client:
@@ -60,7 +62,10 @@ class Client:
         program = sent.plan.written(seed.partition(" ")[0])
         await asyncio.sleep(sent.at_s)
         began = time.perf_counter()
-        texts = await (self._send_whole(program) if self._whole else self._send_calls(program))
+        if self._whole:
+            program_id, texts = await self._send_whole(program)
+            return Answer(sent.kind, time.perf_counter() - began, texts, program_id)
+        texts = await self._send_calls(program)
         return Answer(sent.kind, time.perf_counter() - began, texts)
 
     async def _ask(self, method: str, path: str, **content: Any) -> Any:
@@ -73,14 +78,17 @@ class Client:
 
     # --- whole programs -------------------------------------------------------------------
 
-    async def _send_whole(self, program: dict[str, Any]) -> dict[str, str]:
-        """Submit a program; the reply is the stream of its outputs, so this is one round trip."""
+    async def _send_whole(self, program: dict[str, Any]) -> tuple[str, dict[str, str]]:
+        """Submit a program; return its id and outputs.
+
+        The reply is the stream of the outputs, so this is one round trip.
+        """
         await asyncio.sleep(self._half_s)
         async with asyncio.timeout(WAIT_S):
             run = await self._programs.submit(program, follow=True, types=["variable.committed"])
             values = await run.result()
         await asyncio.sleep(self._half_s)
-        return {name: str(value) for name, value in values.items()}
+        return run.id, {name: str(value) for name, value in values.items()}
 
     # --- request by request ---------------------------------------------------------------
 

@@ -54,9 +54,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from apps.client import Answer, Client
 from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, at_once
 from conure.engine.testing import random_model
+from matrix import ties
 from matrix.page import ratios
 from matrix.systems import OPENAI_CLIENTS, SAME_PROMPTS, SYSTEMS, WITHOUT, Side, side_of
-from matrix.ties import is_tie, prompt_of_single_call
 from matrix.vllm_server import vllm_counters, vllm_served
 from temporary_server import served
 
@@ -99,16 +99,6 @@ class Work(NamedTuple):
         if self.recomputed is not None and before.recomputed is not None:
             recomputed = self.recomputed - before.recomputed
         return Work(self.steps - before.steps, self.computed - before.computed, recomputed)
-
-
-class Difference(NamedTuple):
-    """Two texts of one call."""
-
-    systems: tuple[str, str]
-    number: int
-    """Position of the application among those that were sent."""
-    first: str
-    second: str
 
 
 class Result(NamedTuple):
@@ -214,16 +204,17 @@ def _spread(numbers: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
 
 
-def different_texts(results: dict[str, Result]) -> Iterator[Difference]:
-    """Yield the texts that differ between systems that send the same prompts."""
+def different_texts(results: dict[str, Result]) -> Iterator[tuple[str, str, int]]:
+    """Yield two systems that send the same prompts, and the position of an application of which
+    they wrote different texts.
+    """
     for group in SAME_PROMPTS:
         first, *others = [name for name in group if name in results] or [""]
         for other in others:
             pairs = zip(results[first].answers, results[other].answers, strict=True)
             for number, (ours, theirs) in enumerate(pairs):
-                for name, text in theirs.texts.items():
-                    if ours.texts[name] != text:
-                        yield Difference((first, other), number, ours.texts[name], text)
+                if any(ours.texts[name] != text for name, text in theirs.texts.items()):
+                    yield first, other, number
 
 
 def count_ties(
@@ -241,18 +232,20 @@ def count_ties(
         urls: the systems' servers.
 
     Raises:
-        SystemExit: if another text differs, or one whose prompt is not known: that of a chain, and
-            of a call that reads others.
+        SystemExit: if another text differs, or one whose prompt is not known: that of a chain.
     """
-    num = 0
-    for systems, number, first, second in different_texts(results):
-        is_plain = systems[0] == "requests"
-        program = sent[number].plan.written(texts)
-        prompt = prompt_of_single_call(program) if is_plain else None
-        if prompt is None or not is_tie(urls[systems[0]], prompt, first, second):
-            raise SystemExit(f"{' and '.join(systems)} wrote different texts")
-        num += 1
-    return num
+    num_ties = 0
+    for first, second, number in different_texts(results):
+        found: int | None = None
+        if first == "requests":
+            program = sent[number].plan.written(texts)
+            theirs = ties.texts_of(urls[second], results[second].answers[number].program)
+            ours = results[first].answers[number].texts
+            found = ties.count_ties(urls[first], program, ours, theirs)
+        if found is None:
+            raise SystemExit(f"{first} and {second} wrote different texts")
+        num_ties += found
+    return num_ties
 
 
 def run_cell(

@@ -40,9 +40,38 @@ def is_tie(url: str, prompt: str, first: str, second: str) -> bool:
     return set(best) == expected and max(best.values()) - min(best.values()) <= MAX_DIFFERENCE
 
 
-def prompt_of_single_call(program: Mapping[str, Any]) -> str | None:
-    """Return the prompt of a program with one call, None if it has several calls."""
-    if len(program["nodes"]) != 1:
-        return None
-    (node,) = program["nodes"]
-    return "".join(part["text"] for part in node["prompt"] if "text" in part)
+def count_ties(
+    url: str, program: Mapping[str, Any], first: Mapping[str, str], second: Mapping[str, str]
+) -> int | None:
+    """Return how many calls of a program have a tie, None if a call differs for another reason.
+
+    A call that reads a different text has another prompt, and is not compared.
+
+    Args:
+        url: of a server with the program's model.
+        program: its nodes are calls, each after those that it reads.
+        first: the texts of the calls in one run.
+        second: the texts in another run.
+    """
+    different: set[str] = set()
+    num_ties = 0
+    for node in program["nodes"]:
+        *parts, output = node["prompt"]
+        name = output["output"]
+        if different.intersection(part.get("input", "") for part in parts):
+            different.add(name)
+        elif first[name] != second[name]:
+            prompt = "".join(
+                part["text"] if "text" in part else first[part["input"]] for part in parts
+            )
+            if not is_tie(url, prompt, first[name], second[name]):
+                return None
+            different.add(name)
+            num_ties += 1
+    return num_ties
+
+
+def texts_of(url: str, program_id: str) -> dict[str, str]:
+    """Return the texts of all calls of a program that a server has run."""
+    status = httpx.get(f"{url}/v1/programs/{program_id}", timeout=60).raise_for_status().json()
+    return {name: each["value"] for name, each in status["variables"].items() if "value" in each}

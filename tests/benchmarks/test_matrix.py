@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from apps.client import Answer
 from apps.programs import chain, coding, map_reduce, single
 from apps.scaled_workloads import ScheduledProgram, at_once
-from matrix import run
+from matrix import run, ties
 from matrix.chains import Chain, Runner, chain_of, run_chains
 from matrix.page import FOLDER, MARK, README, ratios, tables, wall_ratios
 from matrix.run import Result, Work, count_ties, summary
@@ -227,26 +227,55 @@ def test_texts_may_differ_where_two_tokens_are_equally_good(
         sent.append({"url": url, **json})
         return two_best(-0.5, other)
 
+    def get(url: str, **_: Any) -> httpx.Response:
+        assert url == "http://w/v1/programs/p"
+        body = {"variables": {name: {"value": "ao"}, "without": {}}}
+        return httpx.Response(200, json=body, request=httpx.Request("GET", url))
+
     monkeypatch.setattr(httpx, "post", post)
-    results = {"requests": result(1.0, text="as"), "whole": result(1.0, text="ao")}
+    monkeypatch.setattr(httpx, "get", get)
+    (node,) = SINGLE.plan.written("seed")["nodes"]
+    *parts, output = node["prompt"]
+    name = output["output"]
+    work = Work(0, 0, 0)
+    results = {
+        "requests": Result([Answer("app", 1.0, {name: "as"})], 1.0, work),
+        "whole": Result([Answer("app", 1.0, {name: "ao"}, "p")], 1.0, work),
+    }
     urls = {"requests": "http://r", "whole": "http://w"}
     assert count_ties(results, [SINGLE], "seed", urls) == 1
-    *parts, _ = SINGLE.plan.written("seed")["nodes"][0]["prompt"]
     prompt = "".join(part["text"] for part in parts)
     assert (sent[0]["url"], sent[0]["prompt"]) == ("http://r/v1/completions", f"{prompt}a")
 
 
-@pytest.mark.parametrize(("texts", "other"), [(("as", "ao"), -0.5002), (("as", "ax"), -0.5)])
-def test_another_difference_ends_the_benchmark(
-    monkeypatch: pytest.MonkeyPatch, texts: tuple[str, str], other: float
+def test_different_texts_of_chains_end_the_benchmark() -> None:
+    results = {"langchain": result(1.0), "program": result(1.0, text="other")}
+    with pytest.raises(SystemExit, match="different texts"):
+        count_ties(results, [SINGLE], "seed", {})
+
+
+CHAIN = {
+    "nodes": [
+        {"prompt": [{"text": "One. "}, {"output": "one"}]},
+        {"prompt": [{"text": "Go on: "}, {"input": "one"}, {"output": "two"}]},
+        {"prompt": [{"text": "Apart. "}, {"output": "three"}]},
+    ]
+}
+TEXTS = {"one": "as", "two": "b", "three": "c"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "second_best", "num_ties"),
+    [
+        ({}, -0.5, 0),
+        ({"one": "ao", "two": "other"}, -0.50009, 1),
+        ({"one": "ao", "two": "other"}, -0.5002, None),
+        ({"one": "ax"}, -0.5, None),
+        ({"one": "ao", "three": "d"}, -0.5, None),
+    ],
+)
+def test_first_different_calls_must_have_ties(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], second_best: float, num_ties: int
 ) -> None:
-    monkeypatch.setattr(httpx, "post", lambda *_, **__: two_best(-0.5, other))
-    results = {"requests": result(1.0, text=texts[0]), "whole": result(1.0, text=texts[1])}
-    with pytest.raises(SystemExit, match="different texts"):
-        count_ties(results, [SINGLE], "seed", {"requests": "http://r"})
-
-
-def test_difference_of_a_program_with_several_calls_ends_the_benchmark() -> None:
-    results = {"requests": result(1.0), "whole": result(1.0, text="other")}
-    with pytest.raises(SystemExit, match="different texts"):
-        count_ties(results, [ScheduledProgram(chain(3, 20, 4), 0.0)], "seed", {})
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: two_best(-0.5, second_best))
+    assert ties.count_ties("http://r", CHAIN, TEXTS, TEXTS | changes) == num_ties
