@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from conure.kernels.cpu.linear import PackedLinear
+
+if TYPE_CHECKING:
+    from transformers.pytorch_utils import Conv1D
 
 Pack: TypeAlias = Callable[[Tensor, Tensor | None], PackedLinear | None]
 """Packs a weight and its bias for a faster product than that of torch; None if there is none."""
@@ -130,6 +132,9 @@ class PackedModules:
             model: A model on a CPU, which may be unable to run afterwards until `restore`.
             pack: Packs weights.
         """
+        # Imported on demand: only these models need transformers, which takes a second to load.
+        from transformers.pytorch_utils import Conv1D
+
         self._packed: Final[list[tuple[nn.Linear | Conv1D, nn.Linear, Projection]]] = []
         """Modules, the same as `nn.Linear`, and their products."""
         self._experts: Final[list[PackedExperts]] = []
