@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..protocol import EngineError
 from . import attention_backend, checkpoint, inspection
@@ -118,12 +117,6 @@ class LlamaLikeDecoder(nn.Module):
         """Let the output layer have the weights of the embedding, if the config says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    def set_attn_implementation(self, name: str) -> None:
-        """Attend by the backend of the pass, or by plain torch with the name `eager`."""
-        for module in self.modules():
-            if isinstance(module, _Attention):
-                module.is_eager = name == "eager"
 
     def forward(
         self,
@@ -248,7 +241,6 @@ class _Attention(nn.Module):
         self.layer_idx = index
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5
-        self.is_eager = False
         self._window = config.sliding_window
         self.q_proj = nn.Linear(size, query, bias=bias)
         self.k_proj = nn.Linear(size, kv, bias=bias)
@@ -273,8 +265,6 @@ class _Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return [1, T, H, D] from [1, H, T, D] and [1, K, T, D]."""
-        if self.is_eager:
-            return _attend_eagerly(query, key, value, self.scaling, self._window)
         return attention_backend.CURRENT.get().attend(
             self,
             query,
@@ -293,17 +283,3 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = heads.shape[-1] // 2
     turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
     return heads * cos[:, None] + turned * sin[:, None]
-
-
-def _attend_eagerly(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """Attend causally within one sequence, in plain torch; shapes as of `_Attention._attend`."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
-    positions = torch.arange(query.shape[2], device=query.device)
-    distances = positions[:, None] - positions
-    hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
-    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ value).transpose(1, 2)

@@ -5,7 +5,8 @@ probe runs a few tokens three times: through the hook; with the model's own eage
 through the hook again, with each token as a separate sequence that continues stored keys and
 values, in a batch with unrelated tokens. The logits must match. This detects recurrent states,
 convolutions, positions that are counted instead of read, and masks and biases that bypass the hook.
-Effects that need long sequences, such as a sliding window, are checked against the config.
+Effects that need long sequences, such as a sliding window, are checked against the config. A
+decoder of `llama` is known from its config, and is not run.
 
 Invariants: a model that passes attends only to what the hook provides, and its layers store what
 `LayerKVSpec` describes.
@@ -17,15 +18,18 @@ L visible tokens - V tokens of the vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..protocol import EngineError
 from . import attention_backend
-from .llama import Decoder
-from .llama_config import DecoderConfig
+from .llama import Decoder, LlamaLikeDecoder
+from .llama_config import DecoderConfig, LlamaConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS: Final = 12
 NUM_PAST: Final = 4
@@ -33,6 +37,7 @@ NUM_PAST: Final = 4
 NUM_UNRELATED: Final = 3
 """Unrelated tokens in the same batch."""
 
+_NAN: Final = "its logits are NaN; the weights may be damaged"
 _TOLERANCES: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
 """Difference of logits, in units of their spread, that rounding explains for every token."""
 _ROUGH: Final = 0.25
@@ -60,12 +65,14 @@ class _AttentionVariant(NamedTuple):
 
 
 def probe(model: Decoder, name: str) -> list[LayerKVSpec]:
-    """Run the model on a few tokens; return the layers in order.
+    """Run a model of transformers on a few tokens; return the layers in order.
 
     Raises:
         EngineError: `model.unsupported` if the model fails, or a layer does not attend
             exclusively through the hook.
     """
+    if isinstance(model, LlamaLikeDecoder):
+        return _layers_of(model.config)
     run = _ProbeRun(model)
     try:
         with torch.inference_mode():
@@ -79,10 +86,24 @@ def probe(model: Decoder, name: str) -> list[LayerKVSpec]:
     return [run.layers[index] for index in sorted(run.layers)]
 
 
+def check_logits(logits: Tensor, name: str) -> None:
+    """Raise EngineError `model.unsupported` if logits are NaN."""
+    if logits.isnan().any():
+        raise EngineError("model.unsupported", f"cannot run {name}: {_NAN}")
+
+
+def _layers_of(config: LlamaConfig) -> list[LayerKVSpec]:
+    heads, size, window = config.num_key_value_heads, config.head_dim, config.sliding_window
+    return [
+        LayerKVSpec(heads, size, size, window, source=index)
+        for index in range(config.num_hidden_layers)
+    ]
+
+
 class _ProbeRun:
     """Runs a few tokens through a model three times, as the backend of the hook."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.layers: dict[int, LayerKVSpec] = {}
         self._model = model
         self._fault = ""
@@ -101,7 +122,7 @@ class _ProbeRun:
         if reason:
             return reason
         if alone.isnan().any():
-            return "its logits are NaN; the weights may be damaged"
+            return _NAN
         if not self._match(self._forward_eagerly(ids, positions), alone):
             return "its logits differ between the hook and its own attention"
         # Now every token is a sequence that continues stored keys and values. In reversed order, no

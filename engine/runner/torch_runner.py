@@ -442,6 +442,7 @@ class TorchModelRunner(Runner):
             packed.plan, slots, self._caches, self._operations, self.layers, groups
         )
         expected = self._forward(token_ids, positions, last, attention)
+        probe.check_logits(expected, self.model)
         self._num_logits = expected.shape[1]
         num_recorded = 0 if self._backend.record is None else self.limits.max_sequences
         self._recorded_logits = expected.new_empty(num_recorded, self._num_logits)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
 
-from conure.engine.models import checkpoint, llama, llama_config, registry
+from conure.engine.models import attention_backend, checkpoint, llama, llama_config, registry
 from conure.engine.models.llama import LlamaLikeDecoder
 from conure.engine.protocol import EngineError
 
@@ -49,6 +52,41 @@ def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+class Eager:
+    """Attends causally within one sequence, as transformers' eager attention does."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        assert (mask, softcap, sinks) == (None, None, None)
+        group = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        positions = torch.arange(query.shape[2])
+        distances = positions[:, None] - positions
+        hidden = distances < 0 if window is None else (distances < 0) | (distances >= window)
+        scores = (query @ key.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
+        weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        return (weights @ value).transpose(1, 2)
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    token = attention_backend.CURRENT.set(Eager())
+    yield
+    attention_backend.CURRENT.reset(token)
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
@@ -58,18 +96,17 @@ def test_logits_equal_those_of_transformers(case: str, dtype: str, tmp_path: Pat
     reference = shrunk.load(folder, getattr(torch, dtype))
     model = load(folder, dtype)
     assert model is not None
-    model.set_attn_implementation("eager")
     ids = torch.arange(3, 3 + NUM_TOKENS)[None] * 37 % 256
     expected = reference(ids).logits
     found = model(ids, torch.arange(NUM_TOKENS)[None]).logits
     assert torch.allclose(found, expected, atol=1e-5 if dtype == "float32" else 0)
 
 
+@pytest.mark.usefixtures("eager")
 @torch.inference_mode()
 def test_logits_of_some_tokens_are_computed(tmp_path: Path) -> None:
     model = load(shrunk.write(tmp_path, "llama"))
     assert model is not None
-    model.set_attn_implementation("eager")
     ids = torch.arange(3, 9)[None]
     whole = model(ids, torch.arange(6)[None]).logits
     some = model(ids, torch.arange(6)[None], logits_to_keep=torch.tensor([5, 2])).logits

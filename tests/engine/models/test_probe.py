@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conure.engine.models import attention_backend, attention_hook, probe
+from conure.engine.models import attention_backend, attention_hook, checkpoint, probe, registry
+from conure.engine.models.llama import LlamaLikeDecoder
 from conure.engine.protocol import EngineError
 
 from .. import shrunk
@@ -28,6 +30,19 @@ def test_probe_returns_shape_and_window_per_layer() -> None:
     layers = probe.probe(small("gemma2", sliding_window=9), "it")
     assert [(one.kv_heads, one.key_dim, one.value_dim) for one in layers] == [(2, 16, 16)] * 3
     assert [one.window for one in layers] == [9, None, 9]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_layers_of_our_decoders_equal_those_that_the_probe_finds(
+    family: str, tmp_path: Path
+) -> None:
+    folder = shrunk.write(tmp_path, family, **shrunk.FAMILIES[family])
+    source = checkpoint.read(folder)
+    config = registry.read_config(source, is_dummy=False)
+    ours = registry.load("it", source, config, "float32", torch.device("cpu"), is_dummy=False).model
+    assert isinstance(ours, LlamaLikeDecoder)
+    theirs = small(family, **shrunk.FAMILIES[family])
+    assert probe.probe(ours, "it") == probe.probe(theirs, "it")
 
 
 def test_mask_only_window_is_rejected() -> None:
