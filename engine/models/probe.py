@@ -65,7 +65,7 @@ class _AttentionVariant(NamedTuple):
 
 
 def probe(model: Decoder, name: str) -> list[LayerKVSpec]:
-    """Run a model of transformers on a few tokens; return the layers in order.
+    """Return the layers of a model in order; a model of transformers runs a few tokens for it.
 
     Raises:
         EngineError: `model.unsupported` if the model fails, or a layer does not attend

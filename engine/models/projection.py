@@ -135,47 +135,58 @@ class PackedModules:
         # Imported on demand: only these models need transformers, which takes a second to load.
         from transformers.pytorch_utils import Conv1D
 
-        self._packed: Final[list[tuple[nn.Linear | Conv1D, nn.Linear, Projection]]] = []
-        """Modules, the same as `nn.Linear`, and their products."""
-        self._experts: Final[list[PackedExperts]] = []
+        self._packed: Final[list[_PackedModule | PackedExperts]] = []
         num_users = Counter(
             id(parameter)
             for module in model.modules()
             for parameter in module.parameters(recurse=False)
         )
         for module in model.modules():
+            packed: _PackedModule | PackedExperts
             if PackedExperts.is_supported(module):
-                experts = PackedExperts(module, pack)
-                if experts.is_packed:
-                    self._experts.append(experts)
-            if type(module) is nn.Linear:
-                linear, is_shared = module, num_users[id(module.weight)] > 1
+                packed = PackedExperts(module, pack)
+            elif type(module) is nn.Linear:
+                packed = _PackedModule(module, module, pack, num_users[id(module.weight)] > 1)
             elif type(module) is Conv1D and num_users[id(module.weight)] == 1:
-                linear, is_shared = _as_linear(module), False
+                packed = _PackedModule(module, _as_linear(module), pack)
             else:
                 continue
-            projection = Projection(linear, pack=pack, may_reorder=False, is_shared=is_shared)
-            if projection.is_packed:
-                module.forward = projection.apply  # type: ignore[method-assign]
-                if not is_shared:
-                    module.weight.data = linear.weight.data
-                self._packed.append((module, linear, projection))
+            if packed.is_packed:
+                self._packed.append(packed)
 
     def __len__(self) -> int:
         """Return the number of packed modules."""
-        return len(self._packed) + len(self._experts)
+        return len(self._packed)
 
     def restore(self) -> None:
         """Return the weights to the modules."""
-        for module, linear, projection in self._packed:
-            projection.restore()
-            if module is not linear:
-                module.weight.data = linear.weight.data.T.contiguous()
-            del module.forward
+        for packed in self._packed:
+            packed.restore()
         self._packed.clear()
-        for experts in self._experts:
-            experts.restore()
-        self._experts.clear()
+
+
+class _PackedModule:
+    """A linear module whose forward pass is a product with a packed weight."""
+
+    def __init__(
+        self, module: nn.Linear | Conv1D, linear: nn.Linear, pack: Pack, is_shared: bool = False
+    ) -> None:
+        """Take the weight of `linear`: the module, or a linear module that computes the same."""
+        self._module = module
+        self._linear = linear
+        self._projection = Projection(linear, pack=pack, may_reorder=False, is_shared=is_shared)
+        self.is_packed: Final = self._projection.is_packed
+        if self.is_packed:
+            module.forward = self._projection.apply  # type: ignore[method-assign]
+            if module is not linear:
+                module.weight.data = linear.weight.data
+
+    def restore(self) -> None:
+        """Return the weight to the module."""
+        self._projection.restore()
+        if self._module is not self._linear:
+            self._module.weight.data = self._linear.weight.data.T.contiguous()
+        del self._module.forward
 
 
 class PackedExperts:
