@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "results" / "matrix"
 README = Path(__file__).parents[2] / "README.md"
@@ -35,6 +35,16 @@ CELL_HEAD = (
 )
 Cell = dict[str, Any]
 """One setting of a record, with the figures of its systems."""
+
+
+class Place(NamedTuple):
+    """What determines a cell."""
+
+    workload: str
+    programs: int
+    pool: int
+    """In percent of the working set."""
+    round_trip_ms: float
 
 
 def cells_of(folder: Path) -> list[Cell]:
@@ -84,21 +94,28 @@ def _pair_rows(cell: Cell, before: dict[str, Any], after: dict[str, Any]) -> Ite
         yield f"| {' | '.join(texts)} |"
 
 
-def compact_table(cells: Sequence[Cell]) -> str:
-    """Return the ratios of `requests` to `whole`, a row for each workload, the least first.
+def least_ratios(cells: Sequence[Cell], before: str, after: str) -> dict[Place, list[float]]:
+    """Return the ratios of the cells that have both systems and were not played.
 
-    If a cell was measured several times, the measurement with the smallest median is shown.
+    If a cell was measured several times, these are of the measurement with the smallest median.
     """
-    rows: dict[tuple[str, int], dict[tuple[int, float], list[float]]] = {}
+    found: dict[Place, list[float]] = {}
     for cell in cells:
         systems = cell["systems"]
-        column = (cell["pool"], cell["round_trip_ms"])
-        is_compared = {"requests", "whole"} <= systems.keys() and not cell["is_played"]
-        if not is_compared or column not in COLUMNS:
-            continue
-        row = rows.setdefault((cell["workload"], cell["programs"]), {})
-        found = ratios(systems["requests"], systems["whole"])
-        row[column] = min(found, row.get(column, found), key=statistics.median)
+        if {before, after} <= systems.keys() and not cell["is_played"]:
+            place = Place(cell["workload"], cell["programs"], cell["pool"], cell["round_trip_ms"])
+            measured = ratios(systems[before], systems[after])
+            found[place] = min(measured, found.get(place, measured), key=statistics.median)
+    return found
+
+
+def compact_table(cells: Sequence[Cell]) -> str:
+    """Return the least ratios of `requests` to `whole`, a row for each workload, least first."""
+    rows: dict[tuple[str, int], dict[tuple[int, float], list[float]]] = {}
+    for place, measured in least_ratios(cells, "requests", "whole").items():
+        column = (place.pool, place.round_trip_ms)
+        if column in COLUMNS:
+            rows.setdefault((place.workload, place.programs), {})[column] = measured
     names = [f"{pool} %" + (f", {trip:g} ms" if trip else "") for pool, trip in COLUMNS]
     lines = [f"| workload, number at once | {' | '.join(names)} |", f"|---|{'--:|' * len(COLUMNS)}"]
 
@@ -113,39 +130,21 @@ def compact_table(cells: Sequence[Cell]) -> str:
 
 
 def means_table(cells: Sequence[Cell], befores: Sequence[str], afters: Sequence[str]) -> str:
-    """Return the geometric means of median ratios over workloads, by setting and pair.
-
-    If a cell was measured several times, the measurement with the smallest median counts.
-    """
+    """Return the geometric means of median ratios over workloads, by setting and pair."""
     lines = ["| programs | pool | trip | compared | workloads | geometric mean | least |"]
     lines.append("|--:|--:|--:|---|--:|--:|--:|")
-    settings = {_setting(cell) for cell in cells}
-    for programs, pool, trip_ms in sorted(settings, key=lambda each: (each[0], -each[1], each[2])):
-        inside = [each for each in cells if _setting(each) == (programs, pool, trip_ms)]
-        for before, after in itertools.product(befores, afters):
-            medians = _least_medians(inside, before, after)
-            if medians:
-                mean = statistics.geometric_mean(medians.values())
-                texts = [f"{programs}", f"{pool} %", f"{trip_ms:g} ms", f"{before} / {after}"]
-                texts += [f"{len(medians)}", f"{mean:.2f}", f"{min(medians.values()):.2f}"]
-                lines.append(f"| {' | '.join(texts)} |")
+    found: dict[Place, dict[str, list[float]]] = {}
+    for before, after in itertools.product(befores, afters):
+        for place, measured in least_ratios(cells, before, after).items():
+            pairs = found.setdefault(place._replace(workload=""), {})
+            pairs.setdefault(f"{before} / {after}", []).append(statistics.median(measured))
+    for place in sorted(found, key=lambda each: (each.programs, -each.pool, each.round_trip_ms)):
+        for pair, medians in found[place].items():
+            mean = statistics.geometric_mean(medians)
+            texts = [f"{place.programs}", f"{place.pool} %", f"{place.round_trip_ms:g} ms", pair]
+            texts += [f"{len(medians)}", f"{mean:.2f}", f"{min(medians):.2f}"]
+            lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
-
-
-def _setting(cell: Cell) -> tuple[int, int, float]:
-    """Return the number of programs, the pool in percent and the round trip in milliseconds."""
-    return cell["programs"], cell["pool"], cell["round_trip_ms"]
-
-
-def _least_medians(cells: Sequence[Cell], before: str, after: str) -> dict[str, float]:
-    """Return the median ratio of each workload that has both systems."""
-    medians: dict[str, float] = {}
-    for cell in cells:
-        systems, workload = cell["systems"], cell["workload"]
-        if {before, after} <= systems.keys() and not cell["is_played"]:
-            median = statistics.median(ratios(systems[before], systems[after]))
-            medians[workload] = min(median, medians.get(workload, median))
-    return medians
 
 
 def cell_table(cells: Sequence[Cell]) -> str:
