@@ -418,12 +418,6 @@ def test_only_the_engine_loads_model_libraries() -> None:
     assert engine == {"conure.engine", "conure.engine.config", "conure.engine.protocol"}
 
 
-def test_the_runner_loads_transformers_on_demand() -> None:
-    loaded = modules_after_importing("conure.engine.runner.torch_runner")
-    assert "torch" in loaded
-    assert "transformers" not in loaded, "a decoder of our own would start a second later"
-
-
 def test_the_llamaindex_adapter_loads_no_torch() -> None:
     pytest.importorskip("llama_index.core", reason="the extra `llamaindex` is not installed")
     loaded = modules_after_importing("conure.adapters.llamaindex")

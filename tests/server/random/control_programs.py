@@ -333,10 +333,10 @@ class Reading:
 
     def _leave_unwritten(self, node: Json, scope: dict[str, Json], suffix: str) -> None:
         """Bind the names of the node's variables, for their readers, but no values."""
-        outputs = node.get("merge") or node.get("collect") or node.get("carry")
-        if node["op"] in ("expr", "generate"):
-            outputs = re.findall(r'"output": "(\w+)"', json.dumps(node))
-        for name in outputs or ():
+        outputs = [part["output"] for part in (*node.get("prompt", ()), node) if "output" in part]
+        for field_name in ("merge", "collect", "carry"):
+            outputs += node.get(field_name, ())
+        for name in outputs:
             scope[f"#{name}"] = name + suffix
             self.unwritten.add(name + suffix)
             self.bodies[name + suffix] = self.path[:-1]
