@@ -52,10 +52,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # which `make test` leaves to `make test-all`.
 #   tests/server 240 s · tests/engine 180 s · tests/kernels 240 s · tests/adapters 180 s
 #   the others 180 s
-# Files of tests go to two processes of one thread each. What the built-in model can do is
-# asked by itself: its table is to be read.
+# Files of tests go to two processes of one thread each. `check` runs the tests of the
+# architecture, and `test-small-model` those of the built-in model, whose table is to be read.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=15
-SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py
+SHARED := -n 2 --dist loadfile --ignore tests/examples/test_small_model.py \
+    --ignore tests/test_architecture.py
 MARKS = -m 'not slow'
 
 # What `make test` runs beside the suite, because tests wait as well as compute. The suite shows

@@ -190,7 +190,7 @@ def test_the_untrained_model_copies(untrained: Any) -> None:
 
 def test_a_few_steps_lower_the_loss(tokenizer: Tokenizer) -> None:
     training, losses = train.Training(seed=0), []
-    for number in range(6):
+    for number in range(3):
         words = Words(random.Random(f"test {number}"))
         training.load_masters()
         gradients = training.gradients(batch(trees(words, tokenizer, 2), 2, 224, torch.bfloat16))
@@ -226,9 +226,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     (tmp_path / "whole").mkdir()
     shutil.copy(folder / "tokenizer.json", tmp_path / "whole")
     uninterrupted, resumed = (
-        torch.load(run_up_to(3, tmp_path / name)) for name in ("whole", "resumed")
+        torch.load(run_up_to(2, tmp_path / name)) for name in ("whole", "resumed")
     )
-    assert uninterrupted["step"] == resumed["step"] == 3
+    assert uninterrupted["step"] == resumed["step"] == 2
     for one, other in zip(uninterrupted["masters"], resumed["masters"], strict=True):
         assert torch.equal(one, other)
 

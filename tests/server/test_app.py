@@ -251,21 +251,33 @@ async def test_hanging_drain_times_out_and_ends_waits() -> None:
     assert app.state.draining.is_set()
 
 
-async def document() -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    """The OpenAPI document, which takes a second to make."""
+
+    async def read() -> dict[str, Any]:
+        async with in_process(app_of(ScriptedService())) as client:
+            answer = await client.get("/schema/openapi.json")
+            parsed: dict[str, Any] = answer.json()
+            return parsed
+
+    return asyncio.run(read())
+
+
+async def test_openapi_is_one_document_in_all_formats(document: dict[str, Any]) -> None:
     async with in_process(app_of(ScriptedService())) as client:
         answer = await client.get("/schema/openapi.json")
         assert answer.headers["content-type"].startswith("application/vnd.oai.openapi+json")
-        parsed: dict[str, Any] = answer.json()
-        as_yaml = await client.get("/schema/openapi.yaml")
-        assert yaml.safe_load(as_yaml.text) == parsed
+        assert answer.json() == document
         assert "cdn" not in answer.text
-        assert (await client.get("/schema")).json() == parsed
-        return parsed
+        as_yaml = await client.get("/schema/openapi.yaml")
+        assert yaml.safe_load(as_yaml.text) == document
+        assert (await client.get("/schema")).json() == document
 
 
 @pytest.mark.parametrize("path", ["/v1/programs", "/v1/programs/explain"])
-async def test_an_unknown_procedure_is_a_documented_error(path: str) -> None:
-    operation = (await document())["paths"][path]["post"]
+def test_an_unknown_procedure_is_a_documented_error(path: str, document: dict[str, Any]) -> None:
+    operation = document["paths"][path]["post"]
     assert "404" in operation["responses"]
 
 
@@ -289,13 +301,13 @@ def unbounded(schema: Any, path: str = "", ends: frozenset[str] = frozenset()) -
     return [*found, path] if is_open else found
 
 
-async def test_openapi_lists_event_response_of_submission() -> None:
-    answers = (await document())["paths"]["/v1/programs"]["post"]["responses"]
+def test_openapi_lists_event_response_of_submission(document: dict[str, Any]) -> None:
+    answers = document["paths"]["/v1/programs"]["post"]["responses"]
     assert set(answers["202"]["content"]) == {"application/json", "text/event-stream"}
 
 
-async def test_openapi_lists_text_response_of_explanations() -> None:
-    paths = (await document())["paths"]
+def test_openapi_lists_text_response_of_explanations(document: dict[str, Any]) -> None:
+    paths = document["paths"]
     for path, method in (
         ("/v1/programs/explain", "post"),
         ("/v1/programs/{program}/explain", "get"),
@@ -305,10 +317,9 @@ async def test_openapi_lists_text_response_of_explanations() -> None:
     assert "requestBody" not in operation
 
 
-async def test_integers_are_bounded_in_openapi() -> None:
-    whole = await document()
+def test_integers_are_bounded_in_openapi(document: dict[str, Any]) -> None:
     bodies = {body.__name__ for body in (*programs.BODIES, *parrot.BODIES, *openai.BODIES)}
-    schemas = whole["components"]["schemas"]
+    schemas = document["components"]["schemas"]
     assert bodies <= schemas.keys()
     reached, todo = set(), list(bodies)
     while todo:
@@ -319,13 +330,13 @@ async def test_integers_are_bounded_in_openapi() -> None:
     assert {"Generate", "Limits"} <= reached
     assert unbounded({name: schemas[name] for name in reached}) == []
     parameters = [
-        way.get("parameters", []) for at in whole["paths"].values() for way in at.values()
+        way.get("parameters", []) for at in document["paths"].values() for way in at.values()
     ]
     assert unbounded(parameters) == []
 
 
-async def test_openapi_has_every_route_with_schemas() -> None:
-    paths = (await document())["paths"]
+def test_openapi_has_every_route_with_schemas(document: dict[str, Any]) -> None:
+    paths = document["paths"]
     assert set(paths) == {
         "/",
         "/v1/tokenize",
@@ -396,9 +407,8 @@ _OTHER_ERRORS = (
 """Paths whose errors have the shape of OpenAI's or Parrot's client."""
 
 
-async def test_openapi_references_resolve() -> None:
-    parsed = await document()
-    schemas = parsed["components"]["schemas"]
+def test_openapi_references_resolve(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
 
     def references(value: Any) -> Any:
         if isinstance(value, dict):
@@ -410,14 +420,14 @@ async def test_openapi_references_resolve() -> None:
             for inner in value:
                 yield from references(inner)
 
-    found = set(references(parsed))
+    found = set(references(document))
     assert "#/components/schemas/Generate" in found
     for reference in found:
         assert reference.removeprefix("#/components/schemas/") in schemas, reference
 
 
-async def test_openapi_has_wait_bounds() -> None:
-    get = (await document())["paths"]["/v1/programs/{program}/variables/{name}"]["get"]
+def test_openapi_has_wait_bounds(document: dict[str, Any]) -> None:
+    get = document["paths"]["/v1/programs/{program}/variables/{name}"]["get"]
     wait = next(p for p in get["parameters"] if p["name"] == "wait_s")["schema"]
     assert (wait["minimum"], wait["maximum"]) == (0, 600)
 
