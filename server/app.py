@@ -22,7 +22,7 @@ from conure import __version__
 
 from .config import Config
 from .dashboard.files import load_files
-from .routes import dashboard, grammar, health, openai, parrot, tokenize, usage
+from .routes import dashboard, grammar, health, openai, openapi_document, parrot, tokenize, usage
 from .routes.methods import MethodsApp
 from .routes.middleware import (
     BodyMemoryMiddleware,
@@ -30,7 +30,6 @@ from .routes.middleware import (
     ResponseMemoryMiddleware,
     add_request_id,
 )
-from .routes.openapi import openapi_config
 from .routes.problem import problem_response
 from .routes.programs import events, explain, procedures, programs, traces
 from .routes.programs import functions as function_routes
@@ -60,16 +59,9 @@ def create_app(
     state.session_idle_s = config.session_idle_s
     state.decoding_threads = ThreadPoolExecutor(1, thread_name_prefix="decode")
     state.requests = requests = usage.RequestMetricsMiddleware(state.version)
-    bodies = (
-        *programs.BODIES,
-        *procedures.BODIES,
-        *parrot.BODIES,
-        *openai.BODIES,
-        *grammar.BODIES,
-        *tokenize.BODIES,
-    )
+    state.openapi = openapi_document.OpenApiDocument(state.version, _routes, _BODIES)
     return MethodsApp(
-        route_handlers=_routes(),
+        route_handlers=[*_routes(), *openapi_document.ROUTES],
         lifespan=[_lifespan(service)],
         state=state,
         middleware=[
@@ -81,7 +73,7 @@ def create_app(
         before_send=[add_request_id],
         exception_handlers={Exception: problem_response},
         request_max_body_size=config.max_body,
-        openapi_config=openapi_config(state.version, bodies),
+        openapi_config=None,  # `openapi_document` serves the document
         logging_config=None,
         debug=False,
     )
@@ -101,6 +93,17 @@ async def drain(app: Litestar, *, timeout_s: float) -> None:
         pass
     finally:
         app.state.draining.set()
+
+
+_BODIES = (
+    *programs.BODIES,
+    *procedures.BODIES,
+    *parrot.BODIES,
+    *openai.BODIES,
+    *grammar.BODIES,
+    *tokenize.BODIES,
+)
+"""The structs of all request bodies."""
 
 
 def _routes() -> list[ControllerRouterHandler]:

@@ -157,7 +157,11 @@ class AsyncStepRunner:
 
 
 async def call_function(step: StepRequest) -> Any:
-    """Call the function of a step: a coroutine function in this loop, others in a thread."""
+    """Call the function of a step: a coroutine function in this loop, others in a thread.
+
+    An awaitable result is awaited in this loop.
+    """
     if inspect.iscoroutinefunction(step.function):
         return await step.function(**step.args)
-    return await asyncio.to_thread(step.function, **step.args)
+    value = await asyncio.to_thread(step.function, **step.args)
+    return await value if inspect.isawaitable(value) else value

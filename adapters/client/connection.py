@@ -187,6 +187,11 @@ def committed_values(events: list[Event]) -> dict[str, Json]:
     }
 
 
+def has_failure(events: list[Event]) -> bool:
+    """Return whether a node ended without values for its variables."""
+    return any(event.type in ("node.failed", "node.killed", "node.skipped") for event in events)
+
+
 def has_last_event(events: list[Event]) -> bool:
     """Return whether no more events follow. Reading to the end keeps the connection reusable."""
     return any(event.type == LAST for event in events)

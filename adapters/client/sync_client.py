@@ -54,6 +54,7 @@ from .connection import (
     EventReader,
     begins_event_stream,
     committed_values,
+    has_failure,
     has_last_event,
     reply_of,
     types_query,
@@ -221,7 +222,7 @@ class Client(BaseClient):
         return self._do(procedures.put(name, program, self._retry, alias=alias, pin_s=pin_s))
 
     def move_alias(self, name: str, alias: str, version: str) -> StoredProcedure:
-        """Let an alias of a procedure name another version with the same parameters and results.
+        """Point an alias of a procedure to another version with the same parameters and results.
 
         Raises:
             NotFoundError: if there is no such version.
@@ -240,7 +241,7 @@ class Client(BaseClient):
     def remove_procedure(self, reference: str) -> None:
         """Remove one version of a procedure, and its pin.
 
-        Programs that run it, and procedures that call it, have a copy.
+        Programs and procedures that use this version keep a copy.
 
         Args:
             reference: `name@version`.
@@ -523,14 +524,20 @@ class Run:
         }
 
     def _read_values(self, attached: AttachedStream) -> dict[str, Json]:
-        """Return the values that events report until all outputs are known or the program ends."""
+        """Return the values that events report until the program ends.
+
+        Stop earlier if all outputs have values, or if a node fails: an output may never get a
+        value, and an open program does not end.
+        """
         values: dict[str, Json] = {}
         reading = self._client._event_batches(self.id, 0, attached.types, attached)
         with contextlib.closing(reading) as batches:
             for events in batches:
                 values |= committed_values(events)
-                # After the last event the reply ends, and its connection can be used again.
-                if values.keys() >= set(self.outputs) and not has_last_event(events):
+                is_complete = values.keys() >= set(self.outputs) or has_failure(events)
+                # Do not stop at the last event: reading the reply to its end lets httpx reuse the
+                # connection.
+                if is_complete and not has_last_event(events):
                     break
         return values
 

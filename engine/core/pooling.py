@@ -1,8 +1,8 @@
-"""The mean of a context's hidden states, summed over the steps that compute its tokens.
+"""The mean of the hidden states of a context: the embedding of its text.
 
-A context of an Embed is filled like any other, in one or several steps. Each step adds the hidden
-states of the tokens that no earlier step has added: a token that is computed again after a
-preemption counts once.
+A context of an Embed is filled like any other, in one or several steps. Each step adds to a sum the
+hidden states of the tokens that no earlier step has added: a token that is computed again after a
+preemption counts once. The last step divides the sum by the number of tokens.
 
 Invariant: the context has a separate salt, so that no token's KV comes from another context, and
 every token passes through the model.
@@ -15,7 +15,7 @@ from ..runner.base import ScheduledSequence
 from .context import Context
 
 _SALT = "\0embed %d"
-"""The server's salts contain no NUL."""
+"""A salt that no context of the server has: its salts contain no NUL."""
 
 
 def fill_of(command: protocol.Embed, capabilities: tuple[str, ...]) -> protocol.Fill:

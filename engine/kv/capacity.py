@@ -7,7 +7,7 @@ step. The context length is bounded by the model, by `DEFAULT_CONTEXT_LEN` and b
 
 Out of scope: measuring. All functions compute from given numbers.
 
-Invariants: one context can reach all limits at once; several compete for blocks.
+Invariants: the KV cache holds at least one context of `context_len` tokens.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def limits(
         kind: Kind of device, `cpu` or `cuda`.
 
     Raises:
-        EngineError: `engine.bad_option` if a requested limit cannot be met.
+        EngineError: `engine.bad_option` if a requested limit cannot be met, or if free memory holds
+            no KV block.
     """
     check(config, requested)
     context_len, num_blocks, block_size, step_tokens, max_sequences = requested
@@ -98,7 +99,7 @@ def limits(
         num_blocks = int(MEMORY_SHARE[kind] * free_bytes) // (token_bytes * block_size)
         if kind == "cpu":
             num_blocks = min(DEFAULT_CONTEXTS * -(-max_len // block_size), num_blocks)
-        num_blocks = max(1, num_blocks)
+        _check_free(context_len, max(0, num_blocks) * block_size, free_bytes)
     _check_fits(context_len, num_blocks, block_size)
     if requested.num_blocks is not None or requested.block_size is not None:
         _check_memory(num_blocks, block_size, token_bytes, free_bytes)
@@ -119,6 +120,17 @@ def _check_memory(num_blocks: int, block_size: int, token_bytes: int, free_bytes
             "engine.bad_option",
             f"{num_blocks} blocks of {block_size} tokens take {num_bytes / 2**30:,.2f} GiB, and "
             f"{max(0, free_bytes) / 2**30:,.2f} GiB are free; lower num_blocks or block_size",
+        )
+
+
+def _check_free(context_len: int | None, num_tokens: int, free_bytes: int) -> None:
+    """Reject a context, of one token by default, that free memory cannot hold."""
+    if num_tokens < (context_len or 1):
+        raise EngineError(
+            "engine.bad_option",
+            f"{max(0, free_bytes) / 2**30:,.2f} GiB are free, of which the KV cache may use enough "
+            f"for {num_tokens:,} tokens, and a context needs {context_len or 1:,}: free memory, "
+            "lower context_len, or choose a smaller model or dtype",
         )
 
 

@@ -89,7 +89,7 @@ def pack(rows: Sequence[ScheduledSequence], planner: Planner) -> PackedInputs:
     ids = np.fromiter(chain.from_iterable(new_ids), np.int64, plan.num_queries)
     pending = [
         (token, row.previous_id_index)
-        for token, row in zip(plan.query_start, rows, strict=False)
+        for token, row in zip(plan.query_start[:-1], rows, strict=True)
         if row.previous_id_index is not None
     ]
     return PackedInputs(plan, ids, last, np.array(pending, np.int64).T if pending else None)
@@ -126,9 +126,9 @@ class Attention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        assert mask is None, "the probe saw no mask"
+        assert mask is None, "the probe rejects models that pass a mask"
         layer = module.layer_idx
-        assert isinstance(layer, int), "the probe saw numbered layers"
+        assert isinstance(layer, int), "the probe rejects layers without a number"
         key_cache, value_cache = self.caches[layer]
         self.operations.store_kv(
             key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, self.slots
@@ -153,7 +153,7 @@ class Attention:
         return out[None]
 
     def read(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """Attend queries [T, H, D] of a layer whose new keys and values are stored already."""
+        """Return the attention [T, H, E] of a layer whose new keys and values are stored."""
         return self.operations.attention(
             query, *self.caches[layer], self.plan, scale=scale, window=self.layers[layer].window
         )

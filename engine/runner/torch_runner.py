@@ -1,10 +1,11 @@
 """The local runner: a decoder over paged keys and values.
 
 All rows of a step run as one packed sequence `[1, T]` with explicit positions and without a cache
-of the model. At each attention layer the model calls `attention_backend.CURRENT`, which leads to
-this runner's caches, one pair per layer, and to the step's plan, shared by all layers: new keys and
-values are stored first, then every query attends to the blocks of its context.
-Only rows that sample reach the output layer.
+of the model. Each attention layer uses this runner's caches, one pair per layer, and the step's
+plan, shared by all layers: new keys and values are stored first, then every query attends to the
+blocks of its context. Models of transformers find both through `attention_backend.CURRENT`, the
+fused decoder gets them as arguments. Only rows that sample reach the output layer, if the model
+can leave out the others.
 
 On an accelerator, one copy carries the step's inputs to the device (`staging`), small steps are
 padded and replayed from CUDA graphs (`cuda_graphs`, `warmup`), the next tokens are sampled on the
@@ -12,7 +13,8 @@ device (`sampler`), and one copy brings them back.
 
 Responsibility: the model, its blocks and sampling.
 Out of scope: which contexts exist, their rank and their text.
-Invariants: a context leaves no state after a step, except keys and values in its blocks.
+Invariants: after a step, the state of a context is in its blocks; on an accelerator, the ids that
+the last step sampled stay on the device, too, for the next step.
 
 Shapes: T packed tokens - H query heads - K kv heads - D, E head dims of keys, values -
 B tokens of a block - N blocks - V tokens of the vocabulary.
@@ -217,7 +219,7 @@ class TorchModelRunner(Runner):
 
     @torch.inference_mode()
     def _sample_later(self, logits: Tensor, rows: Sequence[ScheduledSequence]) -> Handle:
-        """Start sampling the deferred step that was started last."""
+        """Start sampling a deferred step. No later step may have been started."""
         sampling = batch.make_batch(rows, self.eos_ids, self._num_logits)
         ops = [] if sampling is None else self._staging.put(sampling.ops)
         return self._sample(logits, rows, sampling, ops)
@@ -252,7 +254,10 @@ class TorchModelRunner(Runner):
     def _with_sums(
         self, step: Handle, sums: Tensor | None, pooled: Sequence[pooling.PooledTokens]
     ) -> Handle:
-        """Return a step that sets the sums of its rows, too; at once if they are in main memory."""
+        """Return a handle whose `read` sets the rows' sums, too.
+
+        Sums that are in main memory already are set now.
+        """
         if sums is None:
             return step
         if self._backend.copy_to_host is not None:
@@ -262,7 +267,7 @@ class TorchModelRunner(Runner):
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Record steps of all padded sizes, so that no call waits for a recording."""
+        """Record steps of all padded sizes, so that a call waits for no recording of them."""
         if self._graphs is None:
             return
         began_s = time.monotonic()
@@ -299,7 +304,7 @@ class TorchModelRunner(Runner):
         warmup_size: int | None = None,
         pooled: Sequence[pooling.PooledTokens] = (),
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-        """Copy a step to the device at once and run it.
+        """Copy the arrays of a step in one transfer, then run the step.
 
         Args:
             rows: At least one.
@@ -342,8 +347,8 @@ class TorchModelRunner(Runner):
         """Return the key of a step's recording, with the padded number of tokens.
 
         None for a step that runs eagerly: one that is too large, or one with a prompt that no
-        recording fits. Recordings of such steps are made by `warm` alone. Decode steps are
-        recorded when they are first needed.
+        recording fits. Only `warm` records steps with prompts. A decode step that `warm` has not
+        recorded is recorded when it is first needed.
         """
         graphs = self._graphs
         if graphs is None:
@@ -446,7 +451,7 @@ class TorchModelRunner(Runner):
         self._num_logits = expected.shape[1]
         num_recorded = 0 if self._backend.record is None else self.limits.max_sequences
         self._recorded_logits = expected.new_empty(num_recorded, self._num_logits)
-        # Plans are prepared for the most queries that a step may have. Their values are not read.
+        # Plans are prepared for the most queries that a step may have, whatever their values are.
         most = max(self.limits.max_sequences, self.limits.step_tokens)
         self._layer_groups = {
             group: (query[:1].expand(most, -1, -1), caches)

@@ -3,14 +3,14 @@
 A row is the new tokens of one context: `num_new` queries at the end of `kv_len` tokens whose
 keys and values are in the blocks of its table. Rows whose tables start with the same blocks
 share that prefix, at several levels if contexts were forked from forks. The plan has one
-`WorkItem` for every range of blocks that at least two rows share, with the queries of all these
-rows, and one item for the private rest of every row. Attention computes each item separately
-and merges the partials of a query by their log-sum-exp. Without sharing there is one item per
-row, computed by the same code.
+`WorkItem` for every range of blocks that at least two rows share and whose sharing pays off, with
+the queries of all these rows, and one item for the private rest of every row. Attention computes
+each item separately and merges the partials of a query by their log-sum-exp. Without sharing there
+is one item per row, computed by the same code.
 
 Only blocks that end before the first new token of a row count as shared, so an item of several
-rows never needs a causal mask. KV that a row or an earlier row of the same step writes is read
-in the row's private item.
+rows never needs a causal mask. The private item of a row reads the KV that is written in this
+step, by the row itself or by an earlier row.
 
 `prefix_tree` finds the shared ranges and decides which ones save more reading than they cost.
 `planner` derives the plan of a step from the previous one.
@@ -34,11 +34,11 @@ from .prefix_tree import (
     MIN_SAVED_TOKENS,
     PARTIAL_TOKENS,
     Blocks,
+    Integers,
     PrefixTree,
     SplitCost,
     build_prefix_tree,
 )
-from .prefix_tree import Integers as Integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +231,14 @@ def _packed_queries(plan: Plan, rows: Integers) -> Integers:
 def _shared_items(plan: Plan) -> Iterator[WorkItem]:
     """Yield the shared ranges of the tree, parents before children."""
     tree, size = plan.tree, plan.block_size
-    columns = (tree.first, tree.end, tree.begin_block, tree.end_block)
-    for first, end, begin, depth in zip(*(column.tolist() for column in columns), strict=True):
-        rows = np.sort(tree.row_order[first:end])
+    ranges = (tree.first, tree.end, tree.begin_block, tree.end_block)
+    for first_row, end_row, begin, end in zip(*(each.tolist() for each in ranges), strict=True):
+        rows = np.sort(tree.row_order[first_row:end_row])
         yield WorkItem(
             queries=_packed_queries(plan, rows),
-            blocks=plan.tables[rows[0], begin:depth],
+            blocks=plan.tables[rows[0], begin:end],
             first=begin * size,
-            num_kv=(depth - begin) * size,
+            num_kv=(end - begin) * size,
         )
 
 

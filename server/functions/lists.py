@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..program.errors import RunError
-from ..program.expressions.values import compact_json, kind_of
+from ..program.errors import ExpressionError, RunError
+from ..program.expressions.values import check_number, compact_json, kind_of
 from .registry import function
 
 TIMEOUT_S = 5
@@ -14,24 +14,28 @@ TIMEOUT_S = 5
 
 @function(timeout_s=TIMEOUT_S)
 def unique(items: list[Any]) -> list[Any]:
-    """Return the items without repetitions, in order. 1 and true are different, 1 and 1.0 too."""
-    return list({compact_json(item): item for item in reversed(items)}.values())[::-1]
+    """Return the first occurrence of each item, in order. 1, 1.0 and true are different items."""
+    first: dict[str, Any] = {}
+    for item in items:
+        first.setdefault(compact_json(item), item)
+    return list(first.values())
 
 
 @function(timeout_s=TIMEOUT_S)
 def sort(items: list[Any], by: str | None = None, descending: bool = False) -> list[Any]:
-    """Return the items in order: all numbers or all strings, or objects `by` one of their keys."""
+    """Sort numbers or strings. With `by`, sort objects by the value of that key."""
     keys = items if by is None else [_key_of(item, by) for item in items]
     kinds = {"number" if kind_of(key) in ("int", "float") else kind_of(key) for key in keys}
     if len(kinds) > 1 or kinds - {"number", "string"}:
-        raise RunError("list.sort", f"only numbers or only strings have an order, got {kinds}")
+        found = ", ".join(sorted(kinds))
+        raise RunError("list.sort", f"only numbers or only strings can be sorted, got {found}")
     order = sorted(range(len(items)), key=keys.__getitem__, reverse=descending)
     return [items[index] for index in order]
 
 
 @function(timeout_s=TIMEOUT_S)
 def flatten(items: list[Any]) -> list[Any]:
-    """Return the items of the lists in a list; other items stay."""
+    """Replace each list in a list by its items, one level deep. Other items are kept."""
     return [inner for item in items for inner in (item if isinstance(item, list) else (item,))]
 
 
@@ -47,7 +51,10 @@ def chunk(items: list[Any], size: int) -> list[Any]:
 def zip_lists(left: list[Any], right: list[Any]) -> list[Any]:
     """Return pairs of the items of two lists of equal length."""
     if len(left) != len(right):
-        raise RunError("list.zip", f"the lists have {len(left)} and {len(right)} items")
+        raise RunError(
+            "list.zip",
+            f"the lists must have equal lengths, got {len(left)} and {len(right)} items",
+        )
     return [list(pair) for pair in zip(left, right, strict=True)]
 
 
@@ -63,7 +70,10 @@ def add_up(items: list[Any]) -> Any:
     for item in items:
         if kind_of(item) not in ("int", "float"):
             raise RunError("list.sum", f"only numbers can be added, got {kind_of(item)}")
-    return sum(items)
+    try:
+        return check_number(sum(items))
+    except ExpressionError as error:
+        raise RunError("list.sum", f"the sum is too large: {error}") from None
 
 
 def _key_of(item: Any, by: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from .checks import listed
+from .checks import MAX_NAME, listed
 from .content import Expression, Json, Name
 from .decoding.bounded_json import MAX_BODY_BYTES
 from .errors import ProgramError, prefixed_path
@@ -76,7 +76,7 @@ class Procedure(Struct, frozen=True, kw_only=True):
 
 
 class PinnedPrefix(Struct, frozen=True, kw_only=True):
-    """What it costs that engines keep the constant beginnings of a procedure's prompts."""
+    """The cost of the constant prompt prefixes of a procedure that engines keep in KV."""
 
     expires_at: float
     """Unix time at which the pin ends."""
@@ -119,7 +119,9 @@ class PutProcedure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     alias: AliasName | None = DEFAULT_ALIAS
     """The alias that names this version from now on; null: none."""
     pin_s: Annotated[float, Meta(gt=0)] | None = None
-    """Seconds for which engines keep the constant beginnings of its prompts; null: as before."""
+    """Seconds for which engines keep the constant prefixes of its prompts.
+
+    Null: a pin stays as it is."""
 
 
 class PutPin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -302,8 +304,12 @@ def _expand_call(
     arguments = _arguments(node, procedure)
     job_names = {each.job for _, each in walk(program.nodes, "")} | program.jobs.keys()
     suffix = f"__{node.id}"
+    names = (
+        frozenset(defined_names(program.nodes)) | _bound_names(program) | program.variables.keys()
+    )
+    _check_lengths(names | job_names, suffix, node)
     renaming = Renaming(
-        frozenset(defined_names(program.nodes)) | _bound_names(program) | program.variables.keys(),
+        names,
         suffix,
         {},
         {"main": node.job, **{name: name + suffix for name in job_names - {"main"}}},
@@ -331,6 +337,19 @@ def _expand_call(
         body=[each.renamed_with_bodies(renaming) for each in program.nodes],
         returns={name: renaming.expression(result) for name, result in returns.items()},
     )
+
+
+def _check_lengths(names: Iterable[str], suffix: str, node: ProcedureNode) -> None:
+    """Refuse a call whose id makes a name of the procedure too long."""
+    longest = max(names, key=len, default="")
+    if len(longest) + len(suffix) > MAX_NAME:
+        raise ProgramError(
+            "program.name",
+            f"procedure `{node.procedure}` has the name `{longest}`, which the call `{node.id}` "
+            f"extends to `{longest}{suffix}`; a name has at most {MAX_NAME} characters: give the "
+            "call a shorter id",
+            path="id",
+        )
 
 
 def _bound_names(program: Program) -> frozenset[str]:

@@ -3,5 +3,6 @@
 `prompt` renders a node's segments or messages, `chat`, `chat_template`, `chat_outline` and
 `template_sandbox` apply a model's chat template, `tokenizer` and `token_bound` turn text into ids,
 `tool_format` and `tool_calls` handle tool calls, and `served_model` bundles these for one model.
-`model_notices` has what a user must know about it.
+`constant_prefix` finds the constant beginning of a node's prompt, and `model_notices` lists
+warnings about a model.
 """

@@ -172,7 +172,7 @@ class ProgramRun:
         """Let the producers of a requested variable run, with the priority of an objective."""
         if self.is_over:
             return
-        self._timers.renew_lease()
+        self._timers.renew_leases()
         if objective is not None and self.state.graph.tighten_objective(variable, objective):
             self._calls.recompute_priorities()
             self._timers.start_objectives()
@@ -180,7 +180,7 @@ class ProgramRun:
 
     def renew_lease(self) -> None:
         """Restart the leases of the program: a client has sent a request for it."""
-        self._timers.renew_lease()
+        self._timers.renew_leases()
 
     def commit_input(self, variable: str, value: Json) -> None:
         """Commit an input that a client sent."""

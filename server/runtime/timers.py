@@ -32,7 +32,8 @@ class _Lease:
 
     key: str
     duration_s: float
-    is_used: Callable[[], bool]
+    take_usage: Callable[[], bool]
+    """Returns whether the program was used since the last check."""
     problem: Problem
     """Why the program ends with the lease."""
     num_unused_checks: int = 0
@@ -56,6 +57,19 @@ class Timers:
         has_reader: Callable[[], bool],
         num_changes: Callable[[], int],
     ) -> None:
+        """Create the timers of a program.
+
+        Args:
+            state: the program.
+            clock: the server's clock.
+            idle_s: seconds after which a program that no client uses ends. None: never.
+            fail: fails a node with an error.
+            stop: ends the program.
+            close: ends the program if all of its nodes have ended; returns whether it has ended.
+            miss: reports an output that missed its deadline, given in seconds.
+            has_reader: returns whether a client reads the program.
+            num_changes: returns the number of changes of the program so far.
+        """
         self._state = state
         self._clock = clock
         self._idle_s = idle_s
@@ -72,7 +86,7 @@ class Timers:
         self._leases = self._make_leases()
 
     def start(self) -> None:
-        """Start the timers of the program and its jobs."""
+        """Start the timers of the program."""
         loop = asyncio.get_running_loop()
         deadline_s = self._state.options.deadline_s
         if deadline_s is not None:
@@ -80,11 +94,6 @@ class Timers:
                 self._remaining_s(deadline_s), self._deadline_exceeded, deadline_s
             )
         self.start_objectives()
-        for name, job in self._state.graph.jobs.items():
-            if job.timeout_s is not None:
-                self._timers[f"job {name}"] = loop.call_later(
-                    job.timeout_s, self._job_timed_out, name
-                )
         for lease in self._leases:
             self._check_lease(lease)
 
@@ -97,7 +106,8 @@ class Timers:
             deadline_s = objective.deadline_s
             if self._deadlines.get(output) != deadline_s:
                 self._deadlines[output] = deadline_s
-                self.cancel(key := f"deadline {output}")
+                key = f"deadline {output}"
+                self.cancel(key)
                 self._timers[key] = loop.call_later(
                     self._remaining_s(deadline_s), self._miss, output, deadline_s
                 )
@@ -115,24 +125,39 @@ class Timers:
         if idle_s is not None:
             message = f"no client used the program for {idle_s:g} s"
             problem = Problem(code="program.idle", message=message)
-            leases.append(_Lease(IDLE_TIMEOUT, idle_s, self._is_used, problem))
+            leases.append(_Lease(IDLE_TIMEOUT, idle_s, self._take_usage, problem))
         return leases
 
-    def renew_lease(self) -> None:
+    def renew_leases(self) -> None:
         """Restart the leases: a client has sent a request for the program."""
         for lease in self._leases:
             lease.num_unused_checks = 0
 
     def start_node(self, node: GraphNode) -> None:
-        """Start the timer of a node. A client step has its own timer, one per request."""
+        """Start the timer of a node, and those of its jobs whose first node it is.
+
+        A client step has its own timer, one per request.
+        """
+        self._start_jobs(node.job)
         if node.timeout_s is not None and not isinstance(node, ClientNode):
             self._timers[node.id] = asyncio.get_running_loop().call_later(
                 node.timeout_s, self._node_timed_out, node.id, node.timeout_s
             )
 
-    def cancel(self, node_id: str) -> None:
-        """Cancel the timer of a node; safe to repeat."""
-        if (timer := self._timers.pop(node_id, None)) is not None:
+    def _start_jobs(self, job: str | None) -> None:
+        """Start the timer of a job and those of the jobs around it, unless they have started."""
+        jobs = self._state.graph.jobs
+        while job is not None and job in jobs:
+            timeout_s, key = jobs[job].timeout_s, f"job {job}"
+            if timeout_s is not None and key not in self._timers:
+                self._timers[key] = asyncio.get_running_loop().call_later(
+                    timeout_s, self._job_timed_out, job, timeout_s
+                )
+            job = jobs[job].parent
+
+    def cancel(self, key: str) -> None:
+        """Cancel the timer of a node or an output; safe to repeat."""
+        if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
 
     def stop(self) -> None:
@@ -142,7 +167,7 @@ class Timers:
         self._timers.clear()
 
     def break_cycles(self) -> None:
-        """Drop the callbacks: the program has ended."""
+        """Drop the callbacks, which refer to the run of the program: it has ended."""
         self._fail = self._stop = self._miss = _ignore
         self._close = self._has_reader = bool
         self._num_changes = int
@@ -153,19 +178,21 @@ class Timers:
         message = f"node {node_id} took longer than {timeout_s:g} s"
         self._fail(node_id, RunError("node.timeout", message))
 
-    def _job_timed_out(self, job: str) -> None:
+    def _job_timed_out(self, job: str, timeout_s: float) -> None:
+        message = f"job {job} took longer than {timeout_s:g} s"
         for node_id, node_state in list(self._state.nodes.items()):
             if not node_state.has_ended and self._state.is_within(node_state.node.job, job):
-                self._fail(
-                    node_id, RunError("job.timeout", f"job {job} took longer than its limit")
-                )
+                self._fail(node_id, RunError("job.timeout", message))
 
     def _deadline_exceeded(self, deadline_s: float) -> None:
         message = f"the program did not end within {deadline_s:g} s"
         self._stop("deadline_exceeded", Problem(code="program.deadline_exceeded", message=message))
 
-    def _is_used(self) -> bool:
-        """Return whether a client waits, or a node works, waits for an engine or made progress."""
+    def _take_usage(self) -> bool:
+        """Return whether a client waits, or a node works, waits for an engine or made progress.
+
+        Progress counts once: since the last call.
+        """
         before, self._num_seen_changes = self._num_seen_changes, self._num_changes()
         if self._has_reader() or before != self._num_seen_changes:
             return True
@@ -176,7 +203,7 @@ class Timers:
 
     def _check_lease(self, lease: _Lease) -> None:
         """Stop a program whose lease has ended; close it if all of its nodes have ended."""
-        if lease.is_used():
+        if lease.take_usage():
             lease.num_unused_checks = 0
         if lease.num_unused_checks >= LEASE_CHECKS:
             # A program whose nodes have all ended is complete without its reader.

@@ -275,6 +275,16 @@ async def test_openapi_is_one_document_in_all_formats(document: dict[str, Any]) 
         assert (await client.get("/schema")).json() == document
 
 
+async def test_other_requests_are_served_while_openapi_is_made() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        document = asyncio.create_task(client.get("/schema/openapi.json"))
+        health = asyncio.create_task(client.get("/healthz"))
+        await asyncio.wait({document, health}, return_when=asyncio.FIRST_COMPLETED)
+        assert health.done()
+        assert not document.done()
+        assert (await document).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/programs", "/v1/programs/explain"])
 def test_an_unknown_procedure_is_a_documented_error(path: str, document: dict[str, Any]) -> None:
     operation = document["paths"][path]["post"]

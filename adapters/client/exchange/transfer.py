@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 def send(request: Request, retry: Retry) -> Flow[Reply]:
     """Send a request until it gets a final reply or the retries are used up."""
-    num_refusals, num_busy, busy_until_s = 0, 0, 0.0
+    num_refusals, num_busy = 0, 0
+    busy_until_s: float | None = None
     outage = OutageTimer(retry)
     while True:
         try:
@@ -39,7 +40,8 @@ def send(request: Request, retry: Retry) -> Flow[Reply]:
         outage.reset()
         if is_busy(reply, retry):
             now_s = retry.clock()
-            busy_until_s = busy_until_s if num_busy else now_s + retry.busy_timeout_s
+            if busy_until_s is None:
+                busy_until_s = now_s + retry.busy_timeout_s
             delay_s = retry.delay_s(num_busy, retry_after_s(reply.headers))
             if now_s + delay_s > busy_until_s:
                 return reply
@@ -98,6 +100,6 @@ def decode_reply(reply: Reply, record: type[T]) -> T:
         return decode_record(reply.body, record)
     except msgspec.MsgspecError as problem:
         message = foreign_reply(
-            reply, f", and not with a {record.__name__.lstrip('_')} ({problem})"
+            reply, f" without a valid {record.__name__.lstrip('_')} ({problem})"
         )
         raise ConureError("client.answer", message, status=reply.status) from problem

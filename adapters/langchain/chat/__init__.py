@@ -1,8 +1,13 @@
 """The LangChain chat model.
 
-`model` is `ChatConure` and `settings` its arguments; `model_info` reports what a model can do;
-`model_call` makes the program of one call; `call_options` converts LangChain's call arguments to
-node fields; `messages` converts messages and `json_values` other values to JSON and back;
-`answer_chunks` converts answers to chunks and results; `call_errors` converts errors; `sessions`
-infers sessions from message histories; `structured_output` implements `with_structured_output`.
+model              `ChatConure`, its blocking and awaited methods
+settings           the arguments of `ChatConure`
+model_info         what a model can do
+model_call         the program of one call
+call_options       from LangChain's call arguments to node fields
+messages           from messages to JSON and back; json_values does this for other values
+answer_chunks      from answers to chunks and results
+call_errors        from errors of the client to those of LangChain
+sessions           infers sessions from message histories
+structured_output  `with_structured_output`
 """

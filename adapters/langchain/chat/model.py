@@ -258,14 +258,15 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         call = self._model_call(messages, stop, kwargs, run_manager)
-        node, chain_run = call.only_node(), self._accelerated_run()
-        chunks = self._chunks(call) if chain_run is None else chain_run.chunks(node, self.timeout)
-        with self._call_errors(call), contextlib.closing(chunks):
-            for chunk in chunks:
-                check_answers(chunk, kwargs)
-                if run_manager:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
+        with self._call_errors(call):
+            node, run = call.only_node(), self._accelerated_run()
+            chunks = self._chunks(call) if run is None else run.chunks(node, self.timeout)
+            with contextlib.closing(chunks):
+                for chunk in chunks:
+                    check_answers(chunk, kwargs)
+                    if run_manager:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
 
     async def _astream(
         self,
@@ -275,9 +276,9 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = self._model_call(messages, stop, kwargs, run_manager)
-        node, chain_run = call.only_node(), self._accelerated_run()
-        chunks = self._achunks(call) if chain_run is None else chain_run.achunks(node, self.timeout)
         with self._call_errors(call):
+            node, run = call.only_node(), self._accelerated_run()
+            chunks = self._achunks(call) if run is None else run.achunks(node, self.timeout)
             async with aclosing(chunks):
                 async for chunk in chunks:
                     check_answers(chunk, kwargs)
@@ -337,10 +338,12 @@ class ChatConure(ChatSettings):
             node["meta"] = meta_of(
                 manager.metadata, run_id=manager.run_id, parent_run_id=manager.parent_run_id
             )
+        nodes = answer_nodes(node, num_answers_of(self.n, kwargs))
         thread, resumed = session_of(node.get("meta")), None
+        # The session is resumed last: a call that is refused before does not take it.
         if thread is None and ACTIVE_RUN.get() is None:
             resumed = self._session_inference.resume(wire)
-        return ModelCall(answer_nodes(node, num_answers_of(self.n, kwargs)), thread, resumed)
+        return ModelCall(nodes, thread, resumed)
 
     def _result(self, call: ModelCall, values: Mapping[str, Json], program: str) -> ChatResult:
         result = result_of([CompleteAnswer(values[name], program) for name in call.answers])

@@ -39,7 +39,7 @@ def _text_lines(explanation: ProgramExplanation) -> Iterator[str]:
         yield f"  {'  ' * depth}{_node_line(node)}"
     for title, lines in (
         ("task groups:", [f"{key}: {', '.join(v)}" for key, v in explanation.groups.items()]),
-        ("shared prompt beginnings:", list(_shared_lines(explanation))),
+        ("shared prompt prefixes:", list(_shared_lines(explanation))),
         ("pinned prefixes:", list(_pin_lines(explanation))),
         ("advice:", list(_advice_lines(explanation))),
         ("actual:", list(_actual_lines(explanation))),
@@ -63,7 +63,10 @@ def _node_line(node: ExplainedNode) -> str:
         parts.append(f"{node.objective}{'' if node.group is None else f' in group {node.group}'}")
     if node.actual_prompt is not UNSET:
         prompt = node.actual_prompt
-        parts.append(f"ran {node.actual_runs}: {prompt.computed:,} of {prompt.logical:,} computed")
+        runs = "once" if node.actual_runs == 1 else f"{node.actual_runs:,} times"
+        parts.append(
+            f"ran {runs}: {prompt.computed:,} of {prompt.logical:,} prompt tokens computed"
+        )
     return "; ".join(parts)
 
 
@@ -76,7 +79,7 @@ def _shared_lines(explanation: ProgramExplanation) -> Iterator[str]:
     for span in explanation.shared:
         yield (
             f"{', '.join(span.calls)}: {_tokens(span.prefix)}, {span.times:,} times, "
-            f"saves {span.saved_tokens:,}"
+            f"saves {span.saved_tokens:,} tokens"
         )
 
 

@@ -53,8 +53,8 @@ class ProcedureNode(NodeWithBodies, frozen=True, kw_only=True, tag="procedure"):
 
     @property
     def is_expanded(self) -> bool:
-        """Whether the server has inserted the body."""
-        return bool(self.body)
+        """Whether the server has inserted the body. A body without nodes returns parameters."""
+        return bool(self.body or self.bound)
 
     @property
     def decision_variable(self) -> str:

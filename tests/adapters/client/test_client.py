@@ -272,6 +272,22 @@ async def test_an_attached_result_needs_only_the_outputs(
     assert [seen.method for seen in double.seen] == ["POST"] * 2
 
 
+@pytest.mark.parametrize("end", ["node.failed", "node.skipped", "node.killed"])
+async def test_an_attached_result_ends_with_a_failure(
+    caller: Any, double: Any, kit: Any, end: str
+) -> None:
+    # An open program does not end with its nodes.
+    failed = kit.sse(1, end, node="n", code="expr.type", message="no")
+    double.on("POST", "/v1/programs", kit.followed(failed, kit.finished(2), gate=lambda: False))
+    problem = {"code": "expr.type", "detail": "no", "status": 422}
+    double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(422, problem))
+    async with asyncio.timeout(60):
+        run = await caller.submit(follow=True)
+        with pytest.raises(ConureError) as caught:
+            await caller(run.result)
+    assert caught.value.code == "expr.type"
+
+
 async def test_an_attached_stream_must_name_its_program(caller: Any, double: Any, kit: Any) -> None:
     double.on("POST", "/v1/programs", kit.Answer(202, chunks=[kit.finished(2)]))
     with pytest.raises(ConureError) as caught:
@@ -448,7 +464,20 @@ async def test_attach_does_not_repeat_ended_steps(caller: Any, double: Any, kit:
     assert put_bodies(double) == []
 
 
-async def test_a_step_can_be_a_coroutine_function(caller: Any, double: Any, kit: Any) -> None:
+async def _later(n: int) -> int:
+    await asyncio.sleep(0)
+    return n + 6
+
+
+class _Later:
+    async def __call__(self, n: int) -> int:
+        return await _later(n)
+
+
+@pytest.mark.parametrize("function", [_later, lambda n: _later(n), _Later()])
+async def test_a_step_can_return_an_awaitable(
+    function: Any, caller: Any, double: Any, kit: Any
+) -> None:
     double.on("POST", "/v1/programs", kit.accepted())
     stream = kit.Answer(
         chunks=[requested(kit, 2, "r", n=1), kit.finished(5)], gate=has_answer(double)
@@ -457,11 +486,7 @@ async def test_a_step_can_be_a_coroutine_function(caller: Any, double: Any, kit:
     double.on("PUT", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done"}))
     double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done", "value": 7}))
 
-    async def later(n: int) -> int:
-        await asyncio.sleep(0)
-        return n + 6
-
-    result = await caller(caller.client.run, kit.program, functions={"double": later})
+    result = await caller(caller.client.run, kit.program, functions={"double": function})
     assert put_bodies(double)[0]["value"] == 7
     assert result.outputs == {"out": 7}, "requested, as no event reported it"
 

@@ -375,6 +375,10 @@ def test_retry_of_failed_call_keeps_session(double: Any, kit: Any, way: str) -> 
     with Client(app=double) as client:
         llm = ChatConure(client=client)
         llm.invoke("hi")
+        with pytest.raises(ValueError, match="n must be"):
+            llm.invoke(ASKED, n=0)
+        with pytest.raises(ValueError, match="a stream has one answer"):
+            list(llm.stream(ASKED, n=2))
         for _ in range(3):
             with suppress(ConureError):
                 WAYS[way](llm)

@@ -142,6 +142,19 @@ def test_accelerator_memory_goes_to_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("free_bytes", "context_len"), [(-1, None), (0, None), (30_000, None), (10**5, 200)]
+)
+def test_too_little_memory_for_a_context_is_an_error(
+    free_bytes: int, context_len: int | None, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(shrunk.write(tmp_path, "llama"))
+    requested = RequestedLimits(context_len=context_len)
+    with pytest.raises(EngineError, match="free memory, lower context_len") as caught:
+        capacity.limits(config, requested, token_bytes=1000, free_bytes=free_bytes, kind="cpu")
+    assert caught.value.code == "engine.bad_option"
+
+
+@pytest.mark.parametrize(
     ("environment", "expected"),
     [
         ({"OMP_NUM_THREADS": "3"}, 3),

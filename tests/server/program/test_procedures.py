@@ -207,6 +207,21 @@ def test_a_call_that_does_not_fit_its_procedure_is_refused(
     assert (error.code, error.path) == (code, path)
 
 
+def test_a_call_that_makes_a_name_too_long_is_refused() -> None:
+    long = {"variables": {"a" * 100: {}}, "outputs": ["a" * 100]}
+    with pytest.raises(ProgramError, match="give the call a shorter id") as caught:
+        expand([call(id="c" * 27, args={"a" * 100: 1})], long)
+    assert (caught.value.code, caught.value.path) == ("program.name", "program.nodes[0].id")
+    assert expand([call(id="c" * 26, args={"a" * 100: 1}, output="b")], long).nodes
+
+
+def test_a_procedure_without_nodes_is_expanded() -> None:
+    expanded = expand([call(args={"x": 1}, output="y")], {"variables": {"x": {}}, "outputs": ["x"]})
+    [node] = expanded.nodes
+    assert isinstance(node, ProcedureNode)
+    assert node.is_expanded
+
+
 def test_a_call_inside_a_body_is_refused_with_its_path() -> None:
     outer = {"id": "o", "op": "if", "cond": True, "then": [], "else": [call()]}
     assert refusal([outer]).path == "program.nodes[0].else[0].args"

@@ -248,6 +248,7 @@ async def test_no_event_follows_the_end_after_a_job_timeout(tmp_path: Path) -> N
         program = await harness.submit(
             [first, second], outputs=["x"], jobs={"j": {"timeout_s": 0.05}}, start="demand"
         )
+        assert (await program.get("x")).status == "failed"
         await program.end()
         journal = harness.executor.programs.journal
         events = await journal.events(TENANT, program.id, 0, 100)

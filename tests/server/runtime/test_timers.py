@@ -1,4 +1,4 @@
-"""The timers of a program, on a simulated clock."""
+"""The timers of a program, on an event loop whose time is simulated."""
 
 from __future__ import annotations
 
@@ -38,21 +38,28 @@ class SimulatedLoop:
 
 
 class IdleProgram:
-    """The timers of a program with an idle timeout of 10 s, with recorded inputs and effects."""
+    """The timers of a program without work, with recorded inputs and effects."""
 
-    def __init__(self, *, idle_s: float | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *nodes: dict[str, Any],
+        jobs: dict[str, Any] | None = None,
+        idle_s: float | None = None,
+        **options: Any,
+    ) -> None:
         self.has_reader = False
         self.num_changes = 0
         self.ends: list[tuple[str, str]] = []
         self.missed: list[tuple[str, float]] = []
-        self.state = execute([], is_open=True, **options)
+        self.failed: list[tuple[str, str]] = []
+        self.state = execute([*nodes], jobs=jobs, is_open=True, **options)
         clock = SteadyClock()
         self.state.created_at = clock.now()
         self.timers = Timers(
             self.state,
             clock,
             idle_s=idle_s,
-            fail=lambda node, error: None,
+            fail=lambda node, error: self.failed.append((node, str(error))),
             stop=self._stop,
             close=lambda: False,
             miss=lambda output, deadline_s: self.missed.append((output, deadline_s)),
@@ -86,7 +93,7 @@ def test_use_renews_the_idle_timeout(use: str, loop: SimulatedLoop) -> None:
     for _ in range(5):
         loop.advance(7)
         if use == "request":
-            program.timers.renew_lease()
+            program.timers.renew_leases()
         elif use == "reader":
             program.has_reader = True
             loop.advance(3)
@@ -104,7 +111,7 @@ def test_a_program_without_idle_timeout_stays(loop: SimulatedLoop) -> None:
     assert program.ends == []
 
 
-def test_the_program_decides_before_the_server(loop: SimulatedLoop) -> None:
+def test_an_idle_timeout_of_the_program_replaces_that_of_the_server(loop: SimulatedLoop) -> None:
     program, patient = IdleProgram(idle_s=10), IdleProgram(idle_s=10, idle_timeout_s=3600)
     loop.advance(13)
     assert program.ends == [("cancelled", "program.idle")]
@@ -127,3 +134,22 @@ def test_each_deadline_of_an_output_expires_once(loop: SimulatedLoop) -> None:
     assert program.missed == [("soon", 5)]
     loop.advance(50)
     assert program.missed == [("soon", 5), ("later", 50)]
+
+
+def test_a_timeout_of_a_job_starts_with_its_first_node(loop: SimulatedLoop) -> None:
+    nodes = [
+        {"id": f"n{i}", "op": "client", "name": "f", "output": f"v{i}", "job": "inner"}
+        for i in range(2)
+    ]
+    jobs = {"outer": {"timeout_s": 10}, "inner": {"parent": "outer", "timeout_s": 4}}
+    program = IdleProgram(*nodes, jobs=jobs)
+    loop.advance(100)
+    assert program.failed == []
+    first, second = (program.state.nodes[f"n{i}"].node for i in range(2))
+    program.timers.start_node(first)
+    loop.advance(3)
+    program.timers.start_node(second)
+    loop.advance(2)
+    assert program.failed == [(f"n{i}", "job inner took longer than 4 s") for i in range(2)]
+    loop.advance(6)
+    assert program.failed[2:] == [(f"n{i}", "job outer took longer than 10 s") for i in range(2)]

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from ...inprocess import ServerHarness, client, expr, generate, insert, server_harness, var
+from .control_nodes import if_, map_, phases
 
 Json = Any
 
@@ -185,3 +186,15 @@ async def test_a_restart_repeats_the_consequences_of_a_kill(tmp_path: Path) -> N
         async with asyncio.timeout(60):
             status = await program.end()
         assert status.nodes["plan"].status == "killed"
+
+
+async def test_body_can_kill_the_node_around_it(tmp_path: Path) -> None:
+    """The first match ends the map."""
+    async with server_harness(tmp_path) as harness:
+        kill = {"id": "k", "op": "kill", "targets": ["ys"], "after": ["e"]}
+        inner = map_([1, 2], expr("e", var("x"), "y"), kill, collect={"ys": "y"})
+        alone = await harness.submit([inner], outputs=["ys"])
+        assert phases(await alone.end())["m"] == "killed"
+        branch = if_(1, [inner], [expr("o", 1, "one")], z=["ys", "one"])
+        nested = await harness.submit([branch], outputs=["z"])
+        assert phases(await nested.end())["m"] == "killed"
