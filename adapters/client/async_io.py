@@ -83,6 +83,11 @@ class AsyncBaseClient:
         return self._settings.server
 
     @property
+    def identity(self) -> object:
+        """Identifies server and sender: equal for clients whose requests have equal headers."""
+        return self._settings.identity
+
+    @property
     def _retry(self) -> Retry:
         return self._settings.retry
 

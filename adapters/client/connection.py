@@ -75,6 +75,11 @@ class ClientSettings:
         """Identifies the server: equal for clients of the same server."""
         return self.base_url if self.local_app is None else self.local_app
 
+    @property
+    def identity(self) -> object:
+        """Identifies server and sender: equal for clients whose requests have equal headers."""
+        return self.server, frozenset(self.headers.items())
+
     def request_arguments(self, request: Request) -> dict[str, Any]:
         """Return the arguments of httpx's `build_request`."""
         return {

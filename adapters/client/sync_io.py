@@ -117,6 +117,11 @@ class BaseClient:
         return self._settings.server
 
     @property
+    def identity(self) -> object:
+        """Identifies server and sender: equal for clients whose requests have equal headers."""
+        return self._settings.identity
+
+    @property
     def may_wait(self) -> bool:
         """Whether the current thread may wait for answers.
 

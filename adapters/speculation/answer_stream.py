@@ -25,6 +25,10 @@ TEXT_EVENTS: Final[frozenset[EventType]] = frozenset({"node.delta"})
 """Events that are needed only where an answer is streamed."""
 
 
+LEASE_LOST: Final = "program.lease_lost"
+"""Code of a program that ended because its client could not reach the server for some time."""
+
+
 class AnswerTextStream:
     """The text of one answer while the model writes it."""
 
@@ -115,4 +119,6 @@ def call_failure(event: Event) -> ConureError:
 def program_failure(event: Event) -> RunError:
     """Return the error of a call whose program finished without its answer."""
     program, status = event.data.get("program", ""), event.data["status"]
+    if event.data.get("code") == LEASE_LOST:
+        return RunError(LEASE_LOST, f"program {program}: {event.data['message']}")
     return RunError(f"run.{status}", f"program {program} ended ({status}) without this answer")

@@ -1,8 +1,10 @@
 """The requests of one run: planned and unplanned calls in, submissions and appends out.
 
-Calls go into one open program, and into another one when it is full. Calls that wait to be sent go
-together, at most `MAX_BATCH` in one request. A variable that a call reads and that no call of the
-same program writes is an input of the program; its value follows when it is known.
+Calls go into one open program, and into another one when it is full, or when it has ended because
+the server could not be reached for some time: then calls without an answer are sent again. Calls
+that wait to be sent go together, at most `MAX_BATCH` in one request. A variable that a call reads
+and that no call of the same program writes is an input of the program; its value follows when it is
+known.
 
 Several requests may be under way at once: the outbox chooses the id of a program, so that calls and
 values follow a submission without waiting for its answer. A request refers only to what the
@@ -32,8 +34,10 @@ from conure.server.program.errors import (
     UnavailableError,
 )
 from conure.server.program.ir import MAX_NODES, Json
+from conure.server.program.status import Event
 
 from ..client import ServerUnreachableError
+from .answer_stream import LEASE_LOST
 from .registry import CallRecord, PlannedCallRegistry, plan_failure
 
 MAX_BATCH = 256
@@ -44,6 +48,10 @@ MAX_UNDER_WAY = 16
 MAX_NAME_LENGTH = 256
 TOO_LARGE = 413
 """HTTP status of a request that exceeds the size limit of the server."""
+ENDED_CODES = ("session.ended", "session.closed")
+"""Codes of an append to a program that has ended or was closed by another client."""
+QUOTA_CODES = "quota."
+"""Beginning of the codes of an append that exceeds what one program may hold."""
 
 OutboxAction: TypeAlias = Literal["submit", "append", "close", "cancel"]
 
@@ -59,6 +67,8 @@ class OpenProgram:
     """The driver's handle, once the submission was accepted."""
     is_rejected: bool = False
     """The server did not accept the submission."""
+    is_full: bool = False
+    """Takes no more calls: a limit of the server is reached, or no answer would be read."""
     num_nodes: int = 0
     inputs: set[str] = field(default_factory=set)
     """Its input variables, of the submission and of accepted requests."""
@@ -120,6 +130,7 @@ class SpeculativeOutbox:
         self._split: list[list[CallRecord]] = []
         """Parts of rejected requests; the last one is sent next."""
         self._ending: Literal["", "close", "cancel"] = ""
+        self._keeps_awaited = False
         self._under_way: set[OutboxRequest] = set()
 
     @property
@@ -167,10 +178,10 @@ class SpeculativeOutbox:
                 return  # the lease of the program ends it
             for record in request.records:
                 record.is_sent, record.program = False, ""
-            if program.is_rejected and request.action == "append":
-                # The append arrived, but the submission of its program was rejected.
-                self._send_again(request.records)
-                return
+            if request.action == "append" and self._takes_no_more(program, failure):
+                self._registry.send_again(request.records)
+                if request.records or not program.is_full:
+                    return  # the calls that wait for rejected values are sent again, too, or fail
             message = getattr(failure, "message", str(failure))
             if not request.records:
                 self._registry.rejections.append(message)
@@ -179,10 +190,15 @@ class SpeculativeOutbox:
                 return
             self._reject(list(request.records), failure, message)
 
-    def _send_again(self, records: Sequence[CallRecord]) -> None:
-        """Send calls to another program, as the submission of their program was rejected."""
-        open_records = [record for record in records if record.is_open]
-        self._registry.unsent.extendleft(reversed(open_records))
+    def _takes_no_more(self, program: OpenProgram, failure: Exception) -> bool:
+        """Return whether another program must take the calls of an append that was rejected."""
+        code = getattr(failure, "code", "")
+        if code in ENDED_CODES:
+            program.is_open = False
+        elif code.startswith(QUOTA_CODES):
+            program.is_full = True
+        # An append may arrive before the submission of its program is rejected.
+        return program.is_rejected or program.is_full or not program.is_open
 
     def _reject(self, records: list[CallRecord], failure: Exception, message: str) -> None:
         if len(records) > 1 and _is_fault_of_one_call(failure):
@@ -203,6 +219,16 @@ class SpeculativeOutbox:
         else:
             self._registry.reject(unplanned, failure)
 
+    def on_event(self, program: OpenProgram, event: Event) -> None:
+        """Process an event of a program, except its end."""
+        code = event.data.get("code", "") if event.type == "node.failed" else ""
+        with self._registry.lock:
+            # The answer did not fit into the program.
+            if code.startswith(QUOTA_CODES) and self._registry.move(event.data["node"]):
+                program.is_full = True
+            else:
+                self._registry.on_event(event)
+
     def program_ended(
         self, program: OpenProgram, failure: Exception, *, has_finished: bool
     ) -> None:
@@ -215,33 +241,53 @@ class SpeculativeOutbox:
         """
         with self._registry.lock:
             program.has_finished = has_finished
-            is_last = program.is_open and program is self.programs[-1]
+            if getattr(failure, "code", "") == LEASE_LOST and self._registry.failure is None:
+                program.is_open = False
+                self._registry.send_lost_again(program.id)
+                return
+            # A later call may succeed in another program, unless this one was stopped on purpose.
+            is_last = has_finished and program.is_open and program is self.programs[-1]
+            program.is_full = program.is_full or not has_finished
             self._registry.end_program(program.id, _conure_error(failure), is_last=is_last)
 
-    def end(self, *, is_cancelled: bool) -> None:
-        """End the programs: cancel them, or close them once everything is sent."""
+    def end(self, *, is_cancelled: bool, keeps_awaited: bool = False) -> None:
+        """End the programs: cancel them, or close them once everything is sent.
+
+        Args:
+            is_cancelled: cancel the programs.
+            keeps_awaited: a program with an answer that the application waits for is closed, and
+                cancelled only once the application has the answer.
+        """
         with self._registry.lock:
+            self._keeps_awaited = keeps_awaited
             self._ending = "cancel" if is_cancelled else "close"
             self._registry.close()
             if is_cancelled and self._registry.failure is not None:
                 unsent = [*self._registry.unsent, *(r for part in self._split for r in part)]
-                self._registry.reject(unsent, self._registry.failure)
+                unused = [r for r in unsent if not (keeps_awaited and r.is_awaited)]
+                self._registry.reject(unused, self._registry.failure)
 
     def _next(self) -> OutboxRequest | None:
-        if self._ending != "cancel":
-            request = self._next_values() or self._next_calls()
-            if request is not None:
-                return request
-        return self._next_end()
+        return (
+            self._next_cancel() or self._next_values() or self._next_calls() or self._next_close()
+        )
 
-    def _next_end(self) -> OutboxRequest | None:
-        for program in self.programs:
-            if program.run is None or program.has_finished:
+    def _next_cancel(self) -> OutboxRequest | None:
+        """Return the cancellation of a program that the application needs no more."""
+        for program in self.programs if self._ending == "cancel" else ():
+            has_ended = program.has_finished or program.is_cancelled
+            is_kept = self._keeps_awaited and self._registry.is_awaited(program.id)
+            if program.run is None or has_ended or is_kept:
                 continue
-            if self._ending == "cancel" and not program.is_cancelled:
-                program.is_open, program.is_cancelled = False, True
-                return OutboxRequest("cancel", {}, program)
-            if self._ending == "close" and program.is_open and not program.announced:
+            program.is_open, program.is_cancelled = False, True
+            return OutboxRequest("cancel", {}, program)
+        return None
+
+    def _next_close(self) -> OutboxRequest | None:
+        """Return the end of a program to which nothing will be added."""
+        for program in self.programs if self._ending else ():
+            can_close = program.run is not None and not program.has_finished
+            if can_close and program.is_open and not program.announced:
                 program.is_open = False
                 return OutboxRequest("close", {"close": True}, program)
         return None
@@ -302,7 +348,9 @@ class SpeculativeOutbox:
     def _request(self, records: list[CallRecord]) -> OutboxRequest:
         program = self.programs[-1] if self.programs else None
         if program is not None and not (
-            program.is_open and program.num_nodes + len(records) <= MAX_NODES
+            program.is_open
+            and not program.is_full
+            and program.num_nodes + len(records) <= MAX_NODES
         ):
             program = None
         if program is None:

@@ -47,6 +47,10 @@ class CallRecord:
     call: PlannedCall
     is_planned: bool
     is_claimed: bool = False
+    is_awaited: bool = False
+    """The application waits for its answer."""
+    was_moved: bool = False
+    """It failed in a program that was full, and was sent to another one."""
     program: str = ""
     """Id of the program that it was sent to."""
     is_sent: bool = False
@@ -142,7 +146,7 @@ class PlannedCallRegistry:
             if not planned:
                 return None
             record = planned.popleft()
-            record.is_claimed = True
+            record.is_claimed = record.is_awaited = True
             return record
 
     def has_planned(self, node: Mapping[str, Json]) -> bool:
@@ -154,7 +158,7 @@ class PlannedCallRegistry:
         """Add a call that the application makes and that no planned call matches."""
         with self.lock:
             record = self._add(call, is_planned=False)
-            record.is_claimed = True
+            record.is_claimed = record.is_awaited = True
             return record
 
     def unclaimed(self) -> list[CallRecord]:
@@ -203,9 +207,22 @@ class PlannedCallRegistry:
                 record.listeners.append(listener)
 
     def unlisten(self, record: CallRecord, listener: CallListener) -> None:
-        """Stop passing events to a listener."""
+        """Stop passing events to a listener: the application does not wait for the answer."""
         with self.lock, contextlib.suppress(ValueError):
+            record.is_awaited = False
             record.listeners.remove(listener)
+
+    def release(self, records: Iterable[CallRecord]) -> None:
+        """Record that the application does not wait for the answers of calls that it has made."""
+        with self.lock:
+            for record in records:
+                record.is_awaited = False
+
+    def is_awaited(self, program: str) -> bool:
+        """Return whether the application waits for an answer of a program."""
+        with self.lock:
+            records = self.records.values()
+            return any(r.is_awaited and r.is_open and r.program == program for r in records)
 
     def on_event(self, event: Event) -> None:
         """Process an event of a program of the run. The end of a program is `end_program`."""
@@ -256,6 +273,33 @@ class PlannedCallRegistry:
                 self.close(failure)
             records = self.records.values()
             self._fail([each for each in records if is_last or each.program == program], failure)
+
+    def send_again(self, records: Iterable[CallRecord]) -> None:
+        """Queue calls whose program does not answer them, before all that is unsent."""
+        with self.lock:
+            again = [record for record in records if record.is_open]
+            for record in again:
+                record.is_sent, record.has_ended, record.program = False, False, ""
+            self.unsent.extendleft(reversed(again))
+
+    def move(self, node_id: str) -> bool:
+        """Queue a call that failed in a full program for another one, once.
+
+        Returns:
+            Whether it was queued.
+        """
+        with self.lock:
+            record = self._by_node.get(node_id)
+            if record is None or record.was_moved or not record.is_open:
+                return False
+            record.was_moved = True
+            self.send_again([record])
+            return True
+
+    def send_lost_again(self, program: str) -> None:
+        """Queue the open calls of a program that has ended without their answers."""
+        with self.lock:
+            self.send_again([r for r in self.records.values() if r.program == program])
 
     def close(self, failure: Exception | None = None) -> None:
         """Take no more calls: new ones fail."""

@@ -74,8 +74,8 @@ class SpeculativeRun:
         self.outbox = SpeculativeOutbox(
             self.calls, name, may_grow=may_grow, has_outputs=has_outputs, program_ids=program_ids
         )
-        self.server = client.server
-        """Identifies the server: see `Client.server`."""
+        self.identity = client.identity
+        """Identifies the server and the sender of the calls: see `Client.identity`."""
         self._client = client
         self._name = name
         self._is_streamed = is_streamed
@@ -241,9 +241,9 @@ class SpeculativeRun:
 
     # --- end ------------------------------------------------------------------------------
 
-    def end(self, *, is_cancelled: bool) -> None:
-        """Start to close the programs, or to cancel them."""
-        self.outbox.end(is_cancelled=is_cancelled)
+    def end(self, *, is_cancelled: bool, keeps_awaited: bool = False) -> None:
+        """Start to close the programs, or to cancel them; see `SpeculativeOutbox.end`."""
+        self.outbox.end(is_cancelled=is_cancelled, keeps_awaited=keeps_awaited)
         self.flush()
 
     def wait_until_sent(self) -> None:
@@ -364,7 +364,8 @@ class SpeculativeRun:
     def _read(self, program: OpenProgram, event: Event) -> None:
         if event.type == "program.finished":
             self.outbox.program_ended(program, program_failure(event), has_finished=True)
+            self.flush()
             return
-        self.calls.on_event(event)
-        if event.type == "variable.committed":
+        self.outbox.on_event(program, event)
+        if event.type in ("variable.committed", "node.failed"):
             self.flush()

@@ -207,3 +207,6 @@ class Append(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
     outputs: Annotated[list[Name], Meta(max_length=MAX_NODES)] = []
     objectives: dict[Name, Objective] = {}
     close: bool = False
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    """Identifies the request. The program applies the first request with an id, and answers later
+    ones as if it had applied them. So a client can send a request again whose answer was lost."""

@@ -132,6 +132,10 @@ class ProgramRun:
 
     # --- requests -------------------------------------------------------------------------
 
+    def has_append(self, append: Append) -> bool:
+        """Return whether a request with the id of an append was applied."""
+        return append.request_id is not None and append.request_id in self.state.append_ids
+
     def append(self, append: Append, body: bytes, checked: CheckedAppend) -> None:
         """Add nodes to the open program. They are durable after the outbox's next barrier.
 
@@ -291,7 +295,9 @@ class ProgramRun:
     def _write_end(self, receipt: Receipt, record: EndRecord) -> None:
         self.receipt = receipt
         fields = msgspec.to_builtins(receipt)
-        self.context.emit("program.finished", status=self.state.phase, receipt=fields)
+        problem = self.state.problem
+        error = {} if problem is None else {"code": problem.code, "message": problem.message}
+        self.context.emit("program.finished", status=self.state.phase, receipt=fields, **error)
         self.outbox.add(record)
         self.outbox.end()
 

@@ -64,6 +64,8 @@ class ProgramState:
         """Variables whose text was cut off by `max_tokens`."""
         self.missed_deadlines: set[str] = set()
         """Outputs whose value was not durable at the deadline of their objective."""
+        self.append_ids: set[str] = set()
+        """The request ids of appends that were applied."""
         self.nodes: dict[str, NodeState] = {}
         self.templates: dict[str, BodyTemplate] = {}
         """The bodies of control nodes, prepared for instances (`control_flow.bodies`)."""
@@ -95,6 +97,8 @@ class ProgramState:
             ProgramError: if the nodes do not fit into the graph.
         """
         added = self.graph.append(append, checked)
+        if append.request_id is not None:
+            self.append_ids.add(append.request_id)
         ready: list[Ready] = []
         for variable, value in append.inputs.items():
             if variable in self.values:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..program.errors import ConureError, RunError
-from ..program.ir import ClientNode, Deadline, GraphNode, WaitNode
+from ..program.ir import CallNode, ClientNode, Deadline, GraphNode, WaitNode
 from ..program.nodes.base import NodeWithBodies
 from ..program.status import Phase, Problem
 from .clock import SteadyClock
 from .program_state import ProgramState
 
-LEASE_S = 10.0
-"""How long an attached program runs without a reader."""
+LEASE_S = 20.0
+"""How long an attached program runs without a reader. Clients try for 15 s to reach a server."""
 LEASE_CHECKS = 5
 """Number of checks within the duration of a lease."""
 DEADLINE, LEASE, IDLE_TIMEOUT = "the deadline", "the lease", "the idle timeout"
@@ -136,10 +136,10 @@ class Timers:
     def start_node(self, node: GraphNode) -> None:
         """Start the timer of a node, and those of its jobs whose first node it is.
 
-        A client step has its own timer, one per request.
+        Client steps and functions have timers of their own, one per attempt.
         """
         self._start_jobs(node.job)
-        if node.timeout_s is not None and not isinstance(node, ClientNode):
+        if node.timeout_s is not None and not isinstance(node, ClientNode | CallNode):
             self._timers[node.id] = asyncio.get_running_loop().call_later(
                 node.timeout_s, self._node_timed_out, node.id, node.timeout_s
             )

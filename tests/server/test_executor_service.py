@@ -496,3 +496,58 @@ async def test_recent_programs_are_bounded_in_memory(
         assert recent.currsize <= 50_000
         for program in programs:
             assert (await program.status()).status == "done"
+
+
+@pytest.mark.parametrize("state", ["live", "ended", "restarted"])
+async def test_an_append_that_is_sent_again_has_no_effect(tmp_path: Path, state: str) -> None:
+    append: dict[str, Any] = {
+        "nodes": [generate("b", "B")],
+        "outputs": ["b"],
+        "request_id": "r1",
+        "close": state == "ended",
+    }
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([generate("a", "A")], open=True)
+        await program.append(**append)
+        if state == "ended":
+            await program.end()
+        if state != "restarted":
+            again = await program.append(**append)
+    if state == "restarted":
+        async with server_harness(tmp_path) as harness:
+            program = Program(harness, program.id)
+            again = await program.append(**append)
+            assert await program.value("b") == answer("B")
+            with pytest.raises(ProgramError, match="b") as other:
+                await program.append(**{**append, "request_id": "r2"})
+            assert other.value.code == "program.duplicate_node"
+    assert "b" in again.nodes
+
+
+async def test_appends_of_one_request_are_applied_once_at_the_same_time(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([], open=True)
+        large = generate("a", "a " * 20_000)  # is checked in a thread
+        appends = [program.append(nodes=[large], request_id="r", close=True) for _ in range(3)]
+        assert all("a" in status.nodes for status in await asyncio.gather(*appends))
+        await program.end()
+
+
+async def test_a_repeated_submission_waits_until_the_first_is_durable(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        journal = DelayedJournalWriter(harness)
+        chosen = f"p_{'0b' * 12}"
+        submissions = [
+            asyncio.create_task(harness.submit([generate("a", "A")], id=chosen, key="k"))
+            for _ in range(2)
+        ]
+        async with asyncio.timeout(60):
+            await journal.came.wait()
+        late = asyncio.create_task(harness.submit([generate("a", "A")], id=chosen, key="k"))
+        await asyncio.sleep(0)
+        journal.release()
+        for submission in (*submissions, late):
+            assert (await submission).id == chosen
+        with pytest.raises(ConflictError) as taken:
+            await harness.submit([generate("a", "A")], id=chosen, key="other")
+        assert taken.value.code == "program.id_taken"

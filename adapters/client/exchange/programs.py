@@ -213,12 +213,23 @@ def answer(
 def append(
     program: str, more: Append | Mapping[str, Json], retry: Retry, *, wait_s: float = 0.0
 ) -> Flow[ProgramStatus]:
-    """Add nodes to an open program, or close it."""
+    """Add nodes to an open program, or close it.
+
+    The request has an id, by which the server recognises a repetition.
+    """
     path = f"{program_path(program)}/nodes"
     query = {"wait_s": f"{wait_s:g}"} if wait_s else {}
-    body = encode_json(more)
-    request = Request("POST", path, body, query=query, wait_s=wait_s, repeatable=False)
+    body = encode_json(_with_request_id(more))
+    request = Request("POST", path, body, query=query, wait_s=wait_s)
     return (yield from fetch(request, retry, ProgramStatus))
+
+
+def _with_request_id(more: Append | Mapping[str, Json]) -> Append | Mapping[str, Json]:
+    """Return an append that has a request id."""
+    request_id = uuid.uuid4().hex
+    if not isinstance(more, Append):
+        return {"request_id": request_id, **more}
+    return more if more.request_id else msgspec.structs.replace(more, request_id=request_id)
 
 
 def program_path(program: str) -> str:

@@ -3,8 +3,8 @@
 Responsibility: retries, the body of a reply.
 Out of scope: sockets, event streams.
 Invariants: a request is repeated only if the server cannot do its work twice: reads, writes of one
-value, submissions under an idempotency key, and requests that were refused before any work (429,
-503) or never reached the server.
+value, submissions under an idempotency key, appends with a request id, and requests that were
+refused before any work (429, 503) or never reached the server.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from pydantic import PrivateAttr
 from ...client import Client
 from ..chat.model import ChatConure
 from ..compilation.traversal import models_of
-from .active_run import ACTIVE_RUN, ActiveRun
+from .active_run import ACTIVE_RUN, ActiveRun, current_run
 from .chain_run import ChainRun
 from .instrument import ChainInstrumenter
 from .plan import ChainPlan
-from .planner import server_of
+from .planner import identity_of
 from .probes import PassthroughRunnable, aiterate_in, iterate_in
 from .run_stats import RunStats
 
@@ -89,8 +89,8 @@ class Accelerated(PassthroughRunnable):
     def __init__(self, chain: Runnable[Any, Any], model: ChatConure | None) -> None:
         super().__init__(bound=chain)
         self._model = model
-        server = None if model is None else server_of(model)
-        self._instrumenter = ChainInstrumenter(chain, server)
+        identity = None if model is None else identity_of(model)
+        self._instrumenter = ChainInstrumenter(chain, identity)
         self._runs = deque(maxlen=MAX_EXPLAINED_RUNS)
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class Accelerated(PassthroughRunnable):
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         """Run the chain."""
-        if ACTIVE_RUN.get() is not None:
+        if current_run() is not None:
             return self.bound.invoke(input, config, **kwargs)
         with (
             self._running(input, config, kwargs, is_streamed=False) as active,
@@ -122,7 +122,7 @@ class Accelerated(PassthroughRunnable):
 
     async def ainvoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Any:  # noqa: A002
         """Run the chain."""
-        if ACTIVE_RUN.get() is not None:
+        if current_run() is not None:
             return await self.bound.ainvoke(input, config, **kwargs)
         async with self._arunning(input, config, kwargs, is_streamed=False) as active:
             with ACTIVE_RUN.activate(active):
@@ -135,7 +135,7 @@ class Accelerated(PassthroughRunnable):
         **kwargs: Any,
     ) -> Iterator[Any]:
         """Run the chain and yield its chunks."""
-        if ACTIVE_RUN.get() is not None:
+        if current_run() is not None:
             yield from self.bound.stream(input, config, **kwargs)
             return
         with self._running(input, config, kwargs, is_streamed=True) as active:
@@ -148,7 +148,7 @@ class Accelerated(PassthroughRunnable):
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """Run the chain and yield its chunks."""
-        if ACTIVE_RUN.get() is not None:
+        if current_run() is not None:
             async for chunk in self.bound.astream(input, config, **kwargs):
                 yield chunk
             return
@@ -196,7 +196,7 @@ class Accelerated(PassthroughRunnable):
         self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]
     ) -> Any:
         """Run the chain as a batch of one input, with the events and errors of a batch."""
-        if ACTIVE_RUN.get() is not None:
+        if current_run() is not None:
             return self.bound.batch([given], config, **kwargs)[0]
         with (
             self._running(given, config, kwargs, is_streamed=False) as active,
@@ -208,7 +208,7 @@ class Accelerated(PassthroughRunnable):
         self, given: Any, config: RunnableConfig | None, kwargs: Mapping[str, Any]
     ) -> Any:
         """Run the chain as a batch of one input, with the events and errors of a batch."""
-        if ACTIVE_RUN.get() is not None:
+        if current_run() is not None:
             return (await self.bound.abatch([given], config, **kwargs))[0]
         async with self._arunning(given, config, kwargs, is_streamed=False) as active:
             with ACTIVE_RUN.activate(active):

@@ -21,3 +21,9 @@ class ActiveRun:
 
 
 ACTIVE_RUN = ActiveRunVar[ActiveRun]("conure_accelerated")
+
+
+def current_run() -> ActiveRun | None:
+    """Return the active run of the caller's context; None after its end."""
+    active = ACTIVE_RUN.get()
+    return None if active is None or active.run.is_over else active

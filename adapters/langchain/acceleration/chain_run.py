@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,8 @@ class ChainRun:
                 before a call streams.
         """
         self.stats = RunStats()
+        self.is_over = False
+        """The chain has ended. Calls of its tasks and threads that go on belong to no run."""
         self._name = name
         self._is_streamed = is_streamed
         self._lock = threading.Lock()
@@ -54,11 +56,14 @@ class ChainRun:
         self._num_names = 0
 
     def bind_to(self, client: Client) -> bool:
-        """Bind the run to the server of the first client; return whether it is this client's."""
+        """Bind the run to the first client. Return whether this client can make its calls.
+
+        It can if it has the same server and sends the same headers, such as the API key.
+        """
         with self._lock:
             if self._bound_run is None:
                 self._bound_run = SpeculativeRun(client, self._name, is_streamed=self._is_streamed)
-        return self._run.server == client.server
+        return self._run.identity == client.identity
 
     @property
     def _run(self) -> SpeculativeRun:
@@ -116,17 +121,18 @@ class ChainRun:
             NotReadyError: if an answer is missing after `timeout_s` seconds.
             ConureError: if the call failed.
         """
-        records = [self._claim(node) for node in nodes]
-        pairs = zip(records, nodes, strict=True)
-        return result_of([self._answer(record, node, timeout_s) for record, node in pairs])
+        with self._claimed(nodes) as records:
+            pairs = zip(records, nodes, strict=True)
+            return result_of([self._answer(record, node, timeout_s) for record, node in pairs])
 
     async def aresult(
         self, nodes: Sequence[dict[str, Json]], timeout_s: float | None
     ) -> ChatResult:
         """`result`, for coroutines."""
-        records = [self._claim(node) for node in nodes]
-        pairs = zip(records, nodes, strict=True)
-        return result_of([await self._aanswer(record, node, timeout_s) for record, node in pairs])
+        with self._claimed(nodes) as records:
+            pairs = zip(records, nodes, strict=True)
+            answers = [await self._aanswer(record, node, timeout_s) for record, node in pairs]
+            return result_of(answers)
 
     def chunks(
         self, node: dict[str, Json], timeout_s: float | None
@@ -192,14 +198,19 @@ class ChainRun:
         return self.stats
 
     def _end(self, *, is_failed: bool) -> bool:
-        """Start the end of the run, and return whether its programs are cancelled."""
+        """Start the end of the run, and return whether its programs are cancelled.
+
+        A program with calls of tasks and threads that outlive the chain is not cancelled, unless
+        the chain failed.
+        """
+        self.is_over = True
         if self._bound_run is None:
             return False
         is_cancelled = is_failed or not self._registry.is_settled()
         records = self._registry.records.values()
         # Calls that ended unused. Cancelling the run ends the others, which `_finished` adds.
         self.stats.wasted = [r.call.place for r in records if not r.is_claimed and r.has_ended]
-        self._run.end(is_cancelled=is_cancelled)
+        self._run.end(is_cancelled=is_cancelled, keeps_awaited=not is_failed)
         return is_cancelled
 
     def _finished(self) -> RunStats:
@@ -219,6 +230,15 @@ class ChainRun:
         return self.stats
 
     # --- matching -------------------------------------------------------------------------
+
+    @contextmanager
+    def _claimed(self, nodes: Sequence[dict[str, Json]]) -> Generator[list[CallRecord], None, None]:
+        """Claim the planned calls for a call of the chain; release them at the end of the block."""
+        records = [self._claim(node) for node in nodes]
+        try:
+            yield records
+        finally:
+            self._registry.release(records)
 
     def _claim(self, node: dict[str, Json]) -> CallRecord:
         """Return the planned call for a call of the chain; else send the chain's call."""

@@ -30,7 +30,7 @@ from langchain_core.runnables.retry import RunnableRetry
 
 from ..compilation.chain_graph import ChainPosition
 from ..compilation.traversal import is_opaque
-from .active_run import ACTIVE_RUN
+from .active_run import current_run
 from .plan import ChainPlan
 from .planner import plan_of
 from .probes import SubchainPlanner, ValueProbe
@@ -39,12 +39,12 @@ from .probes import SubchainPlanner, ValueProbe
 class ChainInstrumenter:
     """Makes the plans of one chain, and its copy with probes."""
 
-    def __init__(self, chain: Runnable[Any, Any], server: object) -> None:
+    def __init__(self, chain: Runnable[Any, Any], identity: object) -> None:
         self.chain = chain
-        self._server = server
-        self.default_plan = plan_of(chain, server=server, prefix="", config=None)
+        self._identity = identity
+        self.default_plan = plan_of(chain, identity=identity, prefix="", config=None)
         """The plan for configs without configurable fields."""
-        self.copy = _Instrumenter(self.default_plan, server).instrument(
+        self.copy = _Instrumenter(self.default_plan, identity).instrument(
             chain, ChainPosition("chain", "")
         )
         """The chain with probes. If a config changes the plan, a probe may be missing; then the
@@ -59,15 +59,15 @@ class ChainInstrumenter:
         """
         if not prefix and not (config and config.get("configurable")):
             return self.default_plan
-        return plan_of(self.chain, server=self._server, prefix=prefix, config=config)
+        return plan_of(self.chain, identity=self._identity, prefix=prefix, config=config)
 
 
 class _Instrumenter:
     """Copies a chain and inserts the probes of a plan."""
 
-    def __init__(self, plan: ChainPlan, server: object) -> None:
+    def __init__(self, plan: ChainPlan, identity: object) -> None:
         self._plan = plan
-        self._server = server
+        self._identity = identity
 
     def instrument(self, runnable: Runnable[Any, Any], place: ChainPosition) -> Runnable[Any, Any]:
         """Return a copy of the Runnable with probes inside and around it."""
@@ -135,11 +135,11 @@ class _Instrumenter:
         return copied
 
     def _plan_result(self, result: Any) -> Any:
-        is_chain = isinstance(result, Runnable) and ACTIVE_RUN.get() is not None
+        is_chain = isinstance(result, Runnable) and current_run() is not None
         return self._plan_later(result) if is_chain else result
 
     def _plan_later(self, runnable: Runnable[Any, Any]) -> Runnable[Any, Any]:
-        planner = ChainInstrumenter(runnable, self._server)
+        planner = ChainInstrumenter(runnable, self._identity)
         if not planner.default_plan.calls and planner.copy is runnable:
             return runnable
         return SubchainPlanner(planner)

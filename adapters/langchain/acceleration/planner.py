@@ -37,19 +37,19 @@ from .plan import AwaitedValue, ChainPlan
 
 
 def plan_of(
-    chain: Runnable[Any, Any], *, server: object, prefix: str, config: RunnableConfig | None
+    chain: Runnable[Any, Any], *, identity: object, prefix: str, config: RunnableConfig | None
 ) -> ChainPlan:
     """Return the plan of a chain.
 
     Args:
         chain: any Runnable.
-        server: models on this server (`server_of`) are planned, others are awaited.
+        identity: models with this identity (`identity_of`) are planned, others are awaited.
         prefix: of all names in the plan.
         config: of the chain's run; decides the values of configurable fields.
     """
     # A Runnable made of a callable without a name lacks the attribute.
     graph = ChainGraph(getattr(chain, "name", None) or "chain", prefix=prefix)
-    compiler = _PlanningCompiler(graph, server)
+    compiler = _PlanningCompiler(graph, identity)
     position = ChainPosition(
         "chain", "answer", {"configurable": (config or {}).get("configurable", {})}
     )
@@ -64,21 +64,21 @@ def plan_of(
     return ChainPlan(calls, compiler.awaited, graph.root, compiler.may_grow)
 
 
-def server_of(model: ChatConure) -> object:
-    """Return an identifier of the server that a model's calls go to."""
-    return model.connection().server
+def identity_of(model: ChatConure) -> object:
+    """Return an identifier of the server that a model's calls go to, and of their sender."""
+    return model.connection().identity
 
 
 class _PlanningCompiler(ChainCompiler):
     """A compiler that continues after parts that have no equivalent in a program."""
 
-    def __init__(self, graph: ChainGraph, server: object) -> None:
+    def __init__(self, graph: ChainGraph, identity: object) -> None:
         super().__init__(graph)
         self.calls: dict[str, AnswerValue] = {}
         self.awaited: dict[str, AwaitedValue] = {}
         self.may_grow = False
         """Parts of the chain are planned later."""
-        self._server = server
+        self._identity = identity
 
     def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
         """Return the symbolic output of a Runnable; awaited where the server cannot compute it."""
@@ -127,8 +127,8 @@ class _PlanningCompiler(ChainCompiler):
     def _compile_model(
         self, model: ChatConure, kwargs: Mapping[str, Any], value: Value, position: ChainPosition
     ) -> AnswerValue:
-        if server_of(model) != self._server:
-            raise unsupported(position, "another server's model")
+        if identity_of(model) != self._identity:
+            raise unsupported(position, "a model of another server, or with other headers")
         if model.cache or (model.cache is None and get_llm_cache() is not None):
             raise unsupported(position, "LangChain's cache may have the answer")
         if model.rate_limiter is not None:

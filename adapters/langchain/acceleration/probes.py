@@ -18,7 +18,7 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import PrivateAttr
 
-from .active_run import ACTIVE_RUN, ActiveRun
+from .active_run import ACTIVE_RUN, ActiveRun, current_run
 from .plan import ChainPlan
 
 
@@ -114,7 +114,7 @@ class ValueProbe(PassthroughRunnable):
         self._report(total.value)
 
     def _report(self, *computed: Any) -> None:
-        active = ACTIVE_RUN.get()
+        active = current_run()
         awaited = active.plan.awaited.get(self.place) if active is not None else None
         if active is None or awaited is None:
             return
@@ -240,7 +240,7 @@ class SubchainPlanner(PassthroughRunnable):
         config: RunnableConfig | list[RunnableConfig] | None,
     ) -> list[ActiveRun | None]:
         """Plan each input and start the planned calls; return the active run of each input."""
-        active = ACTIVE_RUN.get()
+        active = current_run()
         if active is None or not inputs:
             return [None] * len(inputs)
         run = active.run

@@ -42,7 +42,7 @@ from ...client import AsyncRun, Run
 from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
 from ...client.connection import attach_arguments
 from ...speculation.answer_stream import AnswerStream
-from ..acceleration.active_run import ACTIVE_RUN
+from ..acceleration.active_run import current_run
 from ..acceleration.chain_run import ChainRun
 from .answer_chunks import CompleteAnswer, check_answers, chunks_of, result_of
 from .call_errors import application_error
@@ -318,9 +318,10 @@ class ChatConure(ChatSettings):
     def _accelerated_run(self) -> ChainRun | None:
         """Return the run of the accelerated chain around this call.
 
-        None outside of such a chain, and in a chain whose calls go to another server.
+        None outside of such a chain, after its end, and in a chain whose calls go to another
+        server or have other headers.
         """
-        active = ACTIVE_RUN.get()
+        active = current_run()
         if active is None or not active.run.bind_to(self.connection()):
             return None
         return active.run
@@ -341,7 +342,7 @@ class ChatConure(ChatSettings):
         nodes = answer_nodes(node, num_answers_of(self.n, kwargs))
         thread, resumed = session_of(node.get("meta")), None
         # The session is resumed last: a call that is refused before does not take it.
-        if thread is None and ACTIVE_RUN.get() is None:
+        if thread is None and current_run() is None:
             resumed = self._session_inference.resume(wire)
         return ModelCall(nodes, thread, resumed)
 

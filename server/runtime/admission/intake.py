@@ -14,7 +14,7 @@ from typing import TypeVar
 from ...engines.constraint_validator import ConstraintValidator
 from ...program.errors import ConflictError, ConureError, UnavailableError
 from ...program.graph.critical_path import longest_chain
-from ...program.graph.graph import Graph, check_append, graph_of
+from ...program.graph.graph import CheckedAppend, Graph, check_append, graph_of
 from ...program.ir import Append, Objective, Submission
 from ...program.nodes.bodies import count_calls
 from ...program.status import Accepted
@@ -59,6 +59,8 @@ class ProgramIntake:
         self._programs = programs
         self._constraints = constraints
         self._create_run = create_run
+        self._accepting: dict[tuple[str, str], asyncio.Future[None]] = {}
+        """Submissions that are not durable yet, by tenant and idempotency key."""
         self._backlog = Backlog(services.call_quota, services.scheduler.policy)
 
     async def submit(
@@ -75,10 +77,8 @@ class ProgramIntake:
         `is_expanded`: its procedure calls are expanded already.
         """
         body_hash = hashlib.blake2b(body, digest_size=32).digest()
-        if idempotency_key is not None:
-            known = await self._programs.journal.find_idempotent(tenant, idempotency_key)
-            if known is not None:
-                return await self._replay(tenant, body_hash, *known), True
+        if (known := await self._find_accepted(tenant, idempotency_key)) is not None:
+            return await self._replay(tenant, body_hash, *known), True
         try:
             self._check_memory(len(body))
             library = None if is_expanded else self.library
@@ -88,9 +88,14 @@ class ProgramIntake:
                 body, lambda: self._create_state(submission, tenant, graph)
             )
             self._check_id(submission.id)
-        except BaseException:
-            self._programs.release_waiters(submission.id or "")
-            raise
+        except BaseException as error:
+            # The id may belong to a request with the same key, whose answer the client did not get.
+            if isinstance(error, ConflictError):
+                known = await self._find_accepted(tenant, idempotency_key)
+            if known is None:
+                self._programs.release_waiters(submission.id or "")
+                raise
+            return await self._replay(tenant, body_hash, *known), True
         run = self._create_run(state)
         record = ProgramRecord(
             id=state.id,
@@ -102,6 +107,7 @@ class ProgramIntake:
             name=state.name,
         )
         accepted = run.accept(record)
+        self._note_accepting(tenant, idempotency_key, accepted)
         # Its calls need not wait for the journal: their results do.
         run.start(priorities)
         try:
@@ -119,6 +125,31 @@ class ProgramIntake:
                 raise _id_taken(submission.id) from error
             raise
         return _accepted(state.id, list(graph.outputs)), False
+
+    async def _find_accepted(self, tenant: str, key: str | None) -> tuple[str, bytes] | None:
+        """Return the program of an idempotency key, and the hash of its submission.
+
+        A program that is not durable yet is waited for.
+        """
+        if key is None:
+            return None
+        if (accepting := self._accepting.get((tenant, key))) is not None:
+            await asyncio.wait([accepting])
+        return await self._programs.journal.find_idempotent(tenant, key)
+
+    def _note_accepting(
+        self, tenant: str, key: str | None, accepting: asyncio.Future[None]
+    ) -> None:
+        """Remember a submission until it is durable or rejected."""
+        if key is None:
+            return
+
+        def forget(done: asyncio.Future[None]) -> None:
+            if self._accepting.get((tenant, key)) is done:
+                del self._accepting[tenant, key]
+
+        self._accepting[tenant, key] = accepting
+        accepting.add_done_callback(forget)
 
     def _create_state(
         self, submission: Submission, tenant: str, graph: Graph
@@ -186,6 +217,20 @@ class ProgramIntake:
 
     async def append(self, run: ProgramRun, append: Append, body: bytes) -> None:
         """Add nodes to a live program; see `Service.append`. Durable after the next barrier."""
+        try:
+            append, body, checked = await self._check_append(run, append, body)
+        except ConureError:
+            if not run.has_append(append):
+                raise
+        if run.has_append(append):
+            return  # the first request, whose answer the client did not get, has added them
+        run.append(append, body, checked)
+        self._services.call_quota.count(run.state)
+
+    async def _check_append(
+        self, run: ProgramRun, append: Append, body: bytes
+    ) -> tuple[Append, bytes, CheckedAppend]:
+        """Return an append with all defaults, its JSON, and what the graph becomes with it."""
         self._check_open(run)
         self._check_memory(len(body))
         append, body = await prepare_append(append, body, run.state.tenant, self.library)
@@ -212,8 +257,7 @@ class ProgramIntake:
         # Other programs were accepted meanwhile.
         self._check_capacity(newcomer, num_new_calls, is_append=True)
         self._check_open(run)
-        run.append(append, body, checked)
-        services.call_quota.count(run.state)
+        return append, body, checked
 
     async def _off_loop(self, body: bytes, check: Callable[[], T]) -> T:
         """Run a check whose time grows with a body: in a thread if the body is large."""

@@ -179,6 +179,7 @@ class _Body(Struct, frozen=True):
 
     program: _Program = _Program()
     inputs: dict[str, Json] = {}
+    request_id: str | None = None
 
 
 def _decode_body(body: bytes) -> _Body:
@@ -186,6 +187,13 @@ def _decode_body(body: bytes) -> _Body:
         return decode_record(body, _Body)
     except msgspec.DecodeError:
         return _Body()
+
+
+def has_append(stored: StoredProgram, append: Append) -> bool:
+    """Return whether a stored program applied a request with the id of an append."""
+    return append.request_id is not None and any(
+        _decode_body(body).request_id == append.request_id for body in stored.appends
+    )
 
 
 def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> EndRecord:

@@ -24,7 +24,8 @@ from langchain_core.runnables import (
 
 from conure.adapters.client import AsyncClient, Client, NotReadyError, Retry, ServerUnreachableError
 from conure.adapters.langchain import Accelerated, ChatConure, accelerate
-from conure.adapters.langchain.acceleration.planner import plan_of
+from conure.adapters.langchain.acceleration.chain_run import ChainRun
+from conure.adapters.langchain.acceleration.planner import identity_of, plan_of
 from conure.adapters.speculation import outbox
 from conure.server.app import create_app
 from conure.server.config import Config
@@ -462,7 +463,7 @@ def test_plan_may_grow_after_model_with_overridden_methods() -> None:
             return super().invoke(*args, **options)
 
     def may_grow(model: FakeListChatModel) -> bool:
-        return plan_of(ask("{x}") | model, server=None, prefix="", config=None).may_grow
+        return plan_of(ask("{x}") | model, identity=None, prefix="", config=None).may_grow
 
     assert may_grow(Wrapper(responses=["x"]))
     assert not may_grow(FakeListChatModel(responses=["x"]))
@@ -721,3 +722,15 @@ def test_unreachable_server_is_the_call_error() -> None:
     llm = ChatConure(base_url="http://127.0.0.1:9", max_retries=0)
     with pytest.raises(ConureError, match="is the server running"):
         accelerate(ask("{x}") | llm).invoke("tea")
+
+
+def test_models_with_other_headers_are_not_planned() -> None:
+    with (
+        Client("http://there", headers={"authorization": "Bearer a"}) as one,
+        Client("http://there", headers={"authorization": "Bearer b"}) as other,
+    ):
+        mine, same, its = (ChatConure(client=each) for each in (one, one, other))
+        chain = ask("{x}") | mine | TEXT | same | TEXT | its
+        plan = plan_of(chain, identity=identity_of(mine), prefix="", config=None)
+        assert len(plan.calls) == 2
+        assert not ChainRun(one, "chain", is_streamed=False).bind_to(other)

@@ -38,7 +38,7 @@ class Case:
         )
         self.plan = ChainPlan(calls, {"at s": self.awaited}, self.root, may_grow=False)
         monkeypatch.setattr(SpeculativeRun, "flush", lambda self, *_: None)
-        client: Any = SimpleNamespace(server="server")
+        client: Any = SimpleNamespace(identity="server")
         self.chain = ChainRun(client, "chain", is_streamed=False)
         self.registry = self.chain._registry
         self.outbox = self.chain._run.outbox

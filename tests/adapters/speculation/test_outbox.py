@@ -242,3 +242,98 @@ def test_a_value_observed_again_changes_no_planned_call(sent: Sent) -> None:
     text = {"text": "w"}
     assert not sent.registry.has_planned(node("a", {"text": "second"}, text))
     assert sent.registry.has_planned(node("a", {"text": "first"}, text))
+
+
+def appended(sent: Sent) -> OutboxRequest:
+    """Return an append of call `b` to the program of call `a`."""
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    sent.accept_all()
+    sent.registry.add_unplanned(call("b", set(), SEGMENT))
+    append = sent.outbox.next()
+    assert append is not None
+    return append
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ConflictError("session.ended", "it has ended"),
+        RunError("quota.journal_bytes", "too much", status=413),
+    ],
+)
+def test_calls_that_a_program_does_not_take_go_to_another_one(
+    sent: Sent, failure: Exception
+) -> None:
+    append = appended(sent)
+    sent.outbox.rejected(append, failure)
+    sent.accept_all()
+    again = sent.requests[-1]
+    assert (again.action, [record.variable for record in again.records]) == ("submit", ["b"])
+    assert sent.heard("b") == []
+    sent.registry.on_event(committed("a", "A"))
+    sent.outbox.end(is_cancelled=False)
+    sent.accept_all()
+    closed = [request.program for request in sent.requests if request.action == "close"]
+    has_ended = failure.code == "session.ended"  # type: ignore[attr-defined]  # both have a code
+    assert closed == ([again.program] if has_ended else [append.program, again.program])
+
+
+def test_calls_of_a_program_that_lost_its_client_are_sent_again(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT), call("b", {"a"}, content("a"))])
+    sent.accept_all()
+    sent.registry.on_event(committed("a", "A"))
+    lost = RunError("program.lease_lost", "no reader")
+    sent.outbox.program_ended(sent.requests[0].program, lost, has_finished=True)
+    sent.registry.add_unplanned(call("c", set(), SEGMENT))
+    sent.accept_all()
+    again = sent.requests[-1]
+    assert (again.action, [record.variable for record in again.records]) == ("submit", ["b", "c"])
+    assert again.body["inputs"] == {"a": {"content": "A"}}
+    assert sent.heard("b") == sent.heard("c") == []
+
+
+def test_calls_go_to_another_program_if_events_cannot_be_read(sent: Sent) -> None:
+    program = appended(sent).program
+    unreachable = ServerUnreachableError("no answer")
+    sent.outbox.program_ended(program, unreachable, has_finished=False)
+    assert sent.heard("a") == sent.heard("b") == [unreachable]
+    sent.registry.add_unplanned(call("c", set(), SEGMENT))
+    again = sent.outbox.next()
+    assert again is not None
+    assert (again.action, [record.variable for record in again.records]) == ("submit", ["c"])
+
+
+def test_a_program_that_is_stopped_ends_the_run(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    sent.accept_all()
+    stopped = RunError("run.cancelled", "it was cancelled")
+    sent.outbox.program_ended(sent.requests[0].program, stopped, has_finished=True)
+    assert sent.heard("a") == [stopped]
+    assert sent.registry.add_unplanned(call("b", set(), SEGMENT)).failure is stopped
+
+
+def test_an_answer_that_does_not_fit_is_made_once_more_in_another_program(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    sent.accept_all()
+    failed = event("node.failed", node="a_call", code="quota.journal_bytes", message="too much")
+    sent.outbox.on_event(sent.requests[0].program, failed)
+    sent.accept_all()
+    assert [request.action for request in sent.requests] == ["submit", "submit"]
+    assert sent.heard("a") == []
+    sent.outbox.on_event(sent.requests[1].program, failed)
+    assert [each.code for each in sent.heard("a")] == ["quota.journal_bytes"]  # type: ignore[union-attr]  # an error
+
+
+def test_a_program_is_cancelled_once_no_answer_is_awaited(sent: Sent) -> None:
+    sent.registry.plan([call("a", set(), SEGMENT)])
+    sent.registry.add_unplanned(call("b", set(), SEGMENT))
+    sent.accept_all()
+    sent.registry.add_unplanned(call("c", set(), SEGMENT))
+    sent.outbox.end(is_cancelled=True, keeps_awaited=True)
+    sent.accept_all()
+    assert [request.action for request in sent.requests] == ["submit", "append", "close"]
+    sent.registry.on_event(committed("b", "B"))
+    assert sent.outbox.next() is None
+    sent.registry.release([sent.registry.records["c"]])
+    sent.accept_all()
+    assert sent.requests[-1].action == "cancel"

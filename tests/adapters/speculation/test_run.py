@@ -16,7 +16,7 @@ from .calls import call
 class ClientDouble:
     """A client whose I/O thread runs its tasks when the test says so."""
 
-    server = "server"
+    identity = "server"
 
     def __init__(self) -> None:
         self.is_closed = False

@@ -11,7 +11,7 @@ import pytest
 from conure.server.program.ir import Deadline
 from conure.server.program.status import Problem
 from conure.server.runtime.clock import SteadyClock
-from conure.server.runtime.timers import Timers
+from conure.server.runtime.timers import LEASE_S, Timers
 
 from .test_program_state import execute
 
@@ -120,7 +120,7 @@ def test_an_idle_timeout_of_the_program_replaces_that_of_the_server(loop: Simula
 
 def test_an_attached_program_needs_a_reader(loop: SimulatedLoop) -> None:
     program = IdleProgram(detach=False, idle_timeout_s=3600)
-    loop.advance(11)
+    loop.advance(LEASE_S + 1)
     assert program.ends == [("cancelled", "program.lease_lost")]
 
 

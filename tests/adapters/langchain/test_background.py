@@ -1,0 +1,64 @@
+"""Tasks and threads that outlive the accelerated chain that started them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Event
+
+import pytest
+from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables.config import ContextThreadPoolExecutor
+
+from conure.adapters.client import Client
+from conure.adapters.langchain import ChatConure, accelerate
+from conure.server.app import create_app
+from conure.server.config import Config
+
+from .shapes import TEXT
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[ChatConure]:
+    app = create_app(Config(engine="fake", data=tmp_path))
+    with Client(app=app) as client:
+        yield ChatConure(client=client, temperature=0, max_tokens=20)
+
+
+def test_threads_call_the_model_after_the_chain(llm: ChatConure) -> None:
+    has_ended = Event()
+    started: list[Future[str]] = []
+
+    def memorise(text: str) -> str:
+        has_ended.wait(60)
+        return str(llm.invoke(f"note {text}").content)
+
+    with ContextThreadPoolExecutor(1) as pool:
+
+        def fork(text: str) -> str:
+            started.append(pool.submit(memorise, text))
+            return text
+
+        said = accelerate(llm | TEXT | RunnableLambda(fork)).invoke("tea")
+        has_ended.set()
+        assert started[0].result() == llm.invoke(f"note {said}").content
+
+
+async def test_tasks_keep_the_answers_that_they_wait_for(llm: ChatConure) -> None:
+    tasks: list[asyncio.Task[str]] = []
+    slow = llm.model_copy(update={"max_tokens": 2_000, "ignore_eos": True})
+
+    async def memorise(text: str) -> str:
+        return str((await slow.ainvoke(f"note {text}")).content)
+
+    async def fork(text: str) -> str:
+        tasks.append(asyncio.create_task(memorise(text)))
+        await llm.ainvoke("something else")  # the task has sent its call
+        return text
+
+    said = await accelerate(llm | TEXT | RunnableLambda(fork)).ainvoke("tea")
+    assert await tasks[0] == (await slow.ainvoke(f"note {said}")).content
+    assert llm.client is not None
+    await llm.async_connection().close()
