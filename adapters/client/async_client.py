@@ -586,6 +586,7 @@ class AsyncRun:
                         session.add_value(name, await self.get(name, wait_s=0))
                 return session.result(await self.status() if session.needs_status() else None)
         finally:
+            session.close()
             deduplicator.close(self.id)
 
     @property
@@ -593,17 +594,11 @@ class AsyncRun:
         return self._client._retry
 
     async def _run_step(self, session: ClientStepSession, step: StepRequest) -> None:
-        # Every exception must reach the server, or the program waits for the step's timeout.
+        session.begin(step)
+        has_answer = False
         try:
-            answer = answer_of(step, await call_function(step))
-        except Exception as problem:
-            answer = session.failed(step, problem)
-        refused = partial(session.failed, step)
-        flow = programs.answer(self.id, step.output, answer, self._retry, refused=refused)
-        try:
-            await self._client._do(flow)
-        except (ConflictError, NotFoundError):
-            pass  # the step was answered before, or the program has ended
+            await self._answer_step(session, step)
+            has_answer = True
         except ConureError as problem:
             logger.warning(
                 "the answer of client step %r of program %s was not sent: %r",
@@ -611,3 +606,19 @@ class AsyncRun:
                 self.id,
                 problem,
             )
+        finally:
+            if not has_answer:
+                session.release(step)
+
+    async def _answer_step(self, session: ClientStepSession, step: StepRequest) -> None:
+        """Run the function of a step and send its answer."""
+        # Every exception must reach the server, or the program waits for the step's timeout.
+        try:
+            answer = answer_of(step, await call_function(step))
+        except Exception as problem:
+            answer = session.failed(step, problem)
+        refused = partial(session.failed, step)
+        flow = programs.answer(self.id, step.output, answer, self._retry, refused=refused)
+        # A conflict: the step was answered before, or the program has ended.
+        with contextlib.suppress(ConflictError, NotFoundError):
+            await self._client._do(flow)

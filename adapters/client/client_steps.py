@@ -118,6 +118,11 @@ class ClientStepDeduplicator:
             claimed.add(request_id)
             return True
 
+    def release(self, program_id: str, request_id: str) -> None:
+        """Undo a claim: the request has no answer, and may be claimed again."""
+        with self._lock:
+            self._claimed.get(program_id, set()).discard(request_id)
+
 
 class ClientStepSession:
     """Collects the events of one program and finds the client steps to run."""
@@ -131,6 +136,8 @@ class ClientStepSession:
         failures: Failures,
     ) -> None:
         self._deduplicator = deduplicator
+        self._queued: set[str] = set()
+        """Request ids of steps whose functions have not begun."""
         self._ended = ended
         self._program_id = program_id
         self._outputs = dict.fromkeys(outputs)
@@ -150,6 +157,7 @@ class ClientStepSession:
                 return None
             name = data["name"]
             function = functions.get(name, _UnknownFunction(name))
+            self._queued.add(data["request_id"])
             return StepRequest(
                 data["request_id"], data["node"], name, data["output"], data["args"], function
             )
@@ -161,6 +169,19 @@ class ClientStepSession:
         elif event.type == "program.finished":
             self._last_event = data
         return None
+
+    def begin(self, step: StepRequest) -> None:
+        """Record that the function of a step begins."""
+        self._queued.discard(step.request_id)
+
+    def release(self, step: StepRequest) -> None:
+        """Let another reader of the program run a step whose answer was not sent."""
+        self._deduplicator.release(self._program_id, step.request_id)
+
+    def close(self) -> None:
+        """Let another reader of the program run the steps whose functions have not begun."""
+        for request_id in list(self._queued):
+            self._deduplicator.release(self._program_id, request_id)
 
     def failed(self, step: StepRequest, problem: Exception) -> PutValue:
         """Record a function's exception as a possible cause of the program's failure.

@@ -35,6 +35,12 @@ class SSEParser:
 
     def __init__(self) -> None:
         self._tail = b""
+        """What was received after the last complete message, or line."""
+        self._pieces: list[bytes] = []
+        """Chunks without a line end that follow the tail. They are joined once, at the next line
+        end: an event may have 16 MiB, in chunks of 64 KiB."""
+        self._num_bytes = 0
+        """Of the tail and the pieces."""
         self._started = False
         self._id: str | None = None
         self._event = ""
@@ -48,25 +54,40 @@ class SSEParser:
         Raises:
             ConureError: `client.stream` if one message is longer than `MAX_EVENT_BYTES`.
         """
-        buffer = self._tail + chunk
+        self._pieces.append(chunk)
+        self._num_bytes += len(chunk)
+        if self._started and self._has_no_line_end(chunk):
+            self._check_length(self._num_bytes + sum(map(len, self._data)))
+            return []
+        buffer = b"".join((self._tail, *self._pieces))
+        self._pieces.clear()
         if not self._started:
             if len(buffer) < len(_BOM) and _BOM.startswith(buffer):
-                self._tail = buffer
+                self._set_tail(buffer)
                 return []
             self._started = True
             buffer = buffer.removeprefix(_BOM)
         if b"\r" in buffer or self._is_inside_message:
             return self._feed_lines(buffer)
         # Fast path for the format of a Conure server: split into complete messages.
-        *blocks, self._tail = buffer.split(b"\n\n")
+        *blocks, tail = buffer.split(b"\n\n")
+        self._set_tail(tail)
         messages = []
         for block in blocks:
             for line in block.split(b"\n"):
                 self._parse_line(line)
             if (message := self._dispatch()) is not None:
                 messages.append(message)
-        self._check_length(len(self._tail))
+        self._check_length(self._num_bytes)
         return messages
+
+    def _has_no_line_end(self, chunk: bytes) -> bool:
+        """Return whether a chunk completes no line, and so no message."""
+        # A final "\r" of the tail ends a line, unless "\n" follows.
+        return not (b"\n" in chunk or b"\r" in chunk or self._tail.endswith(b"\r"))
+
+    def _set_tail(self, tail: bytes) -> None:
+        self._tail, self._num_bytes = tail, len(tail)
 
     def _feed_lines(self, buffer: bytes) -> list[SSEMessage]:
         # A final "\r" may be the first half of "\r\n", so it is kept for the next chunk.
@@ -76,7 +97,7 @@ class SSEParser:
         lines = buffer.splitlines(keepends=True)
         if lines and not lines[-1].endswith((b"\n", b"\r")):
             rest = lines.pop() + rest
-        self._tail = rest
+        self._set_tail(rest)
         messages = []
         for line in lines:
             content = line.rstrip(b"\r\n")

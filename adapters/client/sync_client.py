@@ -584,6 +584,7 @@ class Run:
                         session.add_value(name, self.get(name, wait_s=0))
                 return session.result(self.status() if session.needs_status() else None)
         finally:
+            session.close()
             deduplicator.close(self.id)
 
     @property
@@ -591,17 +592,11 @@ class Run:
         return self._client._retry
 
     def _run_step(self, session: ClientStepSession, step: StepRequest) -> None:
-        # Every exception must reach the server, or the program waits for the step's timeout.
+        session.begin(step)
+        has_answer = False
         try:
-            answer = answer_of(step, call_function(step))
-        except Exception as problem:
-            answer = session.failed(step, problem)
-        refused = partial(session.failed, step)
-        flow = programs.answer(self.id, step.output, answer, self._retry, refused=refused)
-        try:
-            self._client._do(flow)
-        except (ConflictError, NotFoundError):
-            pass  # the step was answered before, or the program has ended
+            self._answer_step(session, step)
+            has_answer = True
         except ConureError as problem:
             logger.warning(
                 "the answer of client step %r of program %s was not sent: %r",
@@ -609,3 +604,19 @@ class Run:
                 self.id,
                 problem,
             )
+        finally:
+            if not has_answer:
+                session.release(step)
+
+    def _answer_step(self, session: ClientStepSession, step: StepRequest) -> None:
+        """Run the function of a step and send its answer."""
+        # Every exception must reach the server, or the program waits for the step's timeout.
+        try:
+            answer = answer_of(step, call_function(step))
+        except Exception as problem:
+            answer = session.failed(step, problem)
+        refused = partial(session.failed, step)
+        flow = programs.answer(self.id, step.output, answer, self._retry, refused=refused)
+        # A conflict: the step was answered before, or the program has ended.
+        with contextlib.suppress(ConflictError, NotFoundError):
+            self._client._do(flow)

@@ -223,11 +223,29 @@ class SpeculativeOutbox:
         """Process an event of a program, except its end."""
         code = event.data.get("code", "") if event.type == "node.failed" else ""
         with self._registry.lock:
-            # The answer did not fit into the program.
-            if code.startswith(QUOTA_CODES) and self._registry.move(event.data["node"]):
+            if code.startswith(QUOTA_CODES) and self._move(event.data["node"]):
                 program.is_full = True
             else:
                 self._registry.on_event(event)
+
+    def _move(self, node_id: str) -> bool:
+        """Queue a call whose answer did not fit into its program for another one, once.
+
+        Returns:
+            Whether it was queued.
+        """
+        records = self._registry.records.values()
+        record = next((each for each in records if each.node_id == node_id), None)
+        if record is None or record.was_moved or not record.is_open:
+            return False
+        record.was_moved = True
+        self._registry.send_again([record])
+        return True
+
+    def _is_awaited(self, program: OpenProgram) -> bool:
+        """Return whether the application waits for an answer of a program."""
+        records = self._registry.records.values()
+        return any(r.is_awaited and r.is_open and r.program == program.id for r in records)
 
     def program_ended(
         self, program: OpenProgram, failure: Exception, *, has_finished: bool
@@ -243,7 +261,8 @@ class SpeculativeOutbox:
             program.has_finished = has_finished
             if getattr(failure, "code", "") == LEASE_LOST and self._registry.failure is None:
                 program.is_open = False
-                self._registry.send_lost_again(program.id)
+                records = self._registry.records.values()
+                self._registry.send_again([r for r in records if r.program == program.id])
                 return
             # A later call may succeed in another program, unless this one was stopped on purpose.
             is_last = has_finished and program.is_open and program is self.programs[-1]
@@ -276,7 +295,7 @@ class SpeculativeOutbox:
         """Return the cancellation of a program that the application needs no more."""
         for program in self.programs if self._ending == "cancel" else ():
             has_ended = program.has_finished or program.is_cancelled
-            is_kept = self._keeps_awaited and self._registry.is_awaited(program.id)
+            is_kept = self._keeps_awaited and self._is_awaited(program)
             if program.run is None or has_ended or is_kept:
                 continue
             program.is_open, program.is_cancelled = False, True

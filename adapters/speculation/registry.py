@@ -218,12 +218,6 @@ class PlannedCallRegistry:
             for record in records:
                 record.is_awaited = False
 
-    def is_awaited(self, program: str) -> bool:
-        """Return whether the application waits for an answer of a program."""
-        with self.lock:
-            records = self.records.values()
-            return any(r.is_awaited and r.is_open and r.program == program for r in records)
-
     def on_event(self, event: Event) -> None:
         """Process an event of a program of the run. The end of a program is `end_program`."""
         with self.lock:
@@ -281,25 +275,6 @@ class PlannedCallRegistry:
             for record in again:
                 record.is_sent, record.has_ended, record.program = False, False, ""
             self.unsent.extendleft(reversed(again))
-
-    def move(self, node_id: str) -> bool:
-        """Queue a call that failed in a full program for another one, once.
-
-        Returns:
-            Whether it was queued.
-        """
-        with self.lock:
-            record = self._by_node.get(node_id)
-            if record is None or record.was_moved or not record.is_open:
-                return False
-            record.was_moved = True
-            self.send_again([record])
-            return True
-
-    def send_lost_again(self, program: str) -> None:
-        """Queue the open calls of a program that has ended without their answers."""
-        with self.lock:
-            self.send_again([r for r in self.records.values() if r.program == program])
 
     def close(self, failure: Exception | None = None) -> None:
         """Take no more calls: new ones fail."""

@@ -132,10 +132,6 @@ class ProgramRun:
 
     # --- requests -------------------------------------------------------------------------
 
-    def has_append(self, append: Append) -> bool:
-        """Return whether a request with the id of an append was applied."""
-        return append.request_id is not None and append.request_id in self.state.append_ids
-
     def append(self, append: Append, body: bytes, checked: CheckedAppend) -> None:
         """Add nodes to the open program. They are durable after the outbox's next barrier.
 

@@ -64,6 +64,8 @@ class ProgramState:
         """Variables whose text was cut off by `max_tokens`."""
         self.missed_deadlines: set[str] = set()
         """Outputs whose value was not durable at the deadline of their objective."""
+        self.job_starts: dict[str, float] = {}
+        """When the first node of a job started, for jobs with a timeout."""
         self.append_ids: set[str] = set()
         """The request ids of appends that were applied."""
         self.nodes: dict[str, NodeState] = {}

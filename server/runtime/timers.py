@@ -138,22 +138,21 @@ class Timers:
 
         Client steps and functions have timers of their own, one per attempt.
         """
-        self._start_jobs(node.job)
+        for job in start_jobs(self._state, node.job, self._clock.now()):
+            self._start_job(job)
         if node.timeout_s is not None and not isinstance(node, ClientNode | CallNode):
             self._timers[node.id] = asyncio.get_running_loop().call_later(
                 node.timeout_s, self._node_timed_out, node.id, node.timeout_s
             )
 
-    def _start_jobs(self, job: str | None) -> None:
-        """Start the timer of a job and those of the jobs around it, unless they have started."""
-        jobs = self._state.graph.jobs
-        while job is not None and job in jobs:
-            timeout_s, key = jobs[job].timeout_s, f"job {job}"
-            if timeout_s is not None and key not in self._timers:
-                self._timers[key] = asyncio.get_running_loop().call_later(
-                    timeout_s, self._job_timed_out, job, timeout_s
-                )
-            job = jobs[job].parent
+    def _start_job(self, job: str) -> None:
+        """Start the timer of a job with a timeout, unless it has started."""
+        timeout_s, key = self._state.graph.jobs[job].timeout_s, f"job {job}"
+        if timeout_s is not None and key not in self._timers:
+            left_s = self._state.job_starts[job] + timeout_s - self._clock.now()
+            self._timers[key] = asyncio.get_running_loop().call_later(
+                max(left_s, 0), self._job_timed_out, job, timeout_s
+            )
 
     def cancel(self, key: str) -> None:
         """Cancel the timer of a node or an output; safe to repeat."""
@@ -214,6 +213,18 @@ class Timers:
         self._timers[lease.key] = asyncio.get_running_loop().call_later(
             lease.duration_s / LEASE_CHECKS, self._check_lease, lease
         )
+
+
+def start_jobs(state: ProgramState, job: str, at: float) -> list[str]:
+    """Record the start of a node in a job; return the jobs with a timeout that contain it."""
+    found: list[str] = []
+    outer: str | None = job
+    while outer is not None and (spec := state.graph.jobs.get(outer)) is not None:
+        if spec.timeout_s is not None:
+            state.job_starts.setdefault(outer, at)
+            found.append(outer)
+        outer = spec.parent
+    return found
 
 
 def _ignore(*_: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -15,7 +15,11 @@ from .retry import Retry
 from .transfer import fetch
 
 EMBEDDING_BATCH: Final = 64
-"""Texts of one request."""
+"""Texts of one request, at most."""
+EMBEDDING_CHARS: Final = 65_536
+"""Characters of the texts of one request, unless one text is longer."""
+EMBEDDING_WAIT_S: Final = 600.0
+"""How long a server may compute before it answers. On a CPU, a request takes seconds."""
 
 
 class _ModelPage(msgspec.Struct, frozen=True):
@@ -50,14 +54,25 @@ def embed(
 ) -> Flow[list[list[float]]]:
     """Return the embeddings of texts, in requests of bounded size."""
     vectors: list[list[float]] = []
-    for begin in range(0, len(texts), EMBEDDING_BATCH):
-        body: dict[str, Json] = {
-            "model": model,
-            "input": list(texts[begin : begin + EMBEDDING_BATCH]),
-        }
+    for batch in _batches(texts):
+        body: dict[str, Json] = {"model": model, "input": batch}
         if dimensions is not None:
             body["dimensions"] = dimensions
-        request = Request("POST", "/v1/embeddings", encode_json(body))
+        request = Request("POST", "/v1/embeddings", encode_json(body), wait_s=EMBEDDING_WAIT_S)
         page = yield from fetch(request, retry, _EmbeddingPage)
         vectors += [each.embedding for each in page.data]
     return vectors
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts of each request."""
+    batch: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if batch and (len(batch) == EMBEDDING_BATCH or num_chars + len(text) > EMBEDDING_CHARS):
+            yield batch
+            batch, num_chars = [], 0
+        batch.append(text)
+        num_chars += len(text)
+    if batch:
+        yield batch

@@ -220,9 +220,9 @@ class ProgramIntake:
         try:
             append, body, checked = await self._check_append(run, append, body)
         except ConureError:
-            if not run.has_append(append):
+            if not _has_append(run, append):
                 raise
-        if run.has_append(append):
+        if _has_append(run, append):
             return  # the first request, whose answer the client did not get, has added them
         run.append(append, body, checked)
         self._services.call_quota.count(run.state)
@@ -334,6 +334,11 @@ def _objectives_of(submission: Submission) -> dict[str, Objective]:
     """Return the objective of each output; the default is `latency`."""
     defaults: dict[str, Objective] = dict.fromkeys(submission.program.outputs, "latency")
     return defaults | submission.objectives
+
+
+def _has_append(run: ProgramRun, append: Append) -> bool:
+    """Return whether a request with the id of an append was applied."""
+    return append.request_id is not None and append.request_id in run.state.append_ids
 
 
 def _id_taken(program: str) -> ConflictError:

@@ -17,6 +17,7 @@ from ..node_registry import node_executors
 from ..node_state import MissingValue, NodeState
 from ..program_state import ProgramState
 from ..program_watch import QUARANTINED
+from ..timers import start_jobs
 from .journaled_events import (
     ExpansionHistory,
     JournaledEvent,
@@ -114,6 +115,7 @@ def _replay_events(
             state.readiness.demanded_nodes.add(node_id)
         node_state.attempt = max(node_state.attempt, event.attempt)
         node_state.num_retries += event.retry
+        start_jobs(state, node_state.node.job, record.at + shift_s)
         if record.type == "node.started":
             recovered.started.add(node_id)
         elif record.type == "node.finished" and not node_state.has_ended:

@@ -21,6 +21,7 @@ from conure.adapters.client import (
     Run,
     ServerUnreachableError,
 )
+from conure.adapters.client.client_steps import ClientStepDeduplicator
 from conure.adapters.client.connection import (
     STREAM_SILENCE_S,
     ClientSettings,
@@ -36,7 +37,7 @@ from conure.server.program.errors import (
     RunError,
     UnavailableError,
 )
-from conure.server.program.status import EventType, Receipt
+from conure.server.program.status import Event, EventType, Receipt
 
 PROGRAM = "/v1/programs/p_1"
 
@@ -462,6 +463,61 @@ async def test_attach_does_not_repeat_ended_steps(caller: Any, double: Any, kit:
     result = await caller(run.serve_client_steps, {"double": lambda n: 1 / 0})
     assert result.outputs == {"out": 4}
     assert put_bodies(double) == []
+
+
+def test_a_step_without_an_answer_can_be_claimed_again() -> None:
+    deduplicator = ClientStepDeduplicator()
+    data = {"request_id": "r", "node": "n", "name": "f", "output": "out", "args": {}}
+    requested_step = Event(1, "client.requested", data)
+
+    def serve(*, begins: bool, has_answer: bool) -> bool:
+        """Serve the program once; return whether the step is requested."""
+        session = deduplicator.open("p", ["out"])
+        step = session.on_event(requested_step, {})
+        if step is not None and begins:
+            session.begin(step)
+            if not has_answer:
+                session.release(step)
+        session.close()
+        deduplicator.close("p")
+        return step is not None
+
+    assert serve(begins=False, has_answer=False)
+    assert serve(begins=True, has_answer=False)
+    assert serve(begins=True, has_answer=True)
+    assert not serve(begins=True, has_answer=True)
+
+
+async def test_a_cancelled_step_runs_when_the_program_is_served_again(
+    double: Any, kit: Any
+) -> None:
+    ask = requested(kit, 2, "r", n=21)
+    double.on("GET", PROGRAM, kit.status("running"), kit.status("running"), kit.status("done"))
+    double.on(
+        "GET",
+        f"{PROGRAM}/events",
+        kit.Answer(chunks=[ask, kit.finished(3)], gate=lambda: False),
+        kit.Answer(chunks=[ask, kit.finished(3)], gate=has_answer(double)),
+    )
+    double.on("PUT", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done"}))
+    double.on("GET", f"{PROGRAM}/variables/out", kit.Answer(200, {"status": "done", "value": 42}))
+    has_begun = asyncio.Event()
+
+    async def endless(n: int) -> int:
+        has_begun.set()
+        await asyncio.Event().wait()
+        return n
+
+    async with AsyncClient(app=double) as client, asyncio.timeout(60):
+        run = await client.attach("p_1")
+        serving = asyncio.create_task(run.serve_client_steps({"double": endless}))
+        await has_begun.wait()
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        run = await client.attach("p_1")
+        result = await run.serve_client_steps({"double": lambda n: 2 * n})
+    assert result.outputs == {"out": 42}
 
 
 async def _later(n: int) -> int:

@@ -302,3 +302,25 @@ def test_submission_body_merges_its_arguments() -> None:
     assert body["options"] == {"trace": True, "deadline_s": 3.0}
     assert programs.submission_body({"name": "p"}) == {"program": {"name": "p"}}
     assert programs.submission_body({"program": program, "open": True})["open"] is True
+
+
+def test_texts_to_embed_are_sent_in_requests_of_bounded_size() -> None:
+    texts = ["a" * 40_000, "b" * 40_000, "c" * 100_000, *["d"] * 70]
+    sent: list[list[str]] = []
+
+    def answered(request: Request) -> Reply:
+        batch = msgspec.json.decode(request.body or b"")["input"]
+        sent.append(batch)
+        assert request.wait_s == models.EMBEDDING_WAIT_S
+        data = [{"embedding": [float(len(text))]} for text in batch]
+        return Reply(200, {}, msgspec.json.encode({"data": data}))
+
+    flow = models.embed(texts, RETRY, model="default", dimensions=None)
+    step = next(flow)
+    with pytest.raises(StopIteration) as stop:
+        while True:
+            assert isinstance(step, Request)
+            step = flow.send(answered(step))
+    assert [text for batch in sent for text in batch] == texts
+    assert [len(batch) for batch in sent] == [1, 1, 1, 64, 6]
+    assert stop.value.value == [[float(len(text))] for text in texts]

@@ -94,3 +94,11 @@ def test_a_cursor_returns_each_event_once() -> None:
 def test_an_invalid_event_is_shown_in_the_error() -> None:
     with pytest.raises(ConureError, match="<html>"):
         Cursor().feed(b"data: <html>\n\n")
+
+
+def test_an_event_may_have_many_chunks() -> None:
+    parser = SSEParser()
+    value = "x" * 3_000_000
+    body = f"id: 1\nevent: e\ndata: {value}\n\nid: 2\ndata: y\n\n".encode()
+    messages = [m for i in range(0, len(body), 1_000) for m in parser.feed(body[i : i + 1_000])]
+    assert messages == [SSEMessage("1", "e", value), SSEMessage("2", "message", "y")]

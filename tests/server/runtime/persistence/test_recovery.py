@@ -299,6 +299,21 @@ async def test_deadline_is_an_absolute_time(
         assert (await Program(harness, program.id).end()).status == "deadline_exceeded"
 
 
+async def test_timeout_of_a_job_goes_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server_harness(tmp_path) as harness:
+        node = client("a", "x", job="j", timeout_s=86_400)
+        program = await harness.submit([node], outputs=["x"], jobs={"j": {"timeout_s": 3_600}})
+        await program.event("client.requested")
+    now = SteadyClock.now
+    monkeypatch.setattr(SteadyClock, "now", lambda clock: now(clock) + 3_600)
+    async with server_harness(tmp_path) as harness:
+        failed = await Program(harness, program.id).get("x")
+        assert failed.error
+        assert failed.error.code == "job.timeout"
+
+
 async def test_deadline_does_not_move_with_the_wall_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,25 @@ async def test_a_function_that_fails_gives_its_node_a_code(
     assert status.error.code == code
 
 
+async def test_a_timeout_of_a_call_is_retried_like_that_of_its_function(tmp_path: Path) -> None:
+    attempts: list[int] = []
+
+    async def slow_at_first() -> int:
+        attempts.append(1)
+        if len(attempts) < 3:
+            await asyncio.Event().wait()
+        return 7
+
+    async with server_harness(tmp_path, {"slow": slow_at_first}) as harness:
+        program = await harness.submit([{**call("slow"), "timeout_s": 0.05, "retries": 2}])
+        assert await program.value("x") == 7
+        attempts.clear()
+        failing = await harness.submit([{**call("slow"), "timeout_s": 0.05}])
+        failed = await failing.get("x")
+        assert failed.error
+        assert failed.error.code == "call.timeout"
+
+
 async def test_defaults_of_parameters_are_passed(tmp_path: Path) -> None:
     async with server_harness(tmp_path, functions=FUNCTIONS) as harness:
         program = await harness.submit([call("typed")], outputs=["x"])

@@ -17,7 +17,7 @@ from conure.adapters.langchain import ChatConure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
 
-from .shapes import TEXT
+from ..shapes import TEXT
 
 
 @pytest.fixture
