@@ -25,6 +25,8 @@ SUBSTITUTIONS: Final = (
     (r"\basync_(\w+)", r"sync_\1"),
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
+    (r"from \.owned_generator import OwnedGenerator\n", ""),
+    (r"\bOwnedGenerator\(", "contextlib.closing("),
     (r"\baclos(e|ing)\b", r"clos\1"),
     (r"\baiter_raw\b", "iter_raw"),
     (r"\baread\b", "read"),

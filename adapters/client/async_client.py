@@ -64,6 +64,7 @@ from .exchange.problems import ServerUnreachableError
 from .exchange.programs import Submittable
 from .exchange.records import Flow, Reply, Request, Sleep
 from .exchange.retry import Retry
+from .owned_generator import OwnedGenerator
 
 T = TypeVar("T")
 
@@ -384,7 +385,7 @@ class AsyncClient(AsyncBaseClient):
         follow: bool,
     ) -> AsyncGenerator[Event, None]:
         reading = self._event_batches(program, after, types, attached, follow=follow)
-        async with contextlib.aclosing(reading) as batches:
+        async with OwnedGenerator(reading) as batches:
             async for events in batches:
                 for event in events:
                     yield event
@@ -405,13 +406,13 @@ class AsyncClient(AsyncBaseClient):
             await attached.response.aclose()
             attached = None
         while not reader.is_over:
-            connection: contextlib.AbstractAsyncContextManager[httpx.Response]
-            if attached is not None:
-                connection, attached = contextlib.aclosing(attached.response), None
-            else:
-                connection = http.stream(**reader.stream_arguments())
             try:
-                async with connection as response:
+                if attached is not None:
+                    response, attached = attached.response, None
+                else:
+                    request = http.build_request(**reader.stream_arguments())
+                    response = await http.send(request, stream=True)
+                async with contextlib.aclosing(response):
                     if response.status_code >= 400:
                         reader.on_refusal(reply_of(response, await response.aread()))
                     else:
@@ -533,7 +534,7 @@ class AsyncRun:
         """
         values: dict[str, Json] = {}
         reading = self._client._event_batches(self.id, 0, attached.types, attached)
-        async with contextlib.aclosing(reading) as batches:
+        async with OwnedGenerator(reading) as batches:
             async for events in batches:
                 values |= committed_values(events)
                 is_complete = values.keys() >= set(self.outputs) or has_failure(events)
@@ -547,7 +548,7 @@ class AsyncRun:
         """Wait for the program's end and return its receipt: calls, tokens, times."""
         status = await self.status()
         if status.status not in ENDED:
-            async with contextlib.aclosing(self.events(types=())) as events:
+            async with OwnedGenerator(self.events(types=())) as events:
                 async for _ in events:
                     pass
             status = await self.status()
@@ -576,7 +577,7 @@ class AsyncRun:
         session = deduplicator.open(self.id, self.outputs, status, self._program)
         try:
             async with AsyncStepRunner() as runner:
-                async with contextlib.aclosing(self.events(types=STEP_EVENTS)) as events:
+                async with OwnedGenerator(self.events(types=STEP_EVENTS)) as events:
                     async for event in events:
                         step = session.on_event(event, functions)
                         if step is not None:

@@ -7,7 +7,8 @@ ignored, for example if the client was closed meanwhile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from types import TracebackType
 
 from conure.server.program.errors import ConureError
 
@@ -26,12 +27,23 @@ def cancel_unless_completed(run: Run) -> Iterator[None]:
         raise
 
 
-@contextlib.asynccontextmanager
-async def acancel_unless_completed(run: AsyncRun) -> AsyncIterator[None]:
+class acancel_unless_completed:  # noqa: N801 - used like the function above
     """Do what `cancel_unless_completed` does, for an asynchronous run."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ConureError, RuntimeError):
-            await run.cancel()
-        raise
+
+    # Not an async generator: see `owned_generator`.
+
+    def __init__(self, run: AsyncRun) -> None:
+        self._run = run
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            with contextlib.suppress(ConureError, RuntimeError):
+                await self._run.cancel()

@@ -405,13 +405,13 @@ class Client(BaseClient):
             attached.response.close()
             attached = None
         while not reader.is_over:
-            connection: contextlib.AbstractContextManager[httpx.Response]
-            if attached is not None:
-                connection, attached = contextlib.closing(attached.response), None
-            else:
-                connection = http.stream(**reader.stream_arguments())
             try:
-                with connection as response:
+                if attached is not None:
+                    response, attached = attached.response, None
+                else:
+                    request = http.build_request(**reader.stream_arguments())
+                    response = http.send(request, stream=True)
+                with contextlib.closing(response):
                     if response.status_code >= 400:
                         reader.on_refusal(reply_of(response, response.read()))
                     else:

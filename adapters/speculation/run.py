@@ -19,7 +19,6 @@ import queue
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import aclosing
 from typing import Final, TypeAlias
 
 from conure.server.program.errors import ConureError, RunError
@@ -27,6 +26,7 @@ from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType
 
 from ..client import AsyncRun, Client, NotReadyError
+from ..client.owned_generator import OwnedGenerator
 from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, AnswerStream, program_failure
 from .outbox import OpenProgram, OutboxRequest, SpeculativeOutbox
 from .planned_call import PlannedCall
@@ -178,7 +178,7 @@ class SpeculativeRun:
         while True:
             stream = AnswerStream(record.variable, record.node_id)
             try:
-                async with aclosing(self._aevents(record, timeout_s)) as events:
+                async with OwnedGenerator(self._aevents(record, timeout_s)) as events:
                     async for event in events:
                         yield stream, event
                         if stream.is_complete:
@@ -322,8 +322,8 @@ class SpeculativeRun:
 
     async def _read_events(self, program: OpenProgram, events: AsyncGenerator[Event, None]) -> None:
         try:
-            async with aclosing(events):
-                async for event in events:
+            async with OwnedGenerator(events) as owned:
+                async for event in owned:
                     self._read(program, event)
             self._reading_ended(program)
         except asyncio.CancelledError:
@@ -335,7 +335,7 @@ class SpeculativeRun:
     async def _read_texts(self, run: AsyncRun) -> None:
         # Results and errors are reported by the other reader.
         with contextlib.suppress(ConureError, RuntimeError):
-            async with aclosing(run.events(types=TEXT_EVENTS)) as events:
+            async with OwnedGenerator(run.events(types=TEXT_EVENTS)) as events:
                 async for event in events:
                     if event.type in TEXT_EVENTS:
                         self.calls.on_event(event)

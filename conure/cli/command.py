@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from enum import IntEnum
+from pathlib import Path
 
 from conure.adapters.client import Client, Retry
 from conure.adapters.client.connection import DEFAULT_URL
@@ -47,6 +48,17 @@ def describe_error(error: ConureError) -> str:
     """Return code, message and position of an error in one line."""
     where = f" (at {error.path})" if error.path else ""
     return f"{error.code}: {error.message}{where}"
+
+
+def file_path(text: str) -> Path:
+    """Return the path of an argument.
+
+    Raises:
+        ArgumentTypeError: if it is empty, as an unset variable of a shell is.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:

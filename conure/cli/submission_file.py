@@ -124,7 +124,9 @@ def graph_of(body: Mapping[str, Any]) -> Graph | None:
             )
         submission = decode_submission(msgspec.json.encode(body))
         return Graph.build(submission.program, inputs, open=submission.open)
-    except (ProgramError, ModuleNotFoundError):
+    except (ProgramError, ModuleNotFoundError) as problem:
+        if getattr(problem, "code", "") == "program.unknown_input":
+            raise UsageError(str(problem)) from problem
         return None
 
 

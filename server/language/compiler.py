@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import gc
 import re
 from collections.abc import Collection, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Final, Literal, NoReturn, TypeAlias
 
 from msgspec.structs import replace
@@ -138,6 +140,7 @@ def _compile_decoder(
     emitter = Emitter()
     statements = StatementLowerer(emitter, LoopReads(reads), signatures)
     scope = NameScope(emitter, NameUses(body))
+    _check_inputs(inputs, {each.name for each in declared} | (_names_in(tree) if inputs else set()))
     variables = _declare_inputs(statements, scope, declared, inputs)
     if any(map(can_jump, body)):
         scope.reserve_result()
@@ -266,6 +269,27 @@ def _declare_inputs(
     return variables
 
 
+def _names_in(tree: ast.Module) -> set[str]:
+    """Return the names in a text, without those of called functions."""
+    nodes = list(ast.walk(tree))
+    called = {node.func for node in nodes if isinstance(node, ast.Call)}
+    return {node.id for node in nodes if isinstance(node, ast.Name) and node not in called}
+
+
+def _check_inputs(inputs: Collection[str], read: AbstractSet[str]) -> None:
+    """Refuse a value for a name that a text does not contain: it can only be a mistake."""
+    for name in sorted(set(inputs) - read):
+        if not is_name(name):
+            _refuse_name(name)
+        similar = difflib.get_close_matches(name, read, n=1)
+        hint = f"did you mean `{similar[0]}`?" if similar else "remove it"
+        raise ProgramError(
+            "program.unknown_input",
+            f"no statement reads input `{name}`; {hint}",
+            path=f"inputs.{name}",
+        )
+
+
 def _refuse_name(name: str) -> NoReturn:
     message = f"an input cannot have the name {name[:40]!r}: names start with a letter from A to z"
     raise SourceNameError("language.undefined_name", message, Position(1, 1))
@@ -303,7 +327,7 @@ def _compile_template(source: str, inputs: Collection[str], name: str) -> Progra
                     raise SourceNameError("language.undefined_name", message, position)
                 written.add(slot)
                 segments.append(output_segment(part, slot, {}))
-    variables |= {each: Variable() for each in inputs if each not in written}
+    _check_inputs(inputs, variables.keys() | written)
     emitter.add(_template_node(emitter, segments, outputs))
     for number, each in enumerate(outputs):
         emitter.place = each.position

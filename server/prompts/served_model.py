@@ -261,8 +261,12 @@ class ServedModel:
         more.
         """
         limits = self.limits
-        if limits.num_blocks * limits.block_size < limits.context_len:
-            return f"a larger --num-blocks (now {limits.num_blocks} of {limits.block_size} tokens)"
+        num_tokens = limits.num_blocks * limits.block_size
+        blocks = f"a larger --num-blocks (now {limits.num_blocks} of {limits.block_size} tokens)"
+        if num_tokens < limits.context_len:
+            return blocks
+        if num_tokens == limits.context_len:
+            return f"{blocks}, or with more free memory"
         longer = "a larger --context-len, if the model supports more"
         return f"{longer} (now {limits.context_len})"
 

@@ -159,9 +159,14 @@ def test_all_commands_share_one_parser() -> None:
 def test_demo_shows_its_three_parts() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "conure", "demo"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    printed = done.stdout
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as demo:
+        try:
+            printed, errors = demo.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            demo.kill()
+            pytest.fail(f"the demo has not ended: {demo.communicate()}")
+    assert (demo.returncode, errors) == (0, "")
     assert "the same answers" in printed
     assert "the program finished by itself, 16 of 16 answers" in printed
     assert re.search(r"\d+ prompt tokens \(\d+%\) were shared", printed)

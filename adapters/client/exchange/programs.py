@@ -56,7 +56,14 @@ def submission_body(
     options: Options | Mapping[str, Json] | None = None,
     is_open: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON of a submission: `program`, or a submission completed by the others."""
+    """Return the JSON of a submission: `program`, or a submission completed by the others.
+
+    Raises:
+        TypeError: if the program is a function that was not called.
+    """
+    if callable(program):
+        name = getattr(program, "__name__", "program")
+        raise TypeError(f"{name} is a function: call it with its inputs, as in run({name}(...))")
     if isinstance(program, Submission | SourceSubmission):
         body: dict[str, Any] = dict(msgspec.to_builtins(program))
     elif isinstance(program, str):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from langchain_core.runnables.base import coerce_to_runnable
 from pydantic import PrivateAttr
 
 from ...client import Client
+from ...client.owned_generator import OwnedGenerator
 from ..chat.model import ChatConure
 from ..compilation.traversal import models_of
 from .active_run import ACTIVE_RUN, ActiveRun, current_run
@@ -154,8 +154,8 @@ class Accelerated(PassthroughRunnable):
             return
         async with self._arunning(input, config, kwargs, is_streamed=True) as active:
             chunks = aiterate_in(active, self._instrumenter.copy.astream(input, config, **kwargs))
-            async with aclosing(chunks):
-                async for chunk in chunks:
+            async with OwnedGenerator(chunks) as owned:
+                async for chunk in owned:
                     yield chunk
 
     # Runnable builds the methods below from those above; the chain's own ones would not plan.

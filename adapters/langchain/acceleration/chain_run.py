@@ -8,17 +8,20 @@ Out of scope: Runnables; how calls are sent and matched.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
+from conure.server.program.errors import ConureError
 from conure.server.program.ir import Json
 
 from ...client import Client
+from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from ...speculation.planned_call import PlannedCall
 from ...speculation.registry import CallRecord, PlanFailedError, PlannedCallRegistry
@@ -43,6 +46,7 @@ class ChainRun:
         self.stats = RunStats()
         self.is_over = False
         """The chain has ended. Calls of its tasks and threads that go on belong to no run."""
+        self._has_failed = False
         self._name = name
         self._is_streamed = is_streamed
         self._lock = threading.Lock()
@@ -137,24 +141,46 @@ class ChainRun:
     def chunks(
         self, node: dict[str, Json], timeout_s: float | None
     ) -> Generator[ChatGenerationChunk, None, None]:
-        """Yield the answer to a call of the chain in chunks; raises as `result`. Blocks."""
+        """Yield the answer to a call of the chain in chunks; raises as `result`. Blocks.
+
+        Raises:
+            GeneratorExit: if the chain has failed. Then only the garbage collector reads on: it
+                closes a generator of LangChain, which reads its input to the end. An error would
+                be printed.
+        """
         record = self._claim(node)
         self._run.follow_texts()
-        with closing(self._run.follow(record, partial(self._resend, node), timeout_s)) as events:
-            for stream, event in events:
-                yield from chunks_of(stream, event)
+        follow = self._run.follow(record, partial(self._resend, node), timeout_s)
+        try:
+            with closing(follow) as events:
+                for stream, event in events:
+                    yield from chunks_of(stream, event)
+        except ConureError as problem:
+            if self._has_failed:
+                raise GeneratorExit from problem
+            raise
 
     async def achunks(
         self, node: dict[str, Json], timeout_s: float | None
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        """`chunks`, for coroutines."""
+        """`chunks`, for coroutines.
+
+        Raises:
+            CancelledError: if the chain has failed. After the failure of one of its parallel parts,
+                a stream does not read the errors of the others, and asyncio would print them.
+        """
         record = self._claim(node)
         self._run.follow_texts()
         follow = self._run.afollow(record, partial(self._resend, node), timeout_s)
-        async with aclosing(follow) as events:
-            async for stream, event in events:
-                for chunk in chunks_of(stream, event):
-                    yield chunk
+        try:
+            async with OwnedGenerator(follow) as events:
+                async for stream, event in events:
+                    for chunk in chunks_of(stream, event):
+                        yield chunk
+        except ConureError as problem:
+            if self._has_failed:
+                raise asyncio.CancelledError("the chain has failed") from problem
+            raise
 
     def _answer(
         self, record: CallRecord, node: dict[str, Json], timeout_s: float | None
@@ -171,7 +197,7 @@ class ChainRun:
     ) -> CompleteAnswer:
         follow = self._run.afollow(record, partial(self._resend, node), timeout_s)
         stream: AnswerStream | None = None
-        async with aclosing(follow) as events:
+        async with OwnedGenerator(follow) as events:
             async for stream, event in events:
                 stream.feed(event)
         assert stream is not None, "the end of an answer is an event"
@@ -203,7 +229,7 @@ class ChainRun:
         A program with calls of tasks and threads that outlive the chain is not cancelled, unless
         the chain failed.
         """
-        self.is_over = True
+        self.is_over, self._has_failed = True, is_failed
         if self._bound_run is None:
             return False
         is_cancelled = is_failed or not self._registry.is_settled()

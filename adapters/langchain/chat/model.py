@@ -22,7 +22,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
 from typing import Any, Literal
 
 from langchain_core.callbacks import (
@@ -41,6 +40,7 @@ from conure.server.program.ir import Json
 from ...client import AsyncRun, Run
 from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
 from ...client.connection import attach_arguments
+from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from ..acceleration.active_run import current_run
 from ..acceleration.chain_run import ChainRun
@@ -279,8 +279,8 @@ class ChatConure(ChatSettings):
         with self._call_errors(call):
             node, run = call.only_node(), self._accelerated_run()
             chunks = self._achunks(call) if run is None else run.achunks(node, self.timeout)
-            async with aclosing(chunks):
-                async for chunk in chunks:
+            async with OwnedGenerator(chunks) as owned:
+                async for chunk in owned:
                     check_answers(chunk, kwargs)
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -308,7 +308,7 @@ class ChatConure(ChatSettings):
         """Yield the chunks of a call outside an accelerated chain."""
         run = await self.async_connection().submit(call.program(self.timeout), follow=True)
         stream = AnswerStream(ANSWER, CALL, run.id)
-        async with acancel_unless_completed(run), aclosing(run.events()) as events:
+        async with acancel_unless_completed(run), OwnedGenerator(run.events()) as events:
             async for event in events:
                 for chunk in chunks_of(stream, event):
                     yield chunk

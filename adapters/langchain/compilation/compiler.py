@@ -34,6 +34,7 @@ from langchain_core.runnables import (
     RunnableSequence,
 )
 from langchain_core.runnables.base import RunnableBindingBase, coerce_to_runnable
+from langchain_core.runnables.config import merge_configs
 from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.tools import BaseTool
 
@@ -212,6 +213,9 @@ class ChainCompiler:
                 "put the function before the prompt or after the model",
             )
         name = _plain_name(runnables[-1])
+        if position.config:
+            config = cast(RunnableConfig, dict(position.config))
+            runnables = [RunnableBinding(bound=each, config=config) for each in runnables]
         return self.graph.add_client_step(name, tuple(runnables), value, position)
 
     def _compile_assign(
@@ -234,12 +238,10 @@ class ChainCompiler:
             raise unsupported(
                 position, "listeners are not called for a chain that runs on a server; remove them"
             )
-        config = cast(Mapping[str, Any], binding.config or {})
-        bound = binding.bound
-        hint = config.get("run_name") or position.hint
-        step_position = position._replace(hint=str(hint), config={**position.config, **config})
+        bound, position = binding.bound, _named_by(binding, position)
+        step_position = position._replace(config=_merged_config(binding, position))
         if is_opaque(bound) and not isinstance(bound, BasePromptTemplate):
-            return self._compile_functions([binding], value, step_position)
+            return self._compile_functions([binding], value, position)
         if isinstance(bound, ChatConure):
             return self._compile_model(bound, binding.kwargs, value, step_position)
         if not binding.kwargs:
@@ -248,7 +250,7 @@ class ChainCompiler:
             merged = bound.model_copy(update={"kwargs": {**bound.kwargs, **binding.kwargs}})
             return self.compile(merged, value, step_position)
         if _is_function(bound):
-            return self._compile_functions([binding], value, step_position)
+            return self._compile_functions([binding], value, position)
         names = ", ".join(binding.kwargs)
         raise unsupported(
             position,
@@ -325,6 +327,21 @@ def _is_passthrough(runnable: Runnable[Any, Any]) -> bool:
         and runnable.func is None
         and runnable.afunc is None
     )
+
+
+def _named_by(binding: RunnableBinding[Any, Any], position: ChainPosition) -> ChainPosition:
+    """Return a position with the name of its run, if a binding gives one."""
+    return position._replace(hint=str((binding.config or {}).get("run_name") or position.hint))
+
+
+def _merged_config(
+    binding: RunnableBinding[Any, Any], position: ChainPosition
+) -> Mapping[str, Any]:
+    """Return the config of what is bound. As in LangChain, the config around the binding wins."""
+    outer = cast(RunnableConfig, dict(position.config))
+    merged = {**merge_configs(binding.config or {}, outer)}
+    merged.pop("run_name", None)  # is not passed on
+    return {key: value for key, value in merged.items() if value}
 
 
 def _is_function(runnable: Runnable[Any, Any]) -> bool:

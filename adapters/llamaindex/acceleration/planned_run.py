@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, closing
+from contextlib import closing
 
 from ...client import Client
+from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from ...speculation.planned_call import PlannedCall
 from ...speculation.registry import CallRecord, PlanFailedError
@@ -78,7 +79,7 @@ class PlannedRun:
     async def aanswer(self, call: ModelRequest) -> FinalAnswer:
         """`answer`, with await."""
         stream: AnswerStream | None = None
-        async with aclosing(self._run.afollow(*self._claim(call))) as events:
+        async with OwnedGenerator(self._run.afollow(*self._claim(call))) as events:
             async for stream, event in events:
                 stream.feed(event)
         assert stream is not None, "the end of an answer is an event"
@@ -147,7 +148,7 @@ class PlannedRun:
     ) -> AsyncGenerator[str | FinalAnswer, None]:
         with self._streaming():
             stream: AnswerStream | None = None
-            async with aclosing(self._run.afollow(record, resend)) as events:
+            async with OwnedGenerator(self._run.afollow(record, resend)) as events:
                 async for stream, event in events:
                     if text := stream.feed(event):
                         yield text

@@ -6,7 +6,7 @@ Invariant: the last chunk has the whole answer, and no other chunk has token cou
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import aclosing, closing
+from contextlib import closing
 from typing import TypeAlias
 
 from llama_index.core.base.llms.types import (
@@ -18,6 +18,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
 )
 
+from ...client.owned_generator import OwnedGenerator
 from .call_backend import FinalAnswer
 from .messages import answer_message, chat_response
 
@@ -42,8 +43,8 @@ async def achat_chunks(
 ) -> ChatResponseAsyncGen:
     """`chat_chunks` for asyncio."""
     text = ""
-    async with aclosing(stream):
-        async for piece in stream:
+    async with OwnedGenerator(stream) as pieces:
+        async for piece in pieces:
             if isinstance(piece, str):
                 text += piece
             yield _chat_chunk(piece, text, check)
@@ -61,7 +62,7 @@ async def acompletion_chunks(
     stream: AsyncGenerator[str | FinalAnswer, None], check: AnswerCheck
 ) -> CompletionResponseAsyncGen:
     """`completion_chunks` for asyncio."""
-    async with aclosing(achat_chunks(stream, check)) as pieces:
+    async with OwnedGenerator(achat_chunks(stream, check)) as pieces:
         async for piece in pieces:
             yield _completion_chunk(piece)
 

@@ -7,7 +7,7 @@ is submitted for a stream before its first item is read.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing, closing
+from contextlib import closing
 from typing import NamedTuple, Protocol
 
 from conure.server.program.ir import Json
@@ -15,6 +15,7 @@ from conure.server.program.ir import Json
 from ...client import AsyncClient, Client
 from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
 from ...client.connection import attach_arguments
+from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from .model_request import ANSWER, CALL, ModelRequest, program_of
 
@@ -81,7 +82,7 @@ class DirectBackend:
         run = await self._async_client.submit(program_of(call), follow=True)
         stream = AnswerStream(ANSWER, CALL, run.id)
         async with acancel_unless_completed(run):
-            async with aclosing(run.events()) as events:
+            async with OwnedGenerator(run.events()) as events:
                 async for event in events:
                     if text := stream.feed(event):
                         yield text

@@ -76,11 +76,16 @@ def server(data: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[str]]]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        first = process.stdout.readline()
-        found = re.search(r"http://\S+:\d+", first)
+        # A warning may come before the line with the address.
+        printed: list[str] = []
+        found = None
+        for line in process.stdout:
+            printed.append(line)
+            if (found := re.search(r"http://\S+:\d+", line)) is not None:
+                break
         try:
             if found is None:
-                raise CommandError(f"the server did not start: {first}{process.stdout.read()}")
+                raise CommandError(f"the server did not start: {''.join(printed)}")
             yield found[0], process
         finally:
             process.terminate()

@@ -29,7 +29,7 @@ from conure.server.prompts.model_notices import NO_CHAT_TEMPLATE
 from conure.server.store.database import check_folder
 from conure.server.store.records import JournalError
 
-from ..command import ExitCode, UsageError
+from ..command import ExitCode, UsageError, file_path
 from ..main import EXTRA_OF_MODULE
 from ..terminal import pretty
 from .serve import check_model_argument
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="port that a server shall use"
     )
-    parser.add_argument("--data", type=Path, help="journal directory that a server shall use")
+    parser.add_argument("--data", type=file_path, help="journal directory that a server shall use")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

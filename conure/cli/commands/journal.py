@@ -34,7 +34,7 @@ from conure.server.store.records import JournalError
 from conure.server.store.retention import compact as compact_file
 from conure.server.store.retention import erase_programs
 
-from ..command import CommandError, ExitCode
+from ..command import CommandError, ExitCode, file_path
 from ..program_ids import HELP, MAX_SHOWN, only, prefix_of
 
 ACTIONS = {
@@ -51,12 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument(
-            "--data", type=Path, metavar="DIR", help="journal directory (default: as for serve)"
+            "--data",
+            type=file_path,
+            metavar="DIR",
+            help="journal directory (default: as for serve)",
         )
         if name == "check":
             action.add_argument("--json", action="store_true", help="print the report as JSON")
         if name == "backup":
-            action.add_argument("target", type=Path, metavar="TARGET", help="folder to create")
+            action.add_argument("target", type=file_path, metavar="TARGET", help="folder to create")
         if name == "delete":
             action.add_argument("programs", nargs="+", metavar="PROGRAM", help=HELP)
 

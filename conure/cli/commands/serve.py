@@ -12,7 +12,7 @@ from typing import Any
 from conure.engine.config import ConfigField, fields_of
 from conure.server.config import Config, default_data_folder
 
-from ..command import CommandError, ExitCode, UsageError
+from ..command import CommandError, ExitCode, UsageError, file_path
 
 EXAMPLES = """\
 examples:
@@ -58,7 +58,7 @@ def _add_flag(group: argparse._ActionsContainer, field: ConfigField) -> None:
     group.add_argument(
         name,
         dest=field.name,
-        type=field.kind,
+        type=file_path if field.kind is Path else field.kind,
         default=field.default,
         choices=option.choices,
         metavar=option.metavar,

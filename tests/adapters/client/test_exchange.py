@@ -324,3 +324,11 @@ def test_texts_to_embed_are_sent_in_requests_of_bounded_size() -> None:
     assert [text for batch in sent for text in batch] == texts
     assert [len(batch) for batch in sent] == [1, 1, 1, 64, 6]
     assert stop.value.value == [[float(len(text))] for text in texts]
+
+
+def test_a_function_that_was_not_called_is_no_program() -> None:
+    def shop(report: str) -> str:
+        return report
+
+    with pytest.raises(TypeError, match=r"run\(shop\(...\)\)"):
+        programs.submission_body(shop)  # type: ignore[arg-type]  # a mistake of a user

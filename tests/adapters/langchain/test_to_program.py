@@ -24,11 +24,13 @@ from langchain_core.prompts import (
 from langchain_core.runnables import (
     ConfigurableField,
     Runnable,
+    RunnableConfig,
     RunnableLambda,
     RunnableParallel,
     RunnablePassthrough,
 )
 
+from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, to_program
 from conure.adapters.langchain.chat.messages import to_wire_list
 from conure.server.program.errors import ProgramError
@@ -385,3 +387,19 @@ def test_callable_without_a_hash_is_a_client_step() -> None:
 
     nodes = nodes_of(prompt("{a}") | LLM | TEXT | RunnableLambda(Prefix(3)))
     assert [node["op"] for node in nodes.values()] == ["generate", "client"]
+
+
+def test_functions_get_the_config_that_is_bound_to_them(client: Client) -> None:
+    def note(text: str, config: RunnableConfig) -> list[object]:
+        tags, metadata = config.get("tags", []), config.get("metadata", {})
+        return [text, config.get("configurable"), sorted(tags), metadata["m"]]
+
+    step = RunnableLambda(note).with_config(
+        configurable={"a": 1, "b": 1}, tags=["inner"], metadata={"m": 1}
+    )
+    chain: Runnable[Any, Any] = (RunnablePassthrough() | step).with_config(
+        configurable={"b": 2}, tags=["outer"]
+    )
+    plain = chain.invoke("tea")
+    assert plain == ["tea", {"a": 1, "b": 2}, ["inner", "outer"], 1]
+    assert to_program(chain).run(client, "tea") == plain

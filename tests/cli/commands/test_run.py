@@ -373,7 +373,7 @@ def test_an_input_that_only_a_body_reads_is_read(url: str, tmp_path: Path, text:
             ["-p", "goods=tea", "-p", "god=x"],
             "no statement reads input `god`; did you mean `goods`?",
         ),
-        (["-p", "goods=tea", "-p", "x=1"], "no statement reads input `x`; it reads `goods`"),
+        (["-p", "goods=tea", "-p", "x=1"], "no statement reads input `x`; remove it"),
         (["-p", "goods=tea", "--output", "y"], "--output y: the program has no such output"),
         ([], "no value for input `goods`"),
     ],

@@ -132,6 +132,7 @@ def test_batch_invariance_reaches_the_engine() -> None:
     "argv",
     [
         ["serve", "--port", "x"],
+        ["serve", "--data", ""],
         ["serve", "--port", "70000"],
         ["serve", "--host", "0.0.0.0"],
         ["serve", "--engine", "fake", "--script", "/nowhere/script.json"],

@@ -213,6 +213,24 @@ def test_inputs_are_declared_by_annotations_or_by_the_submission() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("source", "language", "hint"),
+    [
+        ("limit: int = 3\nreturn limit", "decoder", "did you mean `limit`?"),
+        ("x = limit\nreturn x", "decoder", "did you mean `limit`?"),
+        ("return gen('tea')", "decoder", "remove it"),
+        ("{{limit}} {{name=out}}", "template", "did you mean `limit`?"),
+    ],
+)
+def test_a_value_for_a_name_that_the_text_lacks_is_refused(
+    source: str, language: Any, hint: str
+) -> None:
+    with pytest.raises(ProgramError) as caught:
+        compile_source(source, language, inputs={"limt", "limit"} if "limit" in source else {"go"})
+    assert caught.value.code == "program.unknown_input"
+    assert hint in caught.value.message
+
+
 def test_a_decorated_function_is_a_program_with_its_parameters_as_inputs() -> None:
     source = """
 def shout(text):

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from langchain_core.runnables import RunnableLambda
+from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.runnables.config import ContextThreadPoolExecutor
 
 from conure.adapters.client import Client
@@ -62,3 +62,22 @@ async def test_tasks_keep_the_answers_that_they_wait_for(llm: ChatConure) -> Non
     assert await tasks[0] == (await slow.ainvoke(f"note {said}")).content
     assert llm.client is not None
     await llm.async_connection().close()
+
+
+# asyncio's warning about generators that begin after its end, which is not shown by default.
+@pytest.mark.filterwarnings("ignore:asynchronous generator:ResourceWarning")
+@pytest.mark.parametrize("is_accelerated", [False, True])
+def test_a_stream_that_is_left_early_ends_silently(llm: ChatConure, is_accelerated: bool) -> None:
+    reports: list[dict[str, object]] = []
+    chain: Runnable[str, str] = llm | TEXT
+    if is_accelerated:
+        chain = accelerate(chain)
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        async for _ in chain.astream("tea"):
+            break
+
+    for _ in range(5):
+        asyncio.run(leave())
+    assert reports == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,10 @@ async def test_idle_server_accepts_a_program_of_ten_thousand_calls(tmp_path: Pat
         program = await harness.submit(side_by_side(10_000), outputs=["g0"])
         # It ranks after a short program for two minutes.
         await asyncio.wait_for(harness.submit(chain(1), outputs=["g0"]), 60)
-        await program.cancel()
+        # On a busy machine, the end of 10,000 calls is not durable within 5 s.
+        with contextlib.suppress(UnavailableError):
+            await program.cancel()
+        assert (await program.end()).status == "cancelled"
 
 
 async def test_accepted_session_grows_while_the_server_is_busy(tmp_path: Path) -> None:
