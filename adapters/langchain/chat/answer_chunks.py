@@ -10,11 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    message_chunk_to_message,
+)
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from conure.server.program.errors import RunError
+from conure.server.program.errors import ConureError, RunError
 from conure.server.program.ir import Json
 from conure.server.program.status import Event
 
@@ -22,7 +27,9 @@ from ...speculation.answer_stream import AnswerStream
 from .messages import call_chunks_of, from_wire, metadata_of, usage_of
 
 ALLOW_CUT_ANSWERS: Final = "allow_cut_answers"
-"""Argument of a call whose parser reports answers that were cut."""
+"""Argument of a call whose parser reports answers that were cut, or do not match their schema."""
+INVALID: Final = "invalid"
+"""Finish reason of an answer that does not match its schema. Its error is beside it."""
 
 
 class CompleteAnswer(NamedTuple):
@@ -119,6 +126,28 @@ def check_answers(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str,
             continue
         usage = getattr(message, "usage_metadata", None) or {}
         raise RunError("output.incomplete", cut_message(usage.get("output_tokens"), what))
+
+
+def invalid_answer(problem: ConureError, kwargs: Mapping[str, Any]) -> AIMessageChunk:
+    """Return the answer to a call whose text does not match its schema, for its parser.
+
+    Args:
+        problem: of the call.
+        kwargs: arguments of the call.
+
+    Raises:
+        ConureError: `problem`, if it is another error, or if no parser reports it.
+    """
+    if problem.code != "output.invalid" or not kwargs.get(ALLOW_CUT_ANSWERS):
+        raise problem
+    metadata = {"finish_reason": INVALID, "error": problem.message}
+    return AIMessageChunk(content="", response_metadata=metadata, chunk_position="last")
+
+
+def invalid_result(problem: ConureError, kwargs: Mapping[str, Any]) -> ChatResult:
+    """Return `invalid_answer` as the result of a call; raises as it does."""
+    message = message_chunk_to_message(invalid_answer(problem, kwargs))
+    return ChatResult(generations=[ChatGeneration(message=message)])
 
 
 def cut_message(num_tokens: int | None, before: str) -> str:

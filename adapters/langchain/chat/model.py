@@ -35,6 +35,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from pydantic import PrivateAttr
 
+from conure.server.program.errors import ConureError
 from conure.server.program.ir import Json
 
 from ...client import AsyncRun, Run
@@ -44,7 +45,14 @@ from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
 from ..acceleration.active_run import current_run
 from ..acceleration.chain_run import ChainRun
-from .answer_chunks import CompleteAnswer, check_answers, chunks_of, result_of
+from .answer_chunks import (
+    CompleteAnswer,
+    check_answers,
+    chunks_of,
+    invalid_answer,
+    invalid_result,
+    result_of,
+)
 from .call_errors import application_error
 from .call_options import (
     choice_of,
@@ -218,16 +226,21 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._model_call(messages, stop, kwargs, run_manager)
-        with self._call_errors(call):
-            if (chain_run := self._accelerated_run()) is not None:
-                result = chain_run.result(call.nodes, self.timeout)
-            else:
-                run = self.connection().submit(call.program(self.timeout), **attach_arguments(None))
-                with cancel_unless_completed(run):
-                    values = run.result(wait_s=self._poll_s(run))
-                result = self._result(call, values, run.id)
-            check_answers(result, kwargs)
-            return result
+        try:
+            with self._call_errors(call):
+                if (chain_run := self._accelerated_run()) is not None:
+                    result = chain_run.result(call.nodes, self.timeout)
+                else:
+                    run = self.connection().submit(
+                        call.program(self.timeout), **attach_arguments(None)
+                    )
+                    with cancel_unless_completed(run):
+                        values = run.result(wait_s=self._poll_s(run))
+                    result = self._result(call, values, run.id)
+                check_answers(result, kwargs)
+                return result
+        except ConureError as problem:
+            return invalid_result(problem, kwargs)
 
     async def _agenerate(
         self,
@@ -237,18 +250,21 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._model_call(messages, stop, kwargs, run_manager)
-        with self._call_errors(call):
-            if (chain_run := self._accelerated_run()) is not None:
-                result = await chain_run.aresult(call.nodes, self.timeout)
-            else:
-                run = await self.async_connection().submit(
-                    call.program(self.timeout), **attach_arguments(None)
-                )
-                async with acancel_unless_completed(run):
-                    values = await run.result(wait_s=self._poll_s(run))
-                result = self._result(call, values, run.id)
-            check_answers(result, kwargs)
-            return result
+        try:
+            with self._call_errors(call):
+                if (chain_run := self._accelerated_run()) is not None:
+                    result = await chain_run.aresult(call.nodes, self.timeout)
+                else:
+                    run = await self.async_connection().submit(
+                        call.program(self.timeout), **attach_arguments(None)
+                    )
+                    async with acancel_unless_completed(run):
+                        values = await run.result(wait_s=self._poll_s(run))
+                    result = self._result(call, values, run.id)
+                check_answers(result, kwargs)
+                return result
+        except ConureError as problem:
+            return invalid_result(problem, kwargs)
 
     def _stream(
         self,
@@ -258,15 +274,18 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         call = self._model_call(messages, stop, kwargs, run_manager)
-        with self._call_errors(call):
-            node, run = call.only_node(), self._accelerated_run()
-            chunks = self._chunks(call) if run is None else run.chunks(node, self.timeout)
-            with contextlib.closing(chunks):
-                for chunk in chunks:
-                    check_answers(chunk, kwargs)
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        try:
+            with self._call_errors(call):
+                node, run = call.only_node(), self._accelerated_run()
+                chunks = self._chunks(call) if run is None else run.chunks(node, self.timeout)
+                with contextlib.closing(chunks):
+                    for chunk in chunks:
+                        check_answers(chunk, kwargs)
+                        if run_manager:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
+        except ConureError as problem:
+            yield ChatGenerationChunk(message=invalid_answer(problem, kwargs))
 
     async def _astream(
         self,
@@ -276,15 +295,18 @@ class ChatConure(ChatSettings):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         call = self._model_call(messages, stop, kwargs, run_manager)
-        with self._call_errors(call):
-            node, run = call.only_node(), self._accelerated_run()
-            chunks = self._achunks(call) if run is None else run.achunks(node, self.timeout)
-            async with OwnedGenerator(chunks) as owned:
-                async for chunk in owned:
-                    check_answers(chunk, kwargs)
-                    if run_manager:
-                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        try:
+            with self._call_errors(call):
+                node, run = call.only_node(), self._accelerated_run()
+                chunks = self._achunks(call) if run is None else run.achunks(node, self.timeout)
+                async with OwnedGenerator(chunks) as owned:
+                    async for chunk in owned:
+                        check_answers(chunk, kwargs)
+                        if run_manager:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
+        except ConureError as problem:
+            yield ChatGenerationChunk(message=invalid_answer(problem, kwargs))
 
     def _poll_s(self, run: Run | AsyncRun) -> float | None:
         """Return how long one request may wait for the result.

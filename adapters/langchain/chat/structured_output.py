@@ -3,9 +3,10 @@
 Responsibility: conversion of schemas, and the parsers of answers. The engine enforces the schema
 through the model's `response_format` or the schema of a tool.
 
-Invariant: an answer that was cut by its maximum length is an error, never a value; its text is
-not repaired. A complete answer matches the JSON schema, so a parser fails on it only where the
-schema is not enforced: validators of a pydantic class, and fields with `json_mode`.
+Invariant: an answer that was cut by its maximum length, or that violates a part of the schema that
+is not enforced, is an error, never a value; its text is not repaired. Another answer matches the
+JSON schema, so a parser fails on it only because of validators of a pydantic class, and fields with
+`json_mode`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from conure.server.program.ir import Json
 
-from .answer_chunks import ALLOW_CUT_ANSWERS, cut_message
+from .answer_chunks import ALLOW_CUT_ANSWERS, INVALID, cut_message
 from .call_options import check_types
 
 Method: TypeAlias = Literal["json_schema", "json_mode", "function_calling"]
@@ -146,15 +147,18 @@ class CompleteToolArgumentsParser(JsonOutputKeyToolsParser):
 
 
 def check_complete(result: list[Generation]) -> None:
-    """Check that an answer was not cut by its maximum length.
+    """Check that an answer was not cut by its maximum length, and matches its schema.
 
     Raises:
-        OutputParserException: with the number of tokens, and what to change.
+        OutputParserException: with the number of tokens or the invalid text, and what to change.
     """
     if not isinstance(result[0], ChatGeneration):
         return
     message = result[0].message
-    if message.response_metadata.get("finish_reason") == "length":
+    reason = message.response_metadata.get("finish_reason")
+    if reason == INVALID:
+        raise OutputParserException(message.response_metadata["error"], llm_output=message.text)
+    if reason == "length":
         usage = getattr(message, "usage_metadata", None) or {}
         raise OutputParserException(
             cut_message(usage.get("output_tokens"), "it was complete"),

@@ -13,7 +13,7 @@ from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
 from conure.server.app import create_app
 from conure.server.config import Config
-from conure.server.program.errors import RunError
+from conure.server.program.errors import ConureError, RunError
 
 
 class Big(BaseModel):
@@ -113,3 +113,26 @@ def test_cut_text_without_a_constraint_is_an_answer(client: Client) -> None:
     given: list[dict[str, Any]] = [{}, {"response_format": {"type": "text"}}]
     for arguments in given:
         assert len(llm.invoke("x", **arguments).text) == 2
+
+
+async def test_answer_that_does_not_match_its_schema_is_a_parsing_error(
+    double: Any, kit: Any
+) -> None:
+    said = "output answer does not satisfy its schema: ['a', 'a']"
+    failed = kit.sse(2, "node.failed", node="chat", code="output.invalid", message=said)
+    double.on("POST", "/v1/programs", kit.followed(failed, kit.finished(3, "failed")))
+    double.on("DELETE", "/v1/programs/p_1", kit.status("failed"))
+    problem = kit.Answer(422, kit.problem(422, "output.invalid", said))
+    double.on("GET", "/v1/programs/p_1/variables/answer", problem)
+    with Client(app=double) as client:
+        llm = ChatConure(client=client)
+        chain = llm.with_structured_output(Big, include_raw=True)
+        for raw in (chain.invoke("JSON"), await chain.ainvoke("JSON")):
+            assert said in str(raw["parsing_error"])
+        with pytest.raises(OutputParserException, match="does not satisfy its schema"):
+            llm.with_structured_output(Big).invoke("JSON")
+        with pytest.raises(OutputParserException, match="does not satisfy its schema"):
+            list(llm.with_structured_output(Big).stream("JSON"))
+        with pytest.raises(ConureError, match="does not satisfy its schema"):
+            llm.bind(response_format={"type": "json_object"}).invoke("JSON")
+        await llm.async_connection().close()
