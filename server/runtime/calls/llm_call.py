@@ -41,6 +41,7 @@ from .kv_context import CallKVContext, PromptPlan
 from .outputs import (
     OutputResult,
     OutputSpec,
+    ShownTokens,
     final_sampling,
     logprobs_of,
     output_specs,
@@ -102,6 +103,7 @@ class LLMCall:
         self._output: list[int] = []
         """Ids of the current output so far."""
         self._logprobs: list[protocol.TokenLogprob] = []
+        self._shown_tokens = ShownTokens()
         self._content: ContentStream | None = None
         self._leftover = ""
         """End of the last output's text that `ids` do not contain. The next slot encodes it."""
@@ -271,6 +273,7 @@ class LLMCall:
         state.phase = "running"
         self._output = []
         self._logprobs = []
+        self._shown_tokens = ShownTokens()
         output = self.outputs[self.slot]
         self._content = None if output.tools is None else ContentStream(output.tools)
         context = self._kv.fill(engine, self.ids, self._prompt, self._on_report)
@@ -323,6 +326,8 @@ class LLMCall:
         entries: list[Json] = []
         if output.sampling.logprobs is not None:
             entries = logprobs_of(self.model.tokenizer, report.ids, report.logprobs)
+            if self._content is None:
+                entries = self._shown_tokens.add(entries, text)
         if text or entries:
             self._context.append_text(output.variable, text, entries)
 

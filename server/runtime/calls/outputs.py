@@ -6,6 +6,8 @@ Pure functions: from a node to its output specs, and from an engine's final repo
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -238,6 +240,30 @@ def logprobs_of(
         }
         for token_id, logprob in zip(ids, logprobs, strict=True)
     ]
+
+
+class ShownTokens:
+    """Holds the log-probabilities of tokens until the whole text of the token was reported.
+
+    An engine holds text back that may be the beginning of a stop string. If the string follows, the
+    value contains neither the text nor its tokens.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[dict[str, Json]] = deque()
+        self._num_hidden_bytes = 0
+        """Bytes of text beyond that of the returned tokens."""
+
+    def add(self, entries: Iterable[dict[str, Json]], text: str) -> list[Json]:
+        """Add the entries of tokens, from `logprobs_of`, and text; return the complete entries."""
+        self._held += entries
+        self._num_hidden_bytes += len(text.encode())
+        shown: list[Json] = []
+        while self._held and len(self._held[0]["bytes"]) <= self._num_hidden_bytes:
+            entry = self._held.popleft()
+            self._num_hidden_bytes -= len(entry["bytes"])
+            shown.append(entry)
+        return shown
 
 
 def _parse(variable: str, text: str) -> Json:

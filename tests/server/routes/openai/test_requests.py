@@ -103,6 +103,21 @@ async def test_logprobs_arrive_with_their_tokens(tmp_path: Path) -> None:
                 assert "".join(parts) == choice.delta.content
 
 
+@pytest.mark.parametrize("begin", [3, 5, 12])
+async def test_streamed_logprobs_end_before_a_stop_string(tmp_path: Path, begin: int) -> None:
+    async with openai_client(tmp_path, time_per_output_token=0.002) as client:
+        stop = answer("ab")[begin : begin + 4]
+        options: Any = {"prompt": "ab", "logprobs": 0, "stop": [stop], **GREEDY}
+        whole = (await client.completions.create(**options)).choices[0]
+        assert whole.text == answer("ab").partition(stop)[0]
+        assert whole.logprobs is not None
+        tokens: list[str] = []
+        async for chunk in await client.completions.create(stream=True, **options):
+            if (logprobs := chunk.choices[0].logprobs) is not None:
+                tokens += logprobs.tokens or []
+        assert tokens == whole.logprobs.tokens == list(whole.text)
+
+
 STRUCTURED: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["yes", "no"]}, "^(yes|no)$"),
     ({"guided_regex": "[0-9]{3}"}, "^[0-9]{3}$"),
