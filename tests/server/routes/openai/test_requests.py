@@ -105,7 +105,7 @@ async def test_logprobs_arrive_with_their_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begin", [3, 5, 12])
 async def test_streamed_logprobs_end_before_a_stop_string(tmp_path: Path, begin: int) -> None:
-    async with openai_client(tmp_path, time_per_output_token=0.002) as client:
+    async with openai_client(tmp_path) as client:
         stop = answer("ab")[begin : begin + 4]
         options: Any = {"prompt": "ab", "logprobs": 0, "stop": [stop], **GREEDY}
         whole = (await client.completions.create(**options)).choices[0]
