@@ -99,7 +99,9 @@ def limits(
         num_blocks = int(MEMORY_SHARE[kind] * free_bytes) // (token_bytes * block_size)
         if kind == "cpu":
             num_blocks = min(DEFAULT_CONTEXTS * -(-max_len // block_size), num_blocks)
-        _check_free(context_len, max(0, num_blocks) * block_size, free_bytes)
+        if requested.block_size is None:
+            _check_free(context_len, max(0, num_blocks) * block_size, free_bytes)
+        num_blocks = max(1, num_blocks)
     _check_fits(context_len, num_blocks, block_size)
     if requested.num_blocks is not None or requested.block_size is not None:
         _check_memory(num_blocks, block_size, token_bytes, free_bytes)
