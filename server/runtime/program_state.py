@@ -10,7 +10,7 @@ exactly once (`SlotReadiness`). A node that has ended never changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..program.errors import ConflictError, NotFoundError
 from ..program.graph.graph import CheckedAppend, Graph, Slot
@@ -31,6 +31,14 @@ from ..program.nodes.bodies import BodyRef, count_calls
 from ..program.status import Phase, Problem
 from .node_state import WAIT_UNMET, MissingValue, NodeState, Ready
 from .slot_readiness import SlotReadiness
+
+
+def enclosing_jobs(jobs: Mapping[str, Job], job: str) -> Iterator[str]:
+    """Yield a job and those around it. All jobs are below `main`."""
+    while job != "main":
+        yield job
+        job = jobs[job].parent or "main"
+    yield job
 
 
 class ProgramState:
@@ -288,9 +296,7 @@ class ProgramState:
 
     def is_within(self, job: str, outer: str) -> bool:
         """Whether a job is another one or below it. All jobs are below `main`."""
-        while job != outer and job != "main":
-            job = self.graph.jobs[job].parent or "main"
-        return job == outer
+        return outer in enclosing_jobs(self.graph.jobs, job)
 
     @property
     def is_complete(self) -> bool:

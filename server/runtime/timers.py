@@ -14,7 +14,7 @@ from ..program.ir import CallNode, ClientNode, Deadline, GraphNode, WaitNode
 from ..program.nodes.base import NodeWithBodies
 from ..program.status import Phase, Problem
 from .clock import SteadyClock
-from .program_state import ProgramState
+from .program_state import ProgramState, enclosing_jobs
 
 LEASE_S = 20.0
 """How long an attached program runs without a reader. Clients try for 15 s to reach a server."""
@@ -217,13 +217,10 @@ class Timers:
 
 def start_jobs(state: ProgramState, job: str, at: float) -> list[str]:
     """Record the start of a node in a job; return the jobs with a timeout that contain it."""
-    found: list[str] = []
-    outer: str | None = job
-    while outer is not None and (spec := state.graph.jobs.get(outer)) is not None:
-        if spec.timeout_s is not None:
-            state.job_starts.setdefault(outer, at)
-            found.append(outer)
-        outer = spec.parent
+    jobs = state.graph.jobs
+    found = [each for each in enclosing_jobs(jobs, job) if jobs[each].timeout_s is not None]
+    for each in found:
+        state.job_starts.setdefault(each, at)
     return found
 
 

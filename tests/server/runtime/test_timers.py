@@ -153,3 +153,11 @@ def test_a_timeout_of_a_job_starts_with_its_first_node(loop: SimulatedLoop) -> N
     assert program.failed == [(f"n{i}", "job inner took longer than 4 s") for i in range(2)]
     loop.advance(6)
     assert program.failed[2:] == [(f"n{i}", "job outer took longer than 10 s") for i in range(2)]
+
+
+def test_all_jobs_count_for_the_timeout_of_main(loop: SimulatedLoop) -> None:
+    node = {"id": "n", "op": "client", "name": "f", "output": "v", "job": "inner"}
+    program = IdleProgram(node, jobs={"main": {"timeout_s": 4}, "inner": {}})
+    program.timers.start_node(program.state.nodes["n"].node)
+    loop.advance(5)
+    assert program.failed == [("n", "job main took longer than 4 s")]
