@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import TracebackType
 
 from conure.server.program.errors import ConureError
 
@@ -27,23 +26,17 @@ def cancel_unless_completed(run: Run) -> Iterator[None]:
         raise
 
 
-class acancel_unless_completed:  # noqa: N801 - used like the function above
-    """Do what `cancel_unless_completed` does, for an asynchronous run."""
+def acancel_unless_completed(run: AsyncRun) -> contextlib.AsyncExitStack:
+    """Do what `cancel_unless_completed` does, for an asynchronous run.
 
-    # Not an async generator: see `owned_generator`.
+    It is not an async generator, as streams use it: see `owned_generator`.
+    """
 
-    def __init__(self, run: AsyncRun) -> None:
-        self._run = run
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def cancel_if_failed(kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             with contextlib.suppress(ConureError, RuntimeError):
-                await self._run.cancel()
+                await run.cancel()
+
+    stack = contextlib.AsyncExitStack()
+    stack.push_async_exit(cancel_if_failed)
+    return stack

@@ -43,6 +43,10 @@ _ROUTE = re.compile(
 
 LAST: Final = "program.finished"
 """The event that ends every stream."""
+FAILURE_EVENTS: Final[frozenset[EventType]] = frozenset(
+    {"node.failed", "node.killed", "node.skipped"}
+)
+"""Events after which the variables of a node get no values."""
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +198,7 @@ def committed_values(events: list[Event]) -> dict[str, Json]:
 
 def has_failure(events: list[Event]) -> bool:
     """Return whether a node ended without values for its variables."""
-    return any(event.type in ("node.failed", "node.killed", "node.skipped") for event in events)
+    return any(event.type in FAILURE_EVENTS for event in events)
 
 
 def has_last_event(events: list[Event]) -> bool:

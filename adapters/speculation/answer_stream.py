@@ -13,12 +13,9 @@ from conure.server.program.errors import ConureError, RunError
 from conure.server.program.ir import Json
 from conure.server.program.status import Event, EventType, Problem
 
+from ..client.connection import FAILURE_EVENTS
 from ..client.exchange.problems import failure_of
 
-FAILURE_EVENTS: Final[frozenset[EventType]] = frozenset(
-    {"node.failed", "node.killed", "node.skipped"}
-)
-"""Events after which a call has no answer."""
 RESULT_EVENTS: Final[frozenset[EventType]] = frozenset({*FAILURE_EVENTS, "variable.committed"})
 """Events that end a call."""
 TEXT_EVENTS: Final[frozenset[EventType]] = frozenset({"node.delta"})

@@ -80,6 +80,11 @@ class OpenProgram:
     has_finished: bool = False
     is_cancelled: bool = False
 
+    @property
+    def takes_calls(self) -> bool:
+        """Whether calls can be added. A rejected submission leaves no open program."""
+        return self.is_open and not self.is_full
+
 
 @dataclass(eq=False, slots=True)
 class OutboxRequest:
@@ -178,7 +183,10 @@ class SpeculativeOutbox:
                 return  # the lease of the program ends it
             for record in request.records:
                 record.is_sent, record.program = False, ""
-            if request.action == "append" and self._takes_no_more(program, failure):
+            if request.action == "append":
+                _note_limit(program, failure)
+            # An append may arrive before the submission of its program is rejected.
+            if request.action == "append" and not program.takes_calls:
                 self._registry.send_again(request.records)
                 if request.records or not program.is_full:
                     return  # the calls that wait for rejected values are sent again, too, or fail
@@ -189,16 +197,6 @@ class SpeculativeOutbox:
                 self._registry.reject_values(names, program.id, _conure_error(failure))
                 return
             self._reject(list(request.records), failure, message)
-
-    def _takes_no_more(self, program: OpenProgram, failure: Exception) -> bool:
-        """Return whether another program must take the calls of an append that was rejected."""
-        code = getattr(failure, "code", "")
-        if code in ENDED_CODES:
-            program.is_open = False
-        elif code.startswith(QUOTA_CODES):
-            program.is_full = True
-        # An append may arrive before the submission of its program is rejected.
-        return program.is_rejected or program.is_full or not program.is_open
 
     def _reject(self, records: list[CallRecord], failure: Exception, message: str) -> None:
         if len(records) > 1 and _is_fault_of_one_call(failure):
@@ -367,9 +365,7 @@ class SpeculativeOutbox:
     def _request(self, records: list[CallRecord]) -> OutboxRequest:
         program = self.programs[-1] if self.programs else None
         if program is not None and not (
-            program.is_open
-            and not program.is_full
-            and program.num_nodes + len(records) <= MAX_NODES
+            program.takes_calls and program.num_nodes + len(records) <= MAX_NODES
         ):
             program = None
         if program is None:
@@ -430,6 +426,15 @@ class SpeculativeOutbox:
             "inputs": {name: registry.values[name] for name in inputs if name in registry.values},
             "outputs": outputs,
         }
+
+
+def _note_limit(program: OpenProgram, failure: Exception) -> None:
+    """Record that a program has ended or is full, if the failure of an append says so."""
+    code = getattr(failure, "code", "")
+    if code in ENDED_CODES:
+        program.is_open = False
+    elif code.startswith(QUOTA_CODES):
+        program.is_full = True
 
 
 def _conure_error(failure: Exception) -> ConureError:

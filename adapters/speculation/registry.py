@@ -25,7 +25,8 @@ from conure.server.program.errors import ConureError, ExpressionError, RunError
 from conure.server.program.ir import Json
 from conure.server.program.status import Event, ProgramStatus
 
-from .answer_stream import FAILURE_EVENTS, RESULT_EVENTS, TEXT_EVENTS, call_failure
+from ..client.connection import FAILURE_EVENTS
+from .answer_stream import RESULT_EVENTS, TEXT_EVENTS, call_failure
 from .planned_call import PlannedCall, holds, request_key
 from .siblings import SiblingGroups
 

@@ -115,6 +115,9 @@ def graph_of(body: Mapping[str, Any]) -> Graph | None:
     """Return the graph of a submission; None if this process cannot build it.
 
     The server checks the program, too, and has all of its libraries.
+
+    Raises:
+        UsageError: if the program lacks one of the inputs.
     """
     inputs = body["inputs"]
     try:
@@ -124,9 +127,11 @@ def graph_of(body: Mapping[str, Any]) -> Graph | None:
             )
         submission = decode_submission(msgspec.json.encode(body))
         return Graph.build(submission.program, inputs, open=submission.open)
-    except (ProgramError, ModuleNotFoundError) as problem:
-        if getattr(problem, "code", "") == "program.unknown_input":
+    except ProgramError as problem:
+        if problem.code == "program.unknown_input":
             raise UsageError(str(problem)) from problem
+        return None
+    except ModuleNotFoundError:
         return None
 
 
@@ -145,7 +150,7 @@ def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
         for name in graph.inputs
         if graph.get_consumers(name) or graph.get_potential_readers(name) or name in graph.outputs
     }
-    # A text need not declare its inputs, so the server accepts every name.
+    # The server accepts a value for a declared input that no statement reads.
     if "source" in body and (unread := sorted(inputs.keys() - read)):
         close = difflib.get_close_matches(unread[0], read, n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"it reads {_named(sorted(read))}"

@@ -140,7 +140,9 @@ def _compile_decoder(
     emitter = Emitter()
     statements = StatementLowerer(emitter, LoopReads(reads), signatures)
     scope = NameScope(emitter, NameUses(body))
-    _check_inputs(inputs, {each.name for each in declared} | (_names_in(tree) if inputs else set()))
+    names = {each.name for each in declared}
+    if undeclared := set(inputs) - names:
+        _check_inputs(undeclared, names | _names_in(tree))
     variables = _declare_inputs(statements, scope, declared, inputs)
     if any(map(can_jump, body)):
         scope.reserve_result()
