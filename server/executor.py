@@ -329,12 +329,21 @@ class Executor(ProgramReader):
         return self.services.functions.signatures
 
     async def tokenize(
-        self, model: str, prompt: str | list[Message], *, tools: list[dict[str, Json]], bos: bool
+        self,
+        model: str,
+        prompt: str | list[Message],
+        *,
+        tools: list[dict[str, Json]],
+        bos: bool = False,
+        template_options: Mapping[str, Json] | None = None,
     ) -> TokenizedPrompt:
         """Return the token ids of a prompt; see `Service.tokenize`."""
         served = self.services.model
         served.check_name([model], "model")
-        ids = await asyncio.to_thread(served.tokenize, prompt, tools=tools, bos=bos)
+        options = dict(template_options or {})
+        ids = await asyncio.to_thread(
+            served.tokenize, prompt, tools=tools, bos=bos, template_options=options
+        )
         return TokenizedPrompt(count=len(ids), max_model_len=served.max_len, tokens=ids)
 
     def models(self) -> list[ModelInfo]:

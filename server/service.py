@@ -10,7 +10,7 @@ at any await, which only ends the wait.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -286,7 +286,13 @@ class ModelService(Protocol):
         ...
 
     async def tokenize(
-        self, model: str, prompt: str | list[Message], *, tools: list[dict[str, Json]], bos: bool
+        self,
+        model: str,
+        prompt: str | list[Message],
+        *,
+        tools: list[dict[str, Json]],
+        bos: bool = False,
+        template_options: Mapping[str, Json] | None = None,
     ) -> TokenizedPrompt:
         """Return the token ids of a text, or of messages as a call would send them.
 

@@ -155,12 +155,13 @@ class AsyncClient(AsyncBaseClient):
             options: as in `submit`.
 
         Raises:
-            ProgramError: if the program is invalid, or a client step has no function.
+            ProgramError: if the program is invalid, an input has no value, or a client step has no
+                function.
             ConureError: if the program failed or was cancelled. If one of the functions failed,
                 its exception is the cause.
         """
         body = programs.submission_body(
-            program, inputs=inputs, objectives=objectives, options=options
+            program, inputs=inputs, objectives=objectives, options=options, requires_inputs=True
         )
         check_functions(body.get("program"), functions or {})
         run = await self.submit(body, follow=True, types=STEP_EVENTS)

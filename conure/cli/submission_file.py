@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from conure.server.language.compiler import compile_source
 from conure.server.program.decoding.bodies import decode_submission
 from conure.server.program.errors import ProgramError
 from conure.server.program.graph.graph import Graph
+from conure.server.program.graph.inputs import missing_inputs, read_inputs
+from conure.server.program.suggestion import suggestion
 
 from .command import UsageError
 
@@ -145,20 +145,12 @@ def _check_inputs(file: Path, body: Mapping[str, Any]) -> None:
     if graph is None or body.get("open"):
         return
     inputs = body["inputs"]
-    read = {
-        name
-        for name in graph.inputs
-        if graph.get_consumers(name) or graph.get_potential_readers(name) or name in graph.outputs
-    }
+    read = read_inputs(graph)
     # The server accepts a value for a declared input that no statement reads.
     if "source" in body and (unread := sorted(inputs.keys() - read)):
-        close = difflib.get_close_matches(unread[0], read, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"it reads {_named(sorted(read))}"
+        hint = suggestion(unread[0], read, f"it reads {_named(sorted(read))}")
         raise UsageError(f"{file}: no statement reads input `{unread[0]}`; {hint}")
-    missing = sorted(
-        name for name in read - inputs.keys() if graph.variables[name].default is UNSET
-    )
-    if missing:
+    if missing := missing_inputs(graph):
         raise UsageError(f"{file}: no value for input {_named(missing)}; use -p NAME=VALUE")
 
 

@@ -25,8 +25,9 @@ from ..program.content import Json
 from ..program.decoding.typed_json import convert_record
 from ..program.errors import ConureError, ProgramError, RunError
 from ..program.expressions.value_schema import find_mismatch
-from ..program.functions import FunctionName, FunctionSignature
+from ..program.functions import OPTIONAL_FUNCTIONS, FunctionName, FunctionSignature
 from ..program.ir import Variable
+from ..program.suggestion import suggestion
 
 F = TypeVar("F", bound=Callable[..., Any])
 ValueType = Literal["string", "int", "float", "bool", "list", "object", "any"]
@@ -145,10 +146,11 @@ class FunctionRegistry(Mapping[str, ServerFunction]):
             ProgramError: `call.unknown_function`, `call.argument`.
         """
         if name not in self._functions:
-            known = ", ".join(sorted(self._functions)) or "none"
+            known = f"the functions are {', '.join(sorted(self._functions)) or 'none'}"
+            hint = OPTIONAL_FUNCTIONS.get(name) or suggestion(name, self._functions, known)
             raise ProgramError(
                 "call.unknown_function",
-                f"no function {name} is registered on this server (registered: {known})",
+                f"this server has no function `{name}`; {hint}",
                 path="function",
             )
         signature = self._functions[name].signature

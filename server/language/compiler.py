@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import gc
 import re
 from collections.abc import Collection, Iterator
@@ -27,6 +26,7 @@ from ..program.content import Expression, Segment
 from ..program.errors import NotFoundError, ProgramError
 from ..program.ir import GenerateNode, Node, Program, Variable, YieldNode
 from ..program.nodes.bodies import walk as walk_nodes
+from ..program.suggestion import suggestion
 from .errors import (
     LanguageError,
     Position,
@@ -283,8 +283,7 @@ def _check_inputs(inputs: Collection[str], read: AbstractSet[str]) -> None:
     for name in sorted(set(inputs) - read):
         if not is_name(name):
             _refuse_name(name)
-        similar = difflib.get_close_matches(name, read, n=1)
-        hint = f"did you mean `{similar[0]}`?" if similar else "remove it"
+        hint = suggestion(name, read, "remove it")
         raise ProgramError(
             "program.unknown_input",
             f"no statement reads input `{name}`; {hint}",

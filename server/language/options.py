@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ..program.content import Constraint, Json
+from ..program.suggestion import suggestion
 from .errors import Place, SourceArgumentError
 
 Kind: TypeAlias = Literal[
@@ -130,8 +130,7 @@ def check_option(name: str, place: Place) -> None:
             "parallel, share the prompt, and have different seeds"
         )
         raise SourceArgumentError("language.argument", message, place)
-    similar = difflib.get_close_matches(name, OPTIONS, n=1)
-    hint = f"did you mean `{similar[0]}`?" if similar else f"the options are {_listed_options()}"
+    hint = suggestion(name, OPTIONS, f"the options are {_listed_options()}")
     message = f"unknown option `{name}`: {hint}"
     raise SourceArgumentError("language.argument", message, place)
 

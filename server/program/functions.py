@@ -15,6 +15,12 @@ FunctionName = Annotated[
     str, Meta(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$(?!\n)", max_length=128)
 ]
 
+OPTIONAL_FUNCTIONS = {
+    "python": "start the server with `--allow python`",
+    "retrieve": "start the server with `--retrieve FOLDER`",
+}
+"""Functions of the package that a server has only if an option says so, and what to do."""
+
 
 class FunctionSignature(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What a caller needs of a function."""

@@ -2,12 +2,12 @@
 
     choices      one terminal, the alternatives as literals
     regex        one terminal that matches the whole text
-    json_schema  unchanged, but compact: `{"a":1}`, no spaces between tokens
+    json_schema  compact: `{"a":1}`, no spaces between tokens; integers fit 64 bits
     type         string, list: a schema; int, float, bool: a terminal with JSON's spelling
     lark         unchanged
 
-Compact JSON leaves a model the fewest choices, and it cannot write spaces forever. Numbers are
-bounded to fit 64 bits. The length of a list and of its strings is bounded, so that it ends.
+Compact JSON leaves a model the fewest choices, and it cannot write spaces forever. The numbers of
+`int` and `float` fit 64 bits. The length of a list and of its strings is bounded, so that it ends.
 
 Out of scope: whether a grammar compiles; the engine checks that.
 """
@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
+from .bounded_schema import bound_integers
 from .content import Constraint, Json
 
 MAX_LIST_ITEMS: Final = 64
@@ -79,7 +80,7 @@ def _schema(schema: dict[str, Json] | bool) -> str:
     if schema is False:
         return _encode({"json_schema": False})
     # Our options replace those of the schema.
-    content = {} if schema is True else schema
+    content = {} if schema is True else bound_integers(schema)
     return _encode({"json_schema": {**content, "x-guidance": _OPTIONS}})
 
 

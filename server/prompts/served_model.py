@@ -99,7 +99,12 @@ class ServedModel:
             )
 
     def tokenize(
-        self, prompt: str | list[Message], *, tools: list[dict[str, Json]], bos: bool
+        self,
+        prompt: str | list[Message],
+        *,
+        tools: list[dict[str, Json]],
+        bos: bool,
+        template_options: dict[str, Json],
     ) -> list[int]:
         """Return the ids of a text, or of messages as a call sends them. May run in a thread.
 
@@ -107,6 +112,7 @@ class ServedModel:
             prompt: the text, or messages without variables.
             tools: that the messages may call.
             bos: whether a text begins with the model's BOS.
+            template_options: of the chat template.
 
         Raises:
             ProgramError: if a message is malformed or reads a variable, or the model cannot call
@@ -117,7 +123,13 @@ class ServedModel:
             pieces = (PromptPiece(prompt, special=False),)
             return self._encode("the text", pieces, bos=bos).ids
         answer = Output(variable="answer", form="message")
-        node = GenerateNode(id="tokenize", messages=prompt, output=answer, tools=tools or UNSET)
+        node = GenerateNode(
+            id="tokenize",
+            messages=prompt,
+            output=answer,
+            tools=tools or UNSET,
+            template_options=template_options,
+        )
         [slot] = node.make_slots()
         if slot.reads:
             names = ", ".join(sorted(slot.reads))

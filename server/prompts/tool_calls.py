@@ -21,6 +21,7 @@ from typing import Final
 
 import msgspec
 
+from ..program.bounded_schema import bound_integers
 from ..program.grammar import delimited, grammar_of, quoted
 from ..program.ir import Constraint, Json
 from ..program.tools import Tool, ToolSet
@@ -105,7 +106,8 @@ def _rules(tools: ToolSet, tool_format: ToolFormat) -> str:
 
 
 def _schema(tool: Tool, tool_format: ToolFormat) -> str:
-    schema: dict[str, Json] = dict(tool.parameters if tool.is_strict else _regular(tool.parameters))
+    parameters = tool.parameters if tool.is_strict else _regular(tool.parameters)
+    schema = bound_integers(parameters)
     schema.setdefault("type", "object")
     if "properties" in schema:
         # A function cannot use arguments that it does not declare.

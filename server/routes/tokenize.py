@@ -23,6 +23,8 @@ class TokenizeQuestion(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     messages: Annotated[list[Message], Meta(max_length=10_000)] | UnsetType = UNSET
     tools: list[dict[str, Json]] | UnsetType = UNSET
     """Tools that the messages may call."""
+    chat_template_kwargs: dict[str, Json] = {}
+    """Options of the chat template."""
     add_special_tokens: bool = False
     """Begin a prompt with the model's BOS, as a completion does."""
 
@@ -45,6 +47,7 @@ async def tokenize(request: Request[Any, Any, Any]) -> TokenizedPrompt:
         prompt,
         tools=[] if question.tools is UNSET else question.tools,
         bos=question.add_special_tokens,
+        template_options=question.chat_template_kwargs,
     )
 
 

@@ -37,6 +37,8 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
                 f"{message}: the base URL has the path {path[:inner]}; remove it, or let the proxy "
                 "remove it"
             )
+        if (base := _foreign_base(path, known)) is not None:
+            return f"{message}: the base URL ends with {base}; end it with {_API} instead"
         return message
     rest = path.removeprefix(f"{_API}/")
     for route in known:
@@ -47,6 +49,15 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
         return f"{message}: this server generates text only and has no counterpart of it"
     near = difflib.get_close_matches(path, [route for route in known if "{" not in route], 1, 0.8)
     return f"{message}: did you mean {near[0]}?" if near else f"{message}; /schema lists the routes"
+
+
+def _foreign_base(path: str, known: Iterable[str]) -> str | None:
+    """Return the part of a path that stands where the API's should; None if no route follows."""
+    routes = list(known)
+    ends = (match.start() for match in re.finditer("/", path[1:]))
+    return next(
+        (path[: end + 1] for end in ends if _is_known(_API + path[end + 1 :], routes)), None
+    )
 
 
 def _is_known(path: str, routes: Iterable[str]) -> bool:

@@ -78,6 +78,23 @@ def test_a_text_can_be_submitted_as_it_is(client: Client) -> None:
     assert client.run("x = gen('Tea is ', max_tokens=8)\nyield x").outputs["x"]
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "topic: str\nx = gen(f'{topic} is ', max_tokens=4)\nyield x",
+        {
+            "variables": {"topic": {}},
+            "nodes": [{"id": "n", "op": "expr", "expr": {"var": "topic"}, "output": "x"}],
+            "outputs": ["x"],
+        },
+    ],
+)
+def test_run_refuses_a_missing_input(client: Client, program: Any) -> None:
+    with pytest.raises(ProgramError, match="no value for input `topic`: give it in `inputs`"):
+        client.run(program)
+    assert client.run(program, {"topic": "tea"}).status == "done"
+
+
 def test_an_error_has_the_line_of_the_file(client: Client) -> None:
     @conure.program
     def wrong():  # type: ignore[no-untyped-def]

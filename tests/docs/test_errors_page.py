@@ -76,6 +76,7 @@ NO_CODES = {
     "response.created",
     "response.failed",
     "response.in_progress",
+    "response.input_tokens",
     "tool_call.id",
     "transformers.js_config",
     "web_search_call.results",

@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +357,13 @@ class ScriptedService:
         return GrammarInfo(is_supported=True, matches=None if text is None else text == "yes")
 
     async def tokenize(
-        self, model: str, prompt: str | list[Any], *, tools: list[dict[str, Any]], bos: bool
+        self,
+        model: str,
+        prompt: str | list[Any],
+        *,
+        tools: list[dict[str, Any]],
+        bos: bool = False,
+        template_options: Mapping[str, Any] | None = None,
     ) -> TokenizedPrompt:
         return TokenizedPrompt(count=2, max_model_len=4096, tokens=[1, 2])
 

@@ -386,6 +386,7 @@ def test_openapi_has_every_route_with_schemas(document: dict[str, Any]) -> None:
         "/v1/completions",
         "/v1/embeddings",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/responses/{response}",
         "/v1/responses/{response}/cancel",
         "/v1/responses/{response}/input_items",

@@ -55,8 +55,12 @@ def submission_body(
     objectives: Mapping[str, Json] | None = None,
     options: Options | Mapping[str, Json] | None = None,
     is_open: bool = False,
+    requires_inputs: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON of a submission: `program`, or a submission completed by the others.
+
+    `requires_inputs`: refuse the program unless all of its inputs have values, as the caller does
+    not set any later.
 
     Raises:
         TypeError: if the program is a function that was not called.
@@ -81,6 +85,8 @@ def submission_body(
         body["options"] = {**body.get("options", {}), **given}
     if is_open:
         body["open"] = True
+    if requires_inputs and not body.get("open"):
+        body["options"] = {"require_inputs": True, **body.get("options", {})}
     return body
 
 

@@ -8,13 +8,14 @@ equal nodes.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 
 from conure.server.program.ir import Constraint, Json, Sampling
+
+from ...arguments import unknown_argument
 
 MAX_ANSWERS: Final = 128
 """Maximum of `n`, as in OpenAI's API."""
@@ -62,7 +63,7 @@ def sampling_of(
             and value is not None
             and not _is_format_argument(name)
         ):
-            raise ValueError(unknown_argument(name, value, _SAMPLING_FIELDS))
+            raise ValueError(unknown_argument(name, value, _SAMPLING_FIELDS, "ChatConure"))
     if stop is not None:
         settings["stop"] = stop
     if isinstance(settings.get("stop"), str):
@@ -88,13 +89,6 @@ def _num_logprobs(logprobs: Any, top_logprobs: int | None) -> int | None:
 
 def _is_format_argument(name: str) -> bool:
     return name in _TOOL_ARGUMENTS or name in ("response_format", "constraint")
-
-
-def unknown_argument(name: str, value: Any, known: Iterable[str]) -> str:
-    """Return the message about an argument that does not exist."""
-    similar = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {similar[0]}?" if similar else f"; it has {', '.join(sorted(known))}"
-    return f"unknown argument {name}={value!r} of ChatConure{hint}"
 
 
 def tool_of(tool: Any, *, strict: bool | None) -> dict[str, Json]:

@@ -25,9 +25,10 @@ from pydantic import (
 
 from conure.server.program.ir import Json, Sampling
 
+from ...arguments import unknown_argument
 from ...client import AsyncClient, Client
 from ...client.client_cache import ModelClients
-from .call_options import constraint_of, sampling_of, tools_of, unknown_argument
+from .call_options import constraint_of, sampling_of, tools_of
 from .model_info import ServerProfile
 
 SAMPLING_FIELDS: Final = (*Sampling.__struct_fields__, "top_logprobs")
@@ -120,7 +121,7 @@ class ChatSettings(BaseChatModel):
                 }
             for name, value in given.items():
                 if name not in known:
-                    raise ValueError(unknown_argument(name, value, known))
+                    raise ValueError(unknown_argument(name, value, known, "ChatConure"))
         return given
 
     @model_validator(mode="after")

@@ -24,7 +24,13 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import LLM, ToolSelection
@@ -54,7 +60,7 @@ from .messages import (
     tool_selections,
 )
 from .model_request import ModelRequest
-from .request_options import output_fields, tool_fields
+from .request_options import output_fields, refuse_unknown, tool_fields
 from .server_tokenizer import ServerTokenizer
 
 if TYPE_CHECKING:
@@ -111,6 +117,8 @@ class Conure(FunctionCallingLLM):
 
     _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
     _model_infos: dict[str, dict[str, Json]] = PrivateAttr(default_factory=dict)
+
+    _refuse_unknown = model_validator(mode="before")(classmethod(refuse_unknown))  # type: ignore[arg-type]  # pydantic binds it
 
     def __getstate__(self) -> dict[Any, Any]:
         # LlamaIndex would remove unpicklable attributes from the LLM itself.

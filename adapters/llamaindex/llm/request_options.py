@@ -9,11 +9,26 @@ from llama_index.core.bridge.pydantic import BaseModel
 
 from conure.server.program.ir import Json, Sampling
 
+from ...arguments import unknown_argument
+
 _SAMPLING: Final = frozenset(Sampling.__struct_fields__)
 _TOOL_FIELDS: Final = ("parallel_tool_calls", "tool_choice", "tools")
 _NOT_FOR_THE_MODEL: Final = ("model", "extra_headers")
 """Arguments that are not part of an output. LlamaIndex's `DocumentContextExtractor` passes
 `extra_headers` for another provider to every LLM; calls of Conure share their requests."""
+
+
+def refuse_unknown(owner: type[BaseModel], given: Any) -> Any:
+    """Return the arguments of an LLM's class, unless one is not a field of it.
+
+    Raises:
+        ValueError: with the name of the argument.
+    """
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            if name not in owner.model_fields:
+                raise ValueError(unknown_argument(name, value, owner.model_fields, "Conure"))
+    return given
 
 
 def output_fields(
@@ -42,7 +57,7 @@ def output_fields(
         elif name == "n":
             _check_one_answer(value)
         elif name not in (*_TOOL_FIELDS, *_NOT_FOR_THE_MODEL) and value is not None:
-            raise ValueError(f"unknown argument {name}={value!r} of Conure")
+            raise ValueError(unknown_argument(name, value, _SAMPLING, "Conure"))
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     return {name: value for name, value in fields.items() if value not in (None, [])}

@@ -6,13 +6,14 @@ Invariant: a name is looked up in tables only. A call of an unknown function is 
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from ...program.content import Expression
+from ...program.functions import OPTIONAL_FUNCTIONS
 from ...program.ir import CallNode, ClientNode, ExprNode, KillNode, WaitNode
 from ...program.nodes import NODE_KINDS
+from ...program.suggestion import suggestion
 from ..errors import (
     SourceArgumentError,
     SourceNameError,
@@ -166,13 +167,11 @@ def _parameters(lowerer: Lowerer, node: ast.Call, name: str, scope: NameScope) -
     if name in lowerer.signatures:
         return list(lowerer.signatures[name])
     known = [*lowerer.signatures, *FUNCTIONS, *_CALLS, *scope.known_names()]
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    hint = (
-        f"did you mean `{similar[0]}`?"
-        if similar
-        else f"write a `def`; the language has {', '.join(FUNCTIONS)}, and the server "
+    otherwise = (
+        f"write a `def`; the language has {', '.join(FUNCTIONS)}, and the server "
         f"{', '.join(sorted(lowerer.signatures)) or 'no functions'}"
     )
+    hint = OPTIONAL_FUNCTIONS.get(name) or suggestion(name, known, otherwise, similarity=0.8)
     message = f"unknown function `{name}`: {hint}"
     raise SourceNameError("language.unknown_function", message, position_of(node))
 

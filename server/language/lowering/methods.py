@@ -6,11 +6,11 @@ is: no attribute of a Python object is ever read.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ...program.content import Expression
+from ...program.suggestion import suggestion
 from ..errors import Place, SourceArgumentError, SourceNameError
 from ..options import Kind
 from .values import Value, as_text, element, text_of
@@ -160,8 +160,7 @@ def call_method(name: str, value: Value, arguments: Sequence[Value], place: Plac
     """
     method = METHODS.get(name)
     if method is None:
-        similar = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean `{similar[0]}`?" if similar else f"the methods are {_listed(METHODS)}"
+        hint = suggestion(name, METHODS, f"the methods are {_listed(METHODS)}")
         message = _ELSEWHERE.get(name, f"unknown method `{name}`: {hint}")
         raise SourceNameError("language.unknown_function", message, place)
     _check_count(name, method, len(arguments), place)

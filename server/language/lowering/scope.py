@@ -11,11 +11,11 @@ Out of scope: nodes. `blocks` merges the versions of branches.
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...program.checks import MAX_NAME, is_name
+from ...program.suggestion import suggestion
 from ..errors import Place, SourceNameError
 from ..options import Kind
 from ..syntax import can_jump
@@ -299,8 +299,8 @@ class NameScope:
         if self._uses is not None and name in self._uses.assigned:
             return "it is assigned only later: move the assignment up"
         hint = f"assign it, or declare it as an input: `{name}: str`"
-        similar = difflib.get_close_matches(name, self.known_names(), n=1)
-        return f"did you mean `{similar[0]}`? Otherwise {hint}" if similar else hint
+        similar = suggestion(name, self.known_names())
+        return f"{similar} Otherwise {hint}" if similar else hint
 
     def known_names(self) -> list[str]:
         """Return the names that have a meaning here."""

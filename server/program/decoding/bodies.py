@@ -9,17 +9,17 @@ Invariant: every body gives a record or a ProgramError.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 import msgspec
 
 from ..errors import ProgramError
 from ..ir import Append, Submission
 from ..nodes import NODE_KINDS
+from ..suggestion import listed, suggestion
 from .bounded_json import MAX_BODY_BYTES, check_bounds, check_keys, malformed, measure_depth
-from .typed_json import convert_record, decode_record
+from .invalid_part import allowed_values, field_names, holders_of, name_key
+from .typed_json import decode_record
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$", re.DOTALL)
 _OP_PATH = re.compile(r"(^|\.)(nodes|body|then|else)\[\d+\]\.op$")
-_ANY_KEY = "[...]"
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def decode_submission(body: bytes) -> Submission:
@@ -96,80 +96,31 @@ def _decode(body: bytes, type: type[T] | Any) -> T:  # noqa: A002
 def _invalid(error: msgspec.ValidationError, body: bytes, record_type: Any) -> ProgramError:
     text = str(error)
     position = _PATH.search(text)
-    if position is None:
-        return ProgramError("program.invalid", text)
-    reason, path = text[: position.start()], position[2]
+    reason, path = (text, "") if position is None else (text[: position.start()], position[2])
     if _OP_PATH.search(path) and reason.startswith("Invalid value"):
         return _unsupported_op(reason.removeprefix("Invalid value ").strip("'"), path)
-    if position[1]:
-        reason = f"{reason} as a key"
-    elif _ANY_KEY in path:
-        path = _name_key(path, body, record_type)
-    return ProgramError("program.invalid", f"{reason} at `{path}`", path=path)
+    if position is not None and position[1]:
+        return ProgramError("program.invalid", f"{reason} as a key at `{path}`", path=path)
+    path = name_key(path, body, record_type)
+    message = f"{reason} at `{path}`" if path else reason
+    if hint := _hint(reason, path, body, record_type):
+        message = f"{message}: {hint}"
+    return ProgramError("program.invalid", message, path=path or None)
+
+
+def _hint(reason: str, path: str, body: bytes, record_type: Any) -> str:
+    """Return what is allowed instead of an unknown field or value, if that is known."""
+    if unknown := _UNKNOWN_FIELD.fullmatch(reason):
+        if holders := holders_of(unknown[1], path, body, record_type):
+            return f"it is a field of {listed(holders)}"
+        fields = field_names(path, body, record_type)
+        return suggestion(unknown[1], fields, f"the fields are {listed(fields)}" if fields else "")
+    if reason.startswith("Invalid enum value"):
+        values = allowed_values(path, body, record_type)
+        return f"the values are {listed(values)}" if values else ""
+    return ""
 
 
 def _unsupported_op(op: str, path: str) -> ProgramError:
-    known = ", ".join(NODE_KINDS)
-    return ProgramError(
-        "program.unsupported_op", f"op `{op}` is unknown; this server runs: {known}", path=path
-    )
-
-
-def _name_key(path: str, body: bytes, record_type: Any) -> str:
-    """Replace `[...]` in a path of msgspec by the key of the invalid item.
-
-    msgspec reports the first invalid item of an object. The halves of the object are converted
-    until one item is left, so that the cost is linear in the object.
-    """
-    try:
-        holder, item_type = msgspec.json.decode(body), record_type
-        for part in re.split(r"[.\[\]]+", path[: path.index(_ANY_KEY)]):
-            if part:
-                item_type = _type_of_part(item_type, holder, part)
-                holder = holder[int(part)] if isinstance(holder, list) else holder[part]
-        object_type = _find_type(item_type, dict)
-        items = list(holder.items())
-        while len(items) > 1:
-            half = items[: len(items) // 2]
-            is_in_rest = _is_valid(dict(half), object_type)
-            items = items[len(half) :] if is_in_rest else half
-        return path.replace(_ANY_KEY, f".{items[0][0]}", 1)
-    except (msgspec.MsgspecError, LookupError, ValueError, AttributeError, TypeError):
-        return path  # the path without a key is right, too
-
-
-def _is_valid(value: Any, value_type: Any) -> bool:
-    try:
-        convert_record(value, value_type)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
-def _type_of_part(record_type: Any, value: Any, part: str) -> Any:
-    """Return the type of a field, or of the items of a list or an object."""
-    if isinstance(value, list):
-        return _find_type(record_type, list).__args__[0]
-    structs = [each for each in _alternatives(record_type) if hasattr(each, "__struct_config__")]
-    if not structs:
-        return _find_type(record_type, dict).__args__[1]
-    for each in structs:
-        config = each.__struct_config__
-        if len(structs) == 1 or value.get(config.tag_field) == config.tag:
-            return next(f.type for f in msgspec.structs.fields(each) if f.encode_name == part)
-    raise LookupError(part)
-
-
-def _find_type(record_type: Any, origin: type) -> Any:
-    return next(each for each in _alternatives(record_type) if get_origin(each) is origin)
-
-
-def _alternatives(record_type: Any) -> Iterator[Any]:
-    """Yield the members of a union at any depth; an annotated type counts as its base."""
-    if get_origin(record_type) is Annotated:
-        yield from _alternatives(record_type.__origin__)
-    elif get_origin(record_type) in (Union, UnionType):
-        for each in get_args(record_type):
-            yield from _alternatives(each)
-    else:
-        yield record_type
+    hint = suggestion(op, NODE_KINDS, f"this server runs: {', '.join(NODE_KINDS)}")
+    return ProgramError("program.unsupported_op", f"op `{op}` is unknown; {hint}", path=path)

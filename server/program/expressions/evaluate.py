@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from ..content import Expression, Json
 from ..errors import ExpressionError, ProgramError
+from ..suggestion import suggestion
 from .budget import WorkBudget
 from .operators import OPERATORS, FuelMeter
 from .regex import RegexError, check_pattern
@@ -368,8 +369,9 @@ def _refuse_arity(name: str, argument: Expression, path: str) -> NoReturn:
 def _refuse_operator(name: str, path: str) -> NoReturn:
     if name in _YIELD_OPERATORS:
         _refuse(f"`{name}` is allowed only in the value of a `yield`: use `var` instead", path)
-    known = ", ".join(sorted({*OPERATORS, *SPECIAL_OPERATORS}))
-    _refuse(f"unknown operator `{name}`; the operators are: {known}", path)
+    known = sorted({*OPERATORS, *SPECIAL_OPERATORS})
+    hint = suggestion(name, known, f"the operators are: {', '.join(known)}")
+    _refuse(f"unknown operator `{name}`; {hint}", path)
 
 
 def _refuse(message: str, path: str) -> NoReturn:

@@ -8,7 +8,6 @@ Out of scope: how the tables of the graph and of its extension are built.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, NoReturn
 
@@ -17,6 +16,7 @@ from ..nodes import Node
 from ..nodes.base import NodeWithBodies, TemplateNode
 from ..nodes.bodies import BodyRef
 from ..slot import Slot
+from ..suggestion import suggestion
 from .tables import GraphTables
 
 
@@ -165,8 +165,8 @@ class NameResolver:
                 "`collect`, `merge` or `carry`",
                 path=path,
             )
-        similar = difflib.get_close_matches(name, list(known)[:1_000], n=1)
-        hint = f"; did you mean `{similar[0]}`?" if similar else ""
+        similar = suggestion(name, list(known)[:1_000])
+        hint = f"; {similar}" if similar else ""
         raise ProgramError(
             "program.unknown_variable",
             f"unknown variable `{name}`: no node writes it, and `variables` does not declare it "

@@ -106,10 +106,7 @@ def lower_chat(request: ChatRequest) -> list[AnyNode]:
     """
     reject_unsupported(request)
     messages = [_message(message, i) for i, message in enumerate(request.messages)]
-    limit = request.max_tokens
-    if request.max_completion_tokens is not None:
-        limit = request.max_completion_tokens
-    sampling = {**sampling_of(request, limit), **_logprobs(request)}
+    sampling = {**sampling_of(request, _limit_of(request)), **_logprobs(request)}
     constraint = constraint_of(request, format_constraint(request.response_format))
     tools = tool_fields(request.tools, request.tool_choice, request.parallel_tool_calls)
     return [
@@ -129,6 +126,22 @@ def lower_chat(request: ChatRequest) -> list[AnyNode]:
         )
         for i in range(request.n or 1)
     ]
+
+
+def _limit_of(request: ChatRequest) -> int | None:
+    """Return the maximum number of tokens of an answer, under its old or its new name.
+
+    Raises:
+        ProgramError: if the request has both, with different values.
+    """
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise ProgramError(
+            "request.invalid",
+            f"'max_tokens' is {old} and 'max_completion_tokens' is {new}: send one of them",
+            path="max_tokens",
+        )
+    return old if new is None else new
 
 
 def _logprobs(request: ChatRequest) -> dict[str, int]:
@@ -181,7 +194,14 @@ def _message(message: ChatMessage, i: int) -> Message:
     content: str | list[Segment] = ""
     if isinstance(message.content, str):
         content = message.content
-    elif message.content is not None:
+    elif message.content is None:
+        if message.role in ("user", "system", "developer"):
+            raise ProgramError(
+                "request.invalid",
+                f"a message of role {message.role!r} needs content: send a text",
+                path=f"{path}content",
+            )
+    else:
         content = [_text(part, f"{path}content[{k}]") for k, part in enumerate(message.content)]
     role = "system" if message.role == "developer" else message.role
     return Message(

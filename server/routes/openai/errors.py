@@ -18,6 +18,7 @@ _TYPES = {
 }
 _CODES = {"prompt.too_long": "context_length_exceeded"}
 """Error codes that have another name in the OpenAI API."""
+_NODE = re.compile(r"^node call(_\d+)?: ")
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ def error_body(failure: PublicError) -> ErrorBody:
         else:
             path = ""
     return ErrorBody(
-        message=failure.message,
+        message=_NODE.sub("", failure.message),
         type=_TYPES.get(failure.status, default_type),
         param=path or None,
         code=_CODES.get(failure.code, failure.code),

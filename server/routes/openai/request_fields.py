@@ -8,7 +8,6 @@ name. A field that would change an answer is never ignored silently.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -35,7 +34,9 @@ R = TypeVar("R", bound=Struct)
 
 MAX_ANSWERS = 16
 _UINT63 = 2**63 - 1
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.+?)`(?: at `(.+)`)?")
+_UNKNOWN_FIELD = re.compile(
+    r"Object contains unknown field `(.+?)`(?: at `(.+?)`)?(?:: (did you mean .*))?", re.DOTALL
+)
 
 Tokens = Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -211,8 +212,7 @@ def decode_request(body: bytes, record: type[R]) -> R:
             raise
         name, path = found[1], found[2]
         message = f"unknown option {name!r}"
-        near = [] if path else difflib.get_close_matches(name, record.__struct_encode_fields__, 1)
-        cure = f"did you mean {near[0]!r}?" if near else "remove it"
+        cure = found[3] or "remove it"
         location = f"{path}.{name}" if path else name
         raise ProgramError("unknown_parameter", f"{message}: {cure}", path=location) from error
 

@@ -78,6 +78,13 @@ class ItemList(Struct, frozen=True, kw_only=True):
     has_more: bool = False
 
 
+class InputTokens(Struct, frozen=True, kw_only=True):
+    """The number of tokens of a request."""
+
+    object: str = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(Struct, frozen=True, kw_only=True):
     """The answer to the deletion of a response."""
 
@@ -144,6 +151,28 @@ async def create_response(request: Request[Any, Any, Any]) -> ASGIResponse:
         await execution.cancel()
         raise
     return _json(builder.response("completed", result))
+
+
+@post(
+    "/v1/responses/input_tokens",
+    status_code=200,
+    operation_class=json_body(ResponseRequest),
+    responses={200: success_response(InputTokens, "The number of tokens"), **_ERRORS},
+    tags=["openai"],
+)
+async def count_input_tokens(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """Count the tokens of the prompt that a request for a response would send to the model."""
+    body: ResponseRequest = await read_request(request, ResponseRequest)
+    check_model(request, body.model)
+    node = lower_response(body, await _earlier_items(request, body.previous_response_id), {})
+    assert isinstance(node.messages, list), "a response is a chat"
+    prompt = await service_of(request).tokenize(
+        body.model,
+        node.messages,
+        tools=[] if node.tools is UNSET else node.tools,
+        template_options=node.template_options,
+    )
+    return _json(InputTokens(input_tokens=prompt.count))
 
 
 @get(
@@ -232,7 +261,7 @@ def _listed(item: Item) -> Item:
     return {"type": "message", "status": "completed", **item}
 
 
-def _json(response: ResponseObject) -> ASGIResponse:
+def _json(response: ResponseObject | InputTokens) -> ASGIResponse:
     content = msgspec.json.encode(response)
     return ASGIResponse(body=content, media_type="application/json", status_code=200)
 
@@ -349,6 +378,7 @@ async def _stream(
 
 
 ROUTES = (
+    count_input_tokens,
     create_response,
     read_response,
     cancel_response,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from litestar import Request, delete, get, post, put
@@ -25,16 +25,36 @@ from ..openapi import error_responses, json_body, success_response
 from ..request_context import RequestError, read_json, service_of, tenant_of
 from .programs import IdempotencyKey
 
-_REFERENCE = re.compile(REFERENCE_PATTERN)
-_VERSION = re.compile(r"[A-Za-z_][\w.-]{0,127}@[0-9a-f]{32}")
-_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
-_ALIAS = re.compile(r"[A-Za-z_][\w.-]{0,63}")
-
 
 class ProcedureList(Struct, frozen=True):
     """All versions of all procedures."""
 
     procedures: list[StoredProcedure]
+
+
+class _Form(NamedTuple):
+    """A form of text in the path of a request."""
+
+    pattern: re.Pattern[str]
+    description: str
+
+
+_NAME = _Form(
+    re.compile(r"[A-Za-z_][\w.-]{0,127}"),
+    "a name: use up to 128 letters, digits, `_`, `.` and `-`, first a letter or `_`",
+)
+_ALIAS = _Form(
+    re.compile(r"[A-Za-z_][\w.-]{0,63}"),
+    "an alias: use up to 64 letters, digits, `_`, `.` and `-`, first a letter or `_`",
+)
+_REFERENCE = _Form(
+    re.compile(REFERENCE_PATTERN),
+    "a reference to a procedure: write `name`, `name:alias` or `name@version`",
+)
+_VERSION = _Form(
+    re.compile(r"[A-Za-z_][\w.-]{0,127}@[0-9a-f]{32}"),
+    "a version: write `name@version` with 32 hexadecimal digits; GET /v1/procedures lists them",
+)
 
 
 @put(
@@ -49,7 +69,7 @@ async def put_procedure(request: Request[Any, Any, Any], name: FromPath[str]) ->
     The program is checked like a submission. The version is a hash of the program, so storing an
     equal program again has no effect.
     """
-    _check(_NAME, name, "a name")
+    _check(_NAME, name)
     body: PutProcedure = decode_json(await read_json(request), PutProcedure)
     return await service_of(request).procedures.put(name, body, tenant=tenant_of(request))
 
@@ -64,8 +84,8 @@ async def put_alias(
     request: Request[Any, Any, Any], name: FromPath[str], alias: FromPath[str]
 ) -> StoredProcedure:
     """Let an alias name another version. Its parameters and results must be the same."""
-    _check(_NAME, name, "a name")
-    _check(_ALIAS, alias, "an alias")
+    _check(_NAME, name)
+    _check(_ALIAS, alias)
     body: PutAlias = decode_json(await read_json(request), PutAlias)
     return await service_of(request).procedures.put_alias(
         name, alias, body.version, tenant=tenant_of(request)
@@ -80,7 +100,7 @@ async def put_alias(
 )
 async def put_pin(request: Request[Any, Any, Any], reference: FromPath[str]) -> StoredProcedure:
     """Keep the constant beginnings of a version's prompts in the engines' KV for a time."""
-    _check(_REFERENCE, reference, "a reference")
+    _check(_REFERENCE, reference)
     body: PutPin = decode_json(await read_json(request), PutPin)
     procedures = service_of(request).procedures
     return await procedures.pin(reference, body.pin_s, tenant=tenant_of(request))
@@ -94,7 +114,7 @@ async def put_pin(request: Request[Any, Any, Any], reference: FromPath[str]) -> 
 )
 async def delete_pin(request: Request[Any, Any, Any], reference: FromPath[str]) -> StoredProcedure:
     """Remove the pin of a version; safe to repeat."""
-    _check(_REFERENCE, reference, "a reference")
+    _check(_REFERENCE, reference)
     return await service_of(request).procedures.pin(reference, None, tenant=tenant_of(request))
 
 
@@ -109,7 +129,7 @@ async def delete_procedure(request: Request[Any, Any, Any], reference: FromPath[
     Programs that run it, and procedures that call it, have a copy. A version that an alias names
     is refused with `procedure.in_use`. Versions are kept until they are removed.
     """
-    _check(_VERSION, reference, "a version (`name@version`)")
+    _check(_VERSION, reference)
     await service_of(request).procedures.remove(reference, tenant=tenant_of(request))
 
 
@@ -122,8 +142,8 @@ async def delete_alias(
     request: Request[Any, Any, Any], name: FromPath[str], alias: FromPath[str]
 ) -> None:
     """Remove an alias, not the version that it names."""
-    _check(_NAME, name, "a name")
-    _check(_ALIAS, alias, "an alias")
+    _check(_NAME, name)
+    _check(_ALIAS, alias)
     await service_of(request).procedures.remove_alias(name, alias, tenant=tenant_of(request))
 
 
@@ -142,7 +162,7 @@ async def read_procedure(
     request: Request[Any, Any, Any], reference: FromPath[str]
 ) -> StoredProcedure:
     """Return a version of a procedure, by `name@version`, `name:alias` or `name`."""
-    _check(_REFERENCE, reference, "a reference")
+    _check(_REFERENCE, reference)
     return await service_of(request).procedures.find(reference, tenant=tenant_of(request))
 
 
@@ -162,7 +182,7 @@ async def run_procedure(
     idempotency_key: IdempotencyKey = None,
 ) -> ASGIResponse:
     """Submit a procedure as a program."""
-    _check(_REFERENCE, reference, "a reference")
+    _check(_REFERENCE, reference)
     body: RunProcedure = decode_json(await read_json(request), RunProcedure)
     accepted, is_replay = await service_of(request).procedures.run(
         reference, body, tenant=tenant_of(request), idempotency_key=idempotency_key
@@ -178,11 +198,9 @@ async def run_procedure(
     )
 
 
-def _check(pattern: re.Pattern[str], text: str, kind: str) -> None:
-    if pattern.fullmatch(text) is None:
-        raise RequestError(
-            "procedure.name", f"{text[:140]!r} is not {kind} of a procedure: use letters and digits"
-        )
+def _check(form: _Form, text: str) -> None:
+    if form.pattern.fullmatch(text) is None:
+        raise RequestError("procedure.name", f"{text[:140]!r} is not {form.description}")
 
 
 ROUTES = (

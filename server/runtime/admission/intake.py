@@ -15,6 +15,7 @@ from ...engines.constraint_validator import ConstraintValidator
 from ...program.errors import ConflictError, ConureError, UnavailableError
 from ...program.graph.critical_path import longest_chain
 from ...program.graph.graph import CheckedAppend, Graph, check_append, graph_of
+from ...program.graph.inputs import check_inputs
 from ...program.ir import Append, Objective, Submission
 from ...program.nodes.bodies import count_calls
 from ...program.status import Accepted
@@ -191,6 +192,8 @@ class ProgramIntake:
         self._check_id(submission.id)
         check_options(submission, services.scheduler.policy.name)
         graph = await self._off_loop(body, lambda: graph_of(submission))
+        if submission.options.require_inputs:
+            check_inputs(graph)
         num_new_calls = num_calls(graph)
         if services.load.is_busy(self._load()):
             depth = await self._off_loop(body, lambda: longest_chain(graph))

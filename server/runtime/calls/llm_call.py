@@ -181,7 +181,7 @@ class LLMCall:
         output = self.outputs[slot]
         num_prompt = len(self.ids) + len(encoded.ids)
         if num_prompt == 0:
-            message = f"node {self.node.id}: the prompt before output {output.variable} is empty"
+            message = f"node {self.node.id}: the prompt is empty: write at least one token"
             raise PromptError("prompt.empty", message)
         budget = self.model.output_budget(
             num_prompt,

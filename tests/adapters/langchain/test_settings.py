@@ -69,7 +69,7 @@ def test_other_names_of_arguments(given: dict[str, Any], sent: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("name", "cure"),
-    [("temprature", "did you mean temperature"), ("extra", "it has "), ("num_ctx", "")],
+    [("temprature", "did you mean `temperature`"), ("extra", "it has "), ("num_ctx", "")],
 )
 def test_unknown_argument_is_refused(name: str, cure: str) -> None:
     with pytest.raises(ValidationError, match=f"unknown argument {name}=0 .*{cure}"):

@@ -9,11 +9,11 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.bridge.pydantic import BaseModel, ValidationError
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -135,6 +135,14 @@ async def test_invalid_call_raises_with_the_reason(
     with pytest.raises(case.error, match=case.match):
         await call_llm(make_llm(**case.llm), way, case.prompt, **case.kwargs)
     await all_ended(client, submitted)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"), [("temprature", "did you mean `temperature`"), ("beams", "it has ")]
+)
+def test_unknown_argument_of_the_class_is_refused(name: str, cure: str) -> None:
+    with pytest.raises(ValidationError, match=f"unknown argument {name}=0 of Conure; {cure}"):
+        Conure(**cast(Any, {name: 0}))
 
 
 @pytest.mark.parametrize("way", LLM_WAYS)

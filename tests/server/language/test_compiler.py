@@ -141,6 +141,11 @@ def test_an_unknown_function_is_refused_with_those_that_exist(call: str, named: 
     assert "lookup" in error.message
 
 
+def test_a_function_that_an_option_adds_is_refused_with_the_option() -> None:
+    error = error_of("yield python('1')", signatures={"lookup": ("key",)})
+    assert "unknown function `python`: start the server with `--allow python`" in error.message
+
+
 @pytest.mark.parametrize("read", ["history[0]['context']", "history[0].get('context')"])
 def test_the_context_of_a_message_in_a_list_is_its_content(read: str) -> None:
     history = "history = [{'role': 'user', 'context': 'hello'}]"

@@ -74,4 +74,6 @@ def test_tokens_far_beyond_the_limit_are_not_counted() -> None:
         model.encode(asking(), 0, [longer])
     assert refused.value.code == "prompt.too_long"
     with pytest.raises(PromptError, match=r"the text: more than .* prompt tokens"):
-        model.tokenize("a" * (limit + MAX_EXCESS_TOKENS + 1), tools=[], bos=False)
+        model.tokenize(
+            "a" * (limit + MAX_EXCESS_TOKENS + 1), tools=[], bos=False, template_options={}
+        )

@@ -25,7 +25,7 @@ from conure.server.program.ir import Append, Submission
 
 from ....cpu_time import least_cpu_s
 
-PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.json"))
+PROGRAMS = sorted((Path(__file__).parents[1] / "programs").glob("*.json"))
 
 
 def refusal(body: bytes, record: Any = Submission) -> ProgramError:
@@ -71,8 +71,26 @@ BAD_RECORDS = [
     (
         '{"program": {"variables": {"a": {}, "b": {"type": "foo"}, "c": {}}}}',
         "program.variables.b.type",
-        "Invalid enum value 'foo'",
+        "Invalid enum value 'foo' at `program.variables.b.type`: the values are `string`, `int`",
     ),
+    (
+        '{"program": {}, "options": {"strat": "eager"}}',
+        "options",
+        "unknown field `strat` at `options`: did you mean `start`?",
+    ),
+    ('{"program": {}, "options": {"x y": 1}}', "options", "the fields are `deadline_s`, `detach`"),
+    ('{"nodes": []}', None, "unknown field `nodes`: it is a field of `program`"),
+    (
+        NODE % '{"op": "generate", "id": "b", "prompt": [{"output": "y"}], "temperature": 1}',
+        "program.nodes[1]",
+        "unknown field `temperature` at `program.nodes[1]`: it is a field of `prompt`, `output`",
+    ),
+    (
+        '{"program": {"variables": {"a": {}, "b.c": {"type": "foo"}}}}',
+        "program.variables",
+        "as a key",
+    ),
+    ('{"program": {}, "objectives": {"a": "fast"}}', "objectives.a", "the values are `latency`"),
     (
         '{"program": {}, "objectives": {"a": "ttft", "b": {"deadline_s": "x"}}}',
         "objectives.b.deadline_s",
@@ -93,7 +111,9 @@ def test_unknown_ops_are_refused_with_a_list_of_the_known_ones() -> None:
     error = refusal((NODE % '{"op": "mop", "id": "m"}').encode())
     assert (error.code, error.path) == ("program.unsupported_op", "program.nodes[1].op")
     assert "op `mop` is unknown" in error.message
-    assert "generate, call, client, expr, map, if, loop, try, procedure, wait" in error.message
+    assert "did you mean `map`?" in error.message
+    far = refusal((NODE % '{"op": "teleport", "id": "m"}').encode())
+    assert "generate, call, client, expr, map, if, loop, try, procedure, wait" in far.message
     appended = refusal(b'{"nodes": [{"op": "mop", "id": "m"}]}', Append)
     assert (appended.code, appended.path) == ("program.unsupported_op", "nodes[0].op")
 

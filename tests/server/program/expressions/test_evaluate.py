@@ -168,7 +168,8 @@ def test_the_depth_of_a_value_is_limited() -> None:
 
 
 REFUSALS: list[tuple[Any, str, str]] = [
-    ({"nope": 1}, "e.nope", "unknown operator `nope`; the operators are: add, and, concat"),
+    ({"zzz": 1}, "e.zzz", "unknown operator `zzz`; the operators are: add, and, concat"),
+    ({"lenght": "x"}, "e.lenght", "unknown operator `lenght`; did you mean `len`?"),
     ({"a": 1, "b": 2}, "e", "exactly one operator"),
     ({}, "e", "exactly one operator"),
     (

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from conure.server.program.errors import ConflictError, ProgramError
 from conure.server.program.graph.graph import Graph, Slot
+from conure.server.program.graph.inputs import check_inputs, missing_inputs
 from conure.server.program.ir import (
     Append,
     ClientNode,
@@ -232,6 +233,27 @@ BAD_PROGRAMS: list[tuple[dict[str, Any], str, str]] = [
         "program.jobs.i.parent",
     ),
 ]
+
+
+def test_inputs_that_are_read_without_a_value_are_missing() -> None:
+    declared: dict[str, Any] = {
+        "variables": {
+            "given": {},
+            "usual": {"default": 1},
+            "unread": {},
+            "late": {},
+            "returned": {},
+        }
+    }
+    nodes = [expr(name, name) for name in ("given", "usual", "late")]
+    graph = build(*nodes, inputs={"given": 1}, outputs=["returned"], **declared)
+    assert missing_inputs(graph) == ["late", "returned"]
+    with pytest.raises(ProgramError, match="no value for input `late`, `returned`") as caught:
+        check_inputs(graph)
+    assert (caught.value.code, caught.value.path) == ("program.missing_input", "inputs.late")
+    graph.mark_provided("late")
+    graph.mark_provided("returned")
+    check_inputs(graph)
 
 
 def test_the_error_of_a_long_cycle_is_short() -> None:

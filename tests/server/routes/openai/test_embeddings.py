@@ -67,7 +67,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [999_999]}, "", "999999"),
     ({"input": "x" * 9_000}, "context_length_exceeded", "9000 tokens and the model reads 8192"),
     ({"input": "a", "dimensions": 65}, "invalid_dimensions", "embeddings have 64"),
-    ({"input": "a", "dimensons": 3}, "unknown_parameter", "did you mean 'dimensions'?"),
+    ({"input": "a", "dimensons": 3}, "unknown_parameter", "did you mean `dimensions`?"),
     ({"input": ["x" * 8_000] * 40}, "too_many_tokens", "send several"),
 ]
 

@@ -149,10 +149,20 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "guided_regex",
     ),
     ({"guided_json": "{"}, "is not a JSON schema", "guided_json"),
-    ({"max_token": 5}, "did you mean 'max_tokens'", "max_token"),
+    ({"max_token": 5}, "did you mean `max_tokens`", "max_token"),
     ({"surprise": 5}, "unknown option 'surprise': remove it", "surprise"),
     ({"functions": [{}]}, "use `tools`", "functions"),
     ({"priority": 1000}, "<= 100", "priority"),
+    (
+        {"max_tokens": 5, "max_completion_tokens": 6},
+        "'max_tokens' is 5 and 'max_completion_tokens' is 6: send one of them",
+        "max_tokens",
+    ),
+    (
+        {"messages": [{"role": "user", "content": None}]},
+        "a message of role 'user' needs content: send a text",
+        "messages[0].content",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "read text only",

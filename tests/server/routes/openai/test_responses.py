@@ -54,6 +54,22 @@ async def test_a_response_is_the_chats_answer(tmp_path: Path) -> None:
         assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+async def test_input_tokens_are_counted_as_a_response_counts_them(tmp_path: Path) -> None:
+    async with openai_client(tmp_path) as client:
+        first = await client.responses.create(input="One?", **GREEDY)
+        request: dict[str, Any] = {
+            "input": "Two?",
+            "instructions": "Be kind.",
+            "previous_response_id": first.id,
+            "model": "fake",
+        }
+        counted = await client.responses.input_tokens.count(**request)
+        answered = await client.responses.create(**request)
+        assert answered.usage is not None
+        assert counted.input_tokens == answered.usage.input_tokens
+        assert counted.object == "response.input_tokens"
+
+
 async def test_a_conversation_continues_by_the_earlier_response(tmp_path: Path) -> None:
     async with openai_client(tmp_path) as client:
         first = await client.responses.create(input="One?", instructions="Old.", **GREEDY)

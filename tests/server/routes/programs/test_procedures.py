@@ -33,3 +33,4 @@ async def test_a_version_is_removed_by_its_hash_only(tmp_path: Path) -> None:
         for reference in ("sum", "sum:default", "sum@1"):
             answer = await client.delete(f"/v1/procedures/{reference}")
             assert (answer.status_code, answer.json()["code"]) == (400, "procedure.name")
+            assert "write `name@version` with 32 hexadecimal digits" in answer.json()["detail"]

@@ -1,0 +1,26 @@
+"""Suggestions for unknown names, for error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def suggestion(
+    name: str, known: Iterable[str], otherwise: str = "", *, similarity: float = 0.6
+) -> str:
+    """Return the question whether the most similar known name was meant.
+
+    Args:
+        name: the unknown name.
+        known: the names that exist.
+        otherwise: the result if none of them is similar.
+        similarity: of two names, from 0 to 1; names below it are not similar.
+    """
+    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
+    return f"did you mean `{similar[0]}`?" if similar else otherwise
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names in quotes, separated by commas."""
+    return ", ".join(f"`{name}`" for name in names)
