@@ -34,12 +34,14 @@ DEFAULT_URL = "http://127.0.0.1:8400"
 MAX_PORT: Final = 65_535
 CONNECT_TIMEOUT_S = 5.0
 STREAM_SILENCE_S = 45.0
-"""Read timeout of an event stream. The server pings more often, so silence means it is dead."""
+"""Read timeout of an event stream. The server pings more often: silence is a lost connection."""
 
 _ROUTE = re.compile(
     r"/v1/(chat/completions|completions|embeddings|models|programs|responses|session)(?=/*$)"
 )
 """Routes that are given as the address of a server by mistake."""
+_PASSWORD = re.compile(r"//[^/@\s']*@")
+"""User and password in a URL, which no message may show."""
 
 LAST: Final = "program.finished"
 """The event that ends every stream."""
@@ -104,7 +106,9 @@ class ClientSettings:
         was_sent = not isinstance(problem, httpx.ConnectError | httpx.ConnectTimeout)
         reason = str(problem) or type(problem).__name__
         if isinstance(problem, httpx.ReadTimeout):
-            advice = f"the client waits {self.timeout_s:g} s (timeout_s) for an answer"
+            read_s = _read_timeout_s(problem, self.timeout_s)
+            setting = " (timeout_s)" if read_s == self.timeout_s else ""
+            advice = f"the client waits {read_s:g} s{setting} for an answer"
         else:
             advice = "is the server running (`conure serve`), and is this its address?"
         address = str(httpx.URL(self.base_url).copy_with(userinfo=None))
@@ -113,6 +117,15 @@ class ClientSettings:
             was_sent=was_sent,
             is_known=self.is_known,
         )
+
+
+def _read_timeout_s(problem: httpx.TransportError, default_s: float) -> float:
+    """Return the read timeout of the request that failed."""
+    try:
+        read_s: float = problem.request.extensions["timeout"]["read"]
+    except (RuntimeError, KeyError):  # the error was not raised by a request
+        return default_s
+    return read_s
 
 
 def address_of(base_url: str | None) -> str:
@@ -132,8 +145,8 @@ def address_of(base_url: str | None) -> str:
     except httpx.InvalidURL as problem:
         raise _invalid_url(name, given, str(problem)) from problem
     if url.scheme not in ("http", "https"):
-        cure = DEFAULT_URL if "//" in given else f"http://{re.split('[?#]', given.strip())[0]}"
-        raise _invalid_url(name, given, "it does not begin with http:// or https://", cure)
+        example = DEFAULT_URL if "//" in given else f"http://{re.split('[?#]', given.strip())[0]}"
+        raise _invalid_url(name, given, "it does not begin with http:// or https://", example)
     if not url.host or "%" in url.host:
         raise _invalid_url(name, given, "it has no valid host name")
     if url.port is not None and not 0 < url.port <= MAX_PORT:
@@ -141,16 +154,16 @@ def address_of(base_url: str | None) -> str:
     if url.query or url.fragment:
         raise _invalid_url(name, given, "it has a query or a fragment")
     if route := _ROUTE.search(url.path):
-        cure = str(url.copy_with(path=url.path[: route.start()] or "/")).rstrip("/")
-        raise _invalid_url(name, given, f"{route[0]} is a route of it", cure)
+        example = str(url.copy_with(path=url.path[: route.start()] or "/")).rstrip("/")
+        raise _invalid_url(name, given, f"{route[0]} is a route of it", example)
     return str(url).rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _invalid_url(name: str, given: str, reason: str, cure: str = DEFAULT_URL) -> ProgramError:
-    return ProgramError(
-        "client.base_url",
-        f"{name} {given!r} is not the address of a server: {reason}; write for example {cure}",
+def _invalid_url(name: str, given: str, reason: str, example: str = DEFAULT_URL) -> ProgramError:
+    message = (
+        f"{name} {given!r} is not the address of a server: {reason}; write for example {example}"
     )
+    return ProgramError("client.base_url", _PASSWORD.sub("//", message))
 
 
 def types_query(types: Collection[EventType] | None) -> dict[str, list[str]]:
@@ -202,7 +215,7 @@ def has_failure(events: list[Event]) -> bool:
 
 
 def has_last_event(events: list[Event]) -> bool:
-    """Return whether no more events follow. Reading to the end keeps the connection reusable."""
+    """Return whether no more events follow."""
     return any(event.type == LAST for event in events)
 
 
@@ -260,7 +273,9 @@ class EventReader:
             },
             "headers": EVENT_HEADERS,
             "timeout": httpx.Timeout(
-                self._settings.timeout_s, connect=CONNECT_TIMEOUT_S, read=STREAM_SILENCE_S
+                self._settings.timeout_s,
+                connect=min(CONNECT_TIMEOUT_S, self._settings.timeout_s),
+                read=STREAM_SILENCE_S,
             ),
         }
 

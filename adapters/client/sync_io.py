@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -25,6 +26,8 @@ from .io_thread import IOThread
 from .local_app import Application, SyncTransport
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 NUM_STEP_THREADS = 16
 
@@ -125,9 +128,9 @@ class BaseClient:
     def may_wait(self) -> bool:
         """Whether the current thread may wait for answers.
 
-        The threads that make the answers may not: they run the client's requests or its in-process
-        application. They meet code of an application where the garbage collector closes its
-        generators.
+        The threads that run the client's requests or its in-process application may not: each
+        would wait for itself. An application's code can run there when the garbage collector
+        closes one of its generators.
         """
         local_app = self._settings.local_app
         is_app_thread = local_app is not None and local_app.is_own_thread
@@ -170,15 +173,20 @@ class StepRunner:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, function: Callable[..., None], *args: Any) -> None:
-        """Run a function in a thread."""
-        self._pool.submit(function, *args)
+        """Run a function in a thread. The log gets its exception."""
+        self._pool.submit(function, *args).add_done_callback(_log_failure)
+
+
+def _log_failure(future: Future[None]) -> None:
+    if not future.cancelled() and (failure := future.exception()) is not None:
+        logger.error("a thread of client steps failed", exc_info=failure)
 
 
 def call_function(step: StepRequest) -> Any:
-    """Call the function of a step. The result of a coroutine function is awaited."""
+    """Call the function of a step. An awaitable result is awaited."""
     value = step.function(**step.args)
-    return asyncio.run(_await(value)) if inspect.iscoroutine(value) else value
+    return asyncio.run(_await(value)) if inspect.isawaitable(value) else value
 
 
-async def _await(coroutine: Coroutine[Any, Any, T]) -> T:
-    return await coroutine
+async def _await(awaitable: Awaitable[T]) -> T:
+    return await awaitable

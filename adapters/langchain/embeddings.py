@@ -39,7 +39,8 @@ class ConureEmbeddings(BaseModel, Embeddings):
     client: Client | None = Field(default=None, exclude=True)
     """An open client, used instead of `base_url`. This object does not close it."""
     max_retries: int = Field(default=4, ge=0)
-    """Number of retries of a request that was rejected or not answered."""
+    """Number of retries of a refused request (status 429, 502, 503, 504). 0: never send a request
+    again. A request without an answer is otherwise sent again for some seconds."""
 
     _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
 

@@ -43,7 +43,25 @@ CANCEL_TIMEOUT_S: Final = 5.0
 NUM_YIELDS: Final = 3
 """How often the I/O thread lets other threads run before it sends values and later calls."""
 ARRIVAL_S: Final = 2.0
-"""How long the server holds an append that overtakes the submission of its program."""
+"""How long the server holds an append that arrives before the submission of its program."""
+
+
+class _TimeLimit:
+    """The time that a call may take, from the first wait for one of its events."""
+
+    def __init__(self, timeout_s: float | None, clock: Callable[[], float]) -> None:
+        self.timeout_s: Final = timeout_s
+        self._clock = clock
+        self._end_s: float | None = None
+
+    def left_s(self) -> float | None:
+        """Return the time that is left; None without a limit."""
+        if self.timeout_s is None:
+            return None
+        now_s = self._clock()
+        if self._end_s is None:
+            self._end_s = now_s + self.timeout_s
+        return max(0.0, self._end_s - now_s)
 
 
 class SpeculativeRun:
@@ -58,17 +76,19 @@ class SpeculativeRun:
         may_grow: bool = False,
         has_outputs: bool = True,
         program_ids: list[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Send nothing yet.
 
         Args:
-            client: of the server.
-            name: of the programs.
+            client: client of the server.
+            name: name of the programs.
             is_streamed: whether answers are read as streams. Otherwise texts are not requested
                 from the server before `follow_texts`.
             may_grow: see `SpeculativeOutbox`.
             has_outputs: see `SpeculativeOutbox`.
             program_ids: see `SpeculativeOutbox`.
+            clock: measures the time limits of calls, in seconds.
         """
         self.calls = PlannedCallRegistry()
         self.outbox = SpeculativeOutbox(
@@ -78,9 +98,10 @@ class SpeculativeRun:
         """Identifies the server and the sender of the calls: see `Client.identity`."""
         self._client = client
         self._name = name
+        self._clock = clock
         self._is_streamed = is_streamed
-        self._has_reply: Future[None] = Future()
-        """Done when the first request has ended."""
+        self._first_request_ended: Future[None] = Future()
+        """Done when the first request has an answer or has failed."""
         self._is_flushing = False
         """Whether the I/O thread will look for requests."""
         self._sibling_wait = SiblingWait(self.calls.sibling_wait_s, self.calls.lock)
@@ -133,8 +154,8 @@ class SpeculativeRun:
                 while requests := self._taken():
                     for request in requests:
                         self._rejected(request, failure)
-                if not self._has_reply.done():
-                    self._has_reply.set_result(None)
+                if not self._first_request_ended.done():
+                    self._first_request_ended.set_result(None)
 
     def follow_texts(self) -> None:
         """Read texts from now on, including those of calls that were sent before."""
@@ -144,7 +165,8 @@ class SpeculativeRun:
             self._is_streamed = True
             for program in self.outbox.programs:
                 if program.run is not None:
-                    self._client.io_thread.start_task(self._read_texts, program.run)
+                    with contextlib.suppress(RuntimeError):  # closed: `flush` has ended the calls
+                        self._client.io_thread.start_task(self._read_texts, program.run)
 
     # --- answers --------------------------------------------------------------------------
 
@@ -160,10 +182,11 @@ class SpeculativeRun:
             NotReadyError: if the call has not ended within `timeout_s` seconds.
             Exception: why the call has no answer.
         """
+        limit = _TimeLimit(timeout_s, self._clock)
         while True:
             stream = AnswerStream(record.variable, record.node_id)
             try:
-                with contextlib.closing(self._events(record, timeout_s)) as events:
+                with contextlib.closing(self._events(record, limit)) as events:
                     for event in events:
                         yield stream, event
                         if stream.is_complete:
@@ -175,10 +198,11 @@ class SpeculativeRun:
         self, record: CallRecord, resend: Resend, timeout_s: float | None = None
     ) -> AsyncGenerator[tuple[AnswerStream, Event], None]:
         """`follow`, for coroutines of any loop."""
+        limit = _TimeLimit(timeout_s, self._clock)
         while True:
             stream = AnswerStream(record.variable, record.node_id)
             try:
-                async with OwnedGenerator(self._aevents(record, timeout_s)) as events:
+                async with OwnedGenerator(self._aevents(record, limit)) as events:
                     async for event in events:
                         yield stream, event
                         if stream.is_complete:
@@ -186,34 +210,30 @@ class SpeculativeRun:
             except PlanFailedError as failure:
                 record = resend(record, failure)
 
-    def _events(self, record: CallRecord, timeout_s: float | None) -> Generator[Event, None, None]:
+    def _events(self, record: CallRecord, limit: _TimeLimit) -> Generator[Event, None, None]:
         """Yield the events of a call until it ends."""
         if not self._client.may_wait:
-            # The garbage collector closes a generator that first reads its input to the end, as
-            # those of LangChain do. End that generator, silently.
+            # The garbage collector runs here, and closes a generator of the application that reads
+            # its input to the end, as those of LangChain do. End it without a traceback.
             raise GeneratorExit
         inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self.calls.listen(record, inbox.put)
         try:
-            if timeout_s is not None and record.is_open:
+            if limit.timeout_s is not None and record.is_open:
                 # An unreachable server is reported as unreachable, not as a timeout.
-                self._has_reply.result()
-            end_s = None if timeout_s is None else time.monotonic() + timeout_s
+                self._first_request_ended.result()
             while True:
-                left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
                 try:
-                    event = inbox.get(timeout=left_s)
+                    event = inbox.get(timeout=limit.left_s())
                 except queue.Empty:
-                    raise NotReadyError.after(timeout_s) from None
+                    raise NotReadyError.after(limit.timeout_s) from None
                 if isinstance(event, Exception):
                     raise event
                 yield event
         finally:
             self.calls.unlisten(record, inbox.put)
 
-    async def _aevents(
-        self, record: CallRecord, timeout_s: float | None
-    ) -> AsyncGenerator[Event, None]:
+    async def _aevents(self, record: CallRecord, limit: _TimeLimit) -> AsyncGenerator[Event, None]:
         """`_events`, for coroutines of any loop."""
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Event | Exception] = asyncio.Queue()
@@ -224,15 +244,15 @@ class SpeculativeRun:
 
         self.calls.listen(record, put)
         try:
-            if timeout_s is not None and record.is_open:
-                await asyncio.wait([asyncio.wrap_future(self._has_reply)])
-            end_s = None if timeout_s is None else time.monotonic() + timeout_s
+            if limit.timeout_s is not None and record.is_open:
+                await asyncio.wait([asyncio.wrap_future(self._first_request_ended)])
             while True:
-                left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
                 try:
-                    event = await asyncio.wait_for(inbox.get(), left_s)
+                    # `wait_for` would drop an event that has arrived before the time was over.
+                    async with asyncio.timeout(limit.left_s()):
+                        event = await inbox.get()
                 except TimeoutError:
-                    raise NotReadyError.after(timeout_s) from None
+                    raise NotReadyError.after(limit.timeout_s) from None
                 if isinstance(event, Exception):
                     raise event
                 yield event
@@ -289,8 +309,8 @@ class SpeculativeRun:
             self._rejected(request, failure)
         finally:
             with self.calls.lock:
-                if not self._has_reply.done():
-                    self._has_reply.set_result(None)
+                if not self._first_request_ended.done():
+                    self._first_request_ended.set_result(None)
             self.flush()
 
     async def _carry_out(self, request: OutboxRequest) -> None:

@@ -2,8 +2,9 @@
 
 The application computes the values of siblings in threads or tasks of its own, a millisecond or two
 after each other. A call that reaches an engine after the others may have to wait for a whole step.
-So the first value waits for the others, at most as long as it took itself: whatever the others
-take, no call reaches the server later than twice as late as it could have.
+So the run delays the first call whose values are known until those of its siblings are known. The
+delay is at most the time since the plan, and at most `MAX_WAIT_S`: the time from the plan to the
+request at most doubles.
 
 Out of scope: values that depend on answers. Siblings wait once, for their first values.
 """
@@ -27,7 +28,12 @@ class Siblings:
     """The calls of one plan that the same part of an application makes."""
 
     def __init__(self, calls: Iterable[PlannedCall], planned_at_s: float) -> None:
-        """Args: `calls` wait for values that the application computes; planned at a time."""
+        """Observe the calls of one part.
+
+        Args:
+            calls: calls that read values that the application computes.
+            planned_at_s: time of the plan.
+        """
         self._reads = [call.reads for call in calls]
         self._planned_at_s = planned_at_s
         self._until_s: float | None = None

@@ -49,7 +49,11 @@ def relay(host: str, port: int, delay_s: float) -> None:
     sys.stdout.flush()
     while True:
         near, _ = server.accept()
-        far = socket.create_connection((host, port))
+        try:
+            far = socket.create_connection((host, port))
+        except OSError:  # no server: the client sees that its connection ends
+            near.close()
+            continue
         for pair in ((near, far), (far, near)):
             threading.Thread(target=_forward, args=(*pair, delay_s), daemon=True).start()
 

@@ -23,8 +23,8 @@ def prefix_of(word: str) -> str | None:
     return None if found is None else f"p_{found[1]}"
 
 
-def only(word: str, ids: Sequence[str]) -> str:
-    """Return the only id that begins with a word; without one, the word.
+def unique_id(word: str, ids: Sequence[str]) -> str:
+    """Return the one id that begins with a word; the word if there is none.
 
     Raises:
         UsageError: if there are several.
@@ -57,4 +57,4 @@ def find_program(client: Client, word: str) -> str:
         cursor = page.next
         if cursor is None:
             break
-    return only(word, ids)
+    return unique_id(word, ids)

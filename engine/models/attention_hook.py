@@ -22,7 +22,8 @@ from .attention_backend import ATTENTION, CURRENT
 
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 _UNSUPPORTED_ARGUMENTS: Final = ("indices", "block_indices", "position_bias", "sinks")
-"""Arguments of the hook that change the attention and that no kernel supports."""
+"""Arguments of the hook that change the attention and that no kernel supports. Sinks are supported
+as `s_aux`, which transformers passes to this hook."""
 
 
 def register() -> None:
@@ -41,10 +42,11 @@ def model_class(config: PretrainedConfig, name: str) -> type[PreTrainedModel]:
     """
     # The mapping is annotated with pairs, but contains classes.
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    reason = f"transformers has no decoder for model type {config.model_type!r}"
-    if found is not None:
+    if found is None:
+        reason = f"transformers has no decoder for model type {config.model_type!r}"
+    else:
         reason = _unsupported(config, found)
-    if found is None or reason:
+    if reason:
         raise EngineError("model.unsupported", f"cannot run {name}: {reason}")
     chosen: type[PreTrainedModel] = found
     return chosen
@@ -67,7 +69,8 @@ def _hook(
     del dropout  # used in training only
     for name in _UNSUPPORTED_ARGUMENTS:
         if extra.get(name) is not None:
-            raise ValueError(f"its attention needs {name!r}, which no kernel supports")
+            layer = type(module).__name__
+            raise ValueError(f"the attention of {layer} needs {name!r}, which no kernel supports")
     out = CURRENT.get().attend(
         module,
         query,

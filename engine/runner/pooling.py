@@ -41,7 +41,7 @@ def sums(hidden: Tensor, pooled: Sequence[PooledTokens]) -> Tensor:
     return torch.stack([hidden[each.begin : each.end].float().sum(0) for each in pooled])
 
 
-def unpack(values: Tensor, pooled: Sequence[PooledTokens]) -> None:
+def set_hidden_sums(values: Tensor, pooled: Sequence[PooledTokens]) -> None:
     """Set the sums of the rows."""
     for each, total in zip(pooled, values.tolist(), strict=True):
         each.row.hidden_sum = total

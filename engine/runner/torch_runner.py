@@ -262,7 +262,7 @@ class TorchModelRunner(Runner):
             return step
         if self._backend.copy_to_host is not None:
             return _PendingSums(self._backend.copy_to_host(sums), pooled, step)
-        pooling.unpack(sums, pooled)
+        pooling.set_hidden_sums(sums, pooled)
         return step
 
     @torch.inference_mode()
@@ -599,5 +599,5 @@ class _PendingSums:
     def read(self) -> list[int]:
         """Wait for the copies; set the sums of the rows, and return the ids."""
         ids = self.step.read()
-        pooling.unpack(self.wait(), self.pooled)
+        pooling.set_hidden_sums(self.wait(), self.pooled)
         return ids

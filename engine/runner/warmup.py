@@ -39,7 +39,7 @@ def recorded_sizes(limits: EngineLimits) -> tuple[int, ...]:
     """Return the padded numbers of tokens of recorded steps, ascending."""
     decode = bucket_sizes(limits.max_sequences)
     most = min(MAX_RECORDED_TOKENS, limits.step_tokens)
-    mixed = {*bucket_sizes(min(most, SIZE_UNIT)), *range(SIZE_UNIT, most + 1, SIZE_UNIT)}
+    mixed = {*bucket_sizes(min(most, SIZE_UNIT)), *range(SIZE_UNIT, most + 1, SIZE_UNIT), most}
     return (*decode, *sorted(size for size in mixed if size > limits.max_sequences))
 
 
@@ -75,10 +75,12 @@ def decode_batches(
 ) -> list[list[ScheduledSequence]]:
     """Return decode steps that cover the attention variants of a number of rows.
 
-    Some rows share all blocks but the last and the others share none, once for each number of
-    sharers that the kernels distinguish, for rows as long as fit into memory together, for rows
-    inside each window and for rows just beyond it, which may have no partials in layers without a
-    window. Rows of one token have neither partials nor a window.
+    One step has rows of one token, without partials. The others combine
+
+    - a number of sharers: rows that share all blocks but the last. The kernels distinguish none,
+      two, and those that fill a tile of 64 or of 128 rows; the other rows share nothing.
+    - a length: the longest that fits into memory for all rows, each window, and a block more, which
+      may have no partials in layers without a window.
     """
     size = limits.block_size
     # Two sharers fill a small tile, more a tile of 64 or of 128 rows.
@@ -92,12 +94,9 @@ def decode_batches(
             continue
         ids = [0] * length
         for num_sharers in sorted({0, *(num for num in sharers if 2 <= num <= num_rows)}):
-            blocks = [
-                [*range(first, first + width), scratch_block]
-                for row in range(num_rows)
-                for first in [0 if row < num_sharers else row * width]
-            ]
-            batches.append([ScheduledSequence(0, ids, length - 1, 1, table) for table in blocks])
+            starts = [0 if row < num_sharers else row * width for row in range(num_rows)]
+            tables = [[*range(start, start + width), scratch_block] for start in starts]
+            batches.append([ScheduledSequence(0, ids, length - 1, 1, table) for table in tables])
     return batches
 
 
@@ -109,8 +108,8 @@ def prompt_batches(
 ) -> list[list[ScheduledSequence]]:
     """Return steps with a prompt that cover the attention variants up to a number of tokens.
 
-    A prompt of few tokens fills a small tile, a longer one a tile of 64 rows, and more tokens one
-    of 128: at its start, where nothing has partials, and behind as much context as fits.
+    The prompts fill a small tile, a tile of 64 rows or one of 128. Each runs without context, where
+    nothing has partials, and behind the longest context that fits.
     """
     most = min(num_tokens, limits.context_len)
     prompts = {most, 2}

@@ -23,7 +23,7 @@ NUM_CONTEXT: Final = 4
 MAX_PENDING: Final = 3
 """Tokens that may be missing from a character: it has at most four bytes."""
 MAX_WINDOW: Final = 64
-"""Tokens without a complete character after which a window is discarded."""
+"""Tokens of a window above which its text is final even if it ends in U+FFFD."""
 
 
 class DecodingTokenizer(Protocol):

@@ -1,8 +1,8 @@
 """Attention and the KV store on a CPU, by the C++ kernels.
 
 The kernels read the arrays of a plan and the caches in place (`attention.cpp`). A cache has its
-heads apart, so the tokens that a block holds for one head are contiguous. Tensors that the kernels
-do not support (float64, or several dtypes) are computed by `reference`.
+heads apart, so the tokens that a block holds for one head are contiguous. Float64, which the
+kernels do not support, is computed by `reference`.
 
 With `is_invariant` the result of a query depends only on what the query sees, bit by bit: the plan
 must share nothing (`Planner(min_saved=...)`), and sums run over fixed tiles of a row's positions.

@@ -107,6 +107,13 @@ WRONG = {
 }
 
 
+def test_no_message_shows_the_password_of_an_address() -> None:
+    with pytest.raises(ProgramError) as caught:
+        Client("https://user:secret@host:8400/v1/models")
+    assert "write for example https://host:8400" in caught.value.message
+    assert "secret" not in caught.value.message
+
+
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
 @pytest.mark.parametrize("ask", ASKING)
 def test_every_form_of_an_address_behind_a_proxy_works(

@@ -57,7 +57,9 @@ def submission_body(
     is_open: bool = False,
     requires_inputs: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON of a submission: `program`, or a submission completed by the others.
+    """Return the JSON of a submission.
+
+    If `program` is a complete submission, the other arguments are added to its fields.
 
     `requires_inputs`: refuse the program unless all of its inputs have values, as the caller does
     not set any later.

@@ -40,8 +40,13 @@ class Retry:
 
         `first_patience_s` stays the minimum, to survive a short interruption.
         """
-        timeout_s = min(self.unreachable_timeout_s, max(wait_s, self.first_patience_s))
-        return replace(self, unreachable_timeout_s=timeout_s)
+        limit_s = max(wait_s, self.first_patience_s)
+        return replace(
+            self,
+            unreachable_timeout_s=min(self.unreachable_timeout_s, limit_s),
+            busy_timeout_s=min(self.busy_timeout_s, limit_s),
+            most_asked_s=min(self.most_asked_s, limit_s),
+        )
 
     def delay_s(self, attempt: int, retry_after_s: float | None = None) -> float:
         """Return the jittered delay before retry `attempt` (from 0), at least `retry_after_s`."""

@@ -16,20 +16,20 @@ from langchain_core.messages import (
     BaseMessage,
     message_chunk_to_message,
 )
-from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from conure.server.program.errors import ConureError, RunError
 from conure.server.program.ir import Json
 from conure.server.program.status import Event
 
+from ...cut_answers import cut_message
 from ...speculation.answer_stream import AnswerStream
 from .messages import call_chunks_of, from_wire, metadata_of, usage_of
 
 ALLOW_CUT_ANSWERS: Final = "allow_cut_answers"
 """Argument of a call whose parser reports answers that were cut, or do not match their schema."""
 INVALID: Final = "invalid"
-"""Finish reason of an answer that does not match its schema. Its error is beside it."""
+"""Finish reason of an answer that does not match its schema. Its metadata has the `error`."""
 
 
 class CompleteAnswer(NamedTuple):
@@ -80,12 +80,11 @@ def result_of(answers: Sequence[CompleteAnswer]) -> ChatResult:
     (value, _), *others = answers
     output: dict[str, Json] = {"model_name": value.get("model")}
     if others:  # LangChain copies the output of a single answer to its message
-        num_input = usage_of(value)["input_tokens"]
+        usage = usage_of(value)  # also has the cached tokens of the prompt
+        num_input = usage["input_tokens"]
         num_output = sum(usage_of(each)["output_tokens"] for each, _ in answers)
         num_total = num_input + num_output
-        usage = UsageMetadata(
-            input_tokens=num_input, output_tokens=num_output, total_tokens=num_total
-        )
+        usage |= {"output_tokens": num_output, "total_tokens": num_total}
         for index, generation in enumerate(generations):
             message = generation.message
             assert isinstance(message, AIMessage)
@@ -99,7 +98,7 @@ def result_of(answers: Sequence[CompleteAnswer]) -> ChatResult:
 
 
 def check_answers(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str, Any]) -> None:
-    """Check that no answer ends inside a tool call, or by its length under a constraint.
+    """Check that `max_tokens` cut no answer in a tool call, or before it met its constraint.
 
     Args:
         answer: the answers of a call, or a chunk of one.
@@ -129,10 +128,10 @@ def check_answers(answer: ChatResult | ChatGenerationChunk, kwargs: Mapping[str,
 
 
 def invalid_answer(problem: ConureError, kwargs: Mapping[str, Any]) -> AIMessageChunk:
-    """Return the answer to a call whose text does not match its schema, for its parser.
+    """Return an empty answer with an error, for a parser that reports the error itself.
 
     Args:
-        problem: of the call.
+        problem: error of the call.
         kwargs: arguments of the call.
 
     Raises:
@@ -148,20 +147,6 @@ def invalid_result(problem: ConureError, kwargs: Mapping[str, Any]) -> ChatResul
     """Return `invalid_answer` as the result of a call; raises as it does."""
     message = message_chunk_to_message(invalid_answer(problem, kwargs))
     return ChatResult(generations=[ChatGeneration(message=message)])
-
-
-def cut_message(num_tokens: int | None, before: str) -> str:
-    """Return the message about an answer that was cut.
-
-    Args:
-        num_tokens: of the answer; None if unknown.
-        before: what did not happen before the end, such as "it was complete".
-    """
-    count = "" if num_tokens is None else f" after {num_tokens} tokens"
-    return (
-        f"the answer was cut{count} before {before} (finish_reason 'length'); raise max_tokens, or "
-        "shorten the prompt if the model's context is full"
-    )
 
 
 def _has_call(message: BaseMessage) -> bool:

@@ -75,7 +75,7 @@ class ChatConure(ChatSettings):
         Install `conure[langchain]` (or `langchain-conure`), and start a server:
 
         ```bash
-        pip install 'conure[server,engine,langchain]'
+        pip install 'conure[serve,langchain]'
         conure serve Qwen/Qwen3-8B
         ```
 
@@ -91,7 +91,7 @@ class ChatConure(ChatSettings):
         base_url: URL of the server. Default: CONURE_URL, or `http://127.0.0.1:8400`.
         api_key: bearer token for a proxy. Default: the environment variable CONURE_API_KEY.
         timeout: seconds for one call.
-        max_retries: how often to send a request again that was rejected or not answered.
+        max_retries: number of retries of a refused request.
         default_headers: sent with every request.
         client: a `conure.Client` to use instead of these settings.
 
@@ -235,7 +235,7 @@ class ChatConure(ChatSettings):
                         call.program(self.timeout), **attach_arguments(None)
                     )
                     with cancel_unless_completed(run):
-                        values = run.result(wait_s=self._poll_s(run))
+                        values = run.result(wait_s=self._result_wait_s(run))
                     result = self._result(call, values, run.id)
                 check_answers(result, kwargs)
                 return result
@@ -259,7 +259,7 @@ class ChatConure(ChatSettings):
                         call.program(self.timeout), **attach_arguments(None)
                     )
                     async with acancel_unless_completed(run):
-                        values = await run.result(wait_s=self._poll_s(run))
+                        values = await run.result(wait_s=self._result_wait_s(run))
                     result = self._result(call, values, run.id)
                 check_answers(result, kwargs)
                 return result
@@ -308,11 +308,10 @@ class ChatConure(ChatSettings):
         except ConureError as problem:
             yield ChatGenerationChunk(message=invalid_answer(problem, kwargs))
 
-    def _poll_s(self, run: Run | AsyncRun) -> float | None:
-        """Return how long one request may wait for the result.
+    def _result_wait_s(self, run: Run | AsyncRun) -> float | None:
+        """Return the time limit of `Run.result`.
 
-        None without a limit: an event stream ends at the program's deadline, which the server
-        enforces.
+        None if the run's event stream is read: the server enforces the deadline and ends it.
         """
         return None if run.is_followed else self.timeout
 

@@ -99,7 +99,8 @@ class ChatSettings(BaseChatModel):
     )
     """Seconds for one call, including the time in the queue. None: no limit."""
     max_retries: int = Field(default=4, ge=0)
-    """Number of retries of a request that was rejected or not answered."""
+    """Number of retries of a refused request (status 429, 502, 503, 504). 0: never send a request
+    again. A request without an answer is otherwise sent again for some seconds."""
     streaming: bool = False
     """Whether `invoke` streams, too, for callbacks that receive tokens."""
     profile: Any = Field(default=None, exclude=True)

@@ -32,7 +32,8 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from conure.server.program.ir import Json
 
-from .answer_chunks import ALLOW_CUT_ANSWERS, INVALID, cut_message
+from ...cut_answers import cut_message
+from .answer_chunks import ALLOW_CUT_ANSWERS, INVALID
 from .call_options import check_types
 
 Method: TypeAlias = Literal["json_schema", "json_mode", "function_calling"]

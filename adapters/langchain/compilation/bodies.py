@@ -62,10 +62,11 @@ class BodyOutputs:
         self._exports[outside] = expressions
         return outside
 
-    def merge(self) -> dict[str, list[str]]:
-        """Return the names in each body, by variable outside.
+    def build_merge(self) -> dict[str, list[str]]:
+        """Return the node's `merge`: the name in each body, by variable outside.
 
-        Call this once, before the bodies are built: a value without a name gets a node.
+        Call this once, before the bodies are built: an exported expression that is not a variable
+        becomes a node of its body.
         """
         return {
             outside: [
@@ -75,9 +76,9 @@ class BodyOutputs:
             for outside, expressions in self._exports.items()
         }
 
-    def collect(self) -> dict[str, str]:
-        """Return `merge` for a node with one body."""
-        return {outside: inside for outside, (inside,) in self.merge().items()}
+    def build_collect(self) -> dict[str, str]:
+        """Return the node's `collect`: `build_merge` for a node with one body."""
+        return {outside: inside for outside, (inside,) in self.build_merge().items()}
 
     def _name(self, body: GraphBody, expression: Json) -> str:
         match expression:

@@ -92,14 +92,14 @@ def compile_control_flow(
             return _compile_map(compiler, runnable, value, position)
 
 
-BodyReader: TypeAlias = Callable[[], Value]
-"""Reads one body."""
+CompilePart: TypeAlias = Callable[[], Value]
+"""Compiles a part into the current body."""
 
 
 def _compile_bodies(
-    graph: ChainGraph, parts: Sequence[BodyReader], position: ChainPosition
+    graph: ChainGraph, parts: Sequence[CompilePart], position: ChainPosition
 ) -> BranchedValue:
-    """Read each part into a separate body."""
+    """Compile each part into its own body."""
     out = graph.new_bodies(position.hint, len(parts))
     values = []
     for body, part in zip(out.bodies, parts, strict=True):
@@ -111,27 +111,27 @@ def _compile_bodies(
 def _add_if(
     graph: ChainGraph,
     is_true: DeferredJson,
-    parts: Sequence[BodyReader],
+    parts: Sequence[CompilePart],
     position: ChainPosition,
 ) -> BranchedValue:
     node_id = graph.fresh_name(f"{position.hint}_if")
-    either = _compile_bodies(graph, parts, position)
-    out = either.outputs
+    branched = _compile_bodies(graph, parts, position)
+    out = branched.outputs
 
     def node() -> Json:
-        merge = out.merge()
+        merge = out.build_merge()
         then, otherwise = (body.build() for body in out.bodies)
-        branches = {"then": then, "else": otherwise}
         return {
             "id": node_id,
             "op": "if",
             "cond": is_true(),
-            **branches,
+            "then": then,
+            "else": otherwise,
             "merge": merge,
         }
 
     graph.add(node)
-    return either
+    return branched
 
 
 def _compile_branch(
@@ -166,7 +166,8 @@ def _compile_condition(
 
 
 def _truth_expression(graph: ChainGraph, result: Value, position: ChainPosition) -> DeferredJson:
-    if isinstance(result, BranchedValue):  # per body: outside, the value is tagged with its body
+    if isinstance(result, BranchedValue):
+        # What leaves the node is a value with the index of its body, and always true.
         variable = result.outputs.export(
             graph.map_bodies(result, lambda each: _truth_expression(graph, each, position))
         )
@@ -234,23 +235,23 @@ def _checked_key(
 
 def _add_try(
     graph: ChainGraph,
-    parts: Sequence[BodyReader],
+    parts: Sequence[CompilePart],
     position: ChainPosition,
     *,
     num_retries: int | None = None,
 ) -> BranchedValue:
     node_id = graph.fresh_name(f"{position.hint}_try")
-    either = _compile_bodies(graph, parts, position)
-    out = either.outputs
+    branched = _compile_bodies(graph, parts, position)
+    out = branched.outputs
 
     def node() -> Json:
-        result: dict[str, Json] = {"id": node_id, "op": "try", "merge": out.merge()}
+        result: dict[str, Json] = {"id": node_id, "op": "try", "merge": out.build_merge()}
         first, *others = (body.build() for body in out.bodies)
         result |= {"body": first, "handlers": [{"body": other} for other in others]}
         return result if num_retries is None else {**result, "retries": num_retries}
 
     graph.add(node)
-    return either
+    return branched
 
 
 def _compile_fallbacks(
@@ -332,7 +333,7 @@ def _compile_map(
         result = compiler.compile(runnable.bound, item, at)
 
     def node() -> Json:
-        collect = out.collect()
+        collect = out.build_collect()
         each = {"items": items, "as": name(), "body": body.build(), "collect": collect}
         return {"id": node_id, "op": "map", **each}
 

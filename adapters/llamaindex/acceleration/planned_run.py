@@ -9,7 +9,6 @@ the server, except a stream that is still read.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
 
@@ -32,7 +31,7 @@ class PlannedRun:
         """Submit nothing before the first call.
 
         Args:
-            client: of the server.
+            client: client of the server.
             report: updated during the run.
             path: returns the names of the app's components that are running in the caller's
                 context, outermost first.
@@ -48,7 +47,6 @@ class PlannedRun:
         self._registry = self._run.calls
         self._report = report
         self._path = path
-        self._num_streams = 0
         self._num_names = 0
         self._is_over = False
 
@@ -98,15 +96,18 @@ class PlannedRun:
         return self._astream(*claimed)
 
     def finish(self, *, is_failed: bool = False) -> None:
-        """End the run with the app: cancel planned calls that are left, unless a stream is read."""
+        """End the run with the app: cancel calls that have not ended.
+
+        A program with an answer that the app still reads, such as a stream, is cancelled once the
+        app has the answer or stops reading.
+        """
         with self._registry.lock:
             if self._is_over:
                 return
             self._is_over = True
-            unclaimed = self._registry.unclaimed()
-            self._report.num_wasted += len(unclaimed)
-            is_cancelled = is_failed or not all(record.has_ended for record in unclaimed)
-            self._run.end(is_cancelled=is_cancelled and not self._num_streams)
+            self._report.num_wasted += len(self._registry.unclaimed())
+            is_cancelled = is_failed or not self._registry.is_settled()
+            self._run.end(is_cancelled=is_cancelled, keeps_awaited=not is_failed)
 
     def _claim(self, call: ModelRequest) -> tuple[CallRecord, Resend]:
         """Return the planned call for a call of the app; else send the app's call.
@@ -134,38 +135,32 @@ class PlannedRun:
     def _stream(
         self, record: CallRecord, resend: Resend
     ) -> Generator[str | FinalAnswer, None, None]:
-        with self._streaming():
-            stream: AnswerStream | None = None
+        stream: AnswerStream | None = None
+        try:
             with closing(self._run.follow(record, resend)) as events:
                 for stream, event in events:
                     if text := stream.feed(event):
                         yield text
-            assert stream is not None, "the end of an answer is an event"
-            yield FinalAnswer(stream.result(), stream.program)
+        finally:
+            self._cancel_unread()
+        assert stream is not None, "the end of an answer is an event"
+        yield FinalAnswer(stream.result(), stream.program)
 
     async def _astream(
         self, record: CallRecord, resend: Resend
     ) -> AsyncGenerator[str | FinalAnswer, None]:
-        with self._streaming():
-            stream: AnswerStream | None = None
+        stream: AnswerStream | None = None
+        try:
             async with OwnedGenerator(self._run.afollow(record, resend)) as events:
                 async for stream, event in events:
                     if text := stream.feed(event):
                         yield text
-            assert stream is not None, "the end of an answer is an event"
-            yield FinalAnswer(stream.result(), stream.program)
-
-    @contextlib.contextmanager
-    def _streaming(self) -> Generator[None, None, None]:
-        """Count a stream. One that is left early after the app has ended cancels the programs."""
-        with self._registry.lock:
-            self._num_streams += 1
-        is_left_early = True
-        try:
-            yield
-            is_left_early = False
         finally:
-            with self._registry.lock:
-                self._num_streams -= 1
-                if is_left_early and self._is_over and not self._num_streams:
-                    self._run.end(is_cancelled=True)
+            self._cancel_unread()
+        assert stream is not None, "the end of an answer is an event"
+        yield FinalAnswer(stream.result(), stream.program)
+
+    def _cancel_unread(self) -> None:
+        """Cancel the programs of an ended run whose answers the app has stopped to read."""
+        if self._is_over:
+            self._run.flush()

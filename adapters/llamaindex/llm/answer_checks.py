@@ -15,6 +15,7 @@ from conure.server.program.decoding.typed_json import decode_record
 from conure.server.program.errors import RunError
 from conure.server.program.ir import Json
 
+from ...cut_answers import cut_message
 from .call_backend import FinalAnswer
 from .model_request import ModelRequest
 
@@ -30,9 +31,9 @@ def checked(final: FinalAnswer, call: ModelRequest, *, has_parser: bool) -> Fina
     """Return a checked answer; with at most one tool call if the application allows only one.
 
     Args:
-        final: of the call.
-        call: of the application.
-        has_parser: the LLM has an output parser.
+        final: the answer.
+        call: the request of the application.
+        has_parser: whether the LLM has an output parser.
 
     Raises:
         CutAnswerError: `output.incomplete`.
@@ -82,9 +83,4 @@ def _has_cut_call(value: Mapping[str, Json], choice: Json) -> bool:
 
 def _cut(value: Mapping[str, Json], before: str) -> CutAnswerError:
     num_tokens = (value.get("usage") or {}).get("completion_tokens")
-    count = "" if num_tokens is None else f" after {num_tokens} tokens"
-    return CutAnswerError(
-        "output.incomplete",
-        f"the answer was cut{count} before {before} (finish_reason 'length'); raise max_tokens, or "
-        "shorten the prompt if the model's context is full",
-    )
+    return CutAnswerError("output.incomplete", cut_message(num_tokens, before))

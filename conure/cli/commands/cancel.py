@@ -25,17 +25,20 @@ def run(arguments: argparse.Namespace) -> int:
     cancelled: list[dict[str, str]] = []
     with connect(arguments.url) as client:
         # An ambiguous id ends the command before anything is cancelled.
-        for program in [find_program(client, word) for word in arguments.programs]:
-            try:
-                status = client.attach(program).cancel()
-            except NotFoundError as exc:
-                print_error(describe_error(exc))
-                code = ExitCode.FAILED
-                continue
+        programs = [find_program(client, word) for word in arguments.programs]
+        try:
+            for program in programs:
+                try:
+                    status = client.attach(program).cancel()
+                except NotFoundError as exc:
+                    print_error(describe_error(exc))
+                    code = ExitCode.FAILED
+                    continue
+                if arguments.json:
+                    cancelled.append({"id": program, "status": status.status})
+                else:
+                    sys.stdout.write(f"{program}: {status.status}\n")
+        finally:  # also if the server is lost after some programs
             if arguments.json:
-                cancelled.append({"id": program, "status": status.status})
-            else:
-                sys.stdout.write(f"{program}: {status.status}\n")
-    if arguments.json:
-        sys.stdout.write(pretty(cancelled) + "\n")
+                sys.stdout.write(pretty(cancelled) + "\n")
     return code

@@ -7,6 +7,7 @@ changes anything.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import platform
@@ -43,6 +44,8 @@ PREBUILT_KERNELS = Path("kernels", "cpu", "prebuilt")
 """Folder inside of the package with the libraries of wheels that contain compiled kernels."""
 MIN_CACHE_BYTES = 256 << 20
 """Smallest useful memory for KV cache and activations, in addition to the weights."""
+MIN_FREE_BYTES = 1 << 30
+"""Free disk space below which the check of the journal's folder advises the user."""
 
 OWN_MODELS = frozenset({"builtin", "seeded"})
 """Models of the package, as in `engine.models.registry`, whose import would load torch."""
@@ -68,9 +71,12 @@ class Machine(NamedTuple):
     cuda_error: str
     """Why torch cannot use a GPU; empty if it can."""
     available_bytes: int
+    """Main memory that a new process can use."""
     compiler: str | None
     """Path of the C++ compiler."""
     has_prebuilt_kernels: bool = False
+    free_gpu_bytes: int | None = None
+    """Free memory of the GPU that torch uses; None without one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +125,7 @@ def read_machine() -> Machine:
         available_bytes=available_memory(),
         compiler=find_compiler(),
         has_prebuilt_kernels=any((PACKAGE / PREBUILT_KERNELS).glob("*.so")),
+        free_gpu_bytes=None if torch_cuda is None or cuda_error else _free_gpu_memory(),
     )
 
 
@@ -144,11 +151,19 @@ def _torch_cuda() -> tuple[str | None, str]:
     return version, ""
 
 
+def _free_gpu_memory() -> int:
+    """Return the free bytes of the GPU that torch uses."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
+
+
 def available_memory() -> int:
     """Return the bytes of main memory that a new process can use."""
-    for line in MEMORY_INFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError):  # other systems than Linux
+        for line in MEMORY_INFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -247,8 +262,12 @@ def check_data(folder: Path) -> Iterator[Finding]:
         yield Finding("problem", "data", f"{exc} (conure serve --data DIR)")
         return
     free = shutil.disk_usage(existing).free
-    level: Literal["ok", "note"] = "ok" if free > 1 << 30 else "note"
-    yield Finding(level, "data", f"{folder}, {free / 1e9:.1f} GB free")
+    space = f"{folder}, {free / 1e9:.1f} GB free"
+    if free > MIN_FREE_BYTES:
+        yield Finding("ok", "data", space)
+    else:
+        cure = "free some space, or choose another folder: conure serve --data DIR"
+        yield Finding("note", "data", f"{space}; {cure}")
 
 
 def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
@@ -270,18 +289,21 @@ def check_model(model: str | None, machine: Machine) -> Iterator[Finding]:
     if not all(map(machine.has_module, ("tokenizers", "safetensors"))):
         yield Finding("note", "model", f"{model} is not checked until all packages are installed")
         return
-    from conure.engine.models.inspection import has_chat_template, problem_of
+    from conure.engine.models.inspection import has_chat_template, problem_of, weight_files
 
     if (problem := problem_of(folder)) is not None:
         yield Finding("problem", "model", problem)
         return
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if size + MIN_CACHE_BYTES > machine.available_bytes:
+    size = sum(path.stat().st_size for path in weight_files(folder))
+    memory, available = "memory", machine.available_bytes
+    if machine.free_gpu_bytes is not None:
+        memory, available = "GPU memory", machine.free_gpu_bytes
+    if size + MIN_CACHE_BYTES > available:
         yield Finding(
             "problem",
             "model",
             f"the weights of {model} take {size / 1e9:.1f} GB, and only "
-            f"{machine.available_bytes / 1e9:.1f} GB of memory are available; end other programs, "
+            f"{available / 1e9:.1f} GB of {memory} are available; end other programs, "
             "or choose a smaller model",
         )
         return

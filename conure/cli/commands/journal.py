@@ -35,7 +35,7 @@ from conure.server.store.retention import compact as compact_file
 from conure.server.store.retention import erase_programs
 
 from ..command import CommandError, ExitCode, file_path
-from ..program_ids import HELP, MAX_SHOWN, only, prefix_of
+from ..program_ids import HELP, MAX_SHOWN, prefix_of, unique_id
 
 ACTIONS = {
     "check": "report whether the journal is intact; a server may be running",
@@ -173,7 +173,7 @@ def _find(connection: sqlite3.Connection, word: str, folder: Path) -> str:
     ids = [id_ for (id_,) in connection.execute(query, parameters)]
     if not ids:
         raise CommandError(f"there is no program {word} in {folder}")
-    return only(word, ids)
+    return unique_id(word, ids)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-// The arguments of the operations that `decoder.cpp` composes. Each operation describes its own.
+// The arguments of the operations that `decoder.cpp` composes; the operations say what they mean.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct LinearArguments {
   const uint32_t* packed;  // [N / kPanel, words of K, kPanel]
   const void* bias;        // [N] or null
   void* out;               // [T, N]
-  float* wide;  // for bfloat16: [T, K], overwritten with the inputs; null multiplies pairs
+  float* wide;  // for bfloat16: [T, K], overwritten with the inputs; null: multiply pairs of bfloat16
   int64_t num_rows, num_inputs, num_outputs;
   int64_t dtype;  // float32 or bfloat16
 };
@@ -43,7 +43,7 @@ struct RotateArguments {
   const void *cos, *sin;  // [L, D]; the sines of the first half are negated
   const void* head_norm;  // [H + K, D] or null
   void* query;            // [T, H, D]
-  Vectors keys, values;   // the caches, a token being a slot
+  Vectors keys, values;   // the caches; `token_stride` is that of a slot
   int64_t num_tokens, heads, kv_heads, dim, dtype;
   float eps;
 };

@@ -1,7 +1,7 @@
 // Tasks on the threads of torch.
 //
-// `run` is GOMP_parallel of the OpenMP library that torch has loaded, so the threads that wait
-// after a product of torch compute the tasks, and no second pool competes for the cores.
+// `run` is GOMP_parallel of the OpenMP library that torch has loaded: the tasks run on torch's own
+// threads, and no second pool competes for the cores.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@ struct Threads {
   int64_t count;
 };
 
-// Calls body(task, worker) for all tasks, in order of their numbers on each thread.
+// Calls body(task, worker) for all tasks. Each thread takes tasks in ascending order.
 template <class Body>
 void parallel_for(const Threads& threads, int64_t num_tasks, Body body) {
   struct Job {

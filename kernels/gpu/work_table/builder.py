@@ -71,7 +71,7 @@ COST: Final = {64: 0.55, 128: 1.0}
 """Time that a processor needs for one token of a large tile, by the rows of the tile, relative to
 128 rows. Two programs with 64 rows share a processor. Measured on an H200 with full tiles."""
 FEW_ROUNDS: Final = 8
-"""Rounds of items above which their number per program does not matter."""
+"""Rounds of items above which the number of items of a program does not matter."""
 
 
 class LayerGroup(NamedTuple):
@@ -134,15 +134,15 @@ class WorkTableBuilder:
     def is_merged(self) -> bool:
         """Whether the step needs a merge launch, which `merges_in_attention` replaces.
 
-        Under a window it always gets one: whether rows are cut then depends on all their lengths,
-        and a recording would be missing for one case or the other.
+        With a window it always does: whether queries have several partials varies from step to
+        step, and each recording of a CUDA graph has a fixed number of launches.
         """
         if self.layers.merges_in_attention:
             return False
         return self.num_merges > 0 or self.layers.window is not None
 
     def num_programs(self, large: int) -> int:
-        """Return the programs that share the large items of `large` rows, or (0) the small ones."""
+        """Return the number of programs of items of `large` rows; 0 means the small items."""
         return self.layers.processors * self.layers.programs[large // 64]
 
     def _large_rows(self, kv_ranges: KVRanges) -> int:
@@ -171,7 +171,7 @@ class WorkTableBuilder:
         return lengths
 
     def _target(self, tiles: QueryTiles, programs: int) -> float:
-        """Return the cost of an item for which the programs should finish first.
+        """Return the target cost of an item with the shortest estimated time of the step.
 
         Many short items balance the programs, few long ones start less often and fill whole
         rounds. Only a step of few items is sensitive to it.
@@ -199,7 +199,7 @@ class WorkTableBuilder:
         num_queries = kv_ranges.num_queries
         self.large = self._large_rows(kv_ranges)
         is_large = (num_queries * layers.group > layers.small) & (self.large > 0)
-        rows = np.where(is_large, max(self.large, layers.small), layers.small)
+        rows = np.where(is_large, self.large, layers.small)
         tiles = cut_queries(kv_ranges, is_large, rows // layers.group)
         items, chunks = cut_ranges(kv_ranges, tiles, self._lengths(tiles), plan.block_size)
         slots, merges = assign_partial_slots(kv_ranges, tiles, chunks, plan.num_queries)
@@ -231,7 +231,7 @@ def _write_table(
     """Write the words of a table.
 
     Args:
-        plan: Of the step.
+        plan: Plan of the step.
         kv_ranges: What is read.
         items: [I, ITEM_SIZE] in their final order.
         merges: [M, 3] query, first slot and number of partials.

@@ -332,3 +332,10 @@ def test_a_function_that_was_not_called_is_no_program() -> None:
 
     with pytest.raises(TypeError, match=r"run\(shop\(...\)\)"):
         programs.submission_body(shop)  # type: ignore[arg-type]  # a mistake of a user
+
+
+def test_a_short_wait_limits_all_retries() -> None:
+    retry = Retry().within(3.0)
+    assert (retry.unreachable_timeout_s, retry.busy_timeout_s, retry.most_asked_s) == (3, 3, 3)
+    assert Retry().within(0.0).most_asked_s == Retry().first_patience_s
+    assert RETRY.within(1_000.0) == RETRY

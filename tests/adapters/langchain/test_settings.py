@@ -133,6 +133,14 @@ def test_repeated_prompt_is_reported_as_cached(llm: ChatConure) -> None:
     assert 0 < counts["input_token_details"]["cache_read"] < counts["input_tokens"]
 
 
+def test_cached_tokens_are_reported_with_several_answers(llm: ChatConure) -> None:
+    text = "another long prompt that fills several blocks of the cache " * 4
+    llm.invoke(text)
+    (answers,) = llm.generate([[HumanMessage(text)]], n=2).generations
+    counts = cast(Any, answers[0]).message.usage_metadata
+    assert 0 < counts["input_token_details"]["cache_read"] < counts["input_tokens"]
+
+
 def test_usage_of_several_answers_is_in_llm_output(llm: ChatConure) -> None:
     result = llm.generate([[HumanMessage("hi")]], n=3)
     assert result.llm_output is not None

@@ -157,6 +157,18 @@ async def test_stream_that_outlives_its_block_is_whole(llm: Conure, submitted: l
     await all_ended(llm.connection(), submitted)
 
 
+async def test_stream_that_is_not_read_before_the_end_is_whole(
+    llm: Conure, submitted: list[str]
+) -> None:
+    expected = llm.complete("a").text
+    with conure_run() as report:
+        stream = llm.stream_complete("a")
+        llm.complete("b")
+    assert "".join(piece.delta or "" for piece in stream) == expected
+    assert len(report.calls) == 2
+    await all_ended(llm.connection(), submitted)
+
+
 PATH_EXTRACTORS: dict[str, Callable[[Conure], Any]] = {
     "simple": lambda llm: SimpleLLMPathExtractor(llm=llm, num_workers=2),
     "dynamic": lambda llm: DynamicLLMPathExtractor(

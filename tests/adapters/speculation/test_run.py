@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from conure.adapters.client import NotReadyError
+from conure.adapters.speculation.registry import CallRecord, PlanFailedError
 from conure.adapters.speculation.run import SpeculativeRun
 
-from .calls import call
+from .calls import call, committed, event, node
 
 
 class ClientDouble:
@@ -76,3 +79,39 @@ async def test_a_run_is_idle_after_its_last_request() -> None:
     await client.run_tasks()
     await run.await_until_sent()
     assert client.bodies[-1] == {"close": True}
+
+
+async def test_an_answer_that_arrived_is_read_after_the_time_limit() -> None:
+    client, clock = cast(Any, ClientDouble()), iter((0.0, 100.0))
+    run = SpeculativeRun(client, "run", is_streamed=True, may_grow=True, clock=lambda: next(clock))
+    record = run.add_unplanned(call("a", set(), "tea"))
+    await client.tasks.pop(0)()  # the events stay unread
+    run.calls.on_event(event("node.delta", variable="a", node="a_call", offset=0, text="Te"))
+    found = []
+    async for stream, each in run.afollow(record, lambda record, _: record, timeout_s=10):
+        stream.feed(each)
+        found.append(each.type)
+        run.calls.on_event(committed("a", "Tea"))
+        await asyncio.sleep(0)  # the event reaches this loop
+    assert found == ["node.delta", "variable.committed"]
+
+
+@pytest.mark.parametrize("is_sync", [False, True])
+async def test_the_time_limit_includes_the_call_that_is_sent_again(is_sync: bool) -> None:
+    client, clock = cast(Any, ClientDouble()), iter((0.0, 100.0))
+    run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True, clock=lambda: next(clock))
+    run.plan([call("a", set(), "tea")])
+    await client.tasks.pop(0)()  # the events stay unread
+    record = run.calls.claim(node("a", "tea"))
+    assert record is not None
+    failed = event("node.failed", node="a_call", code="expr.type", message="no")
+    run.calls.on_event(failed)
+
+    def resend(record: CallRecord, failure: PlanFailedError) -> CallRecord:
+        return run.add_unplanned(call("again", set(), "tea"))
+
+    with pytest.raises(NotReadyError, match="no answer after 10 s"):
+        if is_sync:
+            list(run.follow(record, resend, timeout_s=10))
+        else:
+            [each async for each in run.afollow(record, resend, timeout_s=10)]

@@ -70,6 +70,11 @@ def test_missing_packages_name_the_extra() -> None:
     )
 
 
+def test_memory_is_read_on_other_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "MEMORY_INFO", tmp_path / "missing")
+    assert doctor.available_memory() > 1 << 20
+
+
 def test_missing_compiler_is_a_note() -> None:
     finding = only(doctor.check_compiler(HEALTHY._replace(compiler=None)))
     assert finding.level == "note"
@@ -220,6 +225,12 @@ def test_model_directory_is_checked(tmp_path: Path) -> None:
     assert found(builtin.FOLDER).level == "ok"
     small = HEALTHY._replace(available_bytes=1000)
     assert "choose a smaller model" in found(builtin.FOLDER, small).text
+    assert found(builtin.FOLDER, small._replace(free_gpu_bytes=8 << 30)).level == "ok"
+    full_gpu = found(builtin.FOLDER, HEALTHY._replace(free_gpu_bytes=1000))
+    assert "0.0 GB of GPU memory are available" in full_gpu.text
+    copied = shutil.copytree(builtin.FOLDER, tmp_path / "copied")
+    shutil.copy(copied / "model.safetensors", copied / "unused.safetensors")
+    assert found(copied).text.endswith(found(builtin.FOLDER).text.split(",")[-1])
     bare = HEALTHY._replace(has_module=lambda name: name != "tokenizers")
     assert found(builtin.FOLDER, bare).level == "note"
     for name in (None, *doctor.OWN_MODELS):
