@@ -4,11 +4,11 @@ Both systems run on identical servers (model, KV memory, prefix cache on), get t
 and write the same number of tokens. Only the information that the server receives differs.
 
 Seconds depend on the machine and its other load; engine steps and computed tokens do not.
-`--played` uses the fake engine, whose steps sleep as long as the steps of the real engine, so
+`--simulated` uses the fake engine, whose steps sleep as long as the steps of the real engine, so
 that other load matters little. `--predict` fits the simulator's cost model to the server and
 predicts the times of both systems.
 
-    python benchmarks/end_to_end.py [--rounds N] [--only WORKLOAD] [--setting NAME] [--played]
+    python benchmarks/end_to_end.py [--rounds N] [--only WORKLOAD] [--setting NAME] [--simulated]
         [--predict] [--out FOLDER]
 """
 
@@ -36,7 +36,7 @@ from temporary_server import served
 
 BLOCK = 16
 REAL = ("seeded", "--engine", "local", "--dtype", "float32", "--threads", "1")
-PLAYED = (
+SIMULATED = (
     *("--engine", "fake", "--time-per-prompt-token", "1e-4"),
     *("--time-per-output-token", "5e-3"),
 )
@@ -251,13 +251,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=tuple(SCALED), action="append")
     parser.add_argument("--setting", choices=("0", "25", "tenth", "pressure"), action="append")
-    parser.add_argument("--played", action="store_true", help="an engine that plays its model")
+    parser.add_argument("--simulated", action="store_true", help="a simulated engine")
     parser.add_argument(
         "--predict", action="store_true", help="fit the simulator and predict the times"
     )
     parser.add_argument("--out", type=Path, help="folder for tables and plots")
     arguments = parser.parse_args()
-    engine = PLAYED if arguments.played else REAL
+    engine = SIMULATED if arguments.simulated else REAL
     names = arguments.only or list(SCALED)
     settings = arguments.setting or ["0", "25", "tenth", "pressure"]
     peaks: dict[str, int] = {}

@@ -25,7 +25,7 @@ from apps.oracle import (
     StepTrace,
     block_seconds,
     last_use_block_seconds,
-    next_use_num_refilled,
+    next_use_num_recomputed,
 )
 from apps.programs import coding
 from conure.server.config import Config
@@ -106,7 +106,7 @@ def main() -> None:
     ):
         held, best = block_seconds(found), last_use_block_seconds(found)
         refilled = sum(step.num_refilled for step in found)
-        fewest = 0 if capacity is None else next_use_num_refilled(found, capacity)
+        fewest = 0 if capacity is None else next_use_num_recomputed(found, capacity)
         computed = sum(len(step.computed) for step in found)
         print(
             f"{capacity or 'unbounded'} blocks ({peak} held at most): {len(found)} steps; held "

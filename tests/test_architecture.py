@@ -1,8 +1,7 @@
 """Architecture rules: allowed imports, loaded libraries, names and sizes.
 
-The checks read the source of the four folders without running it. The last ones import
-modules in a fresh interpreter and look for model libraries. Every rule is also tested on a
-small offence.
+The checks read the source of the four folders without running it. Those of loaded libraries import
+modules in a fresh interpreter. The rules about source are also tested on a small offence.
 
 Allowed imports across folders (docs/architecture.md shows them):
 
@@ -11,7 +10,7 @@ Allowed imports across folders (docs/architecture.md shows them):
     engine   -> kernels, cache_folder
     kernels  -> cache_folder, torch, triton, numpy, flashinfer (optional)
 
-`server.program` uses only the standard library and msgspec. Its `typed_json` decodes all typed
+`server.program` uses only the standard library, msgspec and re2. Its `typed_json` decodes all typed
 JSON, because msgspec crashes where two threads decode a type for the first time. Imports are
 relative inside a folder and absolute across folders. Files form no import cycle.
 """
@@ -65,9 +64,9 @@ LIBRARIES = {
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 BANNED_CLASS_ENDINGS = ("Helper", "Impl")
 SPEAKS_TO_A_TERMINAL = ("conure.cli", "conure.engine.__main__")
-# Imports inside a folder that would invert its layers: (module, imported module).
 TYPED_DECODING = "conure.server.program.decoding.typed_json"
 THREADED_PARTS = ("adapters", "server", "server.program", "cli")
+# Imports inside a folder that would invert its layers: (module, imported module).
 INNER_ARROWS = (
     ("conure.engine.kv", "conure.engine.core.engine"),
     ("conure.engine.kv", "conure.engine.runner"),
@@ -99,8 +98,6 @@ INNER_ARROWS = (
 )
 MAX_FOLDER_FILES = 15
 MAX_CLASS_METHODS = 25
-# Classes that may share a name: the sync and async twins of a transport, and the like.
-SHARED_CLASS_NAMES: frozenset[str] = frozenset()
 MODEL_LIBRARIES = ("torch", "transformers", "triton", "safetensors", "numpy")
 
 
@@ -425,7 +422,7 @@ def test_the_llamaindex_adapter_loads_no_torch() -> None:
     assert not any(is_inside(name, "conure.engine") for name in loaded)
 
 
-def test_the_language_loads_only_msgspec() -> None:
+def test_the_program_package_loads_no_large_library() -> None:
     loaded = {name.split(".")[0] for name in modules_after_importing(f"{PROGRAM}.*")}
     outside = loaded & {
         "litestar",
@@ -461,8 +458,18 @@ def class_faults(sources: list[Source]) -> Iterator[str]:
                 if num_methods > MAX_CLASS_METHODS:
                     yield f"{source.module}: class {node.name} has {num_methods} methods"
     for name, modules in places.items():
-        if len(modules) > 1 and name not in SHARED_CLASS_NAMES:
+        if len(modules) > 1:
             yield f"class {name} is defined in {' and '.join(modules)}"
+
+
+def test_rules_name_modules_that_exist(sources: list[Source]) -> None:
+    modules = {source.module for source in sources}
+    named = {
+        TYPED_DECODING,
+        *SPEAKS_TO_A_TERMINAL,
+        *(name for pair in INNER_ARROWS for name in pair),
+    }
+    assert named - modules == set()
 
 
 def test_inner_arrows_are_kept(sources: list[Source]) -> None:

@@ -70,7 +70,7 @@ def last_use_block_seconds(trace: Sequence[StepTrace]) -> float:
     return total + sum(ended[block] - began[block] for block in began)
 
 
-def next_use_num_refilled(trace: Sequence[StepTrace], capacity: int) -> int:
+def next_use_num_recomputed(trace: Sequence[StepTrace], capacity: int) -> int:
     """Return the number of blocks that Belady's policy computes again.
 
     Args:

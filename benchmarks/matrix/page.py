@@ -3,7 +3,7 @@
     python benchmarks/matrix/page.py [FOLDER]
 
 The folder has the records (`*.json`) and the page (`README.md`); default: `results/matrix`. A
-record whose engine only plays its model goes into the last table, marked as played. Without a
+record whose engine is simulated goes into the last table, marked as such. Without a
 FOLDER, the compact table in the README of the project is written, too.
 """
 
@@ -52,19 +52,19 @@ def cells_of(folder: Path) -> list[Cell]:
     found: list[Cell] = []
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text("utf-8"))
-        is_played = "fake" in record["engine"]
-        found += (cell | {"is_played": is_played} for cell in record["cells"])
-    return sorted(found, key=lambda cell: (cell["is_played"], cell["workload"]))
+        is_simulated = "fake" in record["engine"]
+        found += (cell | {"is_simulated": is_simulated} for cell in record["cells"])
+    return sorted(found, key=lambda cell: (cell["is_simulated"], cell["workload"]))
 
 
 def ratios(before: dict[str, Any], after: dict[str, Any], kind: str = "all") -> list[float]:
-    """Return by round how many times as fast `after` is, in the mean of all programs of a kind."""
+    """Return by round the ratio of the mean times of the programs of a kind."""
     pairs = zip(before["programs"][kind]["means"], after["programs"][kind]["means"], strict=True)
     return [old / new for old, new in pairs]
 
 
 def wall_ratios(before: dict[str, Any], after: dict[str, Any]) -> list[float]:
-    """Return by round how many times as early the last program ends."""
+    """Return by round the ratio of the times until the last program ends."""
     return [old / new for old, new in zip(before["walls"], after["walls"], strict=True)]
 
 
@@ -73,7 +73,7 @@ def pair_table(cells: Sequence[Cell], before: str, after: str) -> str:
     lines = [PAIR_HEAD.format(before=before, after=after)]
     for cell in cells:
         systems = cell["systems"]
-        if before in systems and after in systems and not cell["is_played"]:
+        if before in systems and after in systems and not cell["is_simulated"]:
             lines += _pair_rows(cell, systems[before], systems[after])
     return "\n".join(lines) + "\n"
 
@@ -83,26 +83,27 @@ def _pair_rows(cell: Cell, before: dict[str, Any], after: dict[str, Any]) -> Ite
         texts = [
             *_place(cell, kind),
             *(f"{side['programs'][kind]['mean_s']['median']:.2f}" for side in (before, after)),
-            _shown(ratios(before, after, kind)),
+            _format_ratios(ratios(before, after, kind)),
         ]
         if kind == "all":
-            texts.append(_shown(wall_ratios(before, after)))
+            texts.append(_format_ratios(wall_ratios(before, after)))
             names = ("steps", "computed", "recomputed")
-            texts += (f"{_number(before[name])} / {_number(after[name])}" for name in names)
+            counts = ([_format_count(side[name]) for side in (before, after)] for name in names)
+            texts += map(" / ".join, counts)
         else:
             texts += [""] * 4
         yield f"| {' | '.join(texts)} |"
 
 
 def least_ratios(cells: Sequence[Cell], before: str, after: str) -> dict[Place, list[float]]:
-    """Return the ratios of the cells that have both systems and were not played.
+    """Return the ratios of the cells that have both systems and were not simulated.
 
     If a cell was measured several times, these are of the measurement with the smallest median.
     """
     found: dict[Place, list[float]] = {}
     for cell in cells:
         systems = cell["systems"]
-        if {before, after} <= systems.keys() and not cell["is_played"]:
+        if {before, after} <= systems.keys() and not cell["is_simulated"]:
             place = Place(cell["workload"], cell["programs"], cell["pool"], cell["round_trip_ms"])
             measured = ratios(systems[before], systems[after])
             found[place] = min(measured, found.get(place, measured), key=statistics.median)
@@ -123,7 +124,7 @@ def compact_table(cells: Sequence[Cell]) -> str:
         return min(statistics.median(each) for each in rows[name].values())
 
     for name in sorted(rows, key=least):
-        texts = [_shown(rows[name][c]) if c in rows[name] else "" for c in COLUMNS]
+        texts = [_format_ratios(rows[name][c]) if c in rows[name] else "" for c in COLUMNS]
         workload, programs = name
         lines.append(f"| {workload}, {programs} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
@@ -154,21 +155,20 @@ def cell_table(cells: Sequence[Cell]) -> str:
         for name, system in cell["systems"].items():
             for kind in _kinds(system):
                 taken = system["programs"][kind]
-                label = f"{name}, played" if cell["is_played"] else name
-                workload, programs, pool, trip = _place(cell, "all")
+                label = f"{name}, simulated" if cell["is_simulated"] else name
                 texts = [
-                    *(workload, programs, pool, trip, label, kind),
-                    _spread(taken["mean_s"]),
+                    *(*_place(cell, "all"), label, kind),
+                    _format_spread(taken["mean_s"]),
                     *(f"{taken[key]:.2f}" for key in ("p50_s", "p99_s")),
-                    _spread(system["wall_s"]),
-                    *(_number(system[key]) for key in ("steps", "computed", "recomputed")),
+                    _format_spread(system["wall_s"]),
+                    *(_format_count(system[key]) for key in ("steps", "computed", "recomputed")),
                 ]
                 lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
 
 def _kinds(system: dict[str, Any]) -> list[str]:
-    """Return the kinds of programs; a single kind is the same as all."""
+    """Return the kinds of programs and `all`; only `all` if there is one kind."""
     kinds = list(system["programs"])
     return kinds if len(kinds) > 2 else ["all"]
 
@@ -179,15 +179,15 @@ def _place(cell: Cell, kind: str) -> list[str]:
     return [workload, f"{cell['programs']}", pool, f"{cell['round_trip_ms']:g} ms"]
 
 
-def _number(counted: float | None) -> str:
+def _format_count(counted: float | None) -> str:
     return "unknown" if counted is None else f"{counted:g}"
 
 
-def _shown(numbers: Sequence[float]) -> str:
+def _format_ratios(numbers: Sequence[float]) -> str:
     return f"{statistics.median(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
 
 
-def _spread(spread: dict[str, float]) -> str:
+def _format_spread(spread: dict[str, float]) -> str:
     return "{median:.2f} ({min:.2f} to {max:.2f})".format(**spread)
 
 

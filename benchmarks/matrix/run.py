@@ -24,7 +24,7 @@ the number of such texts.
 type of weights, threads and number of KV blocks.
 
     python benchmarks/matrix/run.py [--only WORKLOAD] [--system NAME] [--programs N ...]
-        [--pool PERCENT ...] [--round-trip MS ...] [--rounds N] [--played]
+        [--pool PERCENT ...] [--round-trip MS ...] [--rounds N] [--simulated]
         [--model FOLDER] [--peer PYTHON] [--option=OPTION ...] [--out FILE]
 """
 
@@ -66,7 +66,7 @@ ROOMY = 8_192
 UNBOUNDED = ("--max-wait-s", "0")
 """Eight programs at once, request by request, would be refused: they wait for over two seconds."""
 REAL = ("--engine", "local", "--dtype", "float32", "--threads", "1", *UNBOUNDED)
-PLAYED = (
+SIMULATED = (
     *("--engine", "fake", *UNBOUNDED, "--time-per-prompt-token", "1e-4", "--max-sequences", "16"),
     *("--time-per-output-token", "3.5e-3", "--step-tokens", "512"),
 )
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     systems = options.system or ["requests", "whole"]
     model = options.model or str(random_model.create_cached())
-    engine = (*(PLAYED if options.played else (model, *REAL)), *options.option)
+    engine = (*(SIMULATED if options.simulated else (model, *REAL)), *options.option)
     record = {**machine(), "engine": engine[1:], "rounds": options.rounds, "cells": []}
     with ExitStack() as stack:
         loop = stack.enter_context(asyncio.Runner())
@@ -399,7 +399,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pool", type=int, nargs="+", default=[100, 66, 40])
     parser.add_argument("--round-trip", type=float, nargs="+", default=[0.0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--played", action="store_true", help="engines that play their model")
+    parser.add_argument("--simulated", action="store_true", help="simulated engines")
     parser.add_argument("--model", help="a folder; default: the seeded model")
     parser.add_argument("--peer", metavar="PYTHON", help="of an environment with vLLM")
     parser.add_argument("--option", action="append", default=[], help="passed to `conure serve`")

@@ -26,7 +26,7 @@ import httpx
 
 from apps.client import Client
 from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, workload
-from end_to_end import PLAYED, REAL, ROOMY, two_servers
+from end_to_end import REAL, ROOMY, SIMULATED, two_servers
 
 SALT_CHARS = 16
 """Characters at the start of a prompt that differ between requests: one block."""
@@ -168,7 +168,7 @@ def main() -> None:
         "| | estimated | measured | estimated / measured | min | max |\n|---|--:|--:|--:|--:|--:|"
     )
     # Without a limit on waiting, because a refused request ends the benchmark.
-    engine = (*(REAL if arguments.real else PLAYED), "--max-wait-s", "0")
+    engine = (*(REAL if arguments.real else SIMULATED), "--max-wait-s", "0")
     names = arguments.only or (*SCALED, *STAGES)
     for options, known in ((engine, SCALED), ((*engine, *STAGE_ROWS), STAGES)):
         chosen = [name for name in names if name in known]

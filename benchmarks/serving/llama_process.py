@@ -31,7 +31,7 @@ class Llama:
     def __init__(self, path: Path, threads: int) -> None:
         quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(quiet, None)
-        self._alive = quiet
+        self._log_callback = quiet  # llama.cpp keeps only a pointer
         model_options = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_options)
         options = llama_cpp.llama_context_default_params()
@@ -43,7 +43,11 @@ class Llama:
         self._greedy = llama_cpp.llama_sampler_init_greedy()
 
     def run(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Decode (token, position, sequence, is last); return the next token after each last."""
+        """Decode tokens; return one sampled token for each that is the last one of its sequence.
+
+        Args:
+            tokens: token, position, sequence, and whether the token is the last one.
+        """
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, (token, position, sequence, is_last) in enumerate(tokens):

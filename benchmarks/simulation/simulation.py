@@ -53,7 +53,7 @@ class SimulationConfig:
     whole_programs: bool = True
     """False: the client sends calls one by one."""
     has_prefix_cache: bool = True
-    """False: no prefix is shared, every prompt is prefilled whole."""
+    """False: the scheduler knows no prefixes. An engine that runs step by step still finds them."""
     forecasts_peaks: bool = True
     """Whether engines report their steps; otherwise each call reserves its maximum length."""
     reads_shared_once: bool = True
@@ -154,7 +154,7 @@ class Simulation:
         return outcome
 
     def run(self) -> None:
-        """Run all events. Every program has ended then."""
+        """Run until no event is left: every program has ended."""
         self.clock.run()
         assert self.scheduler.num_waiting == 0, "calls that no engine takes"
 
@@ -244,28 +244,47 @@ class _ProgramRun:
         half_s = self._setting.round_trip_s() / 2
         self._clock.after(half_s, partial(self._queue, node_id, half_s))
 
-    def _queue(self, node_id: str, answer_s: float) -> None:
+    def _queue(self, node_id: str, delay_s: float) -> None:
+        """Queue a call whose answer reaches the program after a delay."""
         shape = self._profile.calls[node_id]
-        now = self._clock.now
         performance = shape.performance
         if not self._setting.deduces_objectives:
             performance = PerformanceObjective("latency", None, 0)
-        is_latency_sensitive = performance.kind == "latency"
-        inputs = PriorityInputs(
-            arrived_at_s=now,
+        prefixes = self._prefixes(shape)
+        scheduler = self._simulation.scheduler
+        finish = partial(self._finished, node_id, self._clock.now, delay_s)
+        call = QueuedCall(
+            self._resource_request(shape, performance, prefixes),
+            scheduler.policy.rank(self._priority_inputs(shape, performance)).at_s,
+            lambda placement: self._placed(placement, call, prefixes, finish),
+            on_wait=lambda _: self._watch(call),
+        )
+        scheduler.submit(call)
+
+    def _priority_inputs(
+        self, shape: CallShape, performance: PerformanceObjective
+    ) -> PriorityInputs:
+        latest_s = shape.latest_start_s
+        return PriorityInputs(
+            arrived_at_s=self._clock.now,
             program_started_at_s=self._outcome.arrived_s,
             kind=performance.kind,
             depth=performance.depth,
             total_s=self._profile.total_s,
             remaining_work_s=self._remaining_work_s(),
             priority=shape.priority,
-            latest_start_s=None
-            if shape.latest_start_s is None
-            else self._outcome.arrived_s + shape.latest_start_s,
+            latest_start_s=None if latest_s is None else self._outcome.arrived_s + latest_s,
             attained_s=self._attained_s,
         )
-        prefixes = self._prefixes(shape)
-        request = ResourceRequest(
+
+    def _resource_request(
+        self,
+        shape: CallShape,
+        performance: PerformanceObjective,
+        prefixes: tuple[PromptPrefix, ...],
+    ) -> ResourceRequest:
+        is_latency_sensitive = performance.kind == "latency"
+        return ResourceRequest(
             program=self._name,
             num_prompt=shape.num_prompt,
             num_output=shape.num_output,
@@ -278,16 +297,6 @@ class _ProgramRun:
             and self._execution.num_open_calls > 1,
             num_remaining_steps=shape.num_remaining_steps,
         )
-        scheduler = self._simulation.scheduler
-        rank = scheduler.policy.rank(inputs).at_s
-        call = QueuedCall(
-            request,
-            rank,
-            lambda placement: self._placed(placement, call, prefixes, finish),
-            on_wait=lambda _: self._watch(call),
-        )
-        finish = partial(self._finished, node_id, now, answer_s)
-        scheduler.submit(call)
 
     def _watch(self, call: QueuedCall) -> None:
         """Report the progress of the engine that is reserved for a call about once per step."""
@@ -335,7 +344,12 @@ class _ProgramRun:
         self._simulation.engines[placement.engine].start(work)
 
     def _finished(
-        self, node_id: str, arrived_s: float, answer_s: float, call: QueuedCall, started_s: float
+        self,
+        node_id: str,
+        arrived_s: float,
+        delay_s: float,
+        call: QueuedCall,
+        started_s: float,
     ) -> None:
         now = self._clock.now
         self._work.remove(node_id)
@@ -345,8 +359,8 @@ class _ProgramRun:
         self._outcome.queued_s += started_s - arrived_s
         self._outcome.decode_s += now - started_s
         self._outcome.num_output += call.request.num_output
-        if answer_s:
-            self._clock.after(answer_s, partial(self._answer, node_id))
+        if delay_s:
+            self._clock.after(delay_s, partial(self._answer, node_id))
         else:
             self._answer(node_id)
 

@@ -121,9 +121,9 @@ def test_tables_have_pairs_means_and_cells(tmp_path: Path) -> None:
     found = tables(tmp_path)
     place = "| w | 1 | 66 %, 9 | 5 ms |"
     figures = "4.50 | 1.75 | 2.50 (2.00 to 3.00) | 2.50 (2.00 to 3.00) | 5 / 5 | 100 / 100 | 7 / 7"
-    assert found["whole"].splitlines()[2:] == [f"{place} {figures} |"], "nothing that was played"
+    assert found["whole"].splitlines()[2:] == [f"{place} {figures} |"], "nothing that was simulated"
     assert "| 1 | 66 % | 5 ms | peer / program | 1 | 2.50 | 2.50 |" in found["means"]
-    assert f"{place} whole, played | all | 1.75 (1.50 to 2.00) |" in found["cells"]
+    assert f"{place} whole, simulated | all | 1.75 (1.50 to 2.00) |" in found["cells"]
 
 
 def test_repeated_cell_counts_once_in_the_means(tmp_path: Path) -> None:
@@ -170,7 +170,13 @@ def test_all_chains_write_the_same_texts_on_a_server(tmp_path: Path) -> None:
     fast = ("--time-per-prompt-token", "--time-per-output-token")
     assert (
         run.main(
-            [*options, "--played", *(f"--option={each}=0" for each in fast), "--out", str(record)]
+            [
+                *options,
+                "--simulated",
+                *(f"--option={each}=0" for each in fast),
+                "--out",
+                str(record),
+            ]
         )
         == 0
     )

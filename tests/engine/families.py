@@ -1,4 +1,4 @@
-"""The decoder families that the local engine is judged on, each shrunk to two small layers.
+"""The decoder families that the local engine is tested with, each shrunk to two small layers.
 
 A family is a model type of transformers, or one of its variants that computes differently
 (a rotary embedding, a window). `RUNNING` must give transformers' tokens, `REFUSED` must be
@@ -23,7 +23,7 @@ class Family(NamedTuple):
 
     @property
     def has_experts(self) -> bool:
-        """Whether rounding may send a token another way."""
+        """Whether rounding may change the experts that a token is sent to."""
         return self.remark.endswith(_EXPERTS)
 
 
@@ -31,12 +31,13 @@ class Refusal(NamedTuple):
     """A family that cannot run, and why."""
 
     reason: str
-    """Part of the sentence that an engine refuses it with."""
+    """Part of the error message."""
     changes: dict[str, Any]
     is_known: bool = True
-    """Refused by its config, before weights are read; else by the trial."""
+    """Whether the config alone is refused, before weights are read; else the trial refuses."""
     trial: str = ""
-    """The result of a trial alone, if a shrunk model can be built; empty: not tried."""
+    """Part of the error of a trial without the check of the config; empty if no small model can be
+    built."""
 
 
 _MOE: Final[dict[str, Any]] = {
@@ -60,14 +61,14 @@ _MLA: Final[dict[str, Any]] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
-    # Of the rotated part, where a config has it.
+    # Some configs have the size of the rotated part here.
     "head_dim": 8,
 }
 _TWO_KINDS: Final[dict[str, Any]] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-# Some configs insist on one.
+# Some configs require it.
 _BOS: Final[dict[str, Any]] = {"bos_token_id": 256}
 _SLIDING: Final[dict[str, Any]] = {"sliding_window": WINDOW}
 _MLA_REMARK: Final = "latent attention in expanded form: keys of 24, values of 12"

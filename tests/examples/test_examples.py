@@ -159,7 +159,9 @@ def test_shell_example_stops_at_the_first_error() -> None:
 
 
 def test_texts_name_their_source() -> None:
-    for text in (EXAMPLES / "texts").glob("*.txt"):
+    texts = list((EXAMPLES / "texts").glob("*.txt"))
+    assert texts
+    for text in texts:
         content = text.read_text(encoding="utf-8")
         header = content.partition("\n\n")[0]
         assert "public domain" in header

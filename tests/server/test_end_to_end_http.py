@@ -55,7 +55,7 @@ async def client_of(data: Path, **settings: Any) -> AsyncIterator[httpx.AsyncCli
 
 
 async def finish(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:
-    """Read all events of a program, which ends with the program."""
+    """Return all events of a program. The stream ends when the program ends."""
     events = parse((await client.get(f"{path}/events")).text)
     assert events[-1]["event"] == "program.finished"
     return events

@@ -518,7 +518,7 @@ async def test_an_append_that_is_sent_again_has_no_effect(tmp_path: Path, state:
         program = Program(harness, program.id)
         assert "b" in (await program.append(**append)).nodes
         assert await program.value("b") == answer("B")
-        with pytest.raises(ProgramError, match="b") as other:
+        with pytest.raises(ProgramError, match="two nodes have the id `b`") as other:
             await program.append(**{**append, "request_id": "r2"})
         assert other.value.code == "program.duplicate_node"
 

@@ -28,11 +28,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--fa3", action="store_true", help="also compile FA3, the default of the cascade"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="parallel compiler jobs (1)")
+    parser.add_argument("--jobs", type=int, help="parallel compiler jobs (MAX_JOBS, or 1)")
     options = parser.parse_args(arguments)
     # FlashInfer reads these variables at import.
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
-    os.environ.setdefault("MAX_JOBS", str(options.jobs))
+    if options.jobs is not None:
+        os.environ["MAX_JOBS"] = str(options.jobs)
+    os.environ.setdefault("MAX_JOBS", "1")
     from attention.flashinfer_contenders import cascade_module, prefill_module
 
     modules = [cascade_module(), prefill_module("fa2", torch.bfloat16, 128)]

@@ -185,7 +185,8 @@ def test_a_new_thread_with_the_identifier_of_the_ended_one_is_another_thread(app
             ).result()
         assert not is_own
         if ident in idents:
-            break
+            return
+    pytest.skip("the system gave the identifier to no later thread")
 
 
 async def _append(idents: list[int]) -> None:

@@ -76,7 +76,10 @@ CASES = {
         "oh",
     ),
     "a template that lacks a variable": Case(
-        lambda llm: {"y": say(llm)} | say(llm, "{y} {z}"), "tea", KeyError, "z"
+        lambda llm: {"y": say(llm)} | say(llm, "{y} {z}"),
+        "tea",
+        KeyError,
+        r"missing variables \{'z'\}",
     ),
 }
 

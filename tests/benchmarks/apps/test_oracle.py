@@ -15,7 +15,7 @@ from apps.oracle import (
     StepTrace,
     block_seconds,
     last_use_block_seconds,
-    next_use_num_refilled,
+    next_use_num_recomputed,
 )
 
 
@@ -52,9 +52,9 @@ def test_evicted_block_is_not_counted_until_recomputed() -> None:
 
 def test_block_with_latest_next_use_is_evicted_first() -> None:
     trace = trace_of("a", "b", "c", "a", "b")
-    assert next_use_num_refilled(trace, 3) == 0
-    assert next_use_num_refilled(trace, 2) == 1  # c replaces b, and b is computed again once
-    assert next_use_num_refilled(trace, 1) == 2
+    assert next_use_num_recomputed(trace, 3) == 0
+    assert next_use_num_recomputed(trace, 2) == 1  # c replaces b, and b is computed again once
+    assert next_use_num_recomputed(trace, 1) == 2
 
 
 def fewest(trace: list[StepTrace], capacity: int) -> int:
@@ -82,4 +82,4 @@ def test_next_use_recomputes_the_fewest_blocks(uses: list[frozenset[str]]) -> No
     trace = trace_of(*("".join(sorted(each)) for each in uses))
     if trace:
         for capacity in (2, 3):
-            assert next_use_num_refilled(trace, capacity) == fewest(trace, capacity)
+            assert next_use_num_recomputed(trace, capacity) == fewest(trace, capacity)

@@ -51,7 +51,7 @@ def test_processor_gets_only_instructions_that_it_reports(
     assert [each.name for each in found] == expected.split()
 
 
-def test_missing_report_means_plain_code(tmp_path: Path) -> None:
+def test_without_cpuinfo_only_plain_is_supported(tmp_path: Path) -> None:
     assert [each.name for each in library.supported("x86_64", tmp_path / "none")] == ["plain"]
 
 
@@ -91,7 +91,7 @@ def test_damaged_library_is_compiled_again(tmp_path: Path) -> None:
         assert path.read_bytes() == good
 
 
-def test_missing_compiler_is_reported_with_the_cure(tmp_path: Path) -> None:
+def test_missing_compiler_is_reported_with_advice(tmp_path: Path) -> None:
     environment = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
     with pytest.raises(library.LibraryUnavailableError, match="apt install"):
         library.load(PLAIN, environment)
@@ -103,14 +103,14 @@ def test_failing_compiler_is_reported_with_its_error(tmp_path: Path) -> None:
         library.load(PLAIN, environment)
 
 
-def test_unwritable_cache_is_reported_with_the_cure(tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported_with_advice(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environment = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     with pytest.raises(library.LibraryUnavailableError, match="set XDG_CACHE_HOME"):
         library.load(PLAIN, environment)
 
 
-def test_other_sources_have_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_file_name_depends_on_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = library.file_name(PLAIN)
     for path in library.SOURCES.glob("*.[ch]*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

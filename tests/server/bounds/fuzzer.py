@@ -1,4 +1,4 @@
-"""Sends mutated bodies to all routes that read one, and reads what they made."""
+"""Sends mutated bodies to all routes that read one, and reads the resulting programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import httpx
 
 from .mutations import mutated, seeds
 
+WAITING = "/v1/get"
+"""The route that waits without a limit, also for a value that never exists."""
 WAIT_S = 0.5
-"""Some routes wait without a limit for a value that never exists."""
 MAX_LIVE = 16
 """Programs that run at once; the oldest one is ended first."""
 
@@ -72,7 +73,7 @@ SOURCE: Any = {
     "language": "decoder",
     "inputs": {"x": "v"},
 }
-PARROT_CALL: Any = {
+SEMANTIC_CALL: Any = {
     "session_id": 0,
     "template": "Tell {{a}} a joke: {{b}}",
     "parameters": [
@@ -85,10 +86,10 @@ PLACEHOLDERS: Any = [
     {"name": "a", "in_out": True, "semantic_var_id": "s.a"},
     {"name": "b", "in_out": False, "semantic_var_id": "s.b", "sampling_params": {"max_tokens": 2}},
 ]
-PAPER: Any = {"prompt": "Tell {{a}}: {{b}}", "placeholders": PLACEHOLDERS, "session_id": "s"}
-PAPER_SET: Any = {"semantic_var_id": "s.a", "content": "me", "session_id": "s"}
-PAPER_GET: Any = {"semantic_var_id": "s.b", "criteria": "latency", "session_id": "s"}
-OTHERS: Any = [CHAT, RESPONSE, APPEND, VALUE, PROCEDURE, RUN, PARROT_CALL, PAPER]
+SUBMIT: Any = {"prompt": "Tell {{a}}: {{b}}", "placeholders": PLACEHOLDERS, "session_id": "s"}
+SET: Any = {"semantic_var_id": "s.a", "content": "me", "session_id": "s"}
+GET: Any = {"semantic_var_id": "s.b", "criteria": "latency", "session_id": "s"}
+OTHERS: Any = [CHAT, RESPONSE, APPEND, VALUE, PROCEDURE, RUN, SEMANTIC_CALL, SUBMIT]
 
 
 class Fuzzer:
@@ -129,16 +130,16 @@ class Fuzzer:
     # --- requests -------------------------------------------------------------------------
 
     async def _send(self, method: str, url: str, kind: Any, **fixed: Any) -> httpx.Response | None:
-        """Send a mutated body, in which some fields are then set; None if the answer waits."""
+        """Send a mutated body with `fixed` fields; return None if `WAITING` has not answered."""
         body = mutated(kind, self._rng, others=[*OTHERS, *self._seeds])
         if isinstance(body, dict):
             body |= fixed
         self.num_bodies += 1
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(WAIT_S if url == WAITING else None):
                 answer = await self._client.request(method, url, json=body)
         except TimeoutError:
-            self.statuses[f"{method} waits"] += 1
+            self.statuses[f"{method} {url} waits"] += 1
             return None
         self._check(answer)
         return answer
@@ -179,6 +180,9 @@ class Fuzzer:
 
     async def _append(self) -> None:
         opened = await self._client.post("/v1/programs", json={"program": {}, "open": True})
+        self._check(opened)
+        if opened.status_code == 503:
+            return
         url = opened.json()["url"]
         self._live.append(url)
         await self._send("POST", f"{url}/nodes", APPEND)
@@ -208,8 +212,11 @@ class Fuzzer:
 
     async def _parrot(self) -> None:
         opened = await self._client.post("/v1/session", json={})
+        self._check(opened)
+        if opened.status_code == 503:
+            return
         number = opened.json()["session_id"]
-        await self._send("POST", "/v1/semantic_call", PARROT_CALL, session_id=number)
+        await self._send("POST", "/v1/semantic_call", SEMANTIC_CALL, session_id=number)
         self._check(await self._client.delete(f"/v1/session/{number}"))
 
     async def _other(self) -> None:
@@ -217,9 +224,9 @@ class Fuzzer:
             (
                 ("/v1/grammar/check", GRAMMAR),
                 ("/v1/tokenize", TOKENIZE),
-                ("/v1/submit", PAPER),
-                ("/v1/set", PAPER_SET),
-                ("/v1/get", PAPER_GET),
+                ("/v1/submit", SUBMIT),
+                ("/v1/set", SET),
+                (WAITING, GET),
             )
         )
         await self._send("POST", url, kind)

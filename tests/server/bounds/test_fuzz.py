@@ -25,6 +25,8 @@ SEED = int(os.environ.get("CONURE_FUZZ_SEED", "400"))
 TIMEOUT_S = 120.0
 MAX_LAG_S = 10.0
 """Far more than any turn takes."""
+ACCEPTED = ("POST programs 202", "POST chat 200", "POST responses 200")
+"""Responses that show that bodies are not all refused."""
 PART_BODIES = 2_000
 NUM_PARTS = -(-NUM_BODIES // PART_BODIES)
 
@@ -40,3 +42,5 @@ async def test_no_body_causes_an_internal_error(tmp_path: Path, seed: int) -> No
         print(f"{count:7} {name}")
     print(f"{fuzzer.num_bodies} bodies, longest lag {lag.worst_s:.2f} s")
     assert lag.worst_s < MAX_LAG_S
+    for name in ACCEPTED:
+        assert fuzzer.statuses[name] > 0, f"no mutated body gave {name}"

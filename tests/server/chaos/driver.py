@@ -47,7 +47,7 @@ class Server:
     def __init__(self, folder: Path, *, arguments: Callable[[int], Sequence[str]]) -> None:
         """Args: `arguments` returns additional arguments for the n-th process."""
         self.is_up = asyncio.Event()
-        self.num_lives = 0
+        self.num_starts = 0
         self._folder = folder
         self._arguments = arguments
         self._port = _unused_port()
@@ -73,15 +73,16 @@ class Server:
     async def spawn(self, aim: tuple[str, int] | None = None) -> None:
         """Start a process; it is not ready yet.
 
-        With `aim` it kills itself at this point of `crash_points`, the n-th time.
+        `aim`: a point of `crash_points`, and the number of the call at which the process kills
+        itself.
         """
         self._is_aimed = aim is not None
         command = ["-m", "conure.cli.main"]
         if aim is not None:
             command = ["-m", crash_points.__name__, aim[0], str(aim[1])]
-        command += ["serve", *self._arguments(self.num_lives)]
+        command += ["serve", *self._arguments(self.num_starts)]
         command += ["--port", str(self._port), "--data", str(self._folder / "data")]
-        self.num_lives += 1
+        self.num_starts += 1
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, *command, stdout=log, stderr=log, start_new_session=True
@@ -96,7 +97,7 @@ class Server:
                 if process.returncode is not None:
                     if self._is_aimed and process.returncode == -signal.SIGKILL:
                         return
-                    raise ViolationError(f"the server did not start: {self.last_words()}")
+                    raise ViolationError(f"the server did not start: {self.log_excerpt()}")
                 try:
                     if (await http.get("/readyz")).status_code == 200:
                         self.is_up.set()
@@ -104,7 +105,7 @@ class Server:
                 except httpx.TransportError:
                     pass
                 await asyncio.sleep(0.02)
-        raise ViolationError(f"the server is not ready after {READY_S} s: {self.last_words()}")
+        raise ViolationError(f"the server is not ready after {READY_S} s: {self.log_excerpt()}")
 
     async def kill(self) -> None:
         """Kill (-9) the process and its process group; safe when it is dead."""
@@ -117,9 +118,9 @@ class Server:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         elif not self._is_aimed or process.returncode != -signal.SIGKILL:
-            raise ViolationError(f"the server had ended by itself: {self.last_words()}")
+            raise ViolationError(f"the server had ended by itself: {self.log_excerpt()}")
         if "Traceback" in self._log.read_text("utf-8", "replace"):
-            raise ViolationError(f"the server stumbled: {self.last_words()}")
+            raise ViolationError(f"the server logged a traceback: {self.log_excerpt()}")
 
     async def wait_dead(self, seconds: float) -> bool:
         """Wait until an aimed process has killed itself; return whether it has."""
@@ -149,7 +150,7 @@ class Server:
             return False
         return bool(engines)
 
-    def last_words(self) -> str:
+    def log_excerpt(self) -> str:
         """Return the first traceback of the latest process, or the end of its output."""
         log_text = self._log.read_text("utf-8", "replace")
         trouble = log_text.find("Traceback")
@@ -159,7 +160,7 @@ class Server:
 
     @property
     def _log(self) -> Path:
-        return self._folder / f"life-{self.num_lives}.log"
+        return self._folder / f"life-{self.num_starts}.log"
 
 
 @dataclass(slots=True)
@@ -235,15 +236,12 @@ class Chaos:
                 continue
             await self._server.spawn()
             if source.random() < 0.2:
-                # Somewhere between its first breath and the end of its recovery.
+                # During its start or its recovery.
                 await asyncio.sleep(source.uniform(0.0, 1.5))
             else:
                 await self._server.wait_ready()
                 await asyncio.sleep(source.uniform(0.02, 0.8))
-            self.report.num_kills += 1
-            self.report.num_kills_under_load += bool(self._running)
-            self._survivors |= self._running
-            await self._server.kill()
+            await self._kill_server()
         await self._server.spawn()
         await self._server.wait_ready()
 
@@ -260,7 +258,6 @@ class Chaos:
                 if self._server.signal_engine(number, source):
                     report.num_engine_freezes += is_freeze
                     report.num_engine_kills += not is_freeze
-                    report.num_kills += 1
             await asyncio.sleep(source.uniform(0.1, 1.0))
         else:
             point = source.choice(sorted(crash_points.POINTS))
@@ -268,8 +265,11 @@ class Chaos:
             await self._server.wait_ready()
             is_dead = await self._server.wait_dead(source.uniform(0.2, 2.0))
             report.num_aimed_kills += is_dead
-        report.num_kills += 1
-        report.num_kills_under_load += bool(self._running)
+        await self._kill_server()
+
+    async def _kill_server(self) -> None:
+        self.report.num_kills += 1
+        self.report.num_kills_under_load += bool(self._running)
         self._survivors |= self._running
         await self._server.kill()
 
@@ -361,7 +361,7 @@ class Chaos:
                         if event.type == "program.finished":
                             return
             except httpx.ReadTimeout as error:
-                raise ViolationError(f"{id_}: the events stand still after {last}") from error
+                raise ViolationError(f"{id_}: no event for {HANG_S} s after {last}") from error
             except httpx.TransportError:
                 await asyncio.sleep(0.02)
 
@@ -395,7 +395,7 @@ class Chaos:
             raise ViolationError(f"{id_}: {name} had a value and has none now: {response.text}")
 
     async def _send_request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        """Retry a request until it is answered; a full server names the delay."""
+        """Send a request until it is answered; wait if the server answers 429 or 503."""
         while True:
             await self._server.is_up.wait()
             try:
@@ -408,7 +408,7 @@ class Chaos:
             if response.status_code not in (429, 503):
                 return response
             if "Retry-After" not in response.headers:
-                raise ViolationError(f"{method} {path}: not now, but when? {response.text}")
+                raise ViolationError(f"{method} {path}: no Retry-After: {response.text}")
             await asyncio.sleep(0.05)
 
     # --- the end ------------------------------------------------------------------------

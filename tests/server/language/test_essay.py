@@ -244,6 +244,7 @@ async def test_critic_and_copilot_compute_the_shared_context_once(
 async def test_every_yield_names_program_job_node_and_sequence(scripted: ServerHarness) -> None:
     program = await scripted.submit_source(essay.CRITIC)
     events = [event async for event in program.read() if event.type == "yield"]
+    assert events
     for event in events:
         assert event.data["program"] == program.id
         assert event.data["job"]

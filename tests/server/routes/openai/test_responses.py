@@ -261,8 +261,8 @@ async def test_bad_input_gets_the_cure(tmp_path: Path) -> None:
         kept = await client.responses.create(input="Hi", store=False, **GREEDY)
         with pytest.raises(openai.NotFoundError, match="was not stored"):
             await client.responses.retrieve(kept.id)
+        found = await client.responses.create(input="Hi", **GREEDY)
         with pytest.raises(openai.BadRequestError, match="'background': true"):
-            found = await client.responses.create(input="Hi", **GREEDY)
             await client.responses.cancel(found.id)
 
 

@@ -110,7 +110,7 @@ async def test_yield_streams_partial_text(tmp_path: Path) -> None:
         reported = [e async for e in program.read() if e.type == "yield"]
         partial = [e for e in reported if e.data["node"] == "y"]
         *growing, last = [e.data["value"] for e in partial]
-        assert len(growing) > 2
+        assert growing
         assert not any(each["is_end"] for each in growing)
         texts = [each["so_far"] for each in growing]
         assert texts == sorted(texts, key=len)
@@ -118,7 +118,7 @@ async def test_yield_streams_partial_text(tmp_path: Path) -> None:
         assert last == {"so_far": answer("S"), "is_end": True}
         *pieces, whole = [e for e in reported if e.data["node"] == "d"]
         assert answer("S").startswith("".join(e.data["value"] for e in pieces))
-        assert len(pieces) > 2
+        assert pieces
         assert whole.data["value"] == answer("S")
         assert all(e.seq is None for e in (*pieces, *partial[:-1])), "only the last is kept"
         assert [e.data["final"] for e in await program.events() if e.type == "yield"] == [True] * 2
@@ -147,7 +147,7 @@ async def test_yield_can_include_the_item_index(tmp_path: Path) -> None:
             "z.1": [first, True, answer(f"T {first}")],
         }
         growing = [e.data["value"] for e in reported if e.seq is None and e.data["node"] == "y.1"]
-        assert len(growing) > 2
+        assert growing
         assert all(each[:3] == ["two", True, 1] for each in growing)
 
 
