@@ -1,4 +1,4 @@
-"""The functions that every server has. All of them compute within the bounds of expressions."""
+"""The functions that every server has, within the limits of steps and sizes of expressions."""
 
 from __future__ import annotations
 

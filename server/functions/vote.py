@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Any
 
 from ..program.errors import RunError
@@ -14,7 +15,8 @@ def vote(items: list[Any], normalize: bool = True) -> dict[str, Any]:
     """Return the most frequent item with its `count`, the `total` and its `share`.
 
     Null does not vote. Of equally frequent items the first one wins. With `normalize`, texts that
-    differ only in case and surrounding spaces or punctuation are the same; the first is returned.
+    differ only in case, and in spaces and punctuation around them, are the same; the first is
+    returned.
     """
     counts: dict[str, int] = {}
     first: dict[str, Any] = {}
@@ -37,4 +39,13 @@ def vote(items: list[Any], normalize: bool = True) -> dict[str, Any]:
 
 
 def _normalized(item: Any) -> Any:
-    return item.strip(" \t\r\n.!\"'").casefold() if isinstance(item, str) else item
+    if not isinstance(item, str):
+        return item
+    kept = [index for index, char in enumerate(item) if not _is_margin(char)]
+    # A text of punctuation alone, such as an operator, is what it is.
+    return item[kept[0] : kept[-1] + 1].casefold() if kept else item.strip()
+
+
+def _is_margin(char: str) -> bool:
+    """Whether a character is a space or punctuation (Unicode's categories `P*`)."""
+    return char.isspace() or unicodedata.category(char).startswith("P")

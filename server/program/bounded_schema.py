@@ -1,7 +1,9 @@
-"""JSON Schemas whose integers fit 64 bits, as the values of variables must.
+"""JSON Schemas whose values of type `integer` fit 64 bits, as the values of variables must.
 
 A schema allows integers of any length. Without bounds a model can write one that no variable can
 hold, and the call would fail although its text matches the schema.
+
+Out of scope: values of type `number`, or of any type. A bound would forbid exponents.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ _OBJECTS: Final = ("properties", "patternProperties", "$defs", "definitions", "d
 
 
 def bound_integers(schema: dict[str, Json]) -> dict[str, Json]:
-    """Return a schema with bounds for all integers that have none.
+    """Return a schema whose integers are within `MAX_INTEGER`.
 
-    Schemas inside `not` and `if` stay: bounds would allow more there, not less.
+    Schemas inside `not` and `if` are unchanged: a bound there would accept more values.
     """
     bounded = dict(schema)
     for keyword in _SCHEMAS:
@@ -34,9 +36,9 @@ def bound_integers(schema: dict[str, Json]) -> dict[str, Json]:
         if isinstance(inner := schema.get(keyword), dict):
             bounded[keyword] = {name: _bounded(each) for name, each in inner.items()}
     if _allows_integers(schema):
-        if not schema.keys() & {"minimum", "exclusiveMinimum"}:
+        if not _is_within(schema, "minimum", "exclusiveMinimum"):
             bounded["minimum"] = -MAX_INTEGER
-        if not schema.keys() & {"maximum", "exclusiveMaximum"}:
+        if not _is_within(schema, "maximum", "exclusiveMaximum"):
             bounded["maximum"] = MAX_INTEGER
     return bounded
 
@@ -46,7 +48,17 @@ def _bounded(schema: Json) -> Json:
 
 
 def _allows_integers(schema: dict[str, Json]) -> bool:
-    """Whether a schema names `integer`, but not `number`, whose bounds would exclude exponents."""
+    """Whether a schema has type `integer` and not `number`."""
     types = schema.get("type")
     names = types if isinstance(types, list) else [types]
     return "integer" in names and "number" not in names and not schema.keys() & {"enum", "const"}
+
+
+def _is_within(schema: dict[str, Json], *keywords: str) -> bool:
+    """Whether one of the keywords is a bound within `MAX_INTEGER`."""
+    bounds = [schema.get(keyword) for keyword in keywords]
+    return any(
+        isinstance(bound, int | float) and abs(bound) <= MAX_INTEGER
+        for bound in bounds
+        if not isinstance(bound, bool)
+    )

@@ -1,9 +1,8 @@
 """An upper bound of the number of tokens of a text, computed without tokenising it.
 
 Every model of the `tokenizers` library produces at most one token per byte of the text it is given.
-Only normalizers and prefix spaces may lengthen a text before that. This module covers those that
-can be bounded and returns no bound for others. The bound is a proof and not an estimate: a text
-within it needs no exact count.
+Before that, normalizers and prefix spaces may lengthen the text. If the growth of every step has a
+known bound, this module returns their sum, else None. A text never has more tokens than its bound.
 
 An *added token* is an entry of `added_tokens` in `tokenizer.json`, such as `<|im_end|>`. The
 tokenizer finds the added tokens in a text first, and tokenizes each part between them on its own.
@@ -79,7 +78,11 @@ class _Vocabulary:
         self._by_bytes = by_bytes
 
     def max_tokens(self, text: str) -> int:
-        """Return the maximum number of tokens of a text: one per byte, or one per character."""
+        """Return the maximum number of tokens of a text.
+
+        One per character if the model knows each of them or has no byte fallback, else one per
+        byte.
+        """
         num_bytes = len(text.encode())
         if self._by_bytes or self._model["type"] == "Unigram":
             return num_bytes
@@ -100,7 +103,7 @@ def _flatten(step: Mapping[str, Any] | None, inner: str) -> Iterator[Mapping[str
 
 
 def _normalizer_prefix(normalizer: Mapping[str, Any], vocab: _Vocabulary) -> int | None:
-    """Return the number of tokens that a normalizer prepends; None if it may lengthen the text."""
+    """Return the number of tokens that a normalizer prepends; None if it adds others."""
     kind = normalizer["type"]
     if kind in {"NFC", "NFD", "Strip"}:
         return 0
@@ -113,9 +116,7 @@ def _normalizer_prefix(normalizer: Mapping[str, Any], vocab: _Vocabulary) -> int
 
 
 def _pre_tokenizer_prefix(step: Mapping[str, Any], vocab: _Vocabulary) -> int | None:
-    """Return the number of tokens that a pre-tokenizer prepends; None if it may lengthen the
-    text.
-    """
+    """Return the number of tokens that a pre-tokenizer prepends; None if it adds others."""
     kind = step["type"]
     if kind in _SPLITTERS:
         return 0

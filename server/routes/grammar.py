@@ -1,5 +1,4 @@
-"""The endpoint that checks constraints: whether outputs can be restricted to one, and whether a
-text matches it.
+"""The endpoint that checks a constraint: whether an engine supports it, and whether a text matches.
 
 An engine does the check, and bounds the work that a hostile constraint can cause.
 """

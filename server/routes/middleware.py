@@ -1,9 +1,8 @@
-"""Middleware of every request: a request id, memory for its body, and the check that a local server
-is used locally.
+"""Middleware of every request: request ids, limits of memory, and the check of Host and Origin.
 
 A web page in the user's browser can send requests to the loopback address, by DNS rebinding or
-across origins. Without API keys, the Host header must therefore name this machine, and so must
-Origin, which browsers add and other clients do not.
+across origins. Without API keys, the Host header must therefore name this machine. Browsers also
+send Origin, which must then name this machine, too.
 
 Invariant: every response has an X-Request-ID, including errors.
 """

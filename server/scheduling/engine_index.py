@@ -3,9 +3,9 @@
 Of a thousand engines, a call considers at most a dozen: the engine with the most free tokens of
 each class (idle, with a latency-critical call, with other calls only), engines that hold one of its
 prefixes, engines that run its task group, and its affinity engine. The free tokens of an engine are
-its capacity minus its predicted peak. If none of these engines has room, another one rarely does.
-There are two exceptions: an engine that holds one of the call's prefixes but was skipped because
-too many engines hold it, and an engine whose peak comes only after the end of this call.
+its capacity minus its predicted peak. If none of these engines has room, another one has room in
+two cases only: it holds a prefix of the call, but was skipped because too many engines hold that
+prefix; or its peak comes after the end of this call.
 
 Out of scope: ranks and costs.
 

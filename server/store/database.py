@@ -214,6 +214,8 @@ def open_reader(folder: Path) -> sqlite3.Connection:
     uri = (folder / FILE_NAME).absolute().as_uri() + "?mode=ro"
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    # SQLite's `lower` changes ASCII letters only.
+    connection.create_function("casefold", 1, str.casefold, deterministic=True)
     return connection
 
 

@@ -223,12 +223,12 @@ def list_programs(
     order = "e.program" if status not in (None, "running") else "p.number"
     rows = connection.execute(
         f"SELECT {columns} FROM {source} AND p.tenant = :tenant AND {order} < :before "
-        "AND (:search = '' OR instr(lower(p.name), :search) OR instr(p.id, :search)) "
+        "AND (:search = '' OR instr(casefold(p.name), :search) OR instr(p.id, :search)) "
         f"ORDER BY {order} DESC LIMIT :limit",
         {
             "status": status,
             "tenant": tenant,
-            "search": search.lower(),
+            "search": search.casefold(),
             "before": before,
             "limit": limit,
         },

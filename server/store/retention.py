@@ -28,7 +28,11 @@ class RetentionLimits(NamedTuple):
 def find_expired(
     connection: sqlite3.Connection, limits: RetentionLimits, now: float
 ) -> tuple[str, ...]:
-    """Return the ids of up to `BATCH` programs to delete, oldest end first."""
+    """Return the ids of up to `BATCH` programs to delete, oldest end first.
+
+    Of a journal that is too large, these are as many as exceed the limit if all programs have the
+    mean size, at least one.
+    """
     query = (
         "SELECT p.id FROM ending e JOIN program p ON p.number = e.program "
         "{where} ORDER BY e.finished_at LIMIT ?"
@@ -39,9 +43,12 @@ def find_expired(
         ids = connection.execute(query.format(where=where), arguments).fetchall()
         if ids:
             return tuple(id_ for (id_,) in ids)
-    if limits.max_bytes is None or used_bytes(connection) <= limits.max_bytes:
+    used = used_bytes(connection)
+    if limits.max_bytes is None or used <= limits.max_bytes:
         return ()
-    ids = connection.execute(query.format(where=""), (BATCH,)).fetchall()
+    (num_programs,) = connection.execute("SELECT count(*) FROM program").fetchone()
+    num_excess = (used - limits.max_bytes) * num_programs // used
+    ids = connection.execute(query.format(where=""), (min(BATCH, max(1, num_excess)),)).fetchall()
     return tuple(id_ for (id_,) in ids)
 
 
@@ -78,7 +85,8 @@ def erase_programs(connection: sqlite3.Connection, programs: Sequence[str]) -> N
 
 
 def give_back_space(connection: sqlite3.Connection) -> None:
-    """Give unused pages at the end of the file back to the disk. Older journals, which were not
-    created for it, do so in `compact` only.
+    """Return unused pages to the disk.
+
+    A journal that was created without incremental vacuum keeps them until `compact` rewrites it.
     """
     connection.execute("PRAGMA incremental_vacuum").fetchall()

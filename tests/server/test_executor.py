@@ -329,6 +329,9 @@ async def test_too_long_prompts_are_rejected(tmp_path: Path) -> None:
         assert refused.value.path == "program.nodes[0]"
         for word in ("500", "13", "512", "--context-len"):
             assert word in refused.value.message
+        with pytest.raises(PromptError):  # the value is in the prompt eight times
+            repeated = generate("x", *[insert("v")] * 8, max_tokens=13)
+            await harness.submit([repeated], inputs={"v": "y" * 80})
         program = await harness.submit([generate("x", "y" * 500, max_tokens=12)], outputs=["x"])
         assert await program.value("x") == answer("y" * 500)[:12]
         program = await harness.submit(

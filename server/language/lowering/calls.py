@@ -66,13 +66,15 @@ def lower_call(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: str | N
     return _lower_native(lowerer, node, name, scope, hint)
 
 
-def makes_variable(node: ast.Call, scope: NameScope) -> bool:
+def makes_variable(lowerer: Lowerer, node: ast.Call, scope: NameScope) -> bool:
     """Whether a call makes a node, whose variable can have a name."""
+    if isinstance(node.func, ast.Attribute):
+        return is_native(lowerer, node.func, scope)
     if not isinstance(node.func, ast.Name):
         return False
     found = scope.find(node.func.id)
     if not isinstance(found, FunctionSource):
-        return node.func.id in _CALLS
+        return node.func.id not in FUNCTIONS
     return all(isinstance(statement, ast.Expr) for statement in found.definition.body)
 
 
@@ -116,7 +118,7 @@ def _lower_attribute(
         and lowerer.signatures is not None
         and not scope.is_assigned(module.id)
     ):
-        _parameters(lowerer, node, f"{module.id}.{function.attr}", scope)
+        _refuse_function(lowerer, node, f"{module.id}.{function.attr}", scope)
     if node.keywords:
         message = f"`{function.attr}` takes no named arguments"
         raise SourceArgumentError("language.argument", message, position_of(node))
@@ -164,12 +166,17 @@ def _parameters(lowerer: Lowerer, node: ast.Call, name: str, scope: NameScope) -
     """
     if lowerer.signatures is None:
         return [f"argument{number}" for number in range(len(node.args))]
-    if name in lowerer.signatures:
-        return list(lowerer.signatures[name])
-    known = [*lowerer.signatures, *FUNCTIONS, *_CALLS, *scope.known_names()]
+    if name not in lowerer.signatures:
+        _refuse_function(lowerer, node, name, scope)
+    return list(lowerer.signatures[name])
+
+
+def _refuse_function(lowerer: Lowerer, node: ast.Call, name: str, scope: NameScope) -> NoReturn:
+    signatures = lowerer.signatures or {}
+    known = [*signatures, *FUNCTIONS, *_CALLS, *scope.known_names()]
     otherwise = (
         f"write a `def`; the language has {', '.join(FUNCTIONS)}, and the server "
-        f"{', '.join(sorted(lowerer.signatures)) or 'no functions'}"
+        f"{', '.join(sorted(signatures)) or 'no functions'}"
     )
     hint = OPTIONAL_FUNCTIONS.get(name) or suggestion(name, known, otherwise, similarity=0.8)
     message = f"unknown function `{name}`: {hint}"
@@ -183,17 +190,20 @@ def _arguments(
     args: dict[str, Expression] = {}
     positional = node.args[skip:]
     if len(positional) > len(parameters):
-        takes = f"takes at most {len(parameters)}" if parameters else "takes only named"
-        message = f"this function {takes} arguments: write `name=value`"
+        message = f"{len(positional)} arguments are given, and it takes at most {len(parameters)}"
+        if skip:
+            message = "only the first argument has no name: write `name=value` for the others"
         raise SourceArgumentError("language.argument", message, position_of(node))
     for parameter, each in zip(parameters, positional, strict=False):
         args[parameter] = lowerer.lower(each, scope).expression
     fields: dict[str, Any] = {}
+    seen = set(args)
     for keyword in node.keywords:
         name = keyword.arg
-        if name is None or name in args:
+        if name is None or name in seen:
             message = "`**` is not supported" if name is None else f"`{name}` is given twice"
             raise SourceArgumentError("language.argument", message, position_of(keyword.value))
+        seen.add(name)
         if name in _COMMON and name not in parameters:
             fields[_COMMON[name]] = lowerer.constant(keyword.value, scope, f"`{name}`")
         else:

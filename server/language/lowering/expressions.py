@@ -148,7 +148,7 @@ class ExpressionLowerer:
                 message = "keys of a dict must be strings, as in {'name': value}"
                 raise SourceArgumentError("language.type", message, position_of(where))
             variable = None
-            if isinstance(item, ast.Call) and calls.makes_variable(item, scope):
+            if isinstance(item, ast.Call) and calls.makes_variable(self, item, scope):
                 variable = variable_of(key.value)
             fields[key.value] = self.lower(item, scope, variable).expression
         if "role" in fields and "context" in fields and "content" not in fields:

@@ -40,7 +40,7 @@ class ExplainedNode(Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt: KnownTokens | UnsetType = UNSET
     max_output_tokens: Count = 0
     actual_prompt: PromptTokens | UnsetType = UNSET
-    """After a run, summed over all instances."""
+    """Prompt tokens of the run, summed over all instances."""
     actual_output: OutputTokens | UnsetType = UNSET
     actual_runs: Count = 0
 
@@ -69,7 +69,7 @@ class WorstCase(Struct, frozen=True, omit_defaults=True, kw_only=True):
     calls: Count
     output_tokens: Count
     prompt_tokens: Count
-    """Logical tokens: without sharing, at most the model's context per output."""
+    """Tokens if no prefix is shared; those of one output are at most the model's context."""
 
 
 class Advice(Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -90,7 +90,7 @@ class ProgramExplanation(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     name: str = ""
     version: str
-    """The hash of the program, as of a stored procedure."""
+    """Hash of the program; a stored procedure with the same program has this version."""
     outputs: dict[str, str] = {}
     """Every output with its objective."""
     nodes: list[ExplainedNode] = []

@@ -117,7 +117,8 @@ class Renaming:
         shadowed = frozenset(names)
         fresh = names
         if shadowed & self._captured or any("." in name for name in names):
-            # The instance may read a variable that has the name this `each` binds: rename it.
+            # A replacement reads a variable with a name that `each` binds, or a name with a dot
+            # could equal a renamed variable: rename what `each` binds.
             fresh = [f"{name}'" for name in names]
         bound = {name: it for name, it in self._bound.items() if name not in shadowed}
         bound |= {old: {"var": new} for old, new in zip(names, fresh, strict=True)}

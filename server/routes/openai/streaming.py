@@ -1,4 +1,4 @@
-"""Streams of the completion endpoints: events of data only, until `[DONE]`."""
+"""Streams of the completion endpoints: SSE events without names, ended by `[DONE]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChunkBuilder(Protocol):
     """Builds the response of one endpoint."""
 
     def complete(self, final: RequestResult) -> Struct:
-        """The answer of a request that does not stream."""
+        """Return the response of a request that does not stream."""
         ...
 
     def start(self) -> bytes:
@@ -29,7 +29,7 @@ class ChunkBuilder(Protocol):
         ...
 
     def delta(self, delta: CompletionDelta) -> bytes:
-        """A delta of an answer."""
+        """Return the chunk of one delta."""
         ...
 
     def end(self, final: RequestResult) -> bytes:

@@ -118,7 +118,9 @@ class CallQuota:
 
     def request(self, waiter: QuotaWaiter) -> None:
         """Admit items of a map: the first ones now if the queue is empty, the others in turn."""
-        if self._queue or not self._fits(waiter) or self._admit(waiter):
+        is_first = not self._queue and self._fits(waiter)
+        has_more = self._admit(waiter) if is_first else True
+        if has_more:
             self._queue.append(waiter)
             self._schedule()
 

@@ -1,12 +1,14 @@
 """Checks whether this server can run a program, before the program is accepted.
 
 Checks what the graph alone cannot: options, models, functions, constraints, and the length of
-prompts whose inputs are all given. Prompts that are certainly short enough are not encoded.
+the prompts of a new program whose inputs are all given. Only prompts that are long by an estimate
+are encoded. A prompt that exceeds the estimate, because its expressions lengthen their operands or
+the chat template adds much, fails when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,11 +19,13 @@ from ...engines.constraint_validator import ConstraintValidator
 from ...functions.registry import FunctionRegistry
 from ...program.errors import ExpressionError, ProgramError, PromptError, prefixed_path
 from ...program.expressions.budget import WorkBudget
+from ...program.expressions.evaluate import input_expression, variables
 from ...program.graph.graph import Graph
 from ...program.ir import (
     AnyNode,
     Append,
     CallNode,
+    Expression,
     GenerateNode,
     Json,
     Limits,
@@ -35,10 +39,10 @@ from ..calls.outputs import OutputSpec, output_specs
 from ..turns import Turns
 
 MAX_CHECK_STEPS = 200_000
-"""Steps for the expressions of prompts whose length is checked. Nodes with others are accepted, and
-fail when they run if their prompt is too long."""
-TURN_BYTES = 64
-"""Upper bound of the tokens that a chat template adds around a message."""
+"""Steps of the expressions of all prompts whose length is checked. Once they are used up, the other
+prompts are accepted."""
+MESSAGE_TOKENS = 64
+"""Estimate of the tokens that a chat template adds around a message."""
 
 
 def num_calls(graph: Graph) -> int:
@@ -98,14 +102,13 @@ async def check_program(
     Raises:
         ProgramError: `model.unknown`, `engine.unsupported_*`, `call.unknown_function`,
             `call.argument`, and `constraint.*` for a constraint that no engine can enforce.
-        PromptError: `prompt.too_long`, for a call whose inputs are all given.
+        PromptError: `prompt.too_long`, for a call of a new program whose inputs are all given.
     """
-    values = inputs if append is None else append.inputs
-    check = partial(_check_nodes, graph, values, model, functions, append)
+    check = partial(_check_nodes, graph, inputs, model, functions, append)
     found = await turns.in_thread(check) if is_large else check()
     await grammars.validate(found.constraints)
     if found.suspects:
-        await turns.in_thread(lambda: _check_lengths(found.suspects, values, model, clip_outputs))
+        await turns.in_thread(lambda: _check_lengths(found.suspects, inputs, model, clip_outputs))
 
 
 class _Found(NamedTuple):
@@ -146,7 +149,7 @@ def _check_nodes(
                 and node.when is UNSET  # evaluated at run time
                 and graph.body_of(node.id) is None
                 and reads <= values.keys()
-                and _may_be_long(node, reads, values, model, specs[0].sampling.max_tokens)
+                and _may_be_long(node, values, model, specs[0].sampling.max_tokens)
             ):
                 found.suspects.append((path, node))
         elif isinstance(node, CallNode):
@@ -167,20 +170,51 @@ def _grammars(node: GenerateNode, path: str, specs: Sequence[OutputSpec]) -> lis
 
 def _may_be_long(
     node: GenerateNode,
-    reads: frozenset[str],
     values: Mapping[str, Json],
     model: ServedModel,
     max_tokens: int | None,
 ) -> bool:
-    """Whether a prompt may be too long, judged by its bytes: a token has at least one byte."""
+    """Whether a prompt may be too long, by the bytes of its text and of each value it contains."""
     # The JSON of a token id is at least one byte, too.
-    size = len(msgspec.json.encode(node)) + TURN_BYTES * (1 + len(node.messages or []))
-    for name in reads:
+    size = len(msgspec.json.encode(node)) + MESSAGE_TOKENS * (1 + len(node.messages or []))
+    for name in _references(node):
         value = values[name]
         size += 4 * len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
         if isinstance(value, list):
-            size += TURN_BYTES * len(value)
+            size += MESSAGE_TOKENS * len(value)
     return size + (max_tokens or 1) > model.max_len
+
+
+def _references(node: GenerateNode) -> Iterator[str]:
+    """Yield the variables of a prompt, each as often as the prompt contains it."""
+    segments = list(node.prompt or ())
+    for message in node.messages or ():
+        if isinstance(message.content, list):
+            segments += message.content
+        if message.splice is not UNSET:
+            yield from _variables(input_expression(message.splice))
+    for segment in segments:
+        if segment.output is not UNSET:
+            return  # only the prompt of the first output is checked
+        if segment.input is not UNSET:
+            yield from _variables(input_expression(segment.input))
+
+
+def _variables(expression: Expression) -> Iterator[str]:
+    """Yield the free variables of an expression, each as often as the expression contains it."""
+    known = variables(expression)
+    pending = [expression]
+    while pending:
+        match pending.pop():
+            case {"lit": _}:
+                continue
+            case {"var": str(name)}:
+                if name in known:
+                    yield name
+            case dict() as fields:
+                pending += fields.values()
+            case list() as items:
+                pending += items
 
 
 def _check_lengths(
@@ -198,7 +232,7 @@ def _check_lengths(
                 else render_chat(node, values, model.template, budget)
             )
         except (PromptError, ExpressionError):
-            continue  # the node itself fails with this error when it runs
+            continue  # the steps are used up, or the node fails with this error when it runs
         try:
             encoded = model.encode(node, 0, rendered.pieces)
             sampling = output_specs(node)[0].sampling

@@ -41,17 +41,17 @@ from .prefix_registry import PrefixRegistry, RetainedContext
 from .prompt_encoder import EncodedPrompt, EncodeJob
 
 MIN_CHARS_PER_JSON_VALUE = 256
-"""Cost of a value that is not a string, at least."""
+"""Minimum cost of a value that is not a string, in characters."""
 MAX_READS = 64
-"""Prefixes of one prompt that may be retained: the longest ones of a long history."""
+"""Prefixes inside the spliced messages of one prompt that may be retained: the longest ones."""
 CLIENT_STEP_S = 10.0
 """Assumed duration of a client step when the next use of a prefix is estimated."""
 NEXT_USE_DELAY_S, NEXT_USE_DELAY_PER_NODE_S = 0.005, 1e-4
 """Minimum time between two updates of next uses, and its growth per live node."""
 
 MAX_NODES_WITH_NEXT_USE = 10_000
-"""Live nodes up to which next uses are estimated: in one turn, 6 us per node. Engines then evict
-prefixes by their last use."""
+"""Maximum number of live nodes for which next uses are estimated, in one turn, 6 us per node. Above
+it, engines evict the least recently used prefix."""
 
 
 class ProgramCalls(NodeExecutor[GenerateNode]):
@@ -265,9 +265,10 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             self.priorities.service.attained_s += usage.prefill_s + usage.decode_s
         self.abandon(node_id)
         self.priorities.remove_node(node_id)
-        for announced in self._announced.pop(node_id, ()):
-            if announced not in self.state.nodes:
-                self._remove_reader(announced, self._first_started_call())
+        announced = [n for n in self._announced.pop(node_id, ()) if n not in self.state.nodes]
+        payer = self._payer_of_unread_prefixes() if announced else None
+        for each in announced:
+            self._remove_reader(each, payer)
         self._remove_reader(node_id, node_state)
         self._schedule_next_use_update()
 
@@ -284,14 +285,17 @@ class ProgramCalls(NodeExecutor[GenerateNode]):
             self.abandon(node_id)
         if not self._registry.engines:
             return
-        payer = self._first_started_call()
+        payer = self._payer_of_unread_prefixes()
         assert payer is not None, "only a call that has started uses an engine"
         payer.usage.prompt_discarded += self._registry.num_filling
         for retained in self._registry.release_all():
             release(retained, self._services, payer)
 
-    def _first_started_call(self) -> NodeState | None:
-        """Return the node whose usage contains prefixes without a reader."""
+    def _payer_of_unread_prefixes(self) -> NodeState | None:
+        """Return the first started call, whose usage contains prefixes that no call reads.
+
+        None if no call has started.
+        """
         states = self.state.nodes.values()
         calls = (each for each in states if isinstance(each.node, GenerateNode))
         return next((each for each in calls if each.started_at is not None), None)

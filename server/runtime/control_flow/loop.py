@@ -1,8 +1,8 @@
-"""Executes `loop` and the `Round` nodes that end each round.
+"""Executes `loop` and the `round` nodes that end each round.
 
 A round's results and whether another round follows are published at the end of the round.
 
-Invariants: a round starts after all nodes of the previous round have ended.
+Invariant: a round starts after all nodes of the previous round have ended.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class LoopExecutor(NodeExecutor[LoopNode]):
 
     @classmethod
     def replay(cls, state: ProgramState, node: LoopNode, history: ExpansionHistory) -> None:
-        """Add the first round. The replay of each `Round` adds the next one."""
+        """Add the first round. The replay of each `round` node adds the next one."""
         if node.decision_variable in state.values and decision(state, node) != 0:
             _add_round(state, node, 0)
             state.mark_started(node.id, ENTER)
 
     @classmethod
     def is_slot_complete(cls, state: ProgramState, node: LoopNode, slot: int) -> bool:
-        """Whether the last round has ended, for the first slot."""
+        """Whether a slot has nothing left to do; the first one, once the last round has ended."""
         if slot != ENTER:
             return True
         last = len(state.graph.body_nodes(node.id)) - 1
@@ -129,6 +129,7 @@ class RoundExecutor(NodeExecutor[RoundEndNode]):
             self.context.complete_slot(node.id, 0, ready)
             self.context.complete_slot(loop.id, ENTER, [])
             return
+        # The next round exists before this one completes, or the loop would seem to have ended.
         start_round(self.context, loop, index + 1)
         self.context.complete_slot(node.id, 0, ready)
 

@@ -34,7 +34,7 @@ class TryExecutor(NodeExecutor[TryNode]):
             self._finish(node)
 
     def _finish(self, node: TryNode) -> None:
-        """All nodes of the current part have ended; an isolated failure in it counts, too."""
+        """Publish the outputs of the part that has ended, or handle an isolated failure in it."""
         part = _current_part(self.state, node)
         for node_id in self.state.graph.body_nodes(node.id).get(part, ()):
             node_state = self.state.nodes[node_id]
@@ -81,7 +81,11 @@ class TryExecutor(NodeExecutor[TryNode]):
             self.context.attach(node.id, expansion.nodes)
             ready += expansion.ready
         else:
-            ready += self.context.publish(node.handler_variable, handler, node.id)
+            try:
+                ready += self.context.publish(node.handler_variable, handler, node.id)
+            except ConureError as error:  # the program has used up a quota
+                self.context.fail(node.id, error)
+                return []
             ready += self.state.enter_body(BodyRef(node.id, _current_part(self.state, node)))
         return ready + self.state.readiness.unblock(node.id, OUTPUT)
 
@@ -102,7 +106,7 @@ def _find_handler(node: TryNode, code: str) -> int | None:
 
 
 def _handles(handled: str, code: str) -> bool:
-    """Whether a code of a handler is the code of a failure, or its beginning followed by `*`."""
+    """Whether a code of a handler is the code of a failure, or `GROUP.*` for its group."""
     return handled == code or (handled.endswith(".*") and code.startswith(handled[:-1]))
 
 
@@ -112,10 +116,10 @@ def _add_attempt(state: ProgramState, node: TryNode, number: int) -> Expansion:
 
 
 def _attempt_part(state: ProgramState, node: TryNode, number: int) -> str:
-    """Return the name of a retry: `r1`, in a `try` inside a `try` `rr1`.
+    """Return the part name of a retry: an `r` for each enclosing `try`, and its number (`rr1`).
 
-    Otherwise the second attempt of the inner node would have the same name as the inner node's
-    first attempt within the second attempt of the outer node.
+    With one `r` at every depth, the second attempt of an inner node would have the name of its
+    first attempt in the second attempt of the outer node.
     """
     depth = 1
     body = state.graph.body_of(node.id)

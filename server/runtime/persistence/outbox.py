@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5.0
 MAX_PENDING_BYTES: Final = 2 * 1024 * 1024
-"""JSON of records that are not durable yet, above which their program takes no more turns."""
+"""Maximum bytes of records that are not durable. A program above it waits for the journal."""
 _LIMITED: Final[frozenset[EventType]] = frozenset({"client.requested", "yield"})
 """Events with data of the program. `NodeContext.publish` checks values before their events."""
 
@@ -115,8 +115,8 @@ class Outbox:
         """Add an event.
 
         Raises:
-            RunError: `quota.journal_bytes`, `quota.events` for an event with data of the program,
-                if it does not fit.
+            RunError: `quota.journal_bytes` or `quota.events` if an event with data of the program
+                (`_LIMITED`) does not fit.
         """
         now = self._clock.now()
         seq = self._journal.next_seq()
@@ -173,7 +173,7 @@ class Outbox:
             self._delayed.append(partial(turns.wait, work))
 
     def mark_durable_on_commit(self, variables: Iterable[str]) -> None:
-        """Wake the waiters of variables once everything added so far is durable."""
+        """Mark variables as durable, and wake their waiters, once all records so far are."""
         self._batch.resolved.extend(variables)
         self._schedule()
 
@@ -204,7 +204,7 @@ class Outbox:
         self.flush()
 
     def abandon(self) -> None:
-        """Fail all waiters because the server stops; publish nothing more."""
+        """Fail all waiters because the server stops, and do not report the end."""
         error = UnavailableError(
             "server.draining", "the server is stopping", retry_after_s=RETRY_AFTER_S
         )
@@ -362,4 +362,5 @@ def _size(record: Record) -> int:
 
 def format_timestamp(unix_s: float) -> str:
     """Return Unix seconds as ISO 8601 in UTC, with microseconds."""
-    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+    at = datetime.fromtimestamp(unix_s, UTC)
+    return at.isoformat(timespec="microseconds").replace("+00:00", "Z")

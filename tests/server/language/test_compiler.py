@@ -14,7 +14,7 @@ from conure.server.program.decoding.bodies import revalidate
 from conure.server.program.errors import ProgramError
 from conure.server.program.expressions.evaluate import evaluate
 from conure.server.program.graph.graph import Graph
-from conure.server.program.ir import Program, Submission
+from conure.server.program.ir import CallNode, Program, Submission
 from conure.server.program.nodes.bodies import walk
 
 from . import essay
@@ -144,6 +144,28 @@ def test_an_unknown_function_is_refused_with_those_that_exist(call: str, named: 
 def test_a_function_that_an_option_adds_is_refused_with_the_option() -> None:
     error = error_of("yield python('1')", signatures={"lookup": ("key",)})
     assert "unknown function `python`: start the server with `--allow python`" in error.message
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("lookup('a', timeout=1, timeout=2)", "`timeout` is given twice"),
+        ("lookup('a', key='b')", "`key` is given twice"),
+        ("lookup('a', 'b')", "2 arguments are given, and it takes at most 1"),
+        ("client('find', 'b')", "only the first argument has no name: write `name=value`"),
+    ],
+)
+def test_wrong_arguments_of_functions_are_refused(call: str, words: str) -> None:
+    assert words in error_of(f"yield {call}", signatures={"lookup": ("key",)}).message
+
+
+def test_a_function_of_the_server_is_named_by_the_key_of_its_result() -> None:
+    program = compile_source(
+        "return {'best': lookup('a'), 'other': list.sum([1])}",
+        signatures={"lookup": ("key",), "list.sum": ("items",)},
+    )
+    assert [type(node) for node in program.nodes] == [CallNode, CallNode]
+    assert program.outputs == ["best", "other"]
 
 
 @pytest.mark.parametrize("read", ["history[0]['context']", "history[0].get('context')"])

@@ -27,6 +27,7 @@ def matches(schema: dict[str, Any], text: str) -> bool:
         (INTEGER, ["0", "-7", str(MAX_INTEGER), str(-MAX_INTEGER)], ["9" * 19, "-" + "9" * 30]),
         ({"type": ["integer", "null"]}, ["null", "5"], ["9" * 19]),
         ({"type": "integer", "minimum": 3}, ["3", "9" * 18], ["2", "9" * 19]),
+        ({"type": "integer", "maximum": 1e30}, ["9" * 18], ["9" * 19]),
         ({"type": "integer", "exclusiveMaximum": 3}, ["2"], ["3", "-" + "9" * 19]),
         ({"type": "array", "items": INTEGER}, ["[1,2]"], ["[1," + "9" * 19 + "]"]),
         ({"type": "number"}, ["1.5", "6.02e23"], ["x"]),

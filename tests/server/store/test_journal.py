@@ -144,7 +144,7 @@ async def test_programs_are_listed_newest_first(journal: Journal) -> None:
 
 @pytest.mark.parametrize("status", [None, "running", "done"])
 async def test_programs_are_found_by_name_or_id(journal: Journal, status: str | None) -> None:
-    named = {"p_1": "Travel Reports", "p_2": "tea_100%", "p_23": ""}
+    named = {"p_1": "Travel Reports", "p_2": "tea_100%", "p_23": "Über-Straße"}
     await journal.append(
         [msgspec.structs.replace(program(id_), name=name) for id_, name in named.items()]
     )
@@ -162,6 +162,7 @@ async def test_programs_are_found_by_name_or_id(journal: Journal, status: str | 
     assert await found("REPORTS") == ["p_1"]
     assert await found("p_2") == ["p_23", "p_2"]
     assert await found("%") == ["p_2"]
+    assert await found("über") == await found("STRASSE") == ["p_23"]
     assert await found("nothing") == []
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conure.server.program.status import Event
+from conure.server.runtime.quota import QuotaLimits
 
 from ...inprocess import Program, answer, call, client, expr, generate, insert, server_harness, var
 from .control_nodes import if_, loop, map_, phases
@@ -33,6 +34,21 @@ async def test_handler_is_chosen_by_error_code(tmp_path: Path) -> None:
         status = await program.end()
         assert phases(status) == {"t": "done", "bad": "failed", "wrong": "skipped", "right": "done"}
         assert status.variables["t.handler"].value == 1
+
+
+async def test_a_handler_that_exceeds_a_quota_ends_the_program(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        value = "a" * 98
+        harness.executor.services.quota_limits = QuotaLimits(live_bytes=len(value) + 2)
+        node = try_(
+            expr("full", value, "x"),
+            expr("bad", {"parse_json": "{"}, "o", after=["full"]),
+            handlers=[{"body": [expr("h", 1, "h")]}],
+        )
+        program = await harness.submit([node])
+        status = await program.end()
+    assert status.error
+    assert (status.status, status.error.code) == ("failed", "quota.live_bytes")
 
 
 async def test_body_is_retried_before_a_handler_runs(tmp_path: Path) -> None:

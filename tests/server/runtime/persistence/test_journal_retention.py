@@ -10,6 +10,7 @@ import pytest
 from conure.server.program.errors import NotFoundError
 from conure.server.runtime.persistence.journal_retention import delete_expired
 from conure.server.store.journal import RetentionLimits
+from conure.server.store.retention import used_bytes
 
 from ...inprocess import ServerHarness, client, expr, server_harness
 
@@ -57,6 +58,9 @@ async def test_oldest_programs_are_deleted_above_the_size(tmp_path: Path) -> Non
         num_deleted = await expire(harness, limits)
         assert 100 <= num_deleted < 250
         assert await expire(harness, limits) == 0
+        # Not more than exceed the limit are deleted.
+        used = await harness.executor.services.journal._reader.read(used_bytes)
+        assert used > 3_500_000
         with pytest.raises(NotFoundError):
             await programs[0].status()
         assert (await programs[-1].status()).status == "done"
