@@ -42,3 +42,9 @@ class SteadyClock:
     def continue_after(self, shift_s: float) -> None:
         """Set the shift since the last start."""
         self.shift_s = shift_s if abs(shift_s) >= MIN_SHIFT_S else 0.0
+
+
+def format_timestamp(unix_s: float) -> str:
+    """Return Unix seconds as ISO 8601 in UTC, with microseconds."""
+    at = datetime.fromtimestamp(unix_s, UTC)
+    return at.isoformat(timespec="microseconds").replace("+00:00", "Z")

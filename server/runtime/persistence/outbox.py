@@ -17,9 +17,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -28,26 +27,21 @@ from ...program.ir import Json
 from ...program.status import Event, EventType, Problem
 from ...store.journal import (
     TRACE,
-    AliasRecord,
-    AliasRemoval,
     AppendRecord,
-    DeleteRecord,
     EndRecord,
     EventRecord,
     Journal,
-    PinRecord,
-    ProcedureRecord,
-    ProcedureRemoval,
     ProgramRecord,
-    Record,
     ValueRecord,
-    WatchRecord,
 )
 from ..clock import SteadyClock
 from ..quota import ProgramQuota
 from ..reporting.trace_records import TraceRecord, UntracedCall
 from ..turns import Turns
 from .event_stream import EventStream
+
+OutboxRecord: TypeAlias = ProgramRecord | AppendRecord | ValueRecord | EventRecord | EndRecord
+"""What a program writes."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +54,7 @@ _LIMITED: Final[frozenset[EventType]] = frozenset({"client.requested", "yield"})
 
 @dataclass(slots=True)
 class _Batch:
-    records: list[Record] = field(default_factory=list)
+    records: list[OutboxRecord] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     resolved: list[str] = field(default_factory=list)
     is_last: bool = False
@@ -152,11 +146,11 @@ class Outbox:
         seq, now = self._journal.next_seq(), self._clock.now()
         self.add(EventRecord(program=self._program, seq=seq, type=TRACE, data=encoded, at=now))
 
-    def add(self, record: Record) -> None:
+    def add(self, record: OutboxRecord) -> None:
         """Add a record."""
         self._add(record, _size(record))
 
-    def _add(self, record: Record, size: int) -> None:
+    def _add(self, record: OutboxRecord, size: int) -> None:
         self._quota.journal_bytes += size
         self._pending_bytes += size
         self._batch.num_bytes += size
@@ -339,7 +333,7 @@ def _fail(waiters: list[asyncio.Future[None]], error: BaseException) -> None:
             waiter.exception()  # the waiting request may be gone
 
 
-def _size(record: Record) -> int:
+def _size(record: OutboxRecord) -> int:
     """Return the approximate size of a record in bytes."""
     match record:
         case ProgramRecord() | AppendRecord():
@@ -350,17 +344,3 @@ def _size(record: Record) -> int:
             return len(record.data)
         case EndRecord():
             return len(record.nodes)
-        case ProcedureRecord():
-            return len(record.program)
-        case AliasRecord():
-            return len(record.alias)
-        case ProcedureRemoval() | AliasRemoval():
-            return 0
-        case PinRecord() | WatchRecord() | DeleteRecord():
-            return 0
-
-
-def format_timestamp(unix_s: float) -> str:
-    """Return Unix seconds as ISO 8601 in UTC, with microseconds."""
-    at = datetime.fromtimestamp(unix_s, UTC)
-    return at.isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -22,12 +22,12 @@ from ...program.status import (
     VariableStatus,
 )
 from ...store.journal import EventRecord, Journal, ProgramListing, StoredProgram
+from ..clock import format_timestamp
 from ..program_run import ProgramRun
 from ..reporting.status import program_status, stored_status, variable_status
 from ..reporting.status_parts import live_status_parts, stored_status_parts
 from ..services import RuntimeServices
 from .event_stream import TextOffsets
-from .outbox import format_timestamp
 
 MAX_RECENT = 64
 """Ended programs that are answered from memory; older ones are read from the journal."""

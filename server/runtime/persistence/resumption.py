@@ -21,12 +21,12 @@ import msgspec
 
 from ...program.status import Problem
 from ...store.journal import EventRecord, Journal, StoredProgram
+from ..clock import format_timestamp
 from ..program_run import ProgramRun
 from ..program_state import ProgramState
 from ..program_watch import QUARANTINED, TurnLimitError, judge, problem_of
 from ..reporting.status import unrecoverable_end
 from ..services import RuntimeServices
-from .outbox import format_timestamp
 from .program_directory import ProgramDirectory
 from .recovery import restore
 

@@ -20,7 +20,7 @@ from msgspec import UNSET
 
 from ...program.ir import Json
 from ...program.status import ENDED, NodeStatus, Problem, ProgramStatus
-from ..persistence.outbox import format_timestamp
+from ..clock import format_timestamp
 from .trace_records import TracedCall, TracedStep, TraceRecord
 
 Span: TypeAlias = dict[str, Json]

@@ -25,8 +25,8 @@ from ...program.status import (
     VariableStatus,
 )
 from ...store.journal import EndRecord, StoredProgram
+from ..clock import format_timestamp
 from ..node_state import NodeState
-from ..persistence.outbox import format_timestamp
 from ..program_state import ProgramState
 from .receipt import explain
 

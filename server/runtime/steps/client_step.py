@@ -14,9 +14,9 @@ from collections.abc import Set as AbstractSet
 
 from ...program.errors import ConureError, RunError
 from ...program.ir import ClientNode, Json
+from ..clock import format_timestamp
 from ..node_context import NodeContext
 from ..persistence.journaled_events import RecoveredState
-from ..persistence.outbox import format_timestamp
 from .external_step import ExternalStepExecutor
 
 CLIENT_TIMEOUT_S = 600.0

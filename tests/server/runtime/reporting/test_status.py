@@ -84,7 +84,7 @@ def test_status_is_running_until_the_end_is_durable() -> None:
     assert (unseen.status, unseen.finished_at, unseen.receipt or None) == ("running", None, None)
     assert not unseen.error
     seen = program_status(execution, {"given"}, Receipt())
-    assert (seen.status, seen.finished_at) == ("failed", "1970-01-01T00:00:02Z")
+    assert (seen.status, seen.finished_at) == ("failed", "1970-01-01T00:00:02.000000Z")
     assert (seen.receipt, seen.error) == (Receipt(), STOPPED)
 
 
