@@ -37,11 +37,14 @@ def normal(text: str) -> str:
 
 
 def test_commands_print_what_the_page_shows(url: str, tmp_path: Path) -> None:
-    assert BLOCKS
+    assert len(BLOCKS) == PAGE.count("<!-- console")
+    assert len(FILES) == PAGE.count("<!-- file: ")
     for name, content in FILES.items():
         (tmp_path / name).write_text(content, "utf-8")
     for block in BLOCKS:
-        for command, expected in re.findall(r"^\$ conure (.*)\n((?:[^$].*\n)*)", block, re.M):
+        commands = re.findall(r"^\$ conure (.*)\n((?:[^$].*\n)*)", block, re.M)
+        assert len(commands) == block.count("$ ") > 0
+        for command, expected in commands:
             done = subprocess.run(
                 [sys.executable, "-m", "conure", *shlex.split(command)],
                 cwd=tmp_path,

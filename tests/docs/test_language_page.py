@@ -40,6 +40,10 @@ EXAMPLES = {
 }
 
 
+def test_every_marked_block_is_tested() -> None:
+    assert len(EXAMPLES) == PAGE.read_text("utf-8").count("<!-- tested") > 0
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with served("--engine", "fake") as url:

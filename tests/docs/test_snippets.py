@@ -56,6 +56,15 @@ def examples(name: str) -> Iterator[Example]:
         yield Example([*INTERPRETERS[language], script], printed)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_marked_block_is_tested(name: str) -> None:
+    page = PAGES[name]
+    for mark, pattern in (("file: ", FILE), ("console", CONSOLE), ("tested: ", SCRIPT)):
+        assert page.count(f"<!-- {mark}") == len(pattern.findall(page)), mark
+    num_commands = sum(block.count("$ ") for block in CONSOLE.findall(page))
+    assert len(list(examples(name))) == num_commands + len(SCRIPT.findall(page))
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with served() as url:
@@ -102,7 +111,7 @@ def test_the_receipt_is_the_one_of_the_page(tmp_path: Path) -> None:
         done = run([*command, "-p", f"report={report}"], url, tmp_path)
     printed = json.loads(done.stderr[done.stderr.index("{\n") :])
     block = re.search(
-        r"<!-- tested: receipt -->\n```json\n(.*?)```", PAGES["reference/receipts"], re.DOTALL
+        r"<!-- receipt -->\n```json\n(.*?)```", PAGES["reference/receipts"], re.DOTALL
     )
     assert block is not None
     assert counts(printed) == counts(json.loads(block[1]))

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,31 @@ async def test_events_resume_after_reconnect(tmp_path: Path) -> None:
             headers = {"Last-Event-ID": whole[i]["id"]}
             rest = parse((await client.get(f"{path}/events", headers=headers)).text)
             assert [event for event in rest if "id" in event] == whole[i + 1 :]
+
+
+async def test_events_of_a_running_program_resume_after_reconnect(tmp_path: Path) -> None:
+    nodes = [
+        generate("one", "start", "first"),
+        {"id": "ask", "op": "client", "name": "f", "args": {}, "output": "x", "after": ["one"]},
+    ]
+    program = {"variables": {"start": {}}, "nodes": nodes, "outputs": ["x"]}
+    async with client_of(tmp_path) as client:
+        body = {"program": program, "inputs": {"start": "go"}}
+        path = (await client.post("/v1/programs", json=body)).headers["location"]
+        seen: list[str] = []
+        async with client.stream("GET", f"{path}/events") as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("id: "):
+                    seen.append(line.removeprefix("id: "))
+                if '"request_id"' in line:
+                    break  # the program waits for its client
+        asked = await client.put(f"{path}/variables/x", json={"value": 1})
+        assert asked.status_code == 200
+        headers = {"Last-Event-ID": seen[-1]}
+        rest = parse((await client.get(f"{path}/events", headers=headers)).text)
+        resumed = [event["id"] for event in rest if "id" in event]
+        whole = [event["id"] for event in await finish(client, path) if "id" in event]
+        assert seen + resumed == whole
 
 
 async def test_idempotent_submission_runs_once(tmp_path: Path) -> None:
@@ -331,16 +356,26 @@ def start(data: Path, *argv: str) -> subprocess.Popen[str]:
     )
 
 
-def test_serve_command_locks_its_folder(tmp_path: Path) -> None:
-    first = start(tmp_path)
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `conure serve`; yield its process and its address."""
+    process = start(folder)
     try:
-        assert first.stdout is not None
-        url = re.search(r"http://[^\s,;]+", first.stdout.readline())
+        assert process.stdout is not None
+        url = re.search(r"http://[^\s,;]+", process.stdout.readline())
         assert url
+        yield process, url[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_served_program_runs_by_command_and_sigterm_ends_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, url):
         program = tmp_path / "chain.json"
         program.write_text(json.dumps(CHAIN))
         run = subprocess.run(
-            [sys.executable, "-m", "conure", "run", str(program), "--receipt", "--url", url[0]],
+            [sys.executable, "-m", "conure", "run", str(program), "--receipt", "--url", url],
             capture_output=True,
             text=True,
             timeout=60,
@@ -350,14 +385,18 @@ def test_serve_command_locks_its_folder(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
         assert run.stdout.strip()
         assert '"calls": 2' in run.stderr
+        server.send_signal(signal.SIGTERM)
+        _, error = server.communicate(timeout=60)
+        assert (server.returncode, error) == (0, "")
+
+
+def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    with serving(tmp_path):
         second = start(tmp_path)
-        out, error = second.communicate(timeout=60)
+        try:
+            out, error = second.communicate(timeout=60)
+        finally:
+            second.kill()
         assert (second.returncode, out) == (1, "")
         assert error.startswith("conure: ")
         assert error.count("\n") == 1
-        first.send_signal(signal.SIGTERM)
-        _, error = first.communicate(timeout=60)
-        assert (first.returncode, error) == (0, "")
-    finally:
-        first.kill()
-        first.communicate()
