@@ -40,8 +40,6 @@ _ROUTE = re.compile(
     r"/v1/(chat/completions|completions|embeddings|models|programs|responses|session)(?=/*$)"
 )
 """Routes that are given as the address of a server by mistake."""
-_PASSWORD = re.compile(r"//[^/@\s']*@")
-"""User and password in a URL, which no message may show."""
 
 LAST: Final = "program.finished"
 """The event that ends every stream."""
@@ -122,10 +120,10 @@ class ClientSettings:
 def _read_timeout_s(problem: httpx.TransportError, default_s: float) -> float:
     """Return the read timeout of the request that failed."""
     try:
-        read_s: float = problem.request.extensions["timeout"]["read"]
+        read_s: float | None = problem.request.extensions["timeout"]["read"]
     except (RuntimeError, KeyError):  # the error was not raised by a request
         return default_s
-    return read_s
+    return default_s if read_s is None else read_s
 
 
 def address_of(base_url: str | None) -> str:
@@ -143,7 +141,8 @@ def address_of(base_url: str | None) -> str:
     try:
         url = httpx.URL(given.strip())
     except httpx.InvalidURL as problem:
-        raise _invalid_url(name, given, str(problem)) from problem
+        reason = "it is not a valid URL" if "@" in given else str(problem)
+        raise _invalid_url(name, given, reason) from None
     if url.scheme not in ("http", "https"):
         example = DEFAULT_URL if "//" in given else f"http://{re.split('[?#]', given.strip())[0]}"
         raise _invalid_url(name, given, "it does not begin with http:// or https://", example)
@@ -160,10 +159,15 @@ def address_of(base_url: str | None) -> str:
 
 
 def _invalid_url(name: str, given: str, reason: str, example: str = DEFAULT_URL) -> ProgramError:
-    message = (
-        f"{name} {given!r} is not the address of a server: {reason}; write for example {example}"
-    )
-    return ProgramError("client.base_url", _PASSWORD.sub("//", message))
+    shown = repr(_without_user(given))
+    message = f"{name} {shown} is not the address of a server: {reason}; write for example"
+    return ProgramError("client.base_url", f"{message} {_without_user(example)}")
+
+
+def _without_user(url: str) -> str:
+    """Return a URL, or what was meant to be one, without the user and the password in it."""
+    scheme, slashes, rest = url.rpartition("://")
+    return f"{scheme}{slashes}{rest.rpartition('@')[2]}"
 
 
 def types_query(types: Collection[EventType] | None) -> dict[str, list[str]]:

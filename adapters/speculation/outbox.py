@@ -279,9 +279,12 @@ class SpeculativeOutbox:
             self._keeps_awaited = keeps_awaited
             self._ending = "cancel" if is_cancelled else "close"
             self._registry.close()
-            if is_cancelled and self._registry.failure is not None:
-                unsent = [*self._registry.unsent, *(r for part in self._split for r in part)]
+            unsent = [*self._registry.unsent, *(r for part in self._split for r in part)]
+            if is_cancelled:
                 unused = [r for r in unsent if not (keeps_awaited and r.is_awaited)]
+            else:
+                unused = [r for r in unsent if not r.is_claimed]
+            if self._registry.failure is not None:
                 self._registry.reject(unused, self._registry.failure)
 
     def _next(self) -> OutboxRequest | None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import unicodedata
-from typing import Any
+import string
+from typing import Any, Final
 
 from ..program.errors import RunError
 from ..program.expressions.values import compact_json
 from .registry import function
+
+_MARGIN: Final = (
+    string.whitespace
+    + "\u00a0\u2002\u2003\u2009\u202f\u3000"  # spaces
+    + ".,;:!?\u2026\u3001\u3002\uff01\uff1f"
+    + "\"'`()[]{}\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e"
+)
+"""What may stand around an answer: spaces, and punctuation that no answer needs. Signs such as `-`,
+`#`, `%` and `+` belong to it."""
 
 
 @function(timeout_s=5)
@@ -15,8 +24,8 @@ def vote(items: list[Any], normalize: bool = True) -> dict[str, Any]:
     """Return the most frequent item with its `count`, the `total` and its `share`.
 
     Null does not vote. Of equally frequent items the first one wins. With `normalize`, texts that
-    differ only in case, and in spaces and punctuation around them, are the same; the first is
-    returned.
+    differ only in case, and in spaces, quotes, brackets and `.,;:!?` around them, are the same; the
+    first is returned.
     """
     counts: dict[str, int] = {}
     first: dict[str, Any] = {}
@@ -41,11 +50,5 @@ def vote(items: list[Any], normalize: bool = True) -> dict[str, Any]:
 def _normalized(item: Any) -> Any:
     if not isinstance(item, str):
         return item
-    kept = [index for index, char in enumerate(item) if not _is_margin(char)]
-    # A text of punctuation alone, such as an operator, is what it is.
-    return item[kept[0] : kept[-1] + 1].casefold() if kept else item.strip()
-
-
-def _is_margin(char: str) -> bool:
-    """Whether a character is a space or punctuation (Unicode's categories `P*`)."""
-    return char.isspace() or unicodedata.category(char).startswith("P")
+    # A text of such characters alone is what it is.
+    return item.strip(_MARGIN).casefold() or item.strip()

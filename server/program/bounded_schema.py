@@ -3,17 +3,22 @@
 A schema allows integers of any length. Without bounds a model can write one that no variable can
 hold, and the call would fail although its text matches the schema.
 
-Out of scope: values of type `number`, or of any type. A bound would forbid exponents.
+Out of scope: values of type `number`, or of any type, as a bound would forbid exponents; schemas
+with more than `MAX_BOUNDS` integers.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from .content import Json
 
 MAX_INTEGER: Final = 2**63 - 1_024
 """The largest 64-bit integer that a float64, in which llguidance keeps bounds, holds exactly."""
+
+MAX_BOUNDS: Final = 32
+"""Integers of a schema that is changed. Each bound takes about a millisecond to compile, and some
+hundreds are too large for llguidance."""
 
 _SCHEMAS: Final = ("items", "additionalProperties", "additionalItems", "contains", "then", "else")
 _LISTS: Final = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
@@ -25,26 +30,29 @@ def bound_integers(schema: dict[str, Json]) -> dict[str, Json]:
 
     Schemas inside `not` and `if` are unchanged: a bound there would accept more values.
     """
+    num_integers = [0]
+    bounded = _bounded(schema, num_integers)
+    return bounded if num_integers[0] <= MAX_BOUNDS else schema
+
+
+def _bounded(schema: Json, num_integers: list[int]) -> Any:
+    """Return a schema with bounds, and count its integers."""
+    if not isinstance(schema, dict):
+        return schema
     bounded = dict(schema)
     for keyword in _SCHEMAS:
         if isinstance(inner := schema.get(keyword), dict):
-            bounded[keyword] = bound_integers(inner)
+            bounded[keyword] = _bounded(inner, num_integers)
     for keyword in _LISTS:
         if isinstance(inner := schema.get(keyword), list):
-            bounded[keyword] = [_bounded(each) for each in inner]
+            bounded[keyword] = [_bounded(each, num_integers) for each in inner]
     for keyword in _OBJECTS:
         if isinstance(inner := schema.get(keyword), dict):
-            bounded[keyword] = {name: _bounded(each) for name, each in inner.items()}
+            bounded[keyword] = {n: _bounded(each, num_integers) for n, each in inner.items()}
     if _allows_integers(schema):
-        if not _is_within(schema, "minimum", "exclusiveMinimum"):
-            bounded["minimum"] = -MAX_INTEGER
-        if not _is_within(schema, "maximum", "exclusiveMaximum"):
-            bounded["maximum"] = MAX_INTEGER
+        num_integers[0] += 1
+        bounded |= _missing_bounds(schema)
     return bounded
-
-
-def _bounded(schema: Json) -> Json:
-    return bound_integers(schema) if isinstance(schema, dict) else schema
 
 
 def _allows_integers(schema: dict[str, Json]) -> bool:
@@ -54,11 +62,18 @@ def _allows_integers(schema: dict[str, Json]) -> bool:
     return "integer" in names and "number" not in names and not schema.keys() & {"enum", "const"}
 
 
-def _is_within(schema: dict[str, Json], *keywords: str) -> bool:
-    """Whether one of the keywords is a bound within `MAX_INTEGER`."""
-    bounds = [schema.get(keyword) for keyword in keywords]
-    return any(
-        isinstance(bound, int | float) and abs(bound) <= MAX_INTEGER
-        for bound in bounds
-        if not isinstance(bound, bool)
-    )
+def _missing_bounds(schema: dict[str, Json]) -> dict[str, Json]:
+    """Return bounds that are tighter than those of a schema; none for bounds that are wrong."""
+    lower = [schema[name] for name in ("minimum", "exclusiveMinimum") if name in schema]
+    upper = [schema[name] for name in ("maximum", "exclusiveMaximum") if name in schema]
+    for bound in (*lower, *upper):
+        if not isinstance(bound, int | float) or isinstance(bound, bool):
+            return {}
+    if any(bound > MAX_INTEGER for bound in lower) or any(-bound > MAX_INTEGER for bound in upper):
+        return {}
+    bounds: dict[str, Json] = {}
+    if all(bound <= -MAX_INTEGER for bound in lower):
+        bounds["minimum"] = -MAX_INTEGER
+    if all(bound >= MAX_INTEGER for bound in upper):
+        bounds["maximum"] = MAX_INTEGER
+    return bounds

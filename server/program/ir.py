@@ -167,9 +167,9 @@ class Options(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tru
     clip_outputs: bool = False
     """Reduce `max_tokens` to what the context leaves; otherwise such a call fails with
     `prompt.too_long`."""
-    require_inputs: bool = False
-    """Refuse the submission if an input that the program reads has neither a value nor a default.
-    Otherwise the program waits for the value."""
+    require_inputs: bool | None = None
+    """True: refuse the submission if an input that the program reads or may read has neither a
+    value nor a default. Otherwise the program waits for the value. The `run` of clients sets it."""
 
 
 class Submission(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):

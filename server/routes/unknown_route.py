@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterable
 
 _API = "/v1"
+MAX_EXPLAINED = 512
+"""Length of a path up to which a foreign base URL is looked for in it."""
+MAX_BASE_PARTS = 8
 _UNSERVED = ("audio", "images", "moderations", "files", "batches", "fine_tuning", "assistants")
 """First parts of OpenAI's endpoints that have no counterpart here."""
 
@@ -53,11 +56,11 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
 
 def _foreign_base(path: str, known: Iterable[str]) -> str | None:
     """Return the part of a path that stands where the API's should; None if no route follows."""
+    if len(path) > MAX_EXPLAINED:
+        return None
     routes = list(known)
-    ends = (match.start() for match in re.finditer("/", path[1:]))
-    return next(
-        (path[: end + 1] for end in ends if _is_known(_API + path[end + 1 :], routes)), None
-    )
+    ends = [match.start() + 1 for match in re.finditer("/", path[1:])][:MAX_BASE_PARTS]
+    return next((path[:end] for end in ends if _is_known(_API + path[end:], routes)), None)
 
 
 def _is_known(path: str, routes: Iterable[str]) -> bool:

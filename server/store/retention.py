@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 BATCH = 100
 """Programs that are deleted in one transaction."""
+MIN_BATCH = 10
+"""Programs that are deleted at least if the journal is too large."""
 _CHILDREN = ("event", "value", "appended", "ending", "unfinished", "watched")
 """Tables whose rows refer to a program."""
 
@@ -31,7 +33,7 @@ def find_expired(
     """Return the ids of up to `BATCH` programs to delete, oldest end first.
 
     Of a journal that is too large, these are as many as exceed the limit if all programs have the
-    mean size, at least one.
+    mean size, at least `MIN_BATCH`.
     """
     query = (
         "SELECT p.id FROM ending e JOIN program p ON p.number = e.program "
@@ -48,7 +50,9 @@ def find_expired(
         return ()
     (num_programs,) = connection.execute("SELECT count(*) FROM program").fetchone()
     num_excess = (used - limits.max_bytes) * num_programs // used
-    ids = connection.execute(query.format(where=""), (min(BATCH, max(1, num_excess)),)).fetchall()
+    ids = connection.execute(
+        query.format(where=""), (min(BATCH, max(MIN_BATCH, num_excess)),)
+    ).fetchall()
     return tuple(id_ for (id_,) in ids)
 
 

@@ -107,11 +107,22 @@ WRONG = {
 }
 
 
-def test_no_message_shows_the_password_of_an_address() -> None:
-    with pytest.raises(ProgramError) as caught:
-        Client("https://user:secret@host:8400/v1/models")
-    assert "write for example https://host:8400" in caught.value.message
-    assert "secret" not in caught.value.message
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:secret@host:8400/v1/models",
+        "https://user:sec'secret@host:8400/v1/models",
+        "user:secret@host:8400",
+        "https://user:se cret secret@host:bad",
+        "https://user:p@secret@host:bad",
+        "https://user:x/secret@host:8400?a",
+    ],
+)
+def test_no_message_shows_the_password_of_an_address(url: str) -> None:
+    with pytest.raises(ProgramError, match="host:") as caught:
+        Client(url)
+    assert "cret" not in caught.value.message
+    assert "user" not in caught.value.message
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])

@@ -84,11 +84,11 @@ def submission_body(
         body["objectives"] = {**body.get("objectives", {}), **objectives}
     if options is not None:
         given = msgspec.to_builtins(options) if isinstance(options, Options) else options
-        body["options"] = {**body.get("options", {}), **given}
+        body["options"] = {**(body.get("options") or {}), **given}
     if is_open:
         body["open"] = True
     if requires_inputs and not body.get("open"):
-        body["options"] = {"require_inputs": True, **body.get("options", {})}
+        body["options"] = {"require_inputs": True, **(body.get("options") or {})}
     return body
 
 

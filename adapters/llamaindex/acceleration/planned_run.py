@@ -9,6 +9,7 @@ the server, except a stream that is still read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
 
@@ -48,6 +49,7 @@ class PlannedRun:
         self._report = report
         self._path = path
         self._num_names = 0
+        self._num_streams = 0
         self._is_over = False
 
     def plan(self, calls: Sequence[PlannedCall]) -> None:
@@ -68,7 +70,7 @@ class PlannedRun:
     def answer(self, call: ModelRequest) -> FinalAnswer:
         """Wait for the answer to a call; see `CallBackend`."""
         stream: AnswerStream | None = None
-        with closing(self._run.follow(*self._claim(call))) as events:
+        with self._reading(), closing(self._run.follow(*self._claim(call))) as events:
             for stream, event in events:
                 stream.feed(event)
         assert stream is not None, "the end of an answer is an event"
@@ -77,9 +79,10 @@ class PlannedRun:
     async def aanswer(self, call: ModelRequest) -> FinalAnswer:
         """`answer`, with await."""
         stream: AnswerStream | None = None
-        async with OwnedGenerator(self._run.afollow(*self._claim(call))) as events:
-            async for stream, event in events:
-                stream.feed(event)
+        with self._reading():
+            async with OwnedGenerator(self._run.afollow(*self._claim(call))) as events:
+                async for stream, event in events:
+                    stream.feed(event)
         assert stream is not None, "the end of an answer is an event"
         return FinalAnswer(stream.result(), stream.program)
 
@@ -98,8 +101,8 @@ class PlannedRun:
     def finish(self, *, is_failed: bool = False) -> None:
         """End the run with the app: cancel calls that have not ended.
 
-        A program with an answer that the app still reads, such as a stream, is cancelled once the
-        app has the answer or stops reading.
+        A program with an answer that the app still reads is cancelled once the app has the answer
+        or stops reading. If the app failed, only those with streams are kept.
         """
         with self._registry.lock:
             if self._is_over:
@@ -107,7 +110,8 @@ class PlannedRun:
             self._is_over = True
             self._report.num_wasted += len(self._registry.unclaimed())
             is_cancelled = is_failed or not self._registry.is_settled()
-            self._run.end(is_cancelled=is_cancelled, keeps_awaited=not is_failed)
+            keeps_awaited = not is_failed or self._num_streams > 0
+            self._run.end(is_cancelled=is_cancelled, keeps_awaited=keeps_awaited)
 
     def _claim(self, call: ModelRequest) -> tuple[CallRecord, Resend]:
         """Return the planned call for a call of the app; else send the app's call.
@@ -136,13 +140,13 @@ class PlannedRun:
         self, record: CallRecord, resend: Resend
     ) -> Generator[str | FinalAnswer, None, None]:
         stream: AnswerStream | None = None
-        try:
-            with closing(self._run.follow(record, resend)) as events:
-                for stream, event in events:
-                    if text := stream.feed(event):
-                        yield text
-        finally:
-            self._cancel_unread()
+        with (
+            self._reading(is_stream=True),
+            closing(self._run.follow(record, resend)) as events,
+        ):
+            for stream, event in events:
+                if text := stream.feed(event):
+                    yield text
         assert stream is not None, "the end of an answer is an event"
         yield FinalAnswer(stream.result(), stream.program)
 
@@ -150,17 +154,24 @@ class PlannedRun:
         self, record: CallRecord, resend: Resend
     ) -> AsyncGenerator[str | FinalAnswer, None]:
         stream: AnswerStream | None = None
-        try:
+        with self._reading(is_stream=True):
             async with OwnedGenerator(self._run.afollow(record, resend)) as events:
                 async for stream, event in events:
                     if text := stream.feed(event):
                         yield text
-        finally:
-            self._cancel_unread()
         assert stream is not None, "the end of an answer is an event"
         yield FinalAnswer(stream.result(), stream.program)
 
-    def _cancel_unread(self) -> None:
-        """Cancel the programs of an ended run whose answers the app has stopped to read."""
-        if self._is_over:
-            self._run.flush()
+    @contextlib.contextmanager
+    def _reading(self, *, is_stream: bool = False) -> Generator[None, None, None]:
+        """Read an answer. After the end of the run, cancel what the app has stopped to read."""
+        with self._registry.lock:
+            self._num_streams += is_stream
+        try:
+            yield
+        finally:
+            with self._registry.lock:
+                self._num_streams -= is_stream
+                is_over = self._is_over
+            if is_over:
+                self._run.flush()

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from conure.server.config import default_data_folder
+from conure.server.store.damage.background_check import DAMAGED
 from conure.server.store.damage.commit_log import COMMIT_LOG_NAME
 from conure.server.store.damage.integrity import JournalReport, inspect
 from conure.server.store.database import (
@@ -105,10 +106,10 @@ def _described(report: JournalReport) -> str:
         if report.num_unchecked:
             lines.append(f"{report.num_unchecked} records of older versions have no checksum")
         return "\n".join(lines)
-    lines = [f"damaged: {report.summary}"]
+    lines = [f"{DAMAGED}{report.summary}"]
     lines += [f"finding: {finding}" for finding in report.findings]
     lines += [f"lost: {id_}" for id_ in report.lost]
-    lines += [f"damaged: {id_}" for id_ in report.damaged]
+    lines += [f"{DAMAGED}{id_}" for id_ in report.damaged]
     lines += [f"trace: {id_}" for id_ in report.traces]
     lines.append("`conure serve --recover` continues with what is left")
     return "\n".join(lines)

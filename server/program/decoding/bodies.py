@@ -9,6 +9,7 @@ Invariant: every body gives a record or a ProgramError.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,11 +19,12 @@ from ..ir import Append, Submission
 from ..nodes import NODE_KINDS
 from ..suggestion import listed, suggestion
 from .bounded_json import MAX_BODY_BYTES, check_bounds, check_keys, malformed, measure_depth
-from .invalid_part import allowed_values, field_names, holders_of, name_key
+from .invalid_part import allowed_values, holders_of, name_key, record_at
 from .typed_json import decode_record
 
 __all__ = [
     "MAX_BODY_BYTES",
+    "UnknownFieldError",
     "decode_append",
     "decode_json",
     "decode_submission",
@@ -35,6 +37,21 @@ T = TypeVar("T")
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$", re.DOTALL)
 _OP_PATH = re.compile(r"(^|\.)(nodes|body|then|else)\[\d+\]\.op$")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
+
+class UnknownFieldError(ProgramError):
+    """A record of a body has a field that its type does not have."""
+
+    def __init__(self, field: str, path: str, hint: str, fields: Sequence[str]) -> None:
+        """Args: `hint` says what was meant, if that is known; `fields` are those of the record."""
+        place = f" at `{path}`" if path else ""
+        known = f"the fields are {listed(fields)}" if fields else ""
+        message = f"Object contains unknown field `{field}`{place}"
+        if advice := hint or known:
+            message = f"{message}: {advice}"
+        super().__init__("program.invalid", message, path=path or None)
+        self.field = field
+        self.hint = hint
 
 
 def decode_submission(body: bytes) -> Submission:
@@ -102,23 +119,21 @@ def _invalid(error: msgspec.ValidationError, body: bytes, record_type: Any) -> P
     if position is not None and position[1]:
         return ProgramError("program.invalid", f"{reason} as a key at `{path}`", path=path)
     path = name_key(path, body, record_type)
+    if unknown := _UNKNOWN_FIELD.fullmatch(reason):
+        return _unknown_field(unknown[1], path, body, record_type)
     message = f"{reason} at `{path}`" if path else reason
-    if hint := _hint(reason, path, body, record_type):
-        message = f"{message}: {hint}"
+    if reason.startswith("Invalid enum value"):
+        values = allowed_values(path, body, record_type)
+        message += f": the values are {listed(values)}" if values else ""
     return ProgramError("program.invalid", message, path=path or None)
 
 
-def _hint(reason: str, path: str, body: bytes, record_type: Any) -> str:
-    """Return what is allowed instead of an unknown field or value, if that is known."""
-    if unknown := _UNKNOWN_FIELD.fullmatch(reason):
-        if holders := holders_of(unknown[1], path, body, record_type):
-            return f"it is a field of {listed(holders)}"
-        fields = field_names(path, body, record_type)
-        return suggestion(unknown[1], fields, f"the fields are {listed(fields)}" if fields else "")
-    if reason.startswith("Invalid enum value"):
-        values = allowed_values(path, body, record_type)
-        return f"the values are {listed(values)}" if values else ""
-    return ""
+def _unknown_field(field: str, path: str, body: bytes, record_type: Any) -> UnknownFieldError:
+    record = record_at(path, body, record_type)
+    fields: tuple[str, ...] = () if record is None else record.__struct_encode_fields__
+    holders = () if record is None else holders_of(field, record)
+    hint = f"it is a field of {listed(holders)}" if holders else suggestion(field, fields)
+    return UnknownFieldError(field, path, hint, fields)
 
 
 def _unsupported_op(op: str, path: str) -> ProgramError:

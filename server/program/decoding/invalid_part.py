@@ -40,25 +40,20 @@ def name_key(path: str, body: bytes, record_type: Any) -> str:
         return path  # the path without a key is right, too
 
 
-def field_names(path: str, body: bytes, record_type: Any) -> tuple[str, ...]:
-    """Return the fields of the record at a path; nothing if they cannot be told."""
+def record_at(path: str, body: bytes, record_type: Any) -> Any:
+    """Return the type of the record at a path; None if it cannot be told."""
     try:
         value, found = _walk(path, body, record_type)
-        return tuple(_struct_of(found, value).__struct_encode_fields__)
+        return _struct_of(found, value)
     except _ERRORS:
-        return ()
+        return None
 
 
-def holders_of(name: str, path: str, body: bytes, record_type: Any) -> tuple[str, ...]:
-    """Return the fields of the record at a path whose own records have a field of this name."""
-    try:
-        value, found = _walk(path, body, record_type)
-        fields = msgspec.structs.fields(_struct_of(found, value))
-    except _ERRORS:
-        return ()
+def holders_of(name: str, record: Any) -> tuple[str, ...]:
+    """Return the fields of a record type whose own records have a field of this name."""
     return tuple(
         field.encode_name
-        for field in fields
+        for field in msgspec.structs.fields(record)
         if any(name in each.__struct_encode_fields__ for each in _records(field.type))
     )
 

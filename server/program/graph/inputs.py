@@ -8,6 +8,9 @@ from ..errors import ProgramError
 from ..suggestion import listed
 from .graph import Graph
 
+MAX_NAMED = 5
+"""Inputs that an error names."""
+
 
 def read_inputs(graph: Graph) -> set[str]:
     """Return the inputs that a node reads or may read, or that are outputs."""
@@ -34,8 +37,9 @@ def check_inputs(graph: Graph) -> None:
         ProgramError: `program.missing_input`, with the names of the inputs.
     """
     if missing := missing_inputs(graph):
+        more = f" and {len(missing) - MAX_NAMED:,} others" if len(missing) > MAX_NAMED else ""
         raise ProgramError(
             "program.missing_input",
-            f"no value for input {listed(missing)}: give it in `inputs`",
+            f"no value for input {listed(missing[:MAX_NAMED])}{more}: give it in `inputs`",
             path=f"inputs.{missing[0]}",
         )

@@ -71,13 +71,8 @@ class GenerateNode(Node, frozen=True, kw_only=True, tag="generate"):
         for name, content in (("messages", self.messages), ("output", self.output)):
             if content is not UNSET:
                 _refuse(f"a node with `prompt` cannot have `{name}`: outputs go in `prompt`", name)
-        for name, is_default in (
-            ("tools", self.tools is UNSET),
-            ("tool_choice", self.tool_choice is UNSET),
-            ("parallel_tool_calls", self.parallel_tool_calls),
-        ):
-            if not is_default:
-                _refuse(f"`{name}` needs a chat template: use `messages` instead of `prompt`", name)
+        if self.tools is not UNSET:
+            _refuse("`tools` need a chat template: use `messages` instead of `prompt`", "tools")
         if self.template_options:
             _refuse(
                 "`template_options` are for the chat template: use `messages` instead of `prompt`",

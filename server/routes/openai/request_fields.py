@@ -8,14 +8,13 @@ name. A field that would change an answer is never ignored silently.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ...program.decoding.bodies import decode_json
+from ...program.decoding.bodies import UnknownFieldError, decode_json
 from ...program.errors import ProgramError
 from ...program.ir import (
     MAX_OUTPUT_TOKENS,
@@ -34,9 +33,6 @@ R = TypeVar("R", bound=Struct)
 
 MAX_ANSWERS = 16
 _UINT63 = 2**63 - 1
-_UNKNOWN_FIELD = re.compile(
-    r"Object contains unknown field `(.+?)`(?: at `(.+?)`)?(?:: (did you mean .*))?", re.DOTALL
-)
 
 Tokens = Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -206,15 +202,11 @@ def decode_request(body: bytes, record: type[R]) -> R:
     """
     try:
         return decode_json(body, record)
-    except ProgramError as error:
-        found = _UNKNOWN_FIELD.match(error.message)
-        if found is None:
-            raise
-        name, path = found[1], found[2]
-        message = f"unknown option {name!r}"
-        cure = found[3] or "remove it"
+    except UnknownFieldError as error:
+        name, path = error.field, error.path
+        message = f"unknown option {name!r}: {error.hint or 'remove it'}"
         location = f"{path}.{name}" if path else name
-        raise ProgramError("unknown_parameter", f"{message}: {cure}", path=location) from error
+        raise ProgramError("unknown_parameter", message, path=location) from error
 
 
 def reject_unsupported(record: Struct, path: str = "") -> None:

@@ -139,6 +139,7 @@ def _check_nodes(
     for path, node in walk(nodes, root):
         if isinstance(node, GenerateNode):
             model.check(node, path)
+            _check_tool_fields(node, path)
             specs = output_specs(node, model.tool_format)
             found.constraints.extend(_grammars(node, path, specs))
             slots = graph.slots.get(node.id)
@@ -156,6 +157,22 @@ def _check_nodes(
             with prefixed_path(path):
                 functions.check_call(node.function, node.args)
     return found
+
+
+def _check_tool_fields(node: GenerateNode, path: str) -> None:
+    """Refuse fields of tools that a prompt without tools would ignore."""
+    if not isinstance(node.prompt, list):
+        return
+    for name, is_used in (
+        ("tool_choice", node.tool_choice not in (UNSET, None, "none", "auto")),
+        ("parallel_tool_calls", not node.parallel_tool_calls),
+    ):
+        if is_used:
+            raise ProgramError(
+                "program.tools",
+                f"`{name}` needs a chat template: use `messages` instead of `prompt`",
+                path=f"{path}.{name}",
+            )
 
 
 def _grammars(node: GenerateNode, path: str, specs: Sequence[OutputSpec]) -> list[tuple[str, str]]:
@@ -177,12 +194,20 @@ def _may_be_long(
     """Whether a prompt may be too long, by the bytes of its text and of each value it contains."""
     # The JSON of a token id is at least one byte, too.
     size = len(msgspec.json.encode(node)) + MESSAGE_TOKENS * (1 + len(node.messages or []))
+    left = model.max_len - size - (max_tokens or 1)
+    sizes: dict[str, int] = {}
     for name in _references(node):
-        value = values[name]
-        size += 4 * len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
-        if isinstance(value, list):
-            size += MESSAGE_TOKENS * len(value)
-    return size + (max_tokens or 1) > model.max_len
+        if left < 0:
+            break
+        if name not in sizes:
+            sizes[name] = _estimated_tokens(values[name])
+        left -= sizes[name]
+    return left < 0
+
+
+def _estimated_tokens(value: Json) -> int:
+    size = 4 * len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+    return size + MESSAGE_TOKENS * (len(value) if isinstance(value, list) else 0)
 
 
 def _references(node: GenerateNode) -> Iterator[str]:
@@ -206,13 +231,15 @@ def _variables(expression: Expression) -> Iterator[str]:
     pending = [expression]
     while pending:
         match pending.pop():
-            case {"lit": _}:
+            case {"lit": _, **others} if not others:
                 continue
-            case {"var": str(name)}:
+            case {"var": str(name), **others} if not others:
                 if name in known:
                     yield name
-            case dict() as fields:
+            case {"object": dict() as fields, **others} if not others:
                 pending += fields.values()
+            case dict() as operation:
+                pending += operation.values()
             case list() as items:
                 pending += items
 

@@ -191,9 +191,7 @@ class ProgramIntake:
         self._check_capacity(newcomer)
         self._check_id(submission.id)
         check_options(submission, services.scheduler.policy.name)
-        graph = await self._off_loop(body, lambda: graph_of(submission))
-        if submission.options.require_inputs:
-            check_inputs(graph)
+        graph = await self._off_loop(body, lambda: _checked_graph(submission))
         num_new_calls = num_calls(graph)
         if services.load.is_busy(self._load()):
             depth = await self._off_loop(body, lambda: longest_chain(graph))
@@ -352,3 +350,10 @@ def _id_taken(program: str) -> ConflictError:
 
 def _accepted(program: str, outputs: list[str]) -> Accepted:
     return Accepted(id=program, status="accepted", outputs=outputs, url=f"/v1/programs/{program}")
+
+
+def _checked_graph(submission: Submission) -> Graph:
+    graph = graph_of(submission)
+    if submission.options.require_inputs:
+        check_inputs(graph)
+    return graph

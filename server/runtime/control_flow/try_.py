@@ -77,7 +77,7 @@ class TryExecutor(NodeExecutor[TryNode]):
                 expansion = _add_attempt(self.state, node, node_state.num_retries)
             except ConureError as error:
                 self.context.fail(node.id, error)
-                return []
+                return ready
             self.context.attach(node.id, expansion.nodes)
             ready += expansion.ready
         else:
@@ -85,7 +85,7 @@ class TryExecutor(NodeExecutor[TryNode]):
                 ready += self.context.publish(node.handler_variable, handler, node.id)
             except ConureError as error:  # the program has used up a quota
                 self.context.fail(node.id, error)
-                return []
+                return ready
             ready += self.state.enter_body(BodyRef(node.id, _current_part(self.state, node)))
         return ready + self.state.readiness.unblock(node.id, OUTPUT)
 

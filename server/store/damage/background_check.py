@@ -11,8 +11,12 @@ from ..journal import Journal
 logger = logging.getLogger(__name__)
 
 
+FAILED = 1
+"""Exit status of a check that found damage, or could not read the journal."""
 DAMAGED = "damaged: "
-"""The beginning of the first line of a check that found damage."""
+"""How a check that found damage begins."""
+UNREADABLE = "conure: "
+"""How the error of a check begins that could not read the journal."""
 
 
 async def check_journal(journal: Journal) -> None:
@@ -28,22 +32,25 @@ async def check_journal(journal: Journal) -> None:
             str(journal.folder),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.PIPE,
         )
     except OSError as error:
         logger.warning("the check of the journal cannot be started: %s", error)
         return
     try:
-        output, _ = await process.communicate()
+        outputs = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
         await process.wait()
         raise
-    lines = output.decode("utf-8", "replace").strip().splitlines() or [""]
-    if process.returncode and lines[0].startswith(DAMAGED):
-        summary = lines[0].removeprefix(DAMAGED)
-        logger.error("the journal is damaged: %s", summary)
-        journal.report_damage(summary)
-    elif process.returncode:
-        code = process.returncode
-        logger.warning("the check of the journal did not finish (exit %d): %s", code, lines[-1])
+    found, errors = (output.decode("utf-8", "replace").strip() for output in outputs)
+    if process.returncode == FAILED and found.startswith(DAMAGED):
+        summary = found.removeprefix(DAMAGED).partition("\n")[0]
+    elif process.returncode == FAILED and errors.startswith(UNREADABLE):
+        summary = errors.removeprefix(UNREADABLE)
+    else:
+        if code := process.returncode:
+            logger.warning("the check of the journal did not finish (exit %d): %s", code, errors)
+        return
+    logger.error("the journal is damaged: %s", summary)
+    journal.report_damage(summary)

@@ -115,3 +115,12 @@ async def test_the_time_limit_includes_the_call_that_is_sent_again(is_sync: bool
             list(run.follow(record, resend, timeout_s=10))
         else:
             [each async for each in run.afollow(record, resend, timeout_s=10)]
+
+
+async def test_planned_calls_that_are_not_sent_yet_are_dropped_at_the_end() -> None:
+    client: Any = ClientDouble()
+    run = SpeculativeRun(client, "run", is_streamed=False, may_grow=True)
+    run.plan([call("a", set(), "tea"), call("b", set(), "rum")])
+    run.end(is_cancelled=False, keeps_awaited=True)
+    await client.run_tasks()
+    assert client.bodies == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from conure.engine.constraints.grammar import accepts, byte_tokenizer, compile_grammar
-from conure.server.program.bounded_schema import MAX_INTEGER, bound_integers
+from conure.server.program.bounded_schema import MAX_BOUNDS, MAX_INTEGER, bound_integers
 from conure.server.program.grammar import grammar_of
 from conure.server.program.ir import Constraint
 
@@ -59,6 +59,11 @@ def test_schemas_in_lists_are_bounded(keyword: str) -> None:
         {"default": {"type": "integer"}},
         {"properties": {"type": True}},
         {"type": ["integer", "number"]},
+        {"type": "integer", "minimum": 2**63 - 1},
+        {"type": "integer", "maximum": -1e19},
+        {"type": "integer", "minimum": "x"},
+        {"type": "integer", "maximum": None},
+        {"prefixItems": [{"type": "integer"}] * (MAX_BOUNDS + 1)},
     ],
 )
 def test_other_schemas_stay(schema: dict[str, Any]) -> None:

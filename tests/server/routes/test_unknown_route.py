@@ -5,6 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 
+from conure.server.routes.unknown_route import explain_unknown_route
+
+from ...cpu_time import least_cpu_s
 from ..service_double import ScriptedService, app_of, in_process, over_socket
 from ..test_app import check_problem
 
@@ -23,6 +26,12 @@ WRONG = [
     ("POST", "/v1/moderations", "generates text only"),
     ("POST", "/v1/surprise", "/schema lists the routes"),
 ]
+
+
+def test_a_long_path_is_explained_quickly() -> None:
+    routes = [f"/v1/route_{i}" for i in range(60)]
+    path = "/" * 60_000
+    assert least_cpu_s(lambda: explain_unknown_route(path, routes)) < 0.5
 
 
 @pytest.mark.parametrize(("method", "path", "cure"), WRONG)

@@ -23,22 +23,30 @@ def python_that(tmp_path: Path, commands: str) -> str:
     return str(script)
 
 
-async def test_an_intact_journal_stays_healthy(tmp_path: Path) -> None:
+async def test_an_intact_journal_stays_healthy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     journal = Journal.open(tmp_path / "data")
     await journal.append([program("p")])
     await check_journal(journal)
-    assert journal.problem is None
+    assert (journal.problem, caplog.text) == (None, "")
     await journal.close()
 
 
+@pytest.mark.parametrize(
+    "commands",
+    [
+        "echo warning >&2; echo 'damaged: 1 lost: p_after'; echo more; exit 1",
+        "echo 'conure: 1 lost: p_after' >&2; exit 1",
+    ],
+)
 async def test_damage_makes_the_journal_unhealthy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: str
 ) -> None:
     journal = Journal.open(tmp_path / "data")
-    script = python_that(tmp_path, "echo 'damaged: 1 lost: p_after'; echo more; exit 1")
-    monkeypatch.setattr(sys, "executable", script)
+    monkeypatch.setattr(sys, "executable", python_that(tmp_path, commands))
     await check_journal(journal)
-    assert "1 lost: p_after" in str(journal.problem)
+    assert journal.problem == "the journal is damaged: 1 lost: p_after"
     await journal.close()
 
 
