@@ -12,8 +12,8 @@ def unknown_argument(name: str, value: Any, known: Collection[str], owner: str) 
     """Return the message about an argument that does not exist.
 
     Args:
-        name: of the argument.
-        value: of the argument.
+        name: name of the argument.
+        value: value of the argument.
         known: the arguments that exist.
         owner: name of the class.
     """

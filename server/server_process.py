@@ -212,10 +212,10 @@ def banner(
     """Return what `conure serve` prints when it is ready. The first line contains the URL.
 
     Args:
-        url: of the server.
+        url: address of the server.
         models: that programs can name.
         engines: that answer.
-        config: of the server.
+        config: configuration of the server.
         num_programs: programs in the journal that have not ended.
     """
     rows = []

@@ -208,7 +208,7 @@ class AsyncClient(AsyncBaseClient):
         """Store a version of a procedure on the server.
 
         Args:
-            name: of the procedure.
+            name: name of the procedure.
             program: a program as a record or as JSON, or a text in the decoder language. Its
                 inputs are the parameters, its outputs are the results.
             alias: the alias that names this version from now on; None: no alias.

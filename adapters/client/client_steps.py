@@ -208,7 +208,7 @@ class ClientStepSession:
         """Return the result of the program.
 
         Args:
-            status: of the program, if `needs_status`.
+            status: status of the program, if `needs_status`.
 
         Raises:
             ConureError: if the program failed or was cancelled.

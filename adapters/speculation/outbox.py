@@ -119,8 +119,8 @@ class SpeculativeOutbox:
         """Start without a program.
 
         Args:
-            registry: of the run.
-            name: of the programs.
+            registry: registry of the run.
+            name: name of the programs.
             may_grow: more calls may follow after those that are planned at first.
             has_outputs: calls that no other call reads are outputs of their program.
             program_ids: receives the ids of the programs.
@@ -251,7 +251,7 @@ class SpeculativeOutbox:
         """Record that no more events of a program will be read.
 
         Args:
-            program: of this run.
+            program: program of this run.
             failure: for its calls without an answer.
             has_finished: it finished; else its events cannot be read.
         """

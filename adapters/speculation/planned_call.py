@@ -43,7 +43,7 @@ def request_key(node: Mapping[str, Json], values: Mapping[str, Json]) -> bytes:
 
     Args:
         node: names, metadata, condition and timeout are ignored.
-        values: of the variables that the prompt reads.
+        values: values of the variables that the prompt reads.
 
     Raises:
         ExpressionError: if a value is missing or has the wrong type.
@@ -66,7 +66,7 @@ def holds(condition: Expression, values: Mapping[str, Json]) -> bool:
 
     Args:
         condition: None is always true.
-        values: of the variables that it reads.
+        values: values of the variables that it reads.
     """
     if condition is None:
         return True

@@ -46,7 +46,7 @@ def side_of(name: str, url: str, round_trip_s: float, loop: asyncio.Runner) -> I
 
     Args:
         name: one of `SYSTEMS`.
-        url: of the server.
+        url: address of the server.
         round_trip_s: added by a proxy for chains, and by sleeps of the client for `requests` and
             `whole`.
         loop: runs the system.

@@ -18,7 +18,7 @@ def is_tie(url: str, prompt: str, first: str, second: str) -> bool:
     """Return whether a server's model prefers neither of two greedy texts.
 
     Args:
-        url: of a Conure server whose model's tokens are bytes.
+        url: address of a Conure server whose model's tokens are bytes.
         prompt: of both texts.
         first: one text.
         second: another text.
@@ -48,7 +48,7 @@ def count_ties(
     A call that reads a different text has another prompt, and is not compared.
 
     Args:
-        url: of a server with the program's model.
+        url: address of a server with the program's model.
         program: its nodes are calls, each after those that it reads.
         first: the texts of the calls in one run.
         second: the texts in another run.

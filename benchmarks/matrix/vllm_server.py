@@ -42,7 +42,7 @@ def vllm_served(
         num_tokens: KV memory, rounded up to whole blocks.
         context_len: longest prompt with its answer, in tokens.
         dtype: of weights and KV memory.
-        threads: of the engine.
+        threads: number of threads of the engine.
 
     Raises:
         PeerError: If the server ends or is not healthy in time.

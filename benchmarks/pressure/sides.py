@@ -48,7 +48,7 @@ def whole(
     Args:
         sent: the programs; equal times are kept apart by `arrival_s`.
         machine: the engine.
-        policy: of the scheduler.
+        policy: policy of the scheduler.
         delays: for each program, how much later than its client it arrives. Its duration includes
             the delay.
     """

@@ -97,7 +97,7 @@ def compile_source(
         language: `decoder` for Python's syntax, `template` for text with slots.
         inputs: names that have a value in the submission; the text need not declare them.
         signatures: the functions of the server with their parameters; None: unknown.
-        name: of the program.
+        name: name of the program.
 
     Raises:
         LanguageError: with line and column.

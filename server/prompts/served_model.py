@@ -112,7 +112,7 @@ class ServedModel:
             prompt: the text, or messages without variables.
             tools: that the messages may call.
             bos: whether a text begins with the model's BOS.
-            template_options: of the chat template.
+            template_options: options of the chat template.
 
         Raises:
             ProgramError: if a message is malformed or reads a variable, or the model cannot call

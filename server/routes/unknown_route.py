@@ -21,7 +21,7 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
     """Return why no route has this path, and what to do.
 
     Args:
-        path: of the request.
+        path: path of the request.
         routes: paths of the server's routes; a parameter is in braces.
     """
     known = list(routes)

@@ -72,7 +72,7 @@ class SlotWork:
 
         Args:
             values: the values of its variables.
-            turns: of the event loop.
+            turns: turns of the event loop.
             resume: dispatches a slot again.
         """
         self.budget = WorkBudget()

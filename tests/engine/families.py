@@ -20,11 +20,13 @@ class Family(NamedTuple):
     changes: dict[str, Any]
     """Over `shrunk.SMALL`."""
     remark: str = ""
+    has_experts: bool = False
+    """Whether rounding may change the experts that a token is sent to."""
 
     @property
-    def has_experts(self) -> bool:
-        """Whether rounding may change the experts that a token is sent to."""
-        return self.remark.endswith(_EXPERTS)
+    def description(self) -> str:
+        """The remark of the page."""
+        return "; ".join(filter(None, (self.remark, "experts" if self.has_experts else "")))
 
 
 class Refusal(NamedTuple):
@@ -72,7 +74,6 @@ _TWO_KINDS: Final[dict[str, Any]] = {
 _BOS: Final[dict[str, Any]] = {"bos_token_id": 256}
 _SLIDING: Final[dict[str, Any]] = {"sliding_window": WINDOW}
 _MLA_REMARK: Final = "latent attention in expanded form: keys of 24, values of 12"
-_EXPERTS: Final = "experts"
 
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 
 RUNNING: Final[dict[str, Family]] = {
-    "afmoe": Family({**_MOE, **_TWO_KINDS, "num_dense_layers": 1}, _EXPERTS),
+    "afmoe": Family({**_MOE, **_TWO_KINDS, "num_dense_layers": 1}, has_experts=True),
     "apertus": Family({}),
     "arcee": Family({}),
     "bert (decoder)": Family({"is_decoder": True}, "learned positions"),
@@ -89,11 +90,11 @@ RUNNING: Final[dict[str, Family]] = {
     "cohere": Family({}),
     "cohere2": Family(_TWO_KINDS, "no rotary embedding in full layers"),
     "cwm": Family({**_TWO_KINDS, **_BOS}),
-    "deepseek_v2": Family({**_MLA, **_GROUPS}, f"{_MLA_REMARK}; {_EXPERTS}"),
-    "deepseek_v3": Family({**_MLA, **_GROUPS}, f"{_MLA_REMARK}; {_EXPERTS}"),
-    "dots1": Family(_GROUPS, _EXPERTS),
+    "deepseek_v2": Family({**_MLA, **_GROUPS}, _MLA_REMARK, has_experts=True),
+    "deepseek_v3": Family({**_MLA, **_GROUPS}, _MLA_REMARK, has_experts=True),
+    "dots1": Family(_GROUPS, has_experts=True),
     "ernie4_5": Family({}),
-    "ernie4_5_moe": Family({**_MOE, "moe_num_experts": 4, "moe_k": 2}, _EXPERTS),
+    "ernie4_5_moe": Family({**_MOE, "moe_num_experts": 4, "moe_k": 2}, has_experts=True),
     "exaone4": Family(_TWO_KINDS),
     "gemma": Family({}),
     "gemma2": Family(
@@ -130,20 +131,20 @@ RUNNING: Final[dict[str, Family]] = {
     ),
     "glm": Family({}),
     "glm4": Family({}),
-    "glm4_moe": Family(_GROUPS, _EXPERTS),
-    "glm4_moe_lite": Family({**_MLA, **_GROUPS}, f"{_MLA_REMARK}; {_EXPERTS}"),
+    "glm4_moe": Family(_GROUPS, has_experts=True),
+    "glm4_moe_lite": Family({**_MLA, **_GROUPS}, _MLA_REMARK, has_experts=True),
     "gpt2": Family({}, "learned positions"),
     "gpt_bigcode": Family({}, "learned positions; one kv head"),
     "gpt_neox": Family({}),
-    "gpt_oss": Family({**_MOE, **_TWO_KINDS}, f"sinks; {_EXPERTS}"),
+    "gpt_oss": Family({**_MOE, **_TWO_KINDS}, "sinks", has_experts=True),
     "granite": Family({"attention_multiplier": 0.2}),
     "granite_swa": Family(_TWO_KINDS, "sinks"),
-    "granitemoe": Family(_MOE, _EXPERTS),
+    "granitemoe": Family(_MOE, has_experts=True),
     "helium": Family({}),
     "hunyuan_v1_dense": Family({}),
-    "hunyuan_v1_moe": Family({**_MOE, "moe_topk": 2}, _EXPERTS),
+    "hunyuan_v1_moe": Family({**_MOE, "moe_topk": 2}, has_experts=True),
     "jais2": Family({}),
-    "jetmoe": Family({**_MOE, "kv_channels": 16, "head_dim": 16}, _EXPERTS),
+    "jetmoe": Family({**_MOE, "kv_channels": 16, "head_dim": 16}, has_experts=True),
     "llama": Family({}),
     "llama (dynamic)": Family(_rope("dynamic", factor=2.0), "up to the change"),
     "llama (llama3)": Family(
@@ -166,7 +167,8 @@ RUNNING: Final[dict[str, Family]] = {
             "zero_expert_num": 2,
             "moe_topk": 2,
         },
-        f"{_MLA_REMARK}; {_EXPERTS}",
+        _MLA_REMARK,
+        has_experts=True,
     ),
     "mimo_v2_flash": Family(
         {
@@ -178,20 +180,21 @@ RUNNING: Final[dict[str, Family]] = {
             "swa_head_dim": 16,
             "swa_v_head_dim": 12,
         },
-        f"kv heads differ between layers, values of another size than keys; sinks; {_EXPERTS}",
+        "kv heads differ between layers, values of another size than keys; sinks",
+        has_experts=True,
     ),
     "minicpm3": Family(_MLA, _MLA_REMARK),
-    "minimax_m2": Family(_MOE, _EXPERTS),
+    "minimax_m2": Family(_MOE, has_experts=True),
     "ministral3": Family({**_SLIDING, "layer_types": None}),
     "mistral": Family(_SLIDING),
-    "mixtral": Family({**_MOE, **_SLIDING}, _EXPERTS),
+    "mixtral": Family({**_MOE, **_SLIDING}, has_experts=True),
     "modernbert-decoder": Family({"local_attention": 2 * WINDOW, **_BOS}),
     "nanochat": Family({}),
     "nemotron": Family({}),
     "olmo": Family({}),
     "olmo2": Family({}),
     "olmo3": Family(_TWO_KINDS),
-    "olmoe": Family(_MOE, _EXPERTS),
+    "olmoe": Family(_MOE, has_experts=True),
     "opt": Family({"word_embed_proj_dim": 64, "ffn_dim": 96}, "learned positions"),
     "persimmon": Family({}),
     "phi": Family({}),
@@ -205,12 +208,12 @@ RUNNING: Final[dict[str, Family]] = {
         },
         "up to the change",
     ),
-    "phimoe": Family({**_MOE, "sliding_window": None}, _EXPERTS),
+    "phimoe": Family({**_MOE, "sliding_window": None}, has_experts=True),
     "qwen2": Family({"use_sliding_window": False}),
     "qwen2 (sliding)": Family({**_SLIDING, "use_sliding_window": True, "max_window_layers": 1}),
-    "qwen2_moe": Family({**_MOE, "shared_expert_intermediate_size": 32}, _EXPERTS),
+    "qwen2_moe": Family({**_MOE, "shared_expert_intermediate_size": 32}, has_experts=True),
     "qwen3": Family({}),
-    "qwen3_moe": Family(_MOE, _EXPERTS),
+    "qwen3_moe": Family(_MOE, has_experts=True),
     "seed_oss": Family({}),
     "smollm3": Family({"no_rope_layers": [1, 0]}, "no rotary embedding in some layers"),
     "stablelm": Family({}),

@@ -140,7 +140,9 @@ def render(rows: Mapping[str, Row], sentences: Mapping[str, str]) -> str:
             f"{row.exact.tokens} | {row.exact.ties} | {row.exact.difference:.0e}"
             f" | {statistics.median(errors):.3f} | {max(errors):.3f}"
         )
-        lines.append(f"| {name} | {row.keeps} | exact | {numbers} | {RUNNING[name].remark} |\n")
+        lines.append(
+            f"| {name} | {row.keeps} | exact | {numbers} | {RUNNING[name].description} |\n"
+        )
     refused = [
         f"| {name} | {'config' if REFUSED[name].is_known else 'probe'} | {sentence} |\n"
         for name, sentence in sentences.items()

@@ -38,8 +38,8 @@ class ChainRun:
         """Send nothing yet.
 
         Args:
-            client: of the server. None: the client of the first model that is called.
-            name: of the chain.
+            client: client of the server. None: the client of the first model that is called.
+            name: name of the chain.
             is_streamed: the chain is streamed. Else texts are not requested from the server
                 before a call streams.
         """

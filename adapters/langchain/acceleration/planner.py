@@ -45,7 +45,7 @@ def plan_of(
         chain: any Runnable.
         identity: models with this identity (`identity_of`) are planned, others are awaited.
         prefix: of all names in the plan.
-        config: of the chain's run; decides the values of configurable fields.
+        config: configuration of the chain's run; decides the values of configurable fields.
     """
     # A Runnable made of a callable without a name lacks the attribute.
     graph = ChainGraph(getattr(chain, "name", None) or "chain", prefix=prefix)

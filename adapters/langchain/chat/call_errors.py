@@ -24,7 +24,7 @@ def application_error(problem: BaseException, timeout_s: float | None) -> BaseEx
 
     Args:
         problem: raised by a client or a run.
-        timeout_s: of the call.
+        timeout_s: time limit of the call.
     """
     if not isinstance(problem, ConureError):
         return problem

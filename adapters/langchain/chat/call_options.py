@@ -234,7 +234,7 @@ def meta_of(metadata: Mapping[str, Any], **ids: Any) -> dict[str, Json]:
     """Return LangChain's and LangGraph's metadata of a call, for the node's `meta`.
 
     Args:
-        metadata: of the LangChain run.
+        metadata: metadata of the LangChain run.
         ids: run ids.
     """
     meta = {name: metadata[name] for name in _META_FIELDS if name in metadata}

@@ -71,9 +71,9 @@ class SessionInference(UnsharedState):
         """Record the answer to a call.
 
         Args:
-            messages: of the call.
+            messages: messages of the call.
             answer: as a message.
-            session: of the call, or a new one.
+            session: session of the call, or a new one.
         """
         (*_, end) = _history_hashes([*messages, answer])
         self._put(end, session)

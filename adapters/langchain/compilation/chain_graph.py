@@ -190,7 +190,7 @@ class ChainGraph:
 
         Args:
             hint: prefix of its names.
-            expression: of the text.
+            expression: expression of the text.
         """
         variable, node_id = self.fresh_name(hint), self.fresh_name(f"{hint}_step")
         self.add(lambda: {"id": node_id, "op": "expr", "expr": expression(), "output": variable})

@@ -64,7 +64,7 @@ class CompiledChain:
         Args:
             graph: the chain's calls and steps.
             value: the chain's result.
-            position: of the chain.
+            position: position of the chain.
             reduced: function and arguments that compile the chain again, as pickle needs them.
         """
         self._reduced = reduced
@@ -124,7 +124,7 @@ class CompiledChain:
         """Run the chain on a server, and its client steps in threads of this process.
 
         Args:
-            client: of the server.
+            client: client of the server.
             input: as for `invoke` of the chain.
             **options: `objectives` and `options` of the submission.
 

@@ -70,7 +70,7 @@ def to_program(
     Args:
         runnable: a Runnable, or something that LangChain coerces to one (a dict, a function).
         inputs: keys of the input dict. None: the input may be any value.
-        name: of the program. None: the chain's own name.
+        name: name of the program. None: the chain's own name.
 
     Raises:
         ProgramError: `to_program.unsupported`, with the class and its position in the chain.

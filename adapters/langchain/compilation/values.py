@@ -199,7 +199,7 @@ class ClientValue:
             function: pure.
             hint: prefix of variable names, if this value has none.
             step: identifies the function in the path; None if it cannot be identified.
-            is_strict: of the returned value.
+            is_strict: `is_strict` of the returned value.
         """
         before = self.compute
         return ClientValue(

@@ -54,7 +54,7 @@ class PlanBuilder:
         """Start without calls.
 
         Args:
-            llm: of the part.
+            llm: LLM of the part.
             place: name of the part.
             fresh: makes a new variable name from a hint.
         """
@@ -85,7 +85,7 @@ class PlanBuilder:
         """Add the call that `LLM.predict` makes; return None if its prompt cannot be known.
 
         Args:
-            template: of the prompt.
+            template: template of the prompt.
             prompt_args: template variables; they contain marks in place of answers.
             slots: expressions for the marks.
             reads: calls whose answers the prompt and the condition read.
@@ -120,8 +120,8 @@ def predicted(
     """Return the call that `llm.predict(template, **prompt_args)` makes.
 
     Args:
-        llm: of the call.
-        template: of the prompt.
+        llm: LLM of the call.
+        template: template of the prompt.
         prompt_args: template variables.
         output_cls: if given, return the call of `llm.structured_predict` with this class.
 
@@ -151,8 +151,8 @@ def plain(
     """Return the template that is used for this LLM.
 
     Args:
-        llm: of the call.
-        template: of the prompt.
+        llm: LLM of the call.
+        template: template of the prompt.
         has_own_parser: the call replaces the output parser of the template.
 
     Raises:

@@ -110,7 +110,7 @@ def plan_part(
         scope: the run.
         instance: the part.
         method: its method, which has not run yet.
-        arguments: of the method.
+        arguments: arguments of the method.
         name: of part and method, for reports.
     """
     for part in PARTS:

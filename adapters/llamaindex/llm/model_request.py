@@ -32,7 +32,7 @@ class ModelRequest:
         """Return the `generate` node; its value is the answer in the `message` form.
 
         Args:
-            node_id: of the node.
+            node_id: id of the node.
             variable: receives the value.
             **common: fields that any node has, such as `when`.
         """

@@ -18,7 +18,7 @@ class ServerTokenizer:
         """Send nothing yet.
 
         Args:
-            client: of the server.
+            client: client of the server.
             model: name of the model on the server.
         """
         self._tokenize = functools.lru_cache(MAX_CACHED_TEXTS)(

@@ -22,7 +22,7 @@ def to_program(pipeline: QueryPipeline, *, name: str = "pipeline") -> CompiledPi
 
     Args:
         pipeline: its LLMs must be `Conure`.
-        name: of the program.
+        name: name of the program.
 
     Raises:
         ProgramError: `to_program.unsupported`, with the module that cannot be compiled, or for an

@@ -95,7 +95,7 @@ class CompiledPipeline:
         """Run the pipeline on a server, and its client steps in threads of this process.
 
         Args:
-            client: of the server.
+            client: client of the server.
             **inputs: as for `QueryPipeline.run`, by name. Modules that are client steps get them as
                 they are; in a prompt they are printed as LlamaIndex prints them.
 

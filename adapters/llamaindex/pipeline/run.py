@@ -41,7 +41,7 @@ def next_module_keys(upstream: Any, pipeline: Any, run_state: Any) -> list[str]:
     Args:
         upstream: the original method.
         pipeline: the running pipeline.
-        run_state: of the run.
+        run_state: state of the run.
     """
     scope = ACTIVE_SCOPE.get()
     # Nested pipelines are planned with the outermost one.

@@ -239,7 +239,7 @@ def duration(cost: Integers, at_once: int) -> float:
     """Return the time in which programs finish items, if a free program takes the next one.
 
     Args:
-        cost: Of each item, in order.
+        cost: Cost of each item, in order.
         at_once: Items that run at the same time.
     """
     ends = cost[:at_once].tolist()

@@ -77,7 +77,7 @@ def merge_branches(
     """Bind the names that branches assigned in the scope around them.
 
     Args:
-        emitter: of the program.
+        emitter: emitter of the program.
         scope: the scope around the branches.
         branches: all of them.
         needed: returns the names that are read outside of the branches.
@@ -128,7 +128,7 @@ def merge_outputs(
     A name that only one branch assigns has no value if the other branch was taken.
 
     Args:
-        emitter: of the program.
+        emitter: emitter of the program.
         scope: the scope around the branches.
         branches: all of them.
         merges: the variables to merge, which this function adds to.

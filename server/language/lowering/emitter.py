@@ -200,7 +200,7 @@ class Emitter:
         Args:
             expression: what to compute.
             hint: the name of the variable, if it is free.
-            kind: of the value.
+            kind: kind of the value.
             is_named: `hint` is a name that `unique` or `reserve` made.
         """
         name = hint if is_named else self.unique(hint)

@@ -60,7 +60,7 @@ def lower_llm_chat(
     """Lower `llm_chat(model, messages, ...)` or `llm_chat(messages, ...)`.
 
     Args:
-        lowerer: of the text.
+        lowerer: lowerer of the text.
         node: the call.
         scope: the names it can read.
         hint: the variable for its value.

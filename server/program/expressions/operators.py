@@ -39,7 +39,7 @@ class FuelMeter:
 
         Args:
             fuel: operations of this evaluation.
-            budget: of the program; `settle` charges it.
+            budget: budget of the program; `settle` charges it.
         """
         self.fuel = self._granted = fuel if budget is None else min(fuel, max(budget.left, 0))
         self.size = values.MAX_VALUE_SIZE

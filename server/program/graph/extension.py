@@ -48,7 +48,7 @@ class GraphExtension:
         Args:
             existing: the graph to extend.
             prefix: the prefix of paths in errors.
-            enclosing: of a template's body: the graph around it.
+            enclosing: the graph around the body of a template; None for a program.
         """
         self._existing = existing
         self._prefix = prefix

@@ -58,7 +58,7 @@ class CompletionResponseBuilder:
         """Start a response.
 
         Args:
-            request_id: of the response.
+            request_id: id of the response.
             model: its name in the request.
             with_usage: whether a stream ends with the usage.
             echoes: for each answer, the text before the generated text.

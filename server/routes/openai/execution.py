@@ -140,7 +140,7 @@ class RequestExecution:
         Args:
             service: runs the program.
             program: its id.
-            calls: of the request, prompt by prompt.
+            calls: calls of the request, prompt by prompt.
             tenant: owner of the program.
             num_answers: calls per prompt.
             owns_program: whether the program consists of these calls.

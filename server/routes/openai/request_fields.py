@@ -253,7 +253,7 @@ def submission_of(
     """Return the program of a request, with one call per answer.
 
     Args:
-        name: of the program.
+        name: name of the program.
         request: supplies the options.
         nodes: the calls, whose outputs are named by `answer_variable`.
         detach: whether the program runs on without its client.

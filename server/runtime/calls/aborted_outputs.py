@@ -35,7 +35,7 @@ class AbortedOutputs:
         Args:
             engine: the engine of the context.
             context: its id.
-            usage: of the node, which gets the tokens that the server has not received.
+            usage: usage of the node, which gets the tokens that the server has not received.
             num_received: tokens of the output that the usage already contains as discarded.
         """
         self._num_open += 1

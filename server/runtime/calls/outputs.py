@@ -74,7 +74,7 @@ def output_specs(
 
     Args:
         node: a checked node.
-        tool_format: of the node's model; None ignores the node's tools.
+        tool_format: tool format of the node's model; None ignores the node's tools.
     """
     if isinstance(node.prompt, list):
         return tuple(
@@ -147,7 +147,7 @@ def value_of(
         num_prompt: tokens before the output.
         num_cached: those whose KV was not computed for this output.
         model: name of the model.
-        name: of the output within all programs; ids of tool calls are derived from it.
+        name: name of the output within all programs; ids of tool calls are derived from it.
         logprobs: `logprobs_of` its tokens, for the `logprobs` field of a message.
 
     Raises:

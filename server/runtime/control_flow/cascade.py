@@ -134,7 +134,7 @@ def first_unneeded_slot(state: ProgramState, node_id: str, *, before: int) -> in
     """Return the slot of a node after its last slot that writes a needed value; 0: there is none.
 
     Args:
-        state: of the program.
+        state: state of the program.
         node_id: the node.
         before: only slots before this one count.
     """
