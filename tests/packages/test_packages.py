@@ -97,5 +97,5 @@ def test_registered_provider_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(named, package.ChatConure)
     assert (named.model, named.temperature, named.max_tokens) == ("tiny", 0, 9)
     assert named == other
-    with pytest.raises(ValueError, match="did you mean temperature"):
+    with pytest.raises(ValueError, match="did you mean `temperature`"):
         base.init_chat_model("conure:tiny", temprature=0)
