@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from conure.server.program.suggestion import suggestion
+
+
+def check_arguments(given: Mapping[str, Any], known: Collection[str], owner: str) -> None:
+    """Check that a class knows all arguments that it was given.
+
+    Raises:
+        ValueError: see `unknown_argument`.
+    """
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(unknown_argument(name, value, known, owner))
 
 
 def unknown_argument(name: str, value: Any, known: Collection[str], owner: str) -> str:

@@ -15,8 +15,8 @@ _MARGIN: Final = (
     + ".,;:!?\u2026\u3001\u3002\uff01\uff1f"
     + "\"'`()[]{}\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e"
 )
-"""What may stand around an answer: spaces, and punctuation that no answer needs. Signs such as `-`,
-`#`, `%` and `+` belong to it."""
+"""Characters that are removed around an answer: spaces, and punctuation that no answer needs. Signs
+such as `-`, `#`, `%` and `+` are kept."""
 
 
 @function(timeout_s=5)

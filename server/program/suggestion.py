@@ -24,8 +24,3 @@ def suggestion(
         return otherwise
     similar = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
     return f"did you mean `{similar[0]}`?" if similar else otherwise
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names in quotes, separated by commas."""
-    return ", ".join(f"`{name}`" for name in names)

@@ -55,7 +55,7 @@ def explain_unknown_route(path: str, routes: Iterable[str]) -> str:
 
 
 def _foreign_base(path: str, known: Iterable[str]) -> str | None:
-    """Return the part of a path that stands where the API's should; None if no route follows."""
+    """Return the beginning of a path that `/v1` must replace; None if no route follows it."""
     if len(path) > MAX_EXPLAINED:
         return None
     routes = list(known)

@@ -25,7 +25,7 @@ from pydantic import (
 
 from conure.server.program.ir import Json, Sampling
 
-from ...arguments import unknown_argument
+from ...arguments import check_arguments
 from ...client import AsyncClient, Client
 from ...client.client_cache import ModelClients
 from .call_options import constraint_of, sampling_of, tools_of
@@ -120,9 +120,7 @@ class ChatSettings(BaseChatModel):
                     name,
                     *(map(str, alias.choices) if isinstance(alias, AliasChoices) else ()),
                 }
-            for name, value in given.items():
-                if name not in known:
-                    raise ValueError(unknown_argument(name, value, known, "ChatConure"))
+            check_arguments(given, known, "ChatConure")
         return given
 
     @model_validator(mode="after")

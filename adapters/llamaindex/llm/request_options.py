@@ -9,7 +9,7 @@ from llama_index.core.bridge.pydantic import BaseModel
 
 from conure.server.program.ir import Json, Sampling
 
-from ...arguments import unknown_argument
+from ...arguments import check_arguments, unknown_argument
 
 _SAMPLING: Final = frozenset(Sampling.__struct_fields__)
 _TOOL_FIELDS: Final = ("parallel_tool_calls", "tool_choice", "tools")
@@ -25,9 +25,7 @@ def refuse_unknown(owner: type[BaseModel], given: Any) -> Any:
         ValueError: with the name of the argument.
     """
     if isinstance(given, Mapping):
-        for name, value in given.items():
-            if name not in owner.model_fields:
-                raise ValueError(unknown_argument(name, value, owner.model_fields, "Conure"))
+        check_arguments(given, owner.model_fields, "Conure")
     return given
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from conure.adapters.client import Client
 from conure.server.program.errors import NotFoundError
 
 from ..command import ExitCode, add_url, connect, describe_error, print_error
@@ -28,17 +29,23 @@ def run(arguments: argparse.Namespace) -> int:
         programs = [find_program(client, word) for word in arguments.programs]
         try:
             for program in programs:
-                try:
-                    status = client.attach(program).cancel()
-                except NotFoundError as exc:
-                    print_error(describe_error(exc))
+                status = _cancel(client, program)
+                if status is None:
                     code = ExitCode.FAILED
-                    continue
-                if arguments.json:
-                    cancelled.append({"id": program, "status": status.status})
+                elif arguments.json:
+                    cancelled.append({"id": program, "status": status})
                 else:
-                    sys.stdout.write(f"{program}: {status.status}\n")
+                    sys.stdout.write(f"{program}: {status}\n")
         finally:  # also if the server is lost after some programs
             if arguments.json:
                 sys.stdout.write(pretty(cancelled) + "\n")
     return code
+
+
+def _cancel(client: Client, program: str) -> str | None:
+    """Cancel a program and return its status; report it and return None if it is missing."""
+    try:
+        return client.attach(program).cancel().status
+    except NotFoundError as exc:
+        print_error(describe_error(exc))
+        return None

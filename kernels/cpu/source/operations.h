@@ -13,7 +13,7 @@ struct LinearArguments {
   const uint32_t* packed;  // [N / kPanel, words of K, kPanel]
   const void* bias;        // [N] or null
   void* out;               // [T, N]
-  float* wide;  // for bfloat16: [T, K], overwritten with the inputs; null: multiply pairs of bfloat16
+  float* wide;  // for bfloat16: [T, K], overwritten with the inputs; null: multiply pairs
   int64_t num_rows, num_inputs, num_outputs;
   int64_t dtype;  // float32 or bfloat16
 };

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..checks import listed
 from ..errors import ProgramError
 from ..ir import Append, Submission
 from ..nodes import NODE_KINDS
-from ..suggestion import listed, suggestion
+from ..suggestion import suggestion
 from .bounded_json import MAX_BODY_BYTES, check_bounds, check_keys, malformed, measure_depth
 from .invalid_part import allowed_values, holders_of, name_key, record_at
 from .typed_json import decode_record

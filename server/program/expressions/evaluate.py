@@ -55,9 +55,14 @@ def variables(expr: Expression) -> frozenset[str]:
             return frozenset((name,))
     elif not isinstance(expr, list):
         return frozenset()
-    names: set[str] = set()
+    return frozenset(references(expr))
+
+
+def references(expr: Expression) -> list[str]:
+    """Return the free names of a checked expression, each as often as it occurs."""
+    names: list[str] = []
     _collect(expr, frozenset(), names)
-    return frozenset(names)
+    return names
 
 
 def uses_first(expr: Expression) -> bool:
@@ -264,8 +269,8 @@ def _has_arity(name: str, count: int) -> bool:
     return least <= count and (most is None or count <= most)
 
 
-def _collect(expr: Expression, bound: frozenset[str], names: set[str]) -> None:
-    """Add the free names of an expression to `names`."""
+def _collect(expr: Expression, bound: frozenset[str], names: list[str]) -> None:
+    """Add the free names of an expression to `names`, each as often as it occurs."""
     if isinstance(expr, list):
         for item in expr:
             if isinstance(item, dict | list):
@@ -278,7 +283,7 @@ def _collect(expr: Expression, bound: frozenset[str], names: set[str]) -> None:
             continue
         if name == "var":
             if argument not in bound:
-                names.add(argument)
+                names.append(argument)
         elif name == "object":
             for item in argument.values():
                 _collect(item, bound, names)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
+from ..checks import listed
 from ..errors import ProgramError
-from ..suggestion import listed
 from .graph import Graph
 
 MAX_NAMED = 5

@@ -19,13 +19,12 @@ from ...engines.constraint_validator import ConstraintValidator
 from ...functions.registry import FunctionRegistry
 from ...program.errors import ExpressionError, ProgramError, PromptError, prefixed_path
 from ...program.expressions.budget import WorkBudget
-from ...program.expressions.evaluate import input_expression, variables
+from ...program.expressions.evaluate import input_expression, references
 from ...program.graph.graph import Graph
 from ...program.ir import (
     AnyNode,
     Append,
     CallNode,
-    Expression,
     GenerateNode,
     Json,
     Limits,
@@ -217,31 +216,12 @@ def _references(node: GenerateNode) -> Iterator[str]:
         if isinstance(message.content, list):
             segments += message.content
         if message.splice is not UNSET:
-            yield from _variables(input_expression(message.splice))
+            yield from references(input_expression(message.splice))
     for segment in segments:
         if segment.output is not UNSET:
             return  # only the prompt of the first output is checked
         if segment.input is not UNSET:
-            yield from _variables(input_expression(segment.input))
-
-
-def _variables(expression: Expression) -> Iterator[str]:
-    """Yield the free variables of an expression, each as often as the expression contains it."""
-    known = variables(expression)
-    pending = [expression]
-    while pending:
-        match pending.pop():
-            case {"lit": _, **others} if not others:
-                continue
-            case {"var": str(name), **others} if not others:
-                if name in known:
-                    yield name
-            case {"object": dict() as fields, **others} if not others:
-                pending += fields.values()
-            case dict() as operation:
-                pending += operation.values()
-            case list() as items:
-                pending += items
+            yield from references(input_expression(segment.input))
 
 
 def _check_lengths(
