@@ -59,7 +59,7 @@ NAMES_EXTRA: Final = re.compile(r"pip install '?conure\[\w+\]")
 COMMAND_NAMES: Final = re.compile(r'^    Command\("(\w+)"', re.MULTILINE)
 
 
-class Result(NamedTuple):
+class CommandResult(NamedTuple):
     """What one command did in one environment."""
 
     command: str
@@ -183,7 +183,7 @@ class _Server:
         self._process.communicate()
 
 
-def _check(environment: Environment, server: _Server, work: Path) -> Iterator[Result]:
+def _check(environment: Environment, server: _Server, work: Path) -> Iterator[CommandResult]:
     """Yield what each command and each import does in an environment."""
     names = COMMAND_NAMES.findall((ROOT / "conure" / "cli" / "main.py").read_text("utf-8"))
     with_url = ("run", "chat", "ps", "logs", "trace", "cancel", "explain", "bench")
@@ -195,10 +195,10 @@ def _check(environment: Environment, server: _Server, work: Path) -> Iterator[Re
             words += ["--url", server.url]
         done = environment.python("-m", "conure", *words, cwd=work)
         is_problem_of_machine = command.startswith("doctor") and done.returncode == 1
-        yield Result(f"conure {command}", _outcome(done, is_problem_of_machine))
-    yield Result("conure serve", _serve(environment, work))
+        yield CommandResult(f"conure {command}", _outcome(done, is_problem_of_machine))
+    yield CommandResult("conure serve", _serve(environment, work))
     for code in IMPORTS:
-        yield Result(code, _outcome(environment.python("-c", code, cwd=work), False))
+        yield CommandResult(code, _outcome(environment.python("-c", code, cwd=work), False))
 
 
 def _outcome(done: subprocess.CompletedProcess[str], may_fail: bool) -> str:
@@ -234,7 +234,7 @@ def _serve(environment: Environment, work: Path) -> str:
     return _outcome(subprocess.CompletedProcess([], code, first + rest, ""), False)
 
 
-def _table(results: dict[Environment, list[Result]]) -> str:
+def _table(results: dict[Environment, list[CommandResult]]) -> str:
     """Return the outcomes: a line for each command, a column for each environment."""
     head = ["command", *(each.extra for each in results)]
     sizes = [f"{each.num_bytes() / 1e6:,.0f} MB" for each in results]

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import httpx
 
-from apps.client import Answer, Client
+from apps.client import AppAnswer, AppClient
 from apps.cost_fit import fit_server, predict_seconds
 from apps.plot import Bar, bars
 from apps.scaled_workloads import CONTEXT_LEN, SCALED, workload
@@ -83,13 +83,13 @@ def two_servers(
 
 async def run_system(
     url: str, name: str, seed: int, *, whole: bool, round_trip_s: float
-) -> tuple[list[Answer], SystemResult]:
+) -> tuple[list[AppAnswer], SystemResult]:
     """Run one workload by one system."""
     async with (
         httpx.AsyncClient(
             base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)
         ) as http,
-        Client(http, whole=whole, round_trip_s=round_trip_s) as client,
+        AppClient(http, whole=whole, round_trip_s=round_trip_s) as client,
     ):
         began = await _counters(http)
         # Each setting has its own texts, because the previous setting's prompts are in the cache.
@@ -107,7 +107,7 @@ async def _counters(http: httpx.AsyncClient) -> tuple[int, int]:
     return sum(c["num_steps"] for c in counters), num_computed
 
 
-def by_kind(answers: Sequence[Answer]) -> dict[str, float]:
+def by_kind(answers: Sequence[AppAnswer]) -> dict[str, float]:
     """Return the mean seconds of the programs of each kind."""
     kinds = dict.fromkeys(answer.kind for answer in answers)
     return {kind: statistics.fmean(a.took_s for a in answers if a.kind == kind) for kind in kinds}
@@ -175,7 +175,7 @@ Forecast = tuple[float, float]
 """Predicted seconds of both systems."""
 
 
-class Report:
+class WorkloadReport:
     """Rows and bars of workloads, printed as they are added."""
 
     def __init__(self, cost: LinearCosts | None) -> None:
@@ -266,7 +266,7 @@ def main() -> None:
         if arguments.predict:
             cost, missed_by = fit_server(urls[0])
             print(f"{cost}\nmisses what it was fitted to by {missed_by:.0%} (median)", flush=True)
-        report = Report(cost)
+        report = WorkloadReport(cost)
         for name in names:
             began = time.perf_counter()
             if "pressure" in settings:

@@ -36,7 +36,7 @@ from typing import Any
 
 from conure.engine.testing import dummy_checkpoint
 from serving import cases, lower_bound
-from serving.systems import Answer, Process, Server, System, SystemFailedError
+from serving.systems import CaseRun, Process, Server, System, SystemFailedError
 from temporary_server import served
 
 HERE = Path(__file__).parent
@@ -98,13 +98,15 @@ def _sides(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[
     return sides
 
 
-Found = dict[str, list[Answer]]
+Found = dict[str, list[CaseRun]]
 
 
-def _run(sides: list[System], options: argparse.Namespace) -> list[tuple[cases.Case, Found]]:
+def _run(
+    sides: list[System], options: argparse.Namespace
+) -> list[tuple[cases.RequestBatch, Found]]:
     """Serve every case of every round by every system."""
     found: dict[str, Found] = defaultdict(lambda: defaultdict(list))
-    latest: dict[str, cases.Case] = {}
+    latest: dict[str, cases.RequestBatch] = {}
     source = _rounds(options)
     for number in range(options.rounds + 1):
         for case in next(source):
@@ -117,7 +119,7 @@ def _run(sides: list[System], options: argparse.Namespace) -> list[tuple[cases.C
     return [(case, found[name]) for name, case in latest.items()]
 
 
-def _rounds(options: argparse.Namespace) -> Iterator[list[cases.Case]]:
+def _rounds(options: argparse.Namespace) -> Iterator[list[cases.RequestBatch]]:
     if options.workload == "small":
         return cases.small_rounds(
             options.seed, requests=options.requests, prompt=options.prompt, output=options.output
@@ -133,7 +135,10 @@ def _rounds(options: argparse.Namespace) -> Iterator[list[cases.Case]]:
 
 
 def _summary(
-    case: cases.Case, found: Found, model: lower_bound.Model, machine: lower_bound.Machine
+    case: cases.RequestBatch,
+    found: Found,
+    model: lower_bound.ModelSizes,
+    machine: lower_bound.MachineSpeed,
 ) -> dict[str, Any]:
     least = lower_bound.seconds(case, model, machine)
     summary: dict[str, Any] = {"case": case.name, "floor_s": least, "sides": {}}

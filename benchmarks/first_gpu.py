@@ -49,7 +49,7 @@ from typing import Any, Final, NamedTuple
 
 from gpu import page
 from gpu.pack import packed
-from gpu.record import DeviceLostError, StageRecord
+from gpu.record import StageRecord, StageStoppedError
 
 ROOT: Final = Path(__file__).parents[1]
 MARGIN: Final = 0.85
@@ -167,7 +167,7 @@ def run_stage(options: argparse.Namespace) -> int:
     try:
         with _device(options):
             _run(record, options)
-    except DeviceLostError:
+    except StageStoppedError:
         return 1
     return int(bool(record.failed))
 

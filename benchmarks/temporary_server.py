@@ -31,7 +31,7 @@ STOP_S = 20.0
 _ADDRESS = re.compile(r"http://[\w.\[\]:]*?:\d+")
 
 
-class StartError(RuntimeError):
+class ServerStartError(RuntimeError):
     """The server did not start; the message ends with its last lines of output."""
 
 
@@ -82,7 +82,7 @@ def started(*options: str, program: Sequence[str] = CONURE) -> Iterator[Temporar
             text=True,
             env=environment(),
         )
-        output = _Output(process)
+        output = _ServerOutput(process)
         try:
             yield TemporaryServer(_ready(process, output), process.pid, Path(data))
         finally:
@@ -90,7 +90,7 @@ def started(*options: str, program: Sequence[str] = CONURE) -> Iterator[Temporar
             output.join()
 
 
-class _Output:
+class _ServerOutput:
     """Reads a server's output, so that the pipe never fills, and finds its URL in the output."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -118,7 +118,7 @@ class _Output:
         self._thread.join()
 
 
-def _ready(process: subprocess.Popen[str], output: _Output) -> str:
+def _ready(process: subprocess.Popen[str], output: _ServerOutput) -> str:
     """Return the server's URL once `/readyz` answers 200."""
     deadline = time.monotonic() + START_S
     output.is_settled.wait(START_S)
@@ -130,7 +130,7 @@ def _ready(process: subprocess.Popen[str], output: _Output) -> str:
             time.sleep(0.05)
     code = process.poll()
     state = f"not ready after {START_S:.0f} s" if code is None else f"it ended with {code}"
-    raise StartError(f"the server did not start ({state}):\n{''.join(output.last)}")
+    raise ServerStartError(f"the server did not start ({state}):\n{''.join(output.last)}")
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
         with served(*arguments[:split]) as url:
             command = arguments[split + 1 :]
             return subprocess.call(command, env={**environment(), "CONURE_URL": url})
-    except StartError as error:
+    except ServerStartError as error:
         print(error, file=sys.stderr)
         return 1
 

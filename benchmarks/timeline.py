@@ -29,7 +29,7 @@ OUT = Path(__file__).parents[1] / "docs" / "images" / "timeline.svg"
 WIDTH, LEFT, BAR, GAP, HEAD = 860, 120, 14, 6, 46
 
 
-class Bar(NamedTuple):
+class CallSpan(NamedTuple):
     """One call: seconds since the start of the run."""
 
     name: str
@@ -41,7 +41,7 @@ class Timeline(NamedTuple):
     """One run of the app."""
 
     wall_s: float
-    bars: list[Bar]
+    bars: list[CallSpan]
     num_programs: int
 
 
@@ -89,7 +89,7 @@ def measure(client: Client, invoke: Callable[[Any], Any]) -> Timeline:
     return Timeline(wall_s, sorted(bars, key=lambda bar: bar.start_s), len(programs))
 
 
-def _bars(client: Client, program_id: str, started_at: float) -> list[Bar]:
+def _bars(client: Client, program_id: str, started_at: float) -> list[CallSpan]:
     starts: dict[str, float] = {}
     bars = []
     for event in client.attach(program_id).events():
@@ -100,7 +100,7 @@ def _bars(client: Client, program_id: str, started_at: float) -> list[Bar]:
         if event.type == "node.started":
             starts[node] = at_s
         elif node in starts:
-            bars.append(Bar(node, starts[node], at_s))
+            bars.append(CallSpan(node, starts[node], at_s))
     return bars
 
 

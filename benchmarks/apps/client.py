@@ -22,7 +22,7 @@ WAIT_S = 120.0
 """A whole program that takes longer ends the benchmark."""
 
 
-class Answer(NamedTuple):
+class AppAnswer(NamedTuple):
     """The result of one application."""
 
     kind: str
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     """The id of a whole program."""
 
 
-class Client:
+class AppClient:
     """A client of one server; `http` must stay open while it runs."""
 
     def __init__(self, http: httpx.AsyncClient, *, whole: bool, round_trip_s: float) -> None:
@@ -51,22 +51,22 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._programs.close()
 
-    async def run(self, sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
+    async def run(self, sent: Sequence[ScheduledProgram], seed: str) -> list[AppAnswer]:
         """Send programs at their times; their texts are generated from the seed."""
         return await asyncio.gather(
             *(self._run_at(each, f"{seed} {number}") for number, each in enumerate(sent))
         )
 
-    async def _run_at(self, sent: ScheduledProgram, seed: str) -> Answer:
+    async def _run_at(self, sent: ScheduledProgram, seed: str) -> AppAnswer:
         # All users of a system prompt share its text, so the text depends only on its name.
         program = sent.plan.written(seed.partition(" ")[0])
         await asyncio.sleep(sent.at_s)
         began = time.perf_counter()
         if self._whole:
             program_id, texts = await self._send_whole(program)
-            return Answer(sent.kind, time.perf_counter() - began, texts, program_id)
+            return AppAnswer(sent.kind, time.perf_counter() - began, texts, program_id)
         texts = await self._send_calls(program)
-        return Answer(sent.kind, time.perf_counter() - began, texts)
+        return AppAnswer(sent.kind, time.perf_counter() - began, texts)
 
     async def _ask(self, method: str, path: str, **content: Any) -> Any:
         await asyncio.sleep(self._half_s)

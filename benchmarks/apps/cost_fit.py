@@ -21,8 +21,8 @@ from apps.scaled_workloads import ScheduledProgram
 from simulation.engine import LinearCosts
 from simulation.simulation import Simulation, SimulationConfig
 
-from .client import Client
-from .programs import Plan, call
+from .client import AppClient
+from .programs import AppPlan, call
 
 
 class Trial(NamedTuple):
@@ -38,11 +38,11 @@ class Trial(NamedTuple):
         held = calls * (prompt + steps / 2)
         return [calls, calls * prompt, steps, steps * calls, steps * held]
 
-    def plan(self) -> Plan:
+    def plan(self) -> AppPlan:
         """Return the trial as a program whose calls share nothing."""
         names = [f"c{i}" for i in range(self.num_calls)]
         nodes = [call(name, [f"own {name}"], self.num_output) for name in names]
-        return Plan(nodes, names, {f"own {name}": self.num_prompt for name in names})
+        return AppPlan(nodes, names, {f"own {name}": self.num_prompt for name in names})
 
 
 GRID = tuple(
@@ -84,7 +84,7 @@ async def measure_trials(url: str, rounds: int) -> list[tuple[Trial, float]]:
     found: dict[Trial, list[float]] = {}
     async with (
         httpx.AsyncClient(base_url=url, timeout=120) as http,
-        Client(http, whole=True, round_trip_s=0.0) as client,
+        AppClient(http, whole=True, round_trip_s=0.0) as client,
     ):
         for number in range(rounds + 1):
             for trial in GRID:

@@ -24,7 +24,7 @@ from conure.server.scheduling.request import PriorityInputs
 from simulation.simulation import Simulation, SimulationConfig
 from simulation.workload_profile import WorkloadProfile
 
-from .programs import Plan, chain, map_reduce, single
+from .programs import AppPlan, chain, map_reduce, single
 from .setting import A100_13B
 
 DEADLINE_SHARE = 0.3
@@ -135,7 +135,7 @@ def share_where(ours: Sequence[bool], other: Sequence[bool]) -> float:
     return sum(a for a, b in zip(ours, other, strict=True) if b) / max(sum(other), 1)
 
 
-def _random_plan(draw: random.Random, number: int) -> Plan:
+def _random_plan(draw: random.Random, number: int) -> AppPlan:
     kind = draw.choice(["single", "single", "chain", "map-reduce"])
     if kind == "single":
         return single("", 0, draw.randint(50, 1_500), draw.randint(10, 200), number)
@@ -145,7 +145,7 @@ def _random_plan(draw: random.Random, number: int) -> Plan:
     return map_reduce(draw.randint(2, 8), size, num_output, number)
 
 
-def profile(plan: Plan, deadline_s: float | None) -> WorkloadProfile:
+def profile(plan: AppPlan, deadline_s: float | None) -> WorkloadProfile:
     """Return the profile of an application whose outputs have a deadline."""
     if deadline_s is None:
         return plan.blueprint
@@ -155,7 +155,7 @@ def profile(plan: Plan, deadline_s: float | None) -> WorkloadProfile:
 
 
 @cache
-def _alone_s(plan: Plan, capacity: int) -> float:
+def _alone_s(plan: AppPlan, capacity: int) -> float:
     simulation = Simulation(SimulationConfig(policy="fcfs", cost=A100_13B, capacity=capacity))
     outcome = simulation.submit(plan.blueprint, 0.0)
     simulation.run()

@@ -1,6 +1,6 @@
 """The six applications as programs, from lengths in tokens. A text is represented by its name.
 
-A `Plan` is one application. It can be converted to a profile for the simulator, or to a program
+An `AppPlan` is one application. It can be converted to a profile for the simulator, or to a program
 with random printable characters for a model whose tokens are bytes.
 """
 
@@ -32,7 +32,7 @@ def call(name: str, parts: Iterable[str], num_output: int, **fields: Any) -> dic
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class AppPlan:
     """One application."""
 
     nodes: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class Plan:
             msgspec.convert({"nodes": self.nodes, "outputs": self.outputs}, Program), self.lengths
         )
 
-    def copy(self, number: int) -> Plan:
+    def copy(self, number: int) -> AppPlan:
         """Return the application of another user: its own texts, and the same shared texts.
 
         System prompts and instructions are shared; the names of own texts contain `/` or a space,
@@ -69,7 +69,7 @@ class Plan:
             for node in self.nodes
         ]
         lengths = {renamed(name): length for name, length in self.lengths.items()}
-        return Plan(nodes, self.outputs, lengths)
+        return AppPlan(nodes, self.outputs, lengths)
 
     def written(self, seed: str) -> dict[str, Any]:
         """Return the program with generated texts.
@@ -96,33 +96,33 @@ class Plan:
 
 
 @cache
-def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Plan:
+def chain(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> AppPlan:
     """A summary that is refined chunk by chunk."""
     nodes = []
     for i in range(num_chunks):
         before = [f"$s{i - 1}"] if i else []
         nodes.append(call(f"s{i}", ["refine", *before, f"{article}/{i}"], num_output))
     lengths = {f"{article}/{i}": chunk for i in range(num_chunks)} | {"refine": INSTRUCTIONS}
-    return Plan(nodes, [f"s{num_chunks - 1}"], lengths)
+    return AppPlan(nodes, [f"s{num_chunks - 1}"], lengths)
 
 
 @cache
-def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> Plan:
+def map_reduce(num_chunks: int, chunk: int, num_output: int, article: int = 0) -> AppPlan:
     """One summary per chunk, and a summary of the summaries."""
     names = [f"m{i}" for i in range(num_chunks)]
     nodes = [call(name, ["map", f"{article}/{name}"], num_output) for name in names]
     nodes.append(call("out", ["reduce", *(f"${name}" for name in names)], num_output))
     lengths = {f"{article}/{name}": chunk for name in names}
-    return Plan(nodes, ["out"], lengths | {"map": INSTRUCTIONS, "reduce": INSTRUCTIONS})
+    return AppPlan(nodes, ["out"], lengths | {"map": INSTRUCTIONS, "reduce": INSTRUCTIONS})
 
 
 @cache
-def single(system: str, num_system: int, num_user: int, num_output: int, user: int) -> Plan:
+def single(system: str, num_system: int, num_user: int, num_output: int, user: int) -> AppPlan:
     """One call: an optional shared system prompt, followed by the user's own text."""
     own = f"{system}/{user}"
     parts = [system, own] if num_system else [own]
     node = call("out", parts, num_output)
-    return Plan([node], ["out"], {system: num_system, own: num_user})
+    return AppPlan([node], ["out"], {system: num_system, own: num_user})
 
 
 DESIGN, WRITE, REVIEW, REVISE = 820, 600, 450, 620
@@ -132,7 +132,7 @@ _SHARED = 1_880
 
 
 @cache
-def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
+def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> AppPlan:
     """A design, then code for every file, then reviews and revisions in rounds.
 
     A review or revision of a file reads only that file. Prompts have 182, 2,991, 3,717 and 4,175
@@ -154,7 +154,7 @@ def coding(num_files: int, num_cycles: int = 4, scale: int = 1) -> Plan:
             nodes.append(call(name, [*parts, own], num_output // scale, after=before))
             lengths[own] = num_own // scale
         before = names
-    return Plan(nodes, before, lengths)
+    return AppPlan(nodes, before, lengths)
 
 
 def _past(rounds: list[tuple[str, int, int]], number: int, num_read: int) -> list[str]:
@@ -186,7 +186,7 @@ contain its review.
 
 
 @cache
-def logged_coding(num_files: int, num_cycles: int = 4) -> Plan:
+def logged_coding(num_files: int, num_cycles: int = 4) -> AppPlan:
     """The rounds that figure 18 replays: a review or revision reads the whole codebase.
 
     The calls of a round therefore share their prompts except for the end. As in the replay, more
@@ -216,4 +216,4 @@ def logged_coding(num_files: int, num_cycles: int = 4) -> Plan:
         if kind != "review":
             read = names[:LOG_FILES]
         before = names
-    return Plan(nodes, before, lengths)
+    return AppPlan(nodes, before, lengths)

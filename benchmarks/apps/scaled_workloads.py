@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .programs import Plan, chain, coding, map_reduce, single
+from .programs import AppPlan, chain, coding, map_reduce, single
 
 CONTEXT_LEN = 2_048
 """Context length that fits any prompt here with its output."""
@@ -15,7 +15,7 @@ CONTEXT_LEN = 2_048
 class ScheduledProgram(NamedTuple):
     """A program and the time at which its client submits it."""
 
-    plan: Plan
+    plan: AppPlan
     at_s: float
     kind: str = "app"
     """Results are averaged over programs of one kind."""

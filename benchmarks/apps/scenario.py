@@ -10,7 +10,7 @@ from typing import Any
 from simulation.engine import CostModel, LinearCosts
 from simulation.simulation import SimulationConfig
 
-from .programs import Plan
+from .programs import AppPlan
 from .setting import A100_7B, A100_13B, A6000_7B, baseline, latency_tokens, ours
 
 Settings = dict[str, Any]
@@ -49,7 +49,7 @@ class Scenario:
         """Return our system, with short steps while a latency-critical call runs."""
         return self.ours(cost, seed, latency_tokens=latency_tokens(cost), **changes)
 
-    def plan(self, plan: Plan) -> Plan:
+    def plan(self, plan: AppPlan) -> AppPlan:
         """Return an application with its lengths in this scenario."""
         return plan if self.lengths == 1.0 else _with_lengths(plan, self.lengths)
 
@@ -67,7 +67,7 @@ HEAD = Scenario()
 
 
 @cache
-def _with_lengths(plan: Plan, factor: float) -> Plan:
+def _with_lengths(plan: AppPlan, factor: float) -> AppPlan:
     def scaled(num_tokens: int) -> int:
         return max(round(num_tokens * factor), 1) if num_tokens else 0
 
@@ -81,4 +81,4 @@ def _with_lengths(plan: Plan, factor: float) -> Plan:
         }
         for node in plan.nodes
     ]
-    return Plan(nodes, plan.outputs, {name: scaled(n) for name, n in plan.lengths.items()})
+    return AppPlan(nodes, plan.outputs, {name: scaled(n) for name, n in plan.lengths.items()})

@@ -17,7 +17,7 @@ from conure.server.scheduling.scheduler import MAX_LOOKAHEAD_CALLS
 from simulation.engine import CostModel, LinearCosts
 from simulation.simulation import ProgramOutcome, Simulation, SimulationConfig
 
-from .programs import Plan, chain, logged_coding, map_reduce, single
+from .programs import AppPlan, chain, logged_coding, map_reduce, single
 from .scenario import HEAD, Scenario, Settings
 from .setting import (
     A100_7B_PAGED,
@@ -47,7 +47,7 @@ class Point(NamedTuple):
         return self.after / self.before if self.is_rate else self.before / self.after
 
 
-Sent = Sequence[tuple[Plan, float]]
+Sent = Sequence[tuple[AppPlan, float]]
 
 ARTICLE_TOKENS = (40_000, 85_000)
 """Tokens of an article.
@@ -305,7 +305,7 @@ def gpts(seed: int, scenario: Scenario = HEAD, lasting: Sequence[str] = LASTING)
         yield Point(f"prefixes read for every request, {label}", 2.4, paged, after, **kept)
 
 
-def gpts_sent(seed: int, rate: float, number: int = GPTS_NUMBER) -> list[tuple[Plan, float]]:
+def gpts_sent(seed: int, rate: float, number: int = GPTS_NUMBER) -> list[tuple[AppPlan, float]]:
     """Return requests at random times, an equal number of each application, shuffled."""
     draw = random.Random(f"gpts {seed}")
     names = [name for name in GPTS for _ in range(number // len(GPTS))]
@@ -403,10 +403,10 @@ def mixed(seed: int, scenario: Scenario = HEAD) -> Iterator[Point]:
 
 def mixed_sent(
     seed: int, scenario: Scenario = HEAD
-) -> tuple[list[tuple[Plan, float]], list[tuple[Plan, float]]]:
+) -> tuple[list[tuple[AppPlan, float]], list[tuple[AppPlan, float]]]:
     """Return the chats and the map-reduce applications of figure 19."""
     draw = random.Random(f"mixed {seed}")
-    chats: list[tuple[Plan, float]] = []
+    chats: list[tuple[AppPlan, float]] = []
     while len(chats) < 40:
         prompt = round(draw.lognormvariate(4.5, 1.3))
         output = round(draw.lognormvariate(5.2, 0.9))

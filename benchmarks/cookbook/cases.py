@@ -23,7 +23,7 @@ class Counts(NamedTuple):
     """Calls that ran in the first program of their run."""
 
 
-class Case(NamedTuple):
+class AppCase(NamedTuple):
     """One app."""
 
     name: str
@@ -36,14 +36,14 @@ class Case(NamedTuple):
     counts: Callable[[], Counts]
 
 
-def langchain_cases(client: Client) -> list[Case]:
+def langchain_cases(client: Client) -> list[AppCase]:
     """Return the LangChain apps."""
     llm = langchain.ChatConure(client=client, temperature=0, max_tokens=400)
     apps = langchain_apps.cookbook(llm)
     return [_of_chain(name, app, llm) for name, app in apps.items()]
 
 
-def _of_chain(name: str, app: langchain_apps.App, llm: langchain.ChatConure) -> Case:
+def _of_chain(name: str, app: langchain_apps.LangChainApp, llm: langchain.ChatConure) -> AppCase:
     fast = langchain.accelerate(app.chain, model=llm)
 
     def counts() -> Counts:
@@ -54,7 +54,7 @@ def _of_chain(name: str, app: langchain_apps.App, llm: langchain.ChatConure) -> 
             sum(run.num_in_first_program for run in runs),
         )
 
-    return Case(
+    return AppCase(
         name,
         lambda: app.chain.invoke(app.given),
         lambda: fast.invoke(app.given),
@@ -64,13 +64,13 @@ def _of_chain(name: str, app: langchain_apps.App, llm: langchain.ChatConure) -> 
     )
 
 
-def llamaindex_cases(client: Client) -> list[Case]:
+def llamaindex_cases(client: Client) -> list[AppCase]:
     """Return the LlamaIndex apps."""
     llm = llamaindex.Conure(client=client, temperature=0, max_tokens=200, context_window=1500)
     return [_of_app(name, app) for name, app in llamaindex_apps.cookbook(llm).items()]
 
 
-def _of_app(name: str, app: llamaindex_apps.App) -> Case:
+def _of_app(name: str, app: llamaindex_apps.LlamaIndexApp) -> AppCase:
     reports: list[llamaindex.Report] = []
     part = None if app.part is None else llamaindex.accelerate(app.part)
 
@@ -93,7 +93,7 @@ def _of_app(name: str, app: llamaindex_apps.App) -> Case:
         )
 
     plain = app.run
-    return Case(
+    return AppCase(
         name,
         None if plain is None else lambda: plain(app.part),
         fast,

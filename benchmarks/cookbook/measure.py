@@ -30,7 +30,7 @@ from conure.adapters.client import Client
 from conure.cli.delayed_connection import delayed
 from temporary_server import served
 
-from .cases import AsyncRun, Case, Run, langchain_cases, llamaindex_cases
+from .cases import AppCase, AsyncRun, Run, langchain_cases, llamaindex_cases
 from .llamaindex_apps import SCRIPT
 
 CALL_S = 0.02
@@ -60,7 +60,7 @@ class Pairs(NamedTuple):
 class Row(NamedTuple):
     """The measurements of one app."""
 
-    case: Case
+    case: AppCase
     blocking: Pairs
     awaited: Pairs
 

@@ -17,7 +17,7 @@ Figures = Mapping[str, Any]
 """Numbers, words and None by name; what JSON can hold."""
 
 
-class DeviceLostError(RuntimeError):
+class StageStoppedError(RuntimeError):
     """No later row of this process can be measured."""
 
 
@@ -88,7 +88,7 @@ class StageRecord:
                 self.synchronize()
             except RuntimeError as lost:
                 self.note(f"the device is lost after {name!r}")
-                raise DeviceLostError(str(lost)) from error
+                raise StageStoppedError(str(lost)) from error
 
     def note(self, text: str) -> None:
         """Append a sentence."""

@@ -16,7 +16,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
-from apps.client import Answer
+from apps.client import AppAnswer
 from apps.scaled_workloads import ScheduledProgram
 
 MakeModel = Callable[[int], BaseChatModel]
@@ -57,14 +57,14 @@ def chain_of(program: dict[str, Any], model: MakeModel) -> Chain:
 
 async def run_chains(
     sent: Sequence[ScheduledProgram], seed: str, model: MakeModel, prepare: Prepare
-) -> list[Answer]:
+) -> list[AppAnswer]:
     """Run programs as chains at their times."""
 
-    async def run(each: ScheduledProgram, runner: Runner) -> Answer:
+    async def run(each: ScheduledProgram, runner: Runner) -> AppAnswer:
         await asyncio.sleep(each.at_s)
         began = time.perf_counter()
         texts = await runner()
-        return Answer(each.kind, time.perf_counter() - began, texts)
+        return AppAnswer(each.kind, time.perf_counter() - began, texts)
 
     prepared = []
     for each in sent:

@@ -51,7 +51,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from apps.client import Answer, Client
+from apps.client import AppAnswer, AppClient
 from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, at_once
 from conure.engine.testing import random_model
 from matrix import ties
@@ -73,7 +73,7 @@ SIMULATED = (
 """Steps sleep about as long as those of the seeded model take."""
 
 
-class Setting(NamedTuple):
+class CellSetting(NamedTuple):
     """What all systems of a cell have in common."""
 
     workload: str
@@ -101,27 +101,27 @@ class Work(NamedTuple):
         return Work(self.steps - before.steps, self.computed - before.computed, recomputed)
 
 
-class Result(NamedTuple):
+class Round(NamedTuple):
     """One round of one system."""
 
-    answers: list[Answer]
+    answers: list[AppAnswer]
     wall_s: float
     work: Work
 
 
 def measure(
     side: Side, sent: Sequence[ScheduledProgram], texts: str, loop: asyncio.Runner
-) -> Result:
+) -> Round:
     """Run programs once on one system; their texts are generated from the seed `texts`."""
 
-    async def run() -> tuple[list[Answer], float]:
+    async def run() -> tuple[list[AppAnswer], float]:
         began = time.perf_counter()
         answers = await side.run(sent, texts)
         return answers, time.perf_counter() - began
 
     before = work_of(side.url)
     answers, wall_s = loop.run(run())
-    return Result(answers, wall_s, work_of(side.url).since(before))
+    return Round(answers, wall_s, work_of(side.url).since(before))
 
 
 def work_of(url: str) -> Work:
@@ -146,7 +146,7 @@ def working_set(engine: Sequence[str], name: str, programs: int) -> int:
 async def _peak_held(url: str, name: str, programs: int) -> int:
     peak = 0
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-        client = Client(http, whole=False, round_trip_s=0.0)
+        client = AppClient(http, whole=False, round_trip_s=0.0)
         running = asyncio.create_task(client.run(at_once(name, 0, programs), "peak"))
         while not running.done():
             engines = (await http.get("/v1/engines")).json()["engines"]
@@ -169,7 +169,7 @@ def longest_call(name: str, programs: int) -> int:
 # --- cells --------------------------------------------------------------------------------
 
 
-def summary(results: Sequence[Result]) -> dict[str, Any]:
+def summary(results: Sequence[Round]) -> dict[str, Any]:
     """Return the figures of one system over all rounds; seconds of a program by kind and of all."""
     kinds = dict.fromkeys(answer.kind for result in results for answer in result.answers)
     cell: dict[str, Any] = {
@@ -204,7 +204,7 @@ def _spread(numbers: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
 
 
-def different_texts(results: dict[str, Result]) -> Iterator[tuple[str, str, int]]:
+def different_texts(results: dict[str, Round]) -> Iterator[tuple[str, str, int]]:
     """Yield two systems that send the same prompts, and the position of an application of which
     they wrote different texts.
     """
@@ -218,7 +218,7 @@ def different_texts(results: dict[str, Result]) -> Iterator[tuple[str, str, int]
 
 
 def count_ties(
-    results: dict[str, Result],
+    results: dict[str, Round],
     sent: Sequence[ScheduledProgram],
     texts: str,
     urls: dict[str, str],
@@ -249,19 +249,19 @@ def count_ties(
 
 
 def run_cell(
-    sides: Sequence[Side], setting: Setting, rounds: int, loop: asyncio.Runner
+    sides: Sequence[Side], setting: CellSetting, rounds: int, loop: asyncio.Runner
 ) -> tuple[dict[str, dict[str, Any]], int]:
     """Run all systems round by round, in an order that alternates.
 
     Returns:
         The figures of each system, and the number of texts that differ by rounding.
     """
-    found: dict[str, list[Result]] = {side.name: [] for side in sides}
+    found: dict[str, list[Round]] = {side.name: [] for side in sides}
     urls = {side.name: side.url for side in sides}
     num_ties = 0
     for seed in range(rounds + 1):
         sent = at_once(setting.workload, seed, setting.programs)
-        texts = f"{setting} {seed}".replace(" ", "-")
+        texts = "-".join(str(part) for part in (*setting, seed))
         results = {}
         for side in sides if seed % 2 else sides[::-1]:
             results[side.name] = measure(side, sent, texts, loop)
@@ -272,7 +272,7 @@ def run_cell(
     return {each: summary(results) for each, results in found.items()}, num_ties
 
 
-def line_of(setting: Setting, cell: dict[str, dict[str, Any]]) -> str:
+def line_of(setting: CellSetting, cell: dict[str, dict[str, Any]]) -> str:
     """Return one line for the terminal."""
     name, programs, pool, _, round_trip_ms = setting
     parts = [f"{name:26} x{programs} {pool:3} % {round_trip_ms:g} ms"]
@@ -289,7 +289,7 @@ def line_of(setting: Setting, cell: dict[str, dict[str, Any]]) -> str:
     return " | ".join(parts)
 
 
-def settings_of(options: argparse.Namespace, engine: Sequence[str]) -> Iterator[Setting]:
+def settings_of(options: argparse.Namespace, engine: Sequence[str]) -> Iterator[CellSetting]:
     """Yield the settings; a working set is measured where a pool depends on it."""
     names: Sequence[str] = options.only or tuple(SCALED)
     numbers: Sequence[int] = options.programs
@@ -301,7 +301,7 @@ def settings_of(options: argparse.Namespace, engine: Sequence[str]) -> Iterator[
             share = max(math.ceil(peak * pool / 100), longest_call(name, programs))
             for round_trip_ms in options.round_trip:
                 blocks = ROOMY if pool == 100 else share
-                yield Setting(name, programs, pool, blocks, round_trip_ms)
+                yield CellSetting(name, programs, pool, blocks, round_trip_ms)
 
 
 class Servers:

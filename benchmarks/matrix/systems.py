@@ -10,7 +10,7 @@ from typing import NamedTuple
 import httpx
 from langchain_core.language_models import BaseChatModel
 
-from apps.client import Answer, Client
+from apps.client import AppAnswer, AppClient
 from apps.scaled_workloads import ScheduledProgram
 from conure.adapters.client import AsyncClient
 from conure.adapters.client import Client as ConureClient
@@ -29,7 +29,7 @@ SYSTEMS = (
 SAME_PROMPTS = (("requests", "whole"), ("langchain", "openai", "accelerated", "program"))
 """Systems that send the same text to the same model."""
 
-Run = Callable[[Sequence[ScheduledProgram], str], Awaitable[list[Answer]]]
+Run = Callable[[Sequence[ScheduledProgram], str], Awaitable[list[AppAnswer]]]
 
 
 class Side(NamedTuple):
@@ -89,7 +89,7 @@ def side_of(name: str, url: str, round_trip_s: float, loop: asyncio.Runner) -> I
             model = _openai_model(f"{far}/v1")
         prepare = {"accelerated": accelerated, "program": whole}.get(name, plain)
 
-        async def run_all(sent: Sequence[ScheduledProgram], seed: str) -> list[Answer]:
+        async def run_all(sent: Sequence[ScheduledProgram], seed: str) -> list[AppAnswer]:
             return await run_chains(sent, seed, model, prepare)
 
         yield Side(name, url, run_all)
@@ -98,15 +98,15 @@ def side_of(name: str, url: str, round_trip_s: float, loop: asyncio.Runner) -> I
 @contextmanager
 def _http_client(
     url: str, round_trip_s: float, loop: asyncio.Runner, *, is_whole: bool
-) -> Iterator[Client]:
+) -> Iterator[AppClient]:
     """Yield a client whose connections stay open, as those of chains do."""
     stack = AsyncExitStack()
 
-    async def opened() -> Client:
+    async def opened() -> AppClient:
         limits = httpx.Limits(max_connections=None)
         http = httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
         await stack.enter_async_context(http)
-        client = Client(http, whole=is_whole, round_trip_s=round_trip_s)
+        client = AppClient(http, whole=is_whole, round_trip_s=round_trip_s)
         return await stack.enter_async_context(client)
 
     try:

@@ -20,7 +20,7 @@ from simulation.engine import LinearCosts
 
 from .mixes import POOLS, Gain, blocks_of, gain, random_mix
 from .search import bound_s, search
-from .sides import Machine, requests, whole
+from .sides import SimulatedMachine, requests, whole
 
 MARGINS = (1.0, 1.5, 2.0, 3.0, 4.0, math.inf)
 
@@ -31,7 +31,7 @@ def mixes(cost: LinearCosts, seeds: Sequence[int]) -> None:
     for seed in seeds:
         sent = random_mix(seed)
         for pool in POOLS:
-            machine = Machine(cost, blocks_of(sent, cost, pool))
+            machine = SimulatedMachine(cost, blocks_of(sent, cost, pool))
             for margin in MARGINS:
                 policy.HOLD_MARGIN = margin
                 found.setdefault((margin, pool), []).append(gain(sent, machine))
@@ -47,7 +47,7 @@ def _mean(ratios: Sequence[float]) -> float:
     return statistics.geometric_mean(ratios)
 
 
-def best(name: str, machine: Machine, num_seeds: int, num_trials: int) -> None:
+def best(name: str, machine: SimulatedMachine, num_seeds: int, num_trials: int) -> None:
     """Print what requests, our policy and the best order take, and what no order can beat."""
     print("| seed | requests | whole | ratio | best found | ratio | no less than | p99 of each |")
     print("|--:|--:|--:|--:|--:|--:|--:|---|")
@@ -84,7 +84,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.command == "mixes":
         mixes(cost, range(options.first, options.first + options.mixes))
     else:
-        best(options.workload, Machine(cost, options.blocks), options.seeds, options.trials)
+        best(
+            options.workload, SimulatedMachine(cost, options.blocks), options.seeds, options.trials
+        )
     return 0
 
 

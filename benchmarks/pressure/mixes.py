@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from apps.programs import Plan, chain, coding, map_reduce, single
+from apps.programs import AppPlan, chain, coding, map_reduce, single
 from apps.scaled_workloads import ScheduledProgram
 from simulation.engine import LinearCosts
 
-from .sides import BLOCK, Machine, requests, whole
+from .sides import BLOCK, SimulatedMachine, requests, whole
 
 POOLS = (100, 66, 40)
 """Percent of the most memory that single requests need at once."""
@@ -44,7 +44,7 @@ def random_mix(seed: int) -> list[ScheduledProgram]:
     return sent
 
 
-def _larger(draw: random.Random, kind: str, number: int) -> Plan:
+def _larger(draw: random.Random, kind: str, number: int) -> AppPlan:
     if kind == "coding":
         return coding(draw.randint(2, 4), 1, scale=8).copy(number)
     if kind == "chain":
@@ -61,11 +61,11 @@ def blocks_of(sent: Sequence[ScheduledProgram], cost: LinearCosts, pool: int) ->
         for each in sent
         for call in each.plan.blueprint.calls.values()
     )
-    peak = requests(sent, Machine(cost, ROOMY)).peak_tokens
+    peak = requests(sent, SimulatedMachine(cost, ROOMY)).peak_tokens
     return max(math.ceil(peak * pool / 100 / BLOCK), math.ceil(longest * 1.15 / BLOCK))
 
 
-def gain(sent: Sequence[ScheduledProgram], machine: Machine) -> Gain:
+def gain(sent: Sequence[ScheduledProgram], machine: SimulatedMachine) -> Gain:
     """Run both ways of sending."""
     before, after = requests(sent, machine).took_s, whole(sent, machine).took_s
 

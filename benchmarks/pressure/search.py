@@ -1,13 +1,14 @@
 """The best order in which programs can begin, found with knowledge of all lengths.
 
 *Found*: simulated annealing over the order of programs and over pauses before they begin. Calls
-run without preemption, within the scheduler's forecast of memory. It is a schedule, so an optimum
-is at least as good.
+run without preemption, within the scheduler's forecast of memory. The search returns the mean of a
+real schedule, so the optimal mean is at most this value.
 
-*Bound*: no schedule has a smaller mean. Every program takes from the engine the time of its prompt
-tokens and its share of decode steps: of the rows, or of the memory if that is scarcer. With
+*Bound*: no schedule of independent programs has a smaller mean. Every program takes from the engine
+the time of its prompt tokens, except for tokens that another program computes, and its share of
+decode steps: the fraction of the sequence slots or of the KV memory, whichever is larger. With
 preemption and without any other limit, the program with the least remaining time first has the
-smallest mean (Schrage, 1968). A program also takes at least as long as alone.
+smallest mean (Schrage, 1968). A program alone takes as long as the policy's schedule of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import heapq
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from apps.scaled_workloads import ScheduledProgram
@@ -26,10 +29,10 @@ from conure.server.scheduling.request import PriorityInputs
 from conure.server.scheduling.service_time import ServiceTimeEstimator
 from simulation.stepwise_engine import StepLimits
 
-from .sides import BLOCK, Machine, arrival_s, whole
+from .sides import BLOCK, SimulatedMachine, arrival_s, whole
 
 PAUSES_S = (-0.2, -0.1, -0.05, 0.03, 0.06, 0.1, 0.2, 0.3)
-COOLING = 0.03
+START_TEMPERATURE = 0.03
 """Accepted increase of the mean, relative, at the start of the search."""
 
 
@@ -65,7 +68,9 @@ def _key(at_s: float) -> int:
     return round(at_s * 1e9)
 
 
-def took_s(sent: Sequence[ScheduledProgram], machine: Machine, plan: Schedule) -> list[float]:
+def took_s(
+    sent: Sequence[ScheduledProgram], machine: SimulatedMachine, plan: Schedule
+) -> list[float]:
     """Return the durations of programs under a schedule."""
     places = {
         _key(arrival_s(sent, number) + plan.pauses_s[number]): place
@@ -75,7 +80,7 @@ def took_s(sent: Sequence[ScheduledProgram], machine: Machine, plan: Schedule) -
 
 
 def search(
-    sent: Sequence[ScheduledProgram], machine: Machine, num_trials: int, seed: int = 0
+    sent: Sequence[ScheduledProgram], machine: SimulatedMachine, num_trials: int, seed: int = 0
 ) -> list[float]:
     """Return the durations with the smallest mean that was found."""
     draw = random.Random(seed)
@@ -87,7 +92,7 @@ def search(
         other = _changed(plan, draw)
         found = took_s(sent, machine, other)
         worse = statistics.fmean(found) / mean_s - 1
-        heat = COOLING * (1 - trial / num_trials)
+        heat = START_TEMPERATURE * (1 - trial / num_trials)
         if worse < 0 or draw.random() < math.exp(-worse / heat):
             plan, mean_s = other, statistics.fmean(found)
         if statistics.fmean(found) < statistics.fmean(best):
@@ -112,19 +117,41 @@ def _changed(plan: Schedule, draw: random.Random) -> Schedule:
     return Schedule(order, pauses_s, plan.holds)
 
 
-def bound_s(sent: Sequence[ScheduledProgram], machine: Machine) -> float:
+def bound_s(sent: Sequence[ScheduledProgram], machine: SimulatedMachine) -> float:
     """Return a mean duration that no schedule can beat."""
     free = machine._replace(num_blocks=10**6, join_s=0.0)
     alone = [whole([each._replace(at_s=0.0)], free).took_s[0] for each in sent]
-    work = [_engine_s(each, machine) for each in sent]
+    work = [_engine_s(each, machine, _shared_prefixes(sent)) for each in sent]
     ends = _ends_by_remaining_work([each.at_s for each in sent], work)
     shared = [end - each.at_s for end, each in zip(ends, sent, strict=True)]
     return max(statistics.fmean(alone), statistics.fmean(shared))
 
 
-def _engine_s(sent: ScheduledProgram, machine: Machine) -> float:
-    """Return the least time that a program takes from an engine, however full its steps are."""
-    cost, seen = machine.cost, set[bytes]()
+def _shared_prefixes(sent: Sequence[ScheduledProgram]) -> set[bytes]:
+    """Return the prefixes that several programs have, which any one of them may compute."""
+    programs = Counter(
+        digest
+        for each in sent
+        for digest in {
+            boundary.digest
+            for call in each.plan.blueprint.calls.values()
+            for boundary in call.boundaries
+        }
+    )
+    return {digest for digest, count in programs.items() if count > 1}
+
+
+def _engine_s(
+    sent: ScheduledProgram, machine: SimulatedMachine, shared: AbstractSet[bytes]
+) -> float:
+    """Return the least time that a program takes from an engine, even if its steps are full.
+
+    Args:
+        sent: the program.
+        machine: the engine.
+        shared: prefixes that other programs may have computed.
+    """
+    cost, seen = machine.cost, set(shared)
     num_prompt = num_output = held_blocks = 0
     for call in sent.plan.blueprint.calls.values():
         num_shared = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from apps.programs import Plan, single
+from apps.programs import AppPlan, single
 from apps.scaled_workloads import ScheduledProgram
 from conure.server.scheduling.policy import Policy
 from simulation.engine import LinearCosts
@@ -17,7 +17,7 @@ from simulation.workload_profile import Boundary, WorkloadProfile
 BLOCK = 16
 
 
-class Machine(NamedTuple):
+class SimulatedMachine(NamedTuple):
     """An engine, and the server in front of it."""
 
     cost: LinearCosts
@@ -29,7 +29,7 @@ class Machine(NamedTuple):
     request has it, too; a whole program does not, which favours it by this time."""
 
 
-class Run(NamedTuple):
+class RunResult(NamedTuple):
     """Programs that have ended."""
 
     took_s: list[float]
@@ -40,10 +40,10 @@ class Run(NamedTuple):
 
 def whole(
     sent: Sequence[ScheduledProgram],
-    machine: Machine,
+    machine: SimulatedMachine,
     policy: str | Policy = "conure",
     delays: Sequence[float] = (),
-) -> Run:
+) -> RunResult:
     """Run whole programs.
 
     Args:
@@ -64,7 +64,7 @@ def whole(
     return _run(simulation, took_s)
 
 
-def requests(sent: Sequence[ScheduledProgram], machine: Machine) -> Run:
+def requests(sent: Sequence[ScheduledProgram], machine: SimulatedMachine) -> RunResult:
     """Run every call as a request of its own, sent when the answers that it reads have arrived."""
     simulation = _simulation(machine, "conure", has_prefix_cache=False)
     clients = [_Client(simulation, each.plan, str(i), machine) for i, each in enumerate(sent)]
@@ -83,7 +83,9 @@ def arrival_s(sent: Sequence[ScheduledProgram], number: int) -> float:
 class _Client:
     """An application that sends its own calls."""
 
-    def __init__(self, simulation: Simulation, plan: Plan, salt: str, machine: Machine) -> None:
+    def __init__(
+        self, simulation: Simulation, plan: AppPlan, salt: str, machine: SimulatedMachine
+    ) -> None:
         self.ended_s = 0.0
         self._simulation = simulation
         self._profile = plan.blueprint
@@ -130,7 +132,7 @@ def _single(num_prompt: int, num_output: int) -> WorkloadProfile:
 
 
 def _simulation(
-    machine: Machine, policy: str | Policy, *, has_prefix_cache: bool = True
+    machine: SimulatedMachine, policy: str | Policy, *, has_prefix_cache: bool = True
 ) -> Simulation:
     cost = machine.cost
     simulation = Simulation(
@@ -151,11 +153,11 @@ def _simulation(
     return simulation
 
 
-def _run(simulation: Simulation, took_s: list[float]) -> Run:
+def _run(simulation: Simulation, took_s: list[float]) -> RunResult:
     changes = [(call.started_s, call.request.num_tokens) for call in simulation.calls]
     changes += [(call.ended_s, -call.request.num_tokens) for call in simulation.calls]
     held = peak = 0
     for _, num_tokens in sorted(changes):
         held += num_tokens
         peak = max(peak, held)
-    return Run(took_s, sum(e.num_steps for e in simulation.engines.values()), peak)
+    return RunResult(took_s, sum(e.num_steps for e in simulation.engines.values()), peak)

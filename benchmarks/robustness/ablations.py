@@ -47,7 +47,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 """Changes to our system, by the mechanism that they remove."""
 
 
-class Load(NamedTuple):
+class AblatedWorkload(NamedTuple):
     """A workload on our system."""
 
     make: Callable[..., SimulationConfig]
@@ -62,37 +62,37 @@ def _shared_prompt(seed: int) -> Sent:
     ]
 
 
-LOADS: dict[str, Load] = {
-    "chain summary": Load(
+LOADS: dict[str, AblatedWorkload] = {
+    "chain summary": AblatedWorkload(
         partial(HEAD.ours, HEAD.a100_13b, capacity=4_096),
         lambda seed: [(chain(60 + seed, 1_024, 25), 0.0)],
     ),
-    "25 chain summaries at once": Load(
+    "25 chain summaries at once": AblatedWorkload(
         partial(HEAD.ours, HEAD.a100_13b, capacity=10_000), lambda seed: many_chains_sent(seed, 25)
     ),
-    "map-reduce summary": Load(
+    "map-reduce summary": AblatedWorkload(
         partial(HEAD.limited, HEAD.a100_13b, capacity=45_000),
         lambda seed: [(map_reduce(60 + seed, 1_024, 100), 0.0)],
     ),
-    "shared system prompt, 64 calls": Load(
+    "shared system prompt, 64 calls": AblatedWorkload(
         partial(HEAD.ours, HEAD.a100_7b, capacity=110_000), _shared_prompt
     ),
-    f"GPTs applications, {GPTS_RATE:g} requests/s": Load(
+    f"GPTs applications, {GPTS_RATE:g} requests/s": AblatedWorkload(
         partial(HEAD.ours, HEAD.a6000_7b, capacity=48_000, num_engines=4, max_sequences=120),
         lambda seed: gpts_sent(seed, GPTS_RATE),
     ),
-    "multi-agent coding, 16 files": Load(
+    "multi-agent coding, 16 files": AblatedWorkload(
         partial(HEAD.ours, HEAD.a100_13b, capacity=64_000),
         lambda seed: [(logged_coding(16), 0.0)],
     ),
-    "mixed chat and map-reduce": Load(
+    "mixed chat and map-reduce": AblatedWorkload(
         partial(HEAD.limited, HEAD.a6000_7b, capacity=53_000, num_engines=4),
         lambda seed: [*mixed_sent(seed)[0], *mixed_sent(seed)[1]],
     ),
 }
 
 
-def run(load: Load, seed: int, changes: dict[str, Any]) -> Simulation:
+def run(load: AblatedWorkload, seed: int, changes: dict[str, Any]) -> Simulation:
     """Simulate a workload on our system with changes."""
     simulation = Simulation(replace(load.make(seed=seed), **changes))
     for plan, at_s in load.sent(seed):
@@ -106,7 +106,7 @@ def mean_s(simulation: Simulation) -> float:
     return statistics.fmean(outcome.took_s for outcome in simulation.outcomes)
 
 
-def slowdowns(load: Load, seeds: Iterable[int]) -> dict[str, list[float]]:
+def slowdowns(load: AblatedWorkload, seeds: Iterable[int]) -> dict[str, list[float]]:
     """Return, by mechanism, how many times as long programs take without it, for each seed."""
     found: dict[str, list[float]] = {name: [] for name in ABLATIONS}
     for seed in seeds:
@@ -116,7 +116,7 @@ def slowdowns(load: Load, seeds: Iterable[int]) -> dict[str, list[float]]:
     return found
 
 
-def memory(load: Load, seeds: Iterable[int]) -> Iterator[MemoryReport]:
+def memory(load: AblatedWorkload, seeds: Iterable[int]) -> Iterator[MemoryReport]:
     """Yield the memory of our system for each seed."""
     for seed in seeds:
         yield measure(run(load, seed, {}))

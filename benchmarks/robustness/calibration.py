@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from apps.programs import Plan, single
+from apps.programs import AppPlan, single
 from apps.setting import A100, LLAMA_13B, baseline, roofline
 from apps.workloads import outcomes
 from simulation.engine import LinearCosts
@@ -46,7 +46,7 @@ def chat_lengths(draw: random.Random) -> tuple[int, int]:
 
 
 @cache
-def _requests(rate: float, seed: int) -> list[tuple[Plan, float]]:
+def _requests(rate: float, seed: int) -> list[tuple[AppPlan, float]]:
     draw = random.Random(f"cal {seed}")
     sent, at_s = [], 0.0
     for user in range(NUM_REQUESTS):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from apps.client import Client
+from apps.client import AppClient
 from apps.scaled_workloads import CONTEXT_LEN, SCALED, ScheduledProgram, workload
 from end_to_end import REAL, ROOMY, SIMULATED, two_servers
 
@@ -32,7 +32,7 @@ SALT_CHARS = 16
 """Characters at the start of a prompt that differ between requests: one block."""
 
 
-class Stage(NamedTuple):
+class CallStage(NamedTuple):
     """Calls that are ready together, and the chains that they begin."""
 
     num_calls: int
@@ -64,12 +64,12 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "40 calls, a common prefix": Stage(40, 300, 20, 40),
-    "100 calls, a common prefix, short outputs": Stage(100, 300, 20, 8),
-    "8 calls, a common prefix": Stage(8, 300, 20, 40),
-    "12 chains of 4 calls, a common prefix": Stage(12, 200, 30, 20, num_links=4),
-    "40 calls, nothing in common": Stage(40, 0, 300, 20),
-    "40 calls, short prompts": Stage(40, 0, 16, 40),
+    "40 calls, a common prefix": CallStage(40, 300, 20, 40),
+    "100 calls, a common prefix, short outputs": CallStage(100, 300, 20, 8),
+    "8 calls, a common prefix": CallStage(8, 300, 20, 40),
+    "12 chains of 4 calls, a common prefix": CallStage(12, 200, 30, 20, num_links=4),
+    "40 calls, nothing in common": CallStage(40, 0, 300, 20),
+    "40 calls, short prompts": CallStage(40, 0, 16, 40),
 }
 STAGE_ROWS = ("--max-sequences", "16")
 
@@ -102,7 +102,7 @@ def joined(sent: list[ScheduledProgram], seed: str) -> dict[str, Any]:
     return {"nodes": nodes, "outputs": outputs}
 
 
-class UnsharedClient(Client):
+class UnsharedClient(AppClient):
     """A client whose requests share no prefix."""
 
     def __init__(self, http: httpx.AsyncClient, salt: str) -> None:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from apps.programs import Plan, chain, map_reduce, single
+from apps.programs import AppPlan, chain, map_reduce, single
 from apps.scenario import HEAD
 from apps.setting import A100_13B, baseline, ours
 from apps.workloads import Sent, many_chains_sent, outcomes
@@ -70,7 +70,7 @@ def _compare(ours: SimulationConfig, arrival: SimulationConfig, sent: Sent) -> l
     return [Lateness(a.took_s, b.took_s, c) for a, b, c in zip(first, second, alone_s, strict=True)]
 
 
-def _random_plan(draw: random.Random, number: int) -> Plan:
+def _random_plan(draw: random.Random, number: int) -> AppPlan:
     kind = draw.choice(["single", "chain", "map-reduce"])
     if kind == "single":
         return single("", 0, draw.randint(50, 1_500), draw.randint(10, 200), number)

@@ -30,7 +30,7 @@ NUM_NEXT = 8
 COSTLY = ("background", "GPTs")
 
 
-class Task(NamedTuple):
+class SimulationTask(NamedTuple):
     """One simulation."""
 
     cell: str
@@ -38,16 +38,16 @@ class Task(NamedTuple):
     seed: int
 
 
-def tasks() -> list[Task]:
+def tasks() -> list[SimulationTask]:
     """Return all simulations, in order of importance."""
     found = [
-        Task("first table", run, seed)
+        SimulationTask("first table", run, seed)
         for seed in range(NUM_SEEDS)
         for run in RUNS
         if run != SUSTAINED or seed < NUM_SUSTAINED_SEEDS
     ]
     others = [
-        Task(cell, run, seed)
+        SimulationTask(cell, run, seed)
         for seed in range(NUM_CELL_SEEDS)
         for cell in CELLS
         for run in (("mixed",) if cell in BURSTS else RUNS)
@@ -65,14 +65,14 @@ class Results:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, task: Task) -> list[Point] | None:
+    def get(self, task: SimulationTask) -> list[Point] | None:
         """Return the points of a simulation; None if it has not run."""
         path = self._path(task)
         if not path.exists():
             return None
         return msgspec.json.decode(path.read_bytes(), type=list[Point])
 
-    def run(self, task: Task) -> list[Point]:
+    def run(self, task: SimulationTask) -> list[Point]:
         """Return the points of a simulation, and run it if it has not run."""
         found = self.get(task)
         if found is None:
@@ -86,11 +86,11 @@ class Results:
     def points(self, cell: str, run: str, label: str) -> Iterator[Point]:
         """Yield the points of that label over the seeds that have run."""
         for seed in range(NUM_SEEDS):
-            for point in self.get(Task(cell, run, seed)) or ():
+            for point in self.get(SimulationTask(cell, run, seed)) or ():
                 if point.label == label:
                     yield point
 
-    def _path(self, task: Task) -> Path:
+    def _path(self, task: SimulationTask) -> Path:
         digest = blake2b(_describe(CELLS[task.cell]).encode(), digest_size=6).hexdigest()
         name = f"{task.run} {task.seed} {digest}".replace(" ", "-")
         return self._folder / f"{name}.json"

@@ -28,7 +28,7 @@ SHORT = 16
 """Tokens of a prompt that costs next to nothing."""
 
 
-class Case(NamedTuple):
+class RequestBatch(NamedTuple):
     """Requests that arrive together."""
 
     name: str
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 def rounds(
     seed: int, *, requests: int, prefix: int, suffix: int, short: int, output: int
-) -> Iterator[list[Case]]:
+) -> Iterator[list[RequestBatch]]:
     """Yield the cases of each round; lengths are in tokens."""
     rng = random.Random(seed)
 
@@ -63,7 +63,7 @@ def rounds(
     while True:
         shared = draw(prefix)
         yield [
-            Case(name, prompts, output, num_prefix, is_warm=name == "shared warm")
+            RequestBatch(name, prompts, output, num_prefix, is_warm=name == "shared warm")
             for name, prompts, num_prefix in (
                 ("shared cold", [shared + draw(suffix) for _ in range(requests)], prefix),
                 ("shared warm", [shared + draw(suffix) for _ in range(requests)], prefix),
@@ -73,12 +73,16 @@ def rounds(
         ]
 
 
-def small_rounds(seed: int, *, requests: int, prompt: int, output: int) -> Iterator[list[Case]]:
+def small_rounds(
+    seed: int, *, requests: int, prompt: int, output: int
+) -> Iterator[list[RequestBatch]]:
     """Yield the cases of each round; lengths are in tokens."""
     rng = random.Random(seed)
     while True:
         yield [
-            Case(name, [rng.choices(LETTERS, k=length) for _ in range(num)], num_output, 0, False)
+            RequestBatch(
+                name, [rng.choices(LETTERS, k=length) for _ in range(num)], num_output, 0, False
+            )
             for name, num, length, num_output in (
                 ("decode alone", 1, SHORT, output),
                 ("decode together", requests, SHORT, output),

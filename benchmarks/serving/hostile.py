@@ -40,7 +40,7 @@ class HostileRequest(NamedTuple):
     body: bytes
 
 
-class Measurement(NamedTuple):
+class RequestEffect(NamedTuple):
     """The effect of a request on the server."""
 
     name: str
@@ -204,7 +204,7 @@ def follow(client: httpx.Client, request: HostileRequest) -> tuple[int, str]:
     return 202, "did not end"
 
 
-def measure(name: str) -> Measurement:
+def measure(name: str) -> RequestEffect:
     """Send one request to a new server."""
     request = REQUESTS[name]()
     with started("--engine", "fake") as server:
@@ -223,7 +223,7 @@ def measure(name: str) -> Measurement:
         rss_mb = peak_mb(server.pid)
     heartbeat.join()  # a last request ended with the server
     worst_ms = 1000 * heartbeat.worst_s
-    return Measurement(name, status, end, seconds, worst_ms, rss_mb, journal / 2**20)
+    return RequestEffect(name, status, end, seconds, worst_ms, rss_mb, journal / 2**20)
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from .cases import Case
+from .cases import RequestBatch
 
 _ROUNDS = 7
 
 
-class Machine(NamedTuple):
+class MachineSpeed(NamedTuple):
     """Measured rates of this machine, with the number of threads that the systems use."""
 
     bytes_per_s: float
@@ -31,7 +31,7 @@ class Machine(NamedTuple):
     if the weights have 16 bits and it is faster, in bfloat16, which some processors convert."""
 
 
-class Model(NamedTuple):
+class ModelSizes(NamedTuple):
     """The sizes of a model that determine its time."""
 
     num_weights: int
@@ -46,7 +46,7 @@ class Model(NamedTuple):
     intermediate: int
 
 
-def read(folder: Path) -> Model:
+def read(folder: Path) -> ModelSizes:
     """Read the sizes of a Llama from its config."""
     config = json.loads((folder / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -55,7 +55,7 @@ def read(folder: Path) -> Model:
     layer = 2 * hidden * heads * dim + 2 * hidden * kv_heads * dim + 3 * hidden * inner
     layers = config["num_hidden_layers"]
     element = 4 if config.get("dtype") == "float32" else 2
-    return Model(
+    return ModelSizes(
         layers * layer,
         hidden * config["vocab_size"],
         element,
@@ -65,7 +65,7 @@ def read(folder: Path) -> Model:
     )
 
 
-def measure(model: Model, threads: int) -> Machine:
+def measure(model: ModelSizes, threads: int) -> MachineSpeed:
     """Measure memory bandwidth and matrix rate of this machine, the best of several tries."""
     torch.set_num_threads(threads)
     memory = torch.ones(2**26)
@@ -76,10 +76,10 @@ def measure(model: Model, threads: int) -> Machine:
         right = torch.randn(2 * model.intermediate, model.hidden).to(dtype)
         product_s = min(product_s, _best(partial(torch.nn.functional.linear, left, right)))
     products = 2 * 512 * model.hidden * 2 * model.intermediate
-    return Machine(memory.numel() * 4 / read_s, products / product_s)
+    return MachineSpeed(memory.numel() * 4 / read_s, products / product_s)
 
 
-def seconds(case: Case, model: Model, machine: Machine) -> float:
+def seconds(case: RequestBatch, model: ModelSizes, machine: MachineSpeed) -> float:
     """Return the lower bound of a case in seconds."""
     products = 2 * model.num_weights * case.num_distinct
     products += 2 * model.num_output_weights * len(case.prompts)

@@ -4,9 +4,10 @@
     python benchmarks/serving/overload.py [--seconds S] [--factor N] [OPTION OF conure serve ...]
 
 A program is a chain of four calls of 64 tokens on the fake engine at 20 ms per token, at most 16 at
-once: 5.2 s alone, 3 programs per second. Programs arrive evenly, first at 0.8 of that rate and then
+once: 5.1 s alone, 3 programs per second. Programs arrive evenly, first at 0.8 of that rate and then
 at `factor` times, each for `seconds`. Reports the time of accepted programs from the submission to
-their end, and of refusals, with the share that names `Retry-After`.
+their end, and of refusals, with the number of refusals without `Retry-After`. Other answers and
+lost connections count as failed. With `--json`, prints one JSON object per phase.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class LoadPhase:
     factor: float
     accepted_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
-    num_without_retry_after: int = 0
-    num_failed: int = 0
+    without_retry_after: list[int] = field(default_factory=list)
+    """Statuses of refusals without the header."""
+    failed: list[str] = field(default_factory=list)
+    """Why programs failed."""
 
     def record(self) -> dict[str, Any]:
         """Return the figures as JSON."""
@@ -54,8 +57,8 @@ class LoadPhase:
             "factor": self.factor,
             "accepted": len(self.accepted_s),
             "refused": len(self.refused_s),
-            "failed": self.num_failed,
-            "refused_without_retry_after": self.num_without_retry_after,
+            "failed": len(self.failed),
+            "refused_without_retry_after": len(self.without_retry_after),
             "accepted_p50_s": percentile(self.accepted_s, 50),
             "accepted_p99_s": percentile(self.accepted_s, 99),
             "refused_p50_ms": 1e3 * percentile(self.refused_s, 50),
@@ -83,7 +86,7 @@ def chain() -> dict[str, Any]:
 BODY = json.dumps(chain()).encode()
 
 
-class Client:
+class LoadClient:
     """Sends requests from any thread, over one connection per thread.
 
     The standard library's client: others take several milliseconds of processor time per request,
@@ -94,7 +97,7 @@ class Client:
         self._address = urlsplit(url).netloc
         self._threads = threading.local()
 
-    def request(self, method: str, path: str, body: bytes | None = None) -> Answer:
+    def request(self, method: str, path: str, body: bytes | None = None) -> HttpAnswer:
         """Return the answer to a request."""
         connection = getattr(self._threads, "connection", None)
         if connection is None:
@@ -104,10 +107,10 @@ class Client:
             self._threads.connection = connection
         connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
-        return Answer(response.status, response.headers, response.read())
+        return HttpAnswer(response.status, response.headers, response.read())
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """The answer to a request."""
 
     status: int
@@ -115,13 +118,17 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def run_program(client: Client, phase: LoadPhase) -> None:
+def run_program(client: LoadClient, phase: LoadPhase) -> None:
     """Submit one program and wait for its last value, or note the refusal."""
     started = time.perf_counter()
     answer = client.request("POST", "/v1/programs", BODY)
     if answer.status == 429:
         phase.refused_s.append(time.perf_counter() - started)
-        phase.num_without_retry_after += "Retry-After" not in answer.headers
+        if "Retry-After" not in answer.headers:
+            phase.without_retry_after.append(answer.status)
+        return
+    if answer.status != 202:
+        phase.failed.append(f"status {answer.status}")
         return
     path = f"{json.loads(answer.body)['url']}/variables/v{NUM_CALLS - 1}?wait_s=30"
     status = 202
@@ -130,23 +137,34 @@ def run_program(client: Client, phase: LoadPhase) -> None:
     if status == 200:
         phase.accepted_s.append(time.perf_counter() - started)
     else:
-        phase.num_failed += 1
+        phase.failed.append(f"status {status}")
+
+
+def _run(client: LoadClient, phase: LoadPhase) -> None:
+    try:
+        run_program(client, phase)
+    except (OSError, http.client.HTTPException) as problem:
+        phase.failed.append(f"{type(problem).__name__}: {problem}")
 
 
 def offer(url: str, factor: float, seconds: float) -> LoadPhase:
     """Offer programs at `factor` times the capacity."""
     phase = LoadPhase(factor)
-    client = Client(url)
+    client = LoadClient(url)
     with ThreadPoolExecutor(MAX_THREADS) as threads:
         start = time.perf_counter()
         programs = []
         for number in range(int(seconds * factor * CAPACITY)):
             due = start + number / (factor * CAPACITY)
             time.sleep(max(0.0, due - time.perf_counter()))
-            programs.append(threads.submit(run_program, client, phase))
+            programs.append(threads.submit(_run, client, phase))
         for program in programs:
             program.result()
     return phase
+
+
+def _shown(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def main() -> None:
@@ -164,7 +182,7 @@ def main() -> None:
         text = (
             json.dumps(figures)
             if options.json
-            else "  ".join(f"{name} {value:.3g}" for name, value in figures.items())
+            else "  ".join(f"{name} {_shown(value)}" for name, value in figures.items())
         )
         sys.stdout.write(f"{text}\n")
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
-from .cases import Case
+from .cases import RequestBatch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-class Answer(NamedTuple):
+class CaseRun(NamedTuple):
     """One case, served once."""
 
     seconds: float
@@ -41,7 +41,7 @@ class System(Protocol):
 
     name: str
 
-    def ask(self, case: Case) -> Answer:
+    def ask(self, case: RequestBatch) -> CaseRun:
         """Serve a case; all requests arrive at once."""
         ...
 
@@ -67,7 +67,7 @@ class Process:
         )
         self._wait("READY")
 
-    def ask(self, case: Case) -> Answer:
+    def ask(self, case: RequestBatch) -> CaseRun:
         """Serve a case in process, where the time of the first token cannot be observed."""
         question = {"prompts": case.prompts, "max_tokens": case.max_tokens}
         assert self._process.stdin is not None
@@ -76,7 +76,7 @@ class Process:
         found = json.loads(self._wait("RESULT"))
         if any(len(ids) != case.max_tokens for ids in found["ids"]):
             raise SystemFailedError(f"{self.name}: an answer lacks tokens")
-        return Answer(found["seconds"], [], found["ids"])
+        return CaseRun(found["seconds"], [], found["ids"])
 
     def close(self) -> None:
         """Close the input of the process, which ends it."""
@@ -101,14 +101,14 @@ class Server:
         found = httpx.get(f"{self._url}/v1/models", timeout=30).raise_for_status().json()
         self._model = found["data"][0]["id"]
 
-    def ask(self, case: Case) -> Answer:
+    def ask(self, case: RequestBatch) -> CaseRun:
         """Serve a case over HTTP, with one connection per request."""
         return asyncio.run(self._ask(case))
 
     def close(self) -> None:
         """Do nothing; the server was started elsewhere."""
 
-    async def _ask(self, case: Case) -> Answer:
+    async def _ask(self, case: RequestBatch) -> CaseRun:
         begin = time.perf_counter()
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=600, limits=limits) as client:
@@ -116,7 +116,7 @@ class Server:
                 *(self._stream(client, prompt, case.max_tokens) for prompt in case.prompts)
             )
         seconds = time.perf_counter() - begin
-        return Answer(seconds, [first - begin for first in firsts], [])
+        return CaseRun(seconds, [first - begin for first in firsts], [])
 
     async def _stream(self, client: httpx.AsyncClient, prompt: list[int], num: int) -> float:
         """Return the time of the first text."""

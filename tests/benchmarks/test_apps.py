@@ -15,11 +15,11 @@ from tests.server.inprocess import ServerHarness, server_harness
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from apps.programs import Plan, chain, coding, map_reduce, single
+from apps.programs import AppPlan, chain, coding, map_reduce, single
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-WORKLOADS: dict[str, list[Plan]] = {
+WORKLOADS: dict[str, list[AppPlan]] = {
     "chain summary": [chain(4, 96, 12)],
     "map-reduce summary": [map_reduce(5, 96, 12)],
     "shared system prompt": [single("copilot", 200, 20, 12, user) for user in range(5)],

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import first_gpu
 from gpu import page, serving_cases
 from gpu.pack import fatbin, packed
-from gpu.record import DeviceLostError, StageRecord
+from gpu.record import StageRecord, StageStoppedError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 OTHERS = ("grid", "vllm")
@@ -92,7 +92,7 @@ def test_lost_device_ends_the_stage(tmp_path: Path) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     record = record_of(tmp_path, synchronize=lost)
-    with pytest.raises(DeviceLostError, match="illegal memory access"):
+    with pytest.raises(StageStoppedError, match="illegal memory access"):
         record.measure("first", fail)
     assert stored(tmp_path)["failed"] == {"first": "ValueError: no such kernel"}
     assert "lost" in str(stored(tmp_path)["notes"])

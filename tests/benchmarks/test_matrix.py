@@ -17,13 +17,13 @@ from langchain_core.runnables import RunnableLambda
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from apps.client import Answer
+from apps.client import AppAnswer
 from apps.programs import chain, coding, map_reduce, single
 from apps.scaled_workloads import ScheduledProgram, at_once
 from matrix import run, ties
 from matrix.chains import Chain, Runner, chain_of, run_chains
 from matrix.page import FOLDER, MARK, README, ratios, tables, wall_ratios
-from matrix.run import Result, Work, count_ties, summary
+from matrix.run import Round, Work, count_ties, summary
 
 PLANS = [chain(3, 20, 4), map_reduce(3, 20, 4), coding(2, 1, scale=40), single("s", 20, 5, 4, 0)]
 
@@ -68,9 +68,9 @@ def test_programs_at_once_are_copies_of_the_workload() -> None:
     assert [each.kind for each in sent] == [*["chat"] * 10, *["map-reduce"] * 3] * 3
 
 
-def result(*seconds: float, text: str = "same") -> Result:
-    answers = [Answer("app", each, {"out": text, "inner": "x"}) for each in seconds]
-    return Result(answers, max(seconds), Work(5, 100, 7))
+def result(*seconds: float, text: str = "same") -> Round:
+    answers = [AppAnswer("app", each, {"out": text, "inner": "x"}) for each in seconds]
+    return Round(answers, max(seconds), Work(5, 100, 7))
 
 
 def test_chains_are_prepared_before_the_first_one_runs_and_return_their_outputs() -> None:
@@ -103,7 +103,7 @@ def test_ratios_compare_the_same_round() -> None:
 def test_work_that_a_server_does_not_report_is_unknown(tmp_path: Path) -> None:
     work = Work(12, 120, None).since(Work(2, 20, None))
     assert work == Work(10, 100, None)
-    system = summary([Result([Answer("app", 1.0, {})], 1.0, work)])
+    system = summary([Round([AppAnswer("app", 1.0, {})], 1.0, work)])
     key = {"workload": "w", "programs": 1, "pool": 100, "blocks": 9, "round_trip_ms": 5.0}
     record = {"engine": [], "cells": [key | {"systems": {"peer": system}}]}
     (tmp_path / "record.json").write_text(json.dumps(record))
@@ -245,8 +245,8 @@ def test_texts_may_differ_where_two_tokens_are_equally_good(
     name = output["output"]
     work = Work(0, 0, 0)
     results = {
-        "requests": Result([Answer("app", 1.0, {name: "as"})], 1.0, work),
-        "whole": Result([Answer("app", 1.0, {name: "ao"}, "p")], 1.0, work),
+        "requests": Round([AppAnswer("app", 1.0, {name: "as"})], 1.0, work),
+        "whole": Round([AppAnswer("app", 1.0, {name: "ao"}, "p")], 1.0, work),
     }
     urls = {"requests": "http://r", "whole": "http://w"}
     assert count_ties(results, [SINGLE], "seed", urls) == 1

@@ -10,15 +10,17 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.runnables.base import coerce_to_runnable
 
 from .deciding import DECIDING_APPS
-from .kit import App, Kit
+from .kit import LangChainApp, LangChainKit
 from .retrieval import RETRIEVAL_APPS
 from .writing import WRITING_APPS
 
-__all__ = ["App", "cookbook"]
+__all__ = ["LangChainApp", "cookbook"]
 
 
-def cookbook(llm: BaseChatModel) -> dict[str, App]:
+def cookbook(llm: BaseChatModel) -> dict[str, LangChainApp]:
     """Return all apps by name."""
-    kit = Kit(llm)
+    kit = LangChainKit(llm)
     made = {each.__name__: each(kit) for each in (*RETRIEVAL_APPS, *WRITING_APPS, *DECIDING_APPS)}
-    return {name: App(coerce_to_runnable(app.chain), app.given) for name, app in made.items()}
+    return {
+        name: LangChainApp(coerce_to_runnable(app.chain), app.given) for name, app in made.items()
+    }

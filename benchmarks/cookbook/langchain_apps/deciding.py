@@ -18,7 +18,7 @@ from langchain_core.runnables import (
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
-from .kit import TEXT, App, Kit, lines, most_common, parts_of
+from .kit import TEXT, LangChainApp, LangChainKit, lines, most_common, parts_of
 
 HOW_HOT = {"question": "How hot is tea?"}
 
@@ -35,17 +35,17 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def router(kit: Kit) -> App:
+def router(kit: LangChainKit) -> LangChainApp:
     """Choose between two chains by the model's answer."""
     science, other = kit.ask("As a scientist: {question}"), kit.ask("As a friend: {question}")
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(kind=kit.ask("Kind of question: {question}"))
         | RunnableBranch((lambda x: "e" in x["kind"], science), other),
         HOW_HOT,
     )
 
 
-def router_function(kit: Kit) -> App:
+def router_function(kit: LangChainKit) -> LangChainApp:
     """Choose between two chains in a function that returns one of them."""
     science, other = kit.ask("As a scientist: {question}"), kit.ask("As a friend: {question}")
 
@@ -53,14 +53,14 @@ def router_function(kit: Kit) -> App:
     def routed(given: dict[str, Any]) -> Runnable[Any, str]:
         return science if "e" in given["kind"] else other
 
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(kind=kit.ask("Kind of question: {question}")) | routed, HOW_HOT
     )
 
 
-def sql(kit: Kit) -> App:
+def sql(kit: LangChainKit) -> LangChainApp:
     """Let the model write a query, run it, and answer from the rows."""
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(query=kit.ask("SQL for {question}"))
         | RunnablePassthrough.assign(rows=lambda x: f"{len(x['query'])} rows")
         | kit.ask("{question} {query} {rows}"),
@@ -68,7 +68,7 @@ def sql(kit: Kit) -> App:
     )
 
 
-def self_consistency(kit: Kit) -> App:
+def self_consistency(kit: LangChainKit) -> LangChainApp:
     """Answer five times with sampling, and explain the most common answer."""
     votes = RunnableParallel(
         {
@@ -78,17 +78,17 @@ def self_consistency(kit: Kit) -> App:
             for n in range(5)
         }
     )
-    return App(votes | most_common | kit.ask("Explain {answer}"), HOW_HOT)
+    return LangChainApp(votes | most_common | kit.ask("Explain {answer}"), HOW_HOT)
 
 
-def tree_of_thoughts(kit: Kit) -> App:
+def tree_of_thoughts(kit: LangChainKit) -> LangChainApp:
     """Score three ideas, and work out the best."""
     scored = RunnableParallel(idea=RunnablePassthrough(), score=kit.ask("Score the idea {idea}"))
 
     def best(rated: list[dict[str, str]]) -> dict[str, str]:
         return max(rated, key=lambda each: each["score"])
 
-    return App(
+    return LangChainApp(
         kit.ask("Three ideas for {question}")
         | lines
         | scored.map()
@@ -98,25 +98,25 @@ def tree_of_thoughts(kit: Kit) -> App:
     )
 
 
-def moderated(kit: Kit) -> App:
+def moderated(kit: LangChainKit) -> LangChainApp:
     """Answer and check the question at the same time."""
 
     def checked(given: dict[str, str]) -> str:
         return given["answer"] if "unsafe" not in given["verdict"] else "refused"
 
-    return App(
+    return LangChainApp(
         RunnableParallel(answer=kit.ask("{question}"), verdict=kit.ask("Is {question} safe?"))
         | checked,
         HOW_HOT,
     )
 
 
-def extraction(kit: Kit) -> App:
+def extraction(kit: LangChainKit) -> LangChainApp:
     """Extract records from the parts of a text."""
     extract = PromptTemplate.from_template("Names in {text}") | kit.llm.with_structured_output(
         People
     )
-    return App(
+    return LangChainApp(
         RunnableLambda(parts_of)
         | extract.map()
         | (lambda found: sorted({name for each in found for name in each.names}))
@@ -126,7 +126,7 @@ def extraction(kit: Kit) -> App:
     )
 
 
-def tools(kit: Kit) -> App:
+def tools(kit: LangChainKit) -> LangChainApp:
     """Let the model call a tool, and answer from its result."""
 
     def use_tools(given: dict[str, Any]) -> list[BaseMessage]:
@@ -137,7 +137,7 @@ def tools(kit: Kit) -> App:
         ]
         return [HumanMessage(given["question"]), answer, *done]
 
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(
             answer=ChatPromptTemplate.from_template("{question}")
             | kit.llm.bind_tools([multiply], tool_choice="multiply")
@@ -149,7 +149,7 @@ def tools(kit: Kit) -> App:
     )
 
 
-def memory(kit: Kit) -> App:
+def memory(kit: LangChainKit) -> LangChainApp:
     """Answer with the last messages of a conversation."""
     prompt = ChatPromptTemplate.from_messages(
         [
@@ -158,13 +158,13 @@ def memory(kit: Kit) -> App:
             ("human", "{question}"),
         ]
     )
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(history=lambda x: x["history"][-2:]) | prompt | kit.llm | TEXT,
         {**HOW_HOT, "history": [HumanMessage(str(n)) for n in range(4)]},
     )
 
 
-def fallback(kit: Kit) -> App:
+def fallback(kit: LangChainKit) -> LangChainApp:
     """Use a second store if the first is down."""
 
     def failing(_: Any) -> str:
@@ -172,7 +172,7 @@ def fallback(kit: Kit) -> App:
 
     spare = RunnableLambda(failing).with_fallbacks([RunnableLambda(lambda _: "spare")])
     counted: Callable[[Any], dict[str, str]] = lambda text: {"count": str(len(text))}  # noqa: E731
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(context=spare)
         | kit.ask("{context}: {question}")
         | counted

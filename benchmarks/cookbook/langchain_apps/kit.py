@@ -16,14 +16,14 @@ TEXT = StrOutputParser()
 QUESTION = {"question": "How is green tea made?"}
 
 
-class App(NamedTuple):
+class LangChainApp(NamedTuple):
     """A chain and its input."""
 
     chain: Runnable[Any, Any]
     given: Any
 
 
-class Kit:
+class LangChainKit:
     """Prompts of one model."""
 
     def __init__(self, llm: BaseChatModel) -> None:

@@ -16,7 +16,18 @@ from langchain_core.prompts import (
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
 from pydantic import BaseModel, Field
 
-from .kit import QUESTION, TEXT, App, Kit, as_text, fused, search, text_of, unique, with_context
+from .kit import (
+    QUESTION,
+    TEXT,
+    LangChainApp,
+    LangChainKit,
+    as_text,
+    fused,
+    search,
+    text_of,
+    unique,
+    with_context,
+)
 
 RETRIEVER: Runnable[str, list[Document]] = RunnableLambda(search)
 
@@ -28,29 +39,29 @@ class Query(BaseModel):
     year: int = Field(ge=2000, le=2030)
 
 
-def rag(kit: Kit) -> App:
+def rag(kit: LangChainKit) -> LangChainApp:
     """Search with the question, and answer."""
-    return App(
+    return LangChainApp(
         {"context": RETRIEVER | as_text, "question": RunnablePassthrough()} | kit.answer(),
         "How is tea made?",
     )
 
 
-def rag_with_sources(kit: Kit) -> App:
+def rag_with_sources(kit: LangChainKit) -> LangChainApp:
     """Return the documents together with the answer."""
     answer = RunnablePassthrough.assign(context=lambda x: as_text(x["context"])) | kit.answer()
-    return App(
+    return LangChainApp(
         RunnableParallel(context=RETRIEVER, question=RunnablePassthrough()).assign(answer=answer),
         "How is tea made?",
     )
 
 
-def conversational_rag(kit: Kit) -> App:
+def conversational_rag(kit: LangChainKit) -> LangChainApp:
     """Rewrite a question of a conversation, and search with it."""
     condense = ChatPromptTemplate.from_messages(
         [MessagesPlaceholder("history"), ("human", "{question}"), ("human", "Ask it alone.")]
     )
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(question=condense | kit.llm | TEXT)
         | RunnablePassthrough.assign(context=itemgetter("question") | RETRIEVER | as_text)
         | kit.answer(),
@@ -61,25 +72,27 @@ def conversational_rag(kit: Kit) -> App:
     )
 
 
-def multi_query(kit: Kit) -> App:
+def multi_query(kit: LangChainKit) -> LangChainApp:
     """Search with several questions of the model."""
     found = kit.queries() | RETRIEVER.map() | unique | as_text
-    return App(RunnablePassthrough.assign(context=found) | kit.answer(), QUESTION)
+    return LangChainApp(RunnablePassthrough.assign(context=found) | kit.answer(), QUESTION)
 
 
-def rag_fusion(kit: Kit) -> App:
+def rag_fusion(kit: LangChainKit) -> LangChainApp:
     """Rank the results of several searches together."""
     found = kit.queries() | RETRIEVER.map() | fused | as_text
-    return App({"context": found, "question": itemgetter("question")} | kit.answer(), QUESTION)
+    return LangChainApp(
+        {"context": found, "question": itemgetter("question")} | kit.answer(), QUESTION
+    )
 
 
-def hyde(kit: Kit) -> App:
+def hyde(kit: LangChainKit) -> LangChainApp:
     """Search with an answer that the model made up."""
     found = kit.ask("Write a passage that answers: {question}") | RETRIEVER | as_text
-    return App(RunnablePassthrough.assign(context=found) | kit.answer(), QUESTION)
+    return LangChainApp(RunnablePassthrough.assign(context=found) | kit.answer(), QUESTION)
 
 
-def step_back(kit: Kit) -> App:
+def step_back(kit: LangChainKit) -> LangChainApp:
     """Search with the question and with a more general one."""
     examples = FewShotChatMessagePromptTemplate(
         examples=[{"input": "Was tea taxed in Boston?", "output": "What taxes did Boston have?"}],
@@ -88,7 +101,7 @@ def step_back(kit: Kit) -> App:
     prompt = ChatPromptTemplate.from_messages(
         [("system", "Step back."), examples, ("human", "{question}")]
     )
-    return App(
+    return LangChainApp(
         {
             "normal": itemgetter("question") | RETRIEVER | as_text,
             "general": prompt | kit.llm | TEXT | RETRIEVER | as_text,
@@ -104,14 +117,14 @@ def joined(texts: list[str]) -> str:
     return "\n".join(texts)
 
 
-def decomposition(kit: Kit) -> App:
+def decomposition(kit: LangChainKit) -> LangChainApp:
     """Answer the parts of a question, then the whole."""
     parts: Runnable[Any, str] = (
         itemgetter("parts")
         | RunnableLambda(with_context).pipe(kit.answer()).map()
         | RunnableLambda(joined)
     )
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(parts=kit.queries())
         | RunnablePassthrough.assign(context=parts)
         | kit.answer(),
@@ -119,17 +132,17 @@ def decomposition(kit: Kit) -> App:
     )
 
 
-def self_query(kit: Kit) -> App:
+def self_query(kit: LangChainKit) -> LangChainApp:
     """Let the model write the search as a record."""
     found = (
         PromptTemplate.from_template("Filter for {question}")
         | kit.llm.with_structured_output(Query)
         | (lambda query: as_text(search(f"{query.topic} {query.year}")))
     )
-    return App(RunnablePassthrough.assign(context=found) | kit.answer(), QUESTION)
+    return LangChainApp(RunnablePassthrough.assign(context=found) | kit.answer(), QUESTION)
 
 
-def rerank(kit: Kit) -> App:
+def rerank(kit: LangChainKit) -> LangChainApp:
     """Let the model rate every document, and answer from the best."""
     rate = RunnableLambda(text_of).pipe(kit.ask("Rate {text}")).map()
 
@@ -138,7 +151,7 @@ def rerank(kit: Kit) -> App:
         _, text = max((str(score), str(doc.page_content)) for score, doc in pairs)
         return text
 
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(documents=itemgetter("question") | RETRIEVER)
         | RunnablePassthrough.assign(scores=itemgetter("documents") | rate)
         | RunnablePassthrough.assign(context=best)

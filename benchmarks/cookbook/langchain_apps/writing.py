@@ -9,16 +9,16 @@ from langchain_core.documents import Document
 from langchain_core.output_parsers import CommaSeparatedListOutputParser
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
 
-from .kit import App, Kit, lines, text_of
+from .kit import LangChainApp, LangChainKit, lines, text_of
 
 CHAPTERS = {"documents": [Document(page_content=f"chapter {n} of the book") for n in range(4)]}
 TOPIC = {"topic": "tea"}
 
 
-def map_reduce(kit: Kit) -> App:
+def map_reduce(kit: LangChainKit) -> LangChainApp:
     """Summarise documents, then the summaries."""
     summary: Runnable[Any, str] = RunnableLambda(text_of) | kit.ask("Summarise {text}")
-    return App(
+    return LangChainApp(
         itemgetter("documents")
         | summary.map()
         | "\n".join
@@ -27,7 +27,7 @@ def map_reduce(kit: Kit) -> App:
     )
 
 
-def refine(kit: Kit) -> App:
+def refine(kit: LangChainKit) -> LangChainApp:
     """Improve a draft with one document after the other, in a function."""
     step = kit.ask("Improve {draft} with {text}")
 
@@ -43,20 +43,20 @@ def refine(kit: Kit) -> App:
             draft = await step.ainvoke({"draft": draft, "text": document.page_content})
         return draft
 
-    return App(RunnableLambda(refined, arefined) | kit.ask("Title for {text}"), CHAPTERS)
+    return LangChainApp(RunnableLambda(refined, arefined) | kit.ask("Title for {text}"), CHAPTERS)
 
 
-def chain_of_density(kit: Kit) -> App:
+def chain_of_density(kit: LangChainKit) -> LangChainApp:
     """Make a summary denser three times."""
     density: Runnable[Any, Any] = RunnablePassthrough.assign(draft=kit.ask("Summarise {text}"))
     for _ in range(3):
         density = density.assign(draft=kit.ask("Make {draft} denser, about {text}"))
-    return App(density | itemgetter("draft"), {"text": "tea in Japan"})
+    return LangChainApp(density | itemgetter("draft"), {"text": "tea in Japan"})
 
 
-def critique_and_revise(kit: Kit) -> App:
+def critique_and_revise(kit: LangChainKit) -> LangChainApp:
     """Write, criticise and write again."""
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(draft=kit.ask("Write about {topic}"))
         .assign(critique=kit.ask("Criticise {draft}"))
         .assign(final=kit.ask("Rewrite {draft} by {critique}"))
@@ -65,12 +65,14 @@ def critique_and_revise(kit: Kit) -> App:
     )
 
 
-def translations(kit: Kit) -> App:
+def translations(kit: LangChainKit) -> LangChainApp:
     """Translate to three languages, and compare."""
     languages = RunnableParallel(
         {name: kit.ask(f"Translate to {name}: {{text}}") for name in ("French", "German", "Dutch")}
     )
-    return App(languages | kit.ask("Compare {French}, {German} and {Dutch}"), {"text": "good tea"})
+    return LangChainApp(
+        languages | kit.ask("Compare {French}, {German} and {Dutch}"), {"text": "good tea"}
+    )
 
 
 def joined(texts: list[str]) -> str:
@@ -78,7 +80,7 @@ def joined(texts: list[str]) -> str:
     return "\n\n".join(texts)
 
 
-def blog(kit: Kit) -> App:
+def blog(kit: LangChainKit) -> LangChainApp:
     """Outline, write every section, and edit the whole."""
     sections: Runnable[Any, str] = (
         itemgetter("outline")
@@ -86,7 +88,7 @@ def blog(kit: Kit) -> App:
         | kit.ask("Write the section {heading}").map()
         | RunnableLambda(joined)
     )
-    return App(
+    return LangChainApp(
         RunnablePassthrough.assign(outline=kit.ask("Outline {topic}"))
         | RunnablePassthrough.assign(sections=sections)
         | kit.ask("Edit {sections} about {topic}"),
@@ -94,7 +96,7 @@ def blog(kit: Kit) -> App:
     )
 
 
-def debate(kit: Kit) -> App:
+def debate(kit: LangChainKit) -> LangChainApp:
     """Let two sides answer each other, and judge."""
     topic = itemgetter("topic")
     sides = RunnableParallel(
@@ -105,10 +107,10 @@ def debate(kit: Kit) -> App:
         con=kit.ask("Answer {pro} against {topic}"),
         topic=topic,
     )
-    return App(sides | rebuttals | kit.ask("Judge {pro} against {con}"), TOPIC)
+    return LangChainApp(sides | rebuttals | kit.ask("Judge {pro} against {con}"), TOPIC)
 
 
-def minutes(kit: Kit) -> App:
+def minutes(kit: LangChainKit) -> LangChainApp:
     """Read the minutes of a meeting in four respects."""
     read = RunnableParallel(
         summary=kit.ask("Summarise the meeting: {text}"),
@@ -116,15 +118,15 @@ def minutes(kit: Kit) -> App:
         decisions=kit.ask("List the decisions of: {text}"),
         risks=kit.ask("List the risks of: {text}"),
     )
-    return App(
+    return LangChainApp(
         read | kit.ask("Mail with {summary}, {actions}, {decisions} and {risks}"),
         {"text": "we met about tea"},
     )
 
 
-def poem_and_review(kit: Kit) -> App:
+def poem_and_review(kit: LangChainKit) -> LangChainApp:
     """Write two texts, and two texts about both."""
-    return App(
+    return LangChainApp(
         RunnableParallel(poem=kit.ask("Poem on {topic}"), joke=kit.ask("Joke on {topic}"))
         | RunnableParallel(
             best=kit.ask("Better of {poem} and {joke}"), mix=kit.ask("Mix {poem} and {joke}")
@@ -134,9 +136,9 @@ def poem_and_review(kit: Kit) -> App:
     )
 
 
-def titles(kit: Kit) -> App:
+def titles(kit: LangChainKit) -> LangChainApp:
     """Choose from a list of the model."""
-    return App(
+    return LangChainApp(
         kit.ask("Five titles for {topic}, with commas")
         | CommaSeparatedListOutputParser()
         | (lambda titles: {"titles": " / ".join(titles)})

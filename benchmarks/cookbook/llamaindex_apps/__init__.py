@@ -9,14 +9,14 @@ from __future__ import annotations
 from llama_index.core.llms import LLM
 
 from .ingestion import ingestion_apps
-from .kit import SCRIPT, App, Kit
+from .kit import SCRIPT, LlamaIndexApp, LlamaIndexKit
 from .retrieval import retrieval_apps
 from .workflows import workflow_apps
 
-__all__ = ["SCRIPT", "App", "cookbook"]
+__all__ = ["SCRIPT", "LlamaIndexApp", "cookbook"]
 
 
-def cookbook(llm: LLM, *, streaming: bool = False) -> dict[str, App]:
+def cookbook(llm: LLM, *, streaming: bool = False) -> dict[str, LlamaIndexApp]:
     """Return all apps by name; with `streaming`, query engines answer in streams."""
-    kit = Kit(llm, streaming=streaming)
+    kit = LlamaIndexKit(llm, streaming=streaming)
     return {**retrieval_apps(kit), **ingestion_apps(kit), **workflow_apps(kit)}

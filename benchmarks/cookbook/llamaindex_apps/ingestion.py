@@ -18,7 +18,7 @@ from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.storage.docstore import SimpleDocumentStore
 
-from .kit import App, Kit, chunks, documents
+from .kit import LlamaIndexApp, LlamaIndexKit, chunks, documents
 
 
 def metadata_of(nodes: Any) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def metadata_of(nodes: Any) -> list[dict[str, Any]]:
     return [dict(node.metadata) for node in nodes]
 
 
-def metadata_pipeline(kit: Kit) -> App:
+def metadata_pipeline(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Split documents; add a title, keywords, a summary and questions to every chunk."""
     llm: Any = kit.llm
     pipeline = IngestionPipeline(
@@ -46,10 +46,10 @@ def metadata_pipeline(kit: Kit) -> App:
     async def arun(app: Any) -> Any:
         return metadata_of(await app.arun(documents=documents(3)))
 
-    return App(pipeline, run, arun)
+    return LlamaIndexApp(pipeline, run, arun)
 
 
-def contextual_chunks(kit: Kit) -> App:
+def contextual_chunks(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Describe the place of every chunk in its document."""
     given = documents()
     store = SimpleDocumentStore()
@@ -70,13 +70,16 @@ def contextual_chunks(kit: Kit) -> App:
     async def arun(app: Any) -> Any:
         return metadata_of(await app.arun(documents=given))
 
-    return App(pipeline, run, arun)
+    return LlamaIndexApp(pipeline, run, arun)
 
 
-def summaries_of_clusters(kit: Kit) -> App:
+def summaries_of_clusters(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Summarise groups of chunks, then the summaries, as a tree over clusters does."""
     groups = [[node.get_content() for node in chunks([each])] for each in documents(3)]
-    tree, refine = Kit(kit.llm).synthesizer("tree_summarize"), Kit(kit.llm).synthesizer("refine")
+    tree, refine = (
+        LlamaIndexKit(kit.llm).synthesizer("tree_summarize"),
+        LlamaIndexKit(kit.llm).synthesizer("refine"),
+    )
 
     def run(_: Any) -> Any:
         found = [str(tree.get_response("Summarise the chapter.", group)) for group in groups]
@@ -87,10 +90,10 @@ def summaries_of_clusters(kit: Kit) -> App:
         found = [str(each) for each in await asyncio.gather(*made)]
         return str(await refine.aget_response("What do the chapters share?", found))
 
-    return App(None, run, arun)
+    return LlamaIndexApp(None, run, arun)
 
 
-def question_dataset(kit: Kit) -> App:
+def question_dataset(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Let the model ask a question about every chunk, and answer it from the chunk."""
     question = PromptTemplate("Text: {text}\nAsk one exam question about the text.")
     answer = PromptTemplate("Text: {text}\nQuestion: {question}\nAnswer from the text.")
@@ -110,12 +113,12 @@ def question_dataset(kit: Kit) -> App:
     async def arun(_: Any) -> Any:
         return list(await asyncio.gather(*map(of_text, texts)))
 
-    return App(None, run, arun)
+    return LlamaIndexApp(None, run, arun)
 
 
-def graded_answers(kit: Kit) -> App:
+def graded_answers(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Answer questions, and let the model grade each answer in two respects."""
-    engine = Kit(kit.llm).engine("refine", top_k=3)
+    engine = LlamaIndexKit(kit.llm).engine("refine", top_k=3)
     questions = ["How is tea dried?", "What is chapter 2 on?"]
 
     async def arun(_: Any) -> Any:
@@ -129,10 +132,10 @@ def graded_answers(kit: Kit) -> App:
             for name, rows in graded.items()
         }
 
-    return App(None, lambda app: asyncio.run(arun(app)), arun)
+    return LlamaIndexApp(None, lambda app: asyncio.run(arun(app)), arun)
 
 
-def ingestion_apps(kit: Kit) -> dict[str, App]:
+def ingestion_apps(kit: LlamaIndexKit) -> dict[str, LlamaIndexApp]:
     """Return the apps of this module by name."""
     made = (
         metadata_pipeline,

@@ -35,7 +35,7 @@ SCRIPT = [
 """Answers of the model that the apps parse; all others are words."""
 
 
-class App(NamedTuple):
+class LlamaIndexApp(NamedTuple):
     """An app, and how it is run."""
 
     part: Any
@@ -66,7 +66,7 @@ class HashedWords(BaseEmbedding):
         return self._get_text_embedding(query)
 
 
-class Kit:
+class LlamaIndexKit:
     """Parts with one LLM."""
 
     def __init__(self, llm: LLM, *, streaming: bool = False) -> None:
@@ -132,10 +132,10 @@ async def aanswer_of(response: Any) -> list[str]:
     return [str(response), *(each.node.get_content()[:40] for each in response.source_nodes)]
 
 
-def queried(engine: Any) -> App:
+def queried(engine: Any) -> LlamaIndexApp:
     """Return a query engine as an app."""
 
     async def ask(app: Any) -> list[str]:
         return await aanswer_of(await app.aquery(QUESTION))
 
-    return App(engine, lambda app: answer_of(app.query(QUESTION)), ask)
+    return LlamaIndexApp(engine, lambda app: answer_of(app.query(QUESTION)), ask)

@@ -34,7 +34,16 @@ from llama_index.core.schema import BaseNode
 from sqlalchemy import Column, Integer, MetaData, String, Table, create_engine, insert
 from sqlalchemy.pool import StaticPool
 
-from .kit import QUESTION, App, Kit, aanswer_of, answer_of, chunks, documents, queried
+from .kit import (
+    QUESTION,
+    LlamaIndexApp,
+    LlamaIndexKit,
+    aanswer_of,
+    answer_of,
+    chunks,
+    documents,
+    queried,
+)
 
 
 def child_id(number: int, parent: BaseNode) -> str:
@@ -42,7 +51,7 @@ def child_id(number: int, parent: BaseNode) -> str:
     return f"{parent.node_id}/{number}"
 
 
-def auto_merging(kit: Kit) -> App:
+def auto_merging(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Search small chunks; read the larger chunks that most of them belong to."""
     sizes = {"large": 512, "small": 128}
     parser = HierarchicalNodeParser(
@@ -61,7 +70,7 @@ def auto_merging(kit: Kit) -> App:
     return queried(RetrieverQueryEngine(retriever, kit.synthesizer("refine")))
 
 
-def document_summaries(kit: Kit) -> App:
+def document_summaries(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Summarise every document; let the model choose one by its summary, and read it."""
 
     def build() -> RetrieverQueryEngine:
@@ -69,7 +78,7 @@ def document_summaries(kit: Kit) -> App:
             documents(),
             llm=kit.llm,
             transformations=[],
-            response_synthesizer=Kit(kit.llm).synthesizer("tree_summarize"),
+            response_synthesizer=LlamaIndexKit(kit.llm).synthesizer("tree_summarize"),
             embed_model=kit.embedding,
         )
         retriever = DocumentSummaryIndexLLMRetriever(index, llm=kit.llm)
@@ -82,10 +91,10 @@ def document_summaries(kit: Kit) -> App:
         engine = await asyncio.to_thread(build)
         return await aanswer_of(await engine.aquery(QUESTION))
 
-    return App(None, run, arun)
+    return LlamaIndexApp(None, run, arun)
 
 
-def knowledge_graph(kit: Kit) -> App:
+def knowledge_graph(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Extract facts from every chunk to a graph; search the graph by the model's keywords."""
 
     def build() -> RetrieverQueryEngine:
@@ -108,10 +117,10 @@ def knowledge_graph(kit: Kit) -> App:
         engine = await asyncio.to_thread(build)
         return await aanswer_of(await engine.aquery(QUESTION))
 
-    return App(None, run, arun)
+    return LlamaIndexApp(None, run, arun)
 
 
-def tree_index(kit: Kit) -> App:
+def tree_index(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Build a tree of summaries; let the model go down to the leaf that answers."""
 
     def build() -> RetrieverQueryEngine:
@@ -126,10 +135,10 @@ def tree_index(kit: Kit) -> App:
         engine = await asyncio.to_thread(build)
         return await aanswer_of(await engine.aquery(QUESTION))
 
-    return App(None, run, arun)
+    return LlamaIndexApp(None, run, arun)
 
 
-def retry_by_guideline(kit: Kit) -> App:
+def retry_by_guideline(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Answer; check the answer against a guideline; answer again with the feedback.
 
     LlamaIndex makes the second engine with the LLM of its settings.
@@ -145,7 +154,7 @@ def retry_by_guideline(kit: Kit) -> App:
     )
 
 
-def text_to_sql(kit: Kit) -> App:
+def text_to_sql(kit: LlamaIndexKit) -> LlamaIndexApp:
     """Let the model write SQL, run it, and answer from the rows."""
     database = create_engine(
         "sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False}
@@ -170,7 +179,7 @@ def text_to_sql(kit: Kit) -> App:
     )
 
 
-def retrieval_apps(kit: Kit) -> dict[str, App]:
+def retrieval_apps(kit: LlamaIndexKit) -> dict[str, LlamaIndexApp]:
     """Return the apps of this module by name."""
     made = (
         auto_merging,

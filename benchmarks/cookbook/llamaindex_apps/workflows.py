@@ -8,7 +8,7 @@ from typing import Any
 from llama_index.core.schema import QueryBundle
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
 
-from .kit import QUESTION, App, Kit, aanswer_of
+from .kit import QUESTION, LlamaIndexApp, LlamaIndexKit, aanswer_of
 
 LIMIT_S = 120
 
@@ -29,7 +29,7 @@ class Graded(Event):
 class CorrectiveRag(Workflow):
     """Grade every chunk that was found; rewrite the question if too few are relevant; answer."""
 
-    kit: Kit
+    kit: LlamaIndexKit
 
     @step
     async def search(self, ev: StartEvent) -> Retrieved:
@@ -58,7 +58,7 @@ class CorrectiveRag(Workflow):
 class SeveralStrategies(Workflow):
     """Answer in three ways at the same time, and let the model choose."""
 
-    kit: Kit
+    kit: LlamaIndexKit
 
     @step
     async def compare(self, ev: StartEvent) -> StopEvent:
@@ -79,7 +79,7 @@ class Outline(Event):
 class ReportWriter(Workflow):
     """Outline a report, answer every section from its sources, and summarise the whole."""
 
-    kit: Kit
+    kit: LlamaIndexKit
 
     @step
     async def plan(self, ev: StartEvent) -> Outline:
@@ -92,7 +92,7 @@ class ReportWriter(Workflow):
         made = (engine.aquery(f"Write the section {each}.") for each in ev.sections)
         texts = [(await aanswer_of(each))[0] for each in await asyncio.gather(*made)]
         whole = (
-            await Kit(self.kit.llm)
+            await LlamaIndexKit(self.kit.llm)
             .synthesizer("tree_summarize")
             .aget_response("Write the summary.", texts)
         )
@@ -102,7 +102,7 @@ class ReportWriter(Workflow):
 class SelfDiscover(Workflow):
     """Choose ways of reasoning, adapt them to the task, make a plan, and follow it."""
 
-    kit: Kit
+    kit: LlamaIndexKit
 
     @step
     async def reason(self, ev: StartEvent) -> StopEvent:
@@ -112,16 +112,16 @@ class SelfDiscover(Workflow):
         return StopEvent(result=text)
 
 
-def _app(workflow: Any, kit: Kit) -> App:
+def _app(workflow: Any, kit: LlamaIndexKit) -> LlamaIndexApp:
     workflow.kit = kit
 
     async def arun(app: Any) -> Any:
         return await app.run(question=QUESTION)
 
-    return App(workflow, None, arun)
+    return LlamaIndexApp(workflow, None, arun)
 
 
-def workflow_apps(kit: Kit) -> dict[str, App]:
+def workflow_apps(kit: LlamaIndexKit) -> dict[str, LlamaIndexApp]:
     """Return the apps of this module by name."""
     return {
         "corrective_rag": _app(CorrectiveRag(timeout=LIMIT_S), kit),

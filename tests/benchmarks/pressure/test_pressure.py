@@ -16,10 +16,10 @@ from apps.programs import chain, map_reduce, single
 from apps.scaled_workloads import ScheduledProgram
 from pressure.mixes import ROOMY, blocks_of, gain, random_mix
 from pressure.search import Schedule, _ends_by_remaining_work, bound_s, search, took_s
-from pressure.sides import Machine, requests, whole
+from pressure.sides import SimulatedMachine, requests, whole
 from simulation.engine import LinearCosts
 
-MACHINE = Machine(LinearCosts(0.0, 65e-6, 1.8e-3, 1e-4, 0.0), 60)
+MACHINE = SimulatedMachine(LinearCosts(0.0, 65e-6, 1.8e-3, 1e-4, 0.0), 60)
 SENT = [
     ScheduledProgram(map_reduce(4, 100, 10), 0.0, "map-reduce"),
     ScheduledProgram(single("", 0, 50, 40, 0), 0.02, "chat"),

@@ -9,13 +9,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from apps.programs import Plan, chain, single
+from apps.programs import AppPlan, chain, single
 from apps.setting import A100_13B
 from robustness.memory import MemoryReport, measure
 from simulation.simulation import Simulation, SimulationConfig
 
 
-def report(*plans: Plan) -> MemoryReport:
+def report(*plans: AppPlan) -> MemoryReport:
     """Run programs at once on one engine, and return their memory."""
     simulation = Simulation(SimulationConfig(policy="conure", cost=A100_13B))
     for plan in plans:

@@ -19,7 +19,7 @@ from robustness import tables
 from robustness.calibration import FIGURE_10, minimise, residual
 from robustness.cells import CELLS
 from robustness.headlines import HEADLINES, RUNS, SUSTAINED
-from robustness.results import Results, Task, run_all, tasks
+from robustness.results import Results, SimulationTask, run_all, tasks
 
 
 def test_cost_model_reproduces_figure_10() -> None:
@@ -64,9 +64,9 @@ def test_first_table_runs_before_other_cells() -> None:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+def few(monkeypatch: pytest.MonkeyPatch) -> list[SimulationTask]:
     """Replace the simulations by two that take no time."""
-    found = [Task("first table", "coding", seed) for seed in range(2)]
+    found = [SimulationTask("first table", "coding", seed) for seed in range(2)]
     runs = {
         "coding": lambda seed, _: iter([Point("16 files, latency baseline", 11.7, seed + 1, 1)])
     }
@@ -75,7 +75,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     return found
 
 
-def test_results_are_kept_and_continued(tmp_path: Path, few: list[Task]) -> None:
+def test_results_are_kept_and_continued(tmp_path: Path, few: list[SimulationTask]) -> None:
     results = Results(tmp_path)
     over = iter([False, True])
     assert run_all(results, lambda: next(over)) == 1
@@ -88,7 +88,7 @@ def test_results_are_kept_and_continued(tmp_path: Path, few: list[Task]) -> None
     assert results.get(few[0]._replace(cell="capacity x 0.6")) is None, "another scenario"
 
 
-def test_missed_claims_are_marked(tmp_path: Path, few: list[Task]) -> None:
+def test_missed_claims_are_marked(tmp_path: Path, few: list[SimulationTask]) -> None:
     results = Results(tmp_path)
     run_all(results, lambda: False)
     (line,) = [line for line in tables.headlines(results) if line.startswith("| coding, lat")]

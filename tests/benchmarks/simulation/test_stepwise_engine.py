@@ -10,7 +10,7 @@ import pytest
 
 from apps.scaled_workloads import workload
 from conure.server.scheduling.request import PromptPrefix, ResourceRequest
-from pressure.sides import Machine, requests, whole
+from pressure.sides import SimulatedMachine, requests, whole
 from simulation.clock import SimulationClock
 from simulation.engine import LinearCosts, SimulatedCall
 from simulation.stepwise_engine import StepLimits, StepwiseEngine
@@ -117,7 +117,7 @@ def recorded() -> list[Any]:
 @pytest.mark.parametrize("cell", recorded())
 def test_the_real_engine_took_as_many_steps(cell: dict[str, Any]) -> None:
     sent = workload(cell["workload"], 1)
-    machine = Machine(LIKE_THE_REAL, cell["blocks"])
+    machine = SimulatedMachine(LIKE_THE_REAL, cell["blocks"])
     for side, run in (("requests", requests), ("whole", whole)):
         if side in cell["systems"]:
             steps = run(sent, machine).num_steps
