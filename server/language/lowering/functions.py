@@ -39,7 +39,7 @@ class FunctionInliner:
         self._run_body = run_body
         self._active: list[ast.FunctionDef] = []
         self._docstrings: dict[ast.FunctionDef, str | None] = {}
-        """Of the functions that have been called, if they are semantic functions."""
+        """By function that was called; None if the function is not a semantic function."""
         self._prompts: dict[ast.FunctionDef, list[Part]] = {}
 
     def __call__(
@@ -53,12 +53,13 @@ class FunctionInliner:
         definition = source.definition
         if definition in self._active or len(self._active) >= MAX_CALL_DEPTH:
             too_deep(node)
+        arguments, others = self._bind(source, node, scope)
         self._active.append(definition)
         try:
             text = self._docstring(definition)
             if text is not None:
-                return self._call_semantic(definition, text, node, scope, hint)
-            arguments, _ = self._bind(definition, node, scope)
+                options = self._named_options(others, scope)
+                return self._call_semantic(source, text, arguments, options, node, hint)
             inner = scope.function(arguments)
             inner.result_hint = hint
             self._run_body(definition.body, inner)
@@ -70,15 +71,20 @@ class FunctionInliner:
     # --- arguments ------------------------------------------------------------------------
 
     def _bind(
-        self, definition: ast.FunctionDef, node: ast.Call, scope: NameScope
+        self, source: FunctionSource, node: ast.Call, scope: NameScope
     ) -> tuple[dict[str, Value], list[ast.keyword]]:
         """Return the arguments by parameter, and the named arguments that are not parameters."""
+        definition = source.definition
+        by_name = set(definition.args.kwonlyargs)
         parameters = [each for each in parameters_of(definition) if not is_output(each)]
-        names = [each.arg for each in parameters]
-        if len(node.args) > len(names):
-            message = f"`{definition.name}` takes {len(names)} arguments, got {len(node.args)}"
+        names = [each.arg for each in parameters if each not in definition.args.posonlyargs]
+        positional = [each.arg for each in parameters if each not in by_name]
+        if len(node.args) > len(positional):
+            unit = "positional argument" if by_name else "argument"
+            counted = f"{len(positional)} {unit}{'' if len(positional) == 1 else 's'}"
+            message = f"`{definition.name}` takes {counted}, got {len(node.args)}"
             raise SourceArgumentError("language.argument", message, position_of(node))
-        given: dict[str, ast.expr] = dict(zip(names, node.args, strict=False))
+        given: dict[str, ast.expr] = dict(zip(positional, node.args, strict=False))
         others: list[ast.keyword] = []
         for keyword in node.keywords:
             if keyword.arg is None or keyword.arg in given:
@@ -90,13 +96,12 @@ class FunctionInliner:
                 given[keyword.arg] = keyword.value
             else:
                 others.append(keyword)
-        values = {
-            name: self._lowerer.lower(each, scope) for name, each in given.items() if name in names
-        }
-        missing = [name for name in names if name not in values]
+        values = {name: self._lowerer.lower(each, scope) for name, each in given.items()}
+        missing = [each.arg for each in parameters if each.arg not in values]
         for name, default in _defaults(definition).items():
             if name in missing:
-                constant = self._lowerer.constant(default, scope, f"the default of `{name}`")
+                known = source.scope
+                constant = self._lowerer.constant(default, known, f"the default of `{name}`")
                 values[name] = _literal(constant)
                 missing.remove(name)
         if missing:
@@ -105,11 +110,10 @@ class FunctionInliner:
         if others and self._docstring(definition) is None:
             message = f"`{definition.name}` has no parameter `{others[0].arg}`"
             raise SourceArgumentError("language.argument", message, position_of(others[0].value))
-        shared = {name: self._shared(name, value) for name, value in values.items()}
-        return shared, others
+        return {name: self._stored(name, value) for name, value in values.items()}, others
 
-    def _shared(self, name: str, value: Value) -> Value:
-        """Return an argument that the body can read several times."""
+    def _stored(self, name: str, value: Value) -> Value:
+        """Return an argument that is computed once, however often the body reads it."""
         if value.is_inline or self._lowerer.is_pure:
             return value
         made = self._lowerer.emitter.expr(value.expression, name, value.kind)
@@ -119,20 +123,20 @@ class FunctionInliner:
 
     def _call_semantic(
         self,
-        definition: ast.FunctionDef,
+        source: FunctionSource,
         text: str,
+        arguments: dict[str, Value],
+        options: dict[str, Json],
         node: ast.Call,
-        scope: NameScope,
         hint: str | None,
     ) -> Value:
-        arguments, others = self._bind(definition, node, scope)
-        options = self._named_options(others, scope)
-        model = options.pop("model", None)
-        parts = self._parts(definition, text, scope)
+        definition = source.definition
+        parts = self._parts(source, text)
         slots = [part for part in parts if isinstance(part, OutputSlot)]
         if not slots:
             message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
             raise SourceArgumentError("language.argument", message, position_of(definition))
+        model = options.pop("model", None) or _model_of(definition, slots)
         emitter = self._lowerer.emitter
         values = dict(arguments)
         segments: list[Segment] = []
@@ -141,7 +145,6 @@ class FunctionInliner:
                 name = hint if hint is not None and len(slots) == 1 else emitter.unique(part.name)
                 segments.append(output_segment(part, name, options))
                 values[part.name] = var(name, slot_kind(part, options))
-                model = model or part.model
             else:
                 segments += self._segments(part, values)
         segments = joined_texts(segments)
@@ -162,7 +165,9 @@ class FunctionInliner:
     def _named_options(self, others: list[ast.keyword], scope: NameScope) -> dict[str, Json]:
         options: dict[str, Json] = {}
         for keyword in others:
-            assert keyword.arg is not None
+            if keyword.arg is None:
+                message = "`**` is not allowed: name every option"
+                raise SourceArgumentError("language.argument", message, position_of(keyword.value))
             if keyword.arg != "model":
                 check_option(keyword.arg, keyword.value)
             options[keyword.arg] = self._lowerer.constant(keyword.value, scope, f"`{keyword.arg}`")
@@ -173,26 +178,35 @@ class FunctionInliner:
             self._docstrings[definition] = docstring_of(definition)
         return self._docstrings[definition]
 
-    def _parts(self, definition: ast.FunctionDef, text: str, scope: NameScope) -> list[Part]:
-        """Return the prompt of a semantic function, with its output parameters as output slots."""
+    def _parts(self, source: FunctionSource, text: str) -> list[Part]:
+        """Return the prompt of a semantic function, with its output parameters as output slots.
+
+        The first slot of an output parameter is the output; further ones read it.
+        """
+        definition = source.definition
         parts = self._prompts.get(definition)
         if parts is None:
             parts = parse_template(text, Position(definition.lineno, 1))
             self._prompts[definition] = parts
         outputs = {each.arg: each for each in parameters_of(definition) if is_output(each)}
-        if not outputs:
-            return parts
-        return [
-            self._output_slot(part, outputs[part.name], scope)
-            if isinstance(part, InputSlot) and part.name in outputs
-            else part
-            for part in parts
-        ]
+        made: list[Part] = []
+        for part in parts:
+            if isinstance(part, InputSlot) and part.name in outputs:
+                part = self._output_slot(part, outputs.pop(part.name), source.scope)
+            made.append(part)
+        for name, parameter in outputs.items():
+            message = f"the text of `{definition.name}` has no slot {{{{{name}}}}} for this output"
+            raise SourceArgumentError("language.argument", message, position_of(parameter))
+        return made
 
     def _output_slot(self, slot: InputSlot, parameter: ast.arg, scope: NameScope) -> OutputSlot:
         """Return the output that `{{name}}` means if the parameter is annotated as `Output`."""
         options: dict[str, Json] = {}
         if isinstance(parameter.annotation, ast.Call):
+            if parameter.annotation.args:
+                message = "the options of `Output` have names, as in Output(max_tokens=200)"
+                place = position_of(parameter.annotation)
+                raise SourceArgumentError("language.argument", message, place)
             options = self._named_options(parameter.annotation.keywords, scope)
         return OutputSlot(slot.name, options, "", options.pop("model", None), slot.position)
 
@@ -206,6 +220,7 @@ class FunctionInliner:
             message += "to the parameters, and pass its value in the call"
             raise SourceNameError("language.undefined_name", message, part.position)
         text = as_text(values[part.name])
+        # Without `special`: the text of an argument cannot contain control tokens.
         return [
             segment if segment.text is UNSET else Segment(text=segment.text)
             for segment in prompt_segments(text)
@@ -213,6 +228,19 @@ class FunctionInliner:
 
 
 # --- templates --------------------------------------------------------------------------------
+
+
+def _model_of(definition: ast.FunctionDef, slots: list[OutputSlot]) -> Json:
+    """Return the model that the outputs of a function name, as one call has one model.
+
+    Raises:
+        SourceArgumentError: `language.argument`, if they name several.
+    """
+    named = [slot.model for slot in slots if slot.model]
+    if any(model != named[0] for model in named):
+        message = f"the outputs of `{definition.name}` name different models: use one, or `model=`"
+        raise SourceArgumentError("language.argument", message, position_of(definition))
+    return named[0] if named else None
 
 
 def trimmed(parts: list[Part]) -> list[Part]:

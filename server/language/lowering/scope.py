@@ -49,6 +49,8 @@ class FunctionSource(NamedTuple):
     """A `def` of the text."""
 
     definition: ast.FunctionDef
+    scope: NameScope
+    """The names at the `def`, in which defaults and options of outputs are evaluated."""
 
 
 Binding: TypeAlias = Value | Unassigned | JobHandle | FunctionSource
@@ -396,6 +398,13 @@ class NameScope:
             raise SourceNameError(
                 "language.undefined_name", f"`{name}` is read before it is assigned", place
             )
+
+    def snapshot(self) -> NameScope:
+        """Return a scope for reading, which later assignments do not change."""
+        copy = NameScope(self.emitter, None, self._outer, self.bindings)
+        copy.is_function = self.is_function
+        copy._is_branch = self._is_branch
+        return copy
 
     # --- branches -------------------------------------------------------------------------
 

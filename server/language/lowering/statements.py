@@ -416,7 +416,7 @@ class StatementLowerer:
         if isinstance(scope.bindings.get(node.name), Value):
             message = f"`{node.name}` is a variable already: choose another name"
             raise SourceNameError("language.undefined_name", message, position_of(node))
-        scope.bind(node.name, FunctionSource(node))
+        scope.bind(node.name, FunctionSource(node, scope.snapshot()))
 
 
 _OPTION_CHECKS: Final[dict[str, Callable[[Json], bool]]] = {

@@ -344,6 +344,53 @@ yield write('a sort')
     assert node["prompt"][-1]["max_tokens"] == 9
 
 
+def test_a_second_slot_of_an_output_parameter_reads_the_output() -> None:
+    source = '''
+def write(task, code: Output(max_tokens=9)):
+    """Write {{task}}: {{code}} Test {{code}}: {{name=test}}"""
+
+code, test = write('a sort')
+yield {'code': code, 'test': test}
+'''
+    prompt = nodes_of(source)["write"]["prompt"]
+    assert [each["output"] for each in prompt if "output" in each] == ["code_2", "test_2"]
+    assert [each["input"] for each in prompt if "input" in each] == ["code_2"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "words"),
+    [
+        ("code: Output(200)", "{{code}}", "the options of `Output` have names"),
+        ("code: Output(**{'max_tokens': 9})", "{{code}}", "`**` is not allowed"),
+        ("code: Output", "{{name=a}}", "the text of `f` has no slot {{code}}"),
+        ("", "{{name=a, model='x'}} {{name=b, model='y'}}", "name different models"),
+    ],
+)
+def test_wrong_outputs_of_a_function_are_refused(parameters: str, text: str, words: str) -> None:
+    source = f'def f({parameters}):\n    """{text}"""\nyield f()'
+    assert words in error_of(source).message
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "words"),
+    [
+        ("x", "'a', 'b'", "`f` takes 1 argument, got 2"),
+        ("x, *, y", "'a', 'b'", "`f` takes 1 positional argument, got 2"),
+        ("x, /", "x='a'", "`f` needs an argument `x`"),
+    ],
+)
+def test_wrong_arguments_of_a_function_are_refused(
+    parameters: str, arguments: str, words: str
+) -> None:
+    assert words in error_of(f"def f({parameters}):\n    return x\nyield f({arguments})").message
+
+
+def test_a_default_has_the_value_at_the_definition() -> None:
+    source = "n = 1\ndef f(x, k=n):\n    return [x, k]\nn = 2\nyield f(0)"
+    (node,) = nodes_of(source).values()
+    assert node["value"] == [0, 1]
+
+
 # --- control flow -----------------------------------------------------------------------------
 
 

@@ -77,7 +77,8 @@ y = gen('B')
         "[word for word in [x, y]]", "x if x == y else y", "gen('a') if x == y else 'k'", "'text'",
         "shout(x)", "ask(x)", "choose(x)", "write(x)", "first(x, y)", "race(x, y)", "max([1, 2])",
         "q.strip()", "json.parse(x)", "client('stock', of=x)", "call('other', a=x)", "not x",
-        "x.split(' ')[0]", "shout(ask(x))", "{'result': x}", "{'result': len(x)}",
+        "x.split(' ')[0]", "shout(ask(x))", "shout(shout(x))", "ask(shout(ask(x)))",
+        "{'result': x}", "{'result': len(x)}",
     ],
 )  # fmt: skip
 def test_a_returned_value_without_a_name_is_called_result(value: str) -> None:
