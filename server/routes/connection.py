@@ -3,20 +3,18 @@
 Responsibility: what one connection may hold. `asyncio` protocols only; routes do not see them.
 
 Invariants: a connection that waits for the rest of a request, or for its client to read, ends after
-a time. Memory of a connection is bounded before and after the head of a request is parsed.
+a time. Memory of a connection is bounded before and after the head of a request is parsed. No
+refusal is written into a response that has begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import resource
 from dataclasses import dataclass
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 """Bytes of the request line and the headers."""
@@ -25,14 +23,14 @@ HEAD_S, BODY_S = 10.0, 60.0
 its body."""
 STALL_S: Final = 30.0
 """Seconds after which a client that does not read its response is disconnected."""
-CHECK_S: Final = 1.0
 WRITE_BUFFER_BYTES: Final = 32 * 1024
 """Bytes of a response that wait for the client, in addition to the kernel's own buffer."""
 RESERVED_FILES: Final = 128
 """File descriptors that are kept for engines, the journal and recovery."""
 MAX_CONNECTIONS, MIN_CONNECTIONS = 4_096, 64
 MAX_BODY_BYTES_TOTAL: Final = 128 * 1024 * 1024
-"""Bytes of the bodies of all requests that are not answered yet."""
+"""Maximum of `ConnectionLimits.body_bytes`."""
+HEAD_END: Final = b"\r\n\r\n"
 
 HEAD_TOO_LARGE = b"431 Request Header Fields Too Large"
 TIMED_OUT = b"408 Request Timeout"
@@ -40,7 +38,10 @@ OVERLOADED = b"503 Service Unavailable"
 
 
 def max_connections() -> int:
-    """Return how many connections the process can have: its files, without those it needs."""
+    """Return how many connections the process can have.
+
+    This is its limit of file descriptors minus `RESERVED_FILES`.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -49,7 +50,7 @@ def max_connections() -> int:
 
 @dataclass(slots=True)
 class ConnectionLimits:
-    """The limits of a server's connections, and what they hold together."""
+    """The limits of a server's connections, and the total size of their unanswered bodies."""
 
     max_connections: int
     head_s: float = HEAD_S
@@ -67,7 +68,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._num_body_bytes = 0
         self._num_head_bytes = 0
+        self._end_of_head = b""
+        """The last bytes of an incomplete head."""
         self._is_in_head = True
+        self._num_unanswered = 0
+        """Requests with a complete head and without a complete response."""
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
@@ -93,29 +98,40 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse a part of a request, unless its head is too large."""
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-            if self._deadline is None:
+        # Some clients end a body with an empty line, which is not the begin of a request.
+        if self._is_in_head and (self._num_head_bytes or data.strip(b"\r\n")):
+            is_within_limit = self._add_to_head(data)
+            if self._deadline is None and self._num_unanswered == 0:
                 self._start_deadline(self._limits.head_s)
-            if self._num_head_bytes > MAX_HEAD_BYTES and not self._ends_head(data):
+            if not is_within_limit:
                 message = f"the head of a request can have at most {MAX_HEAD_BYTES:,} bytes"
                 self._refuse(HEAD_TOO_LARGE, "request.head_too_large", message)
                 return
         super().data_received(data)
 
-    def _ends_head(self, data: bytes) -> bool:
-        """Return whether the head ends within its limit and a body follows."""
-        end = data.find(b"\r\n\r\n")
-        return end >= 0 and self._num_head_bytes - len(data) + end <= MAX_HEAD_BYTES
+    def _add_to_head(self, data: bytes) -> bool:
+        """Count the bytes of a head; return whether it is, or ends, within its limit."""
+        text = self._end_of_head + data
+        self._num_head_bytes += len(data)
+        self._end_of_head = text[-len(HEAD_END) + 1 :]
+        if self._num_head_bytes <= MAX_HEAD_BYTES:
+            return True
+        end = text.find(HEAD_END)
+        return end >= 0 and self._num_head_bytes - len(text) + end <= MAX_HEAD_BYTES
 
     def on_headers_complete(self) -> None:
-        """Begin the body."""
+        """Begin the body. uvicorn does not read the body of a request that waits for another."""
         self._is_in_head = False
-        self._start_deadline(self._limits.body_s)
+        self._stop_deadline()
+        if self._num_unanswered == 0:
+            self._start_deadline(self._limits.body_s)
+        self._num_unanswered += 1
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Add a part of the body, unless the bodies of all requests are too large together."""
+        if self.cycle.response_complete:
+            return  # uvicorn drops it
         self._num_body_bytes += len(body)
         self._limits.body_bytes += len(body)
         if self._limits.body_bytes > MAX_BODY_BYTES_TOTAL:
@@ -126,7 +142,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """End the response."""
         self._release_body()
+        self._num_unanswered -= 1
+        is_head_incomplete = self._is_in_head and self._num_head_bytes and not self._num_unanswered
+        if self._deadline is None and (is_head_incomplete or not self._is_in_head):
+            limits = self._limits
+            self._start_deadline(limits.head_s if is_head_incomplete else limits.body_s)
         super().on_response_complete()
+        if self.transport.is_closing():
+            self._start_stall()
 
     def _release_body(self) -> None:
         self._limits.body_bytes -= self._num_body_bytes
@@ -136,7 +159,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """End the request."""
         self._stop_deadline()
         self._is_in_head = True
-        self._num_head_bytes = 0
+        self._num_head_bytes, self._end_of_head = 0, b""
         super().on_message_complete()
 
     def _start_deadline(self, seconds: float) -> None:
@@ -156,29 +179,51 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Answer without the application, and close the connection."""
         if self.transport is None or self.transport.is_closing():
             return
+        if self._is_answering():
+            self.transport.abort()
+            return
         body = (
             f'{{"type":"urn:conure:problem:{code}","title":"{status[4:].decode()}",'
             f'"status":{int(status[:3])},"detail":"{message}","code":"{code}"}}'
         ).encode()
         head = (
             b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nContent-Length: %d\r\n"
-            b"Retry-After: 1\r\nConnection: close\r\n\r\n" % (status, len(body))
+            b"%sConnection: close\r\n\r\n"
+            % (status, len(body), b"" if status is HEAD_TOO_LARGE else b"Retry-After: 1\r\n")
         )
         self.transport.write(head + body)
         self.transport.close()
+        self._start_stall()
+
+    def _is_answering(self) -> bool:
+        """Return whether a response has begun, or an earlier request is due one."""
+        if self._num_unanswered == 0:
+            return False
+        is_one_of_several = self._num_unanswered > 1 or self._is_in_head
+        return is_one_of_several or self.cycle.response_started
 
     # --- responses ------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         """Stop the response, and disconnect the client if it does not read for long."""
         super().pause_writing()
-        if self._stall is None:
-            self._stall = self.loop.call_later(self._limits.stall_s, self._stalled)
+        self._start_stall()
 
     def resume_writing(self) -> None:
-        """Go on with the response."""
+        """Continue the response."""
         self._stop_stall()
         super().resume_writing()
+        if self.transport.is_closing():
+            self._start_stall()  # the connection closes once the client has read the rest
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, also if its client has not read the last response."""
+        super().timeout_keep_alive_handler()
+        self._start_stall()
+
+    def _start_stall(self) -> None:
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._limits.stall_s, self._stalled)
 
     def _stop_stall(self) -> None:
         if self._stall is not None:

@@ -210,20 +210,30 @@ class NodeContext:
             self._work_off()
 
     def _work_off(self) -> None:
-        """Process the queues for one turn, and schedule another turn for the rest."""
-        self.services.watch.begin(self.state.id)
+        """Process the queues for one turn, and schedule another turn for the rest.
+
+        An error outside of a node's own work fails the program, which would otherwise never end.
+        """
+        has_more, problem = False, None
         try:
-            has_more = self._work_for_a_turn()
+            with self.services.watch.turn(self.state.id):
+                has_more = self._work_for_a_turn()
         except TurnLimitError as error:
-            self._is_busy = False
             logger.error("program %s is quarantined: a turn took %s", self.state.id, error)
-            self._stop("failed", problem_of(QUARANTINED, f"a turn took {error}"))
-            return
+            problem = problem_of(QUARANTINED, f"a turn took {error}")
+        except Exception:
+            logger.exception("program %s failed with an internal error", self.state.id)
+            message = "internal server error; see the server's log"
+            problem = Problem(code="server.internal", message=message)
         except BaseException:
             self._is_busy = False
             raise
-        finally:
-            self.services.watch.end()
+        if problem is not None:
+            # Here, no error refers to the objects of the turn, which may fill the memory.
+            self._is_busy = False
+            if not self.is_over:
+                self._stop("failed", problem)
+            return
         if has_more:
             self.outbox.wait_turn(self.services.turns, self._work_off)
             return
@@ -424,11 +434,11 @@ class NodeContext:
     def fail_slot(
         self, node_id: str, slot: int, error: Exception, *, is_rendering: bool = False
     ) -> None:
-        """End a node whose slot could not be started: fail it, or skip it for a missing input.
+        """End a node whose slot raised an error: fail it, or skip it for a missing input.
 
         Args:
             node_id: The node.
-            slot: The slot that could not be started.
+            slot: The slot whose start or work raised the error.
             error: The cause.
             is_rendering: Whether the error was raised while a prompt was rendered. A `KeyError`
                 then means a missing input.
@@ -442,7 +452,7 @@ class NodeContext:
         elif isinstance(error, ConureError):
             self.fail(node_id, error)
         else:
-            logger.error("node %s could not be started", node_id, exc_info=error)
+            logger.error("node %s failed with an internal error", node_id, exc_info=error)
             message = f"internal server error in node {node_id}; see the server's log"
             self.fail(node_id, RunError("server.internal", message))
 

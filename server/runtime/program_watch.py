@@ -13,9 +13,11 @@ of a watched turn only.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 from ..program.status import Problem
@@ -44,15 +46,31 @@ class ProgramWatch:
         self._depth = 0
         self._limits: _TurnLimits | None = None
 
+    @contextlib.contextmanager
+    def turn(self, program: str) -> Iterator[None]:
+        """Watch a turn of a program.
+
+        Raises:
+            TurnLimitError: if the program is watched and takes too much time or memory.
+        """
+        self.begin(program)
+        try:
+            yield
+        except MemoryError as error:
+            if program not in self.watched:
+                raise
+            raise TurnLimitError("too much memory") from error
+        finally:
+            self.end()
+
     def begin(self, program: str) -> None:
         """Begin a turn of a program, or a part of one."""
+        if self._depth == 0:
+            if program in self.watched and threading.current_thread() is threading.main_thread():
+                self._limits = _TurnLimits()
+            if self.mark is not None:
+                self.mark.set(program)
         self._depth += 1
-        if self._depth > 1:
-            return
-        if self.mark is not None:
-            self.mark.set(program)
-        if program in self.watched and threading.current_thread() is threading.main_thread():
-            self._limits = _TurnLimits()
 
     def end(self) -> None:
         """End a turn, or a part of one."""

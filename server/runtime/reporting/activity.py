@@ -48,10 +48,12 @@ class ProgramHolding(Struct, frozen=True, kw_only=True):
     """Nodes whose calls run on the engine."""
     num_running: int
     retained: list[RetainedPrefix]
+    num_retained: int
+    """Prefixes that the program keeps for later calls."""
 
 
 class EngineActivity(Struct, frozen=True, kw_only=True):
-    """One engine as the scheduler sees it. Tokens are tokens of KV."""
+    """One engine as the scheduler sees it. Token counts refer to the KV cache."""
 
     id: str
     model: str
@@ -70,7 +72,7 @@ class EngineActivity(Struct, frozen=True, kw_only=True):
     shared_tokens: int
     """Prompt tokens that several of these calls read and that are held once."""
     saved_tokens: int
-    """What the same calls would hold in addition if nothing was shared."""
+    """Additional tokens that these calls would hold without sharing."""
     tree: list[KvBranch]
     """The prompts of running calls as a tree, each branch before those that it contains."""
     evicted_next: list[int]
@@ -173,14 +175,15 @@ def _engine_activity(
 
 def _holding(run: ProgramRun, engine: str, num_contexts: int) -> ProgramHolding:
     calls = run.context.executor(ProgramCalls)
-    running = calls.running_on(engine)
+    running, retained = calls.running_on(engine), calls.retained_on(engine)
     return ProgramHolding(
         program=run.state.id,
         name=run.state.name,
         contexts=num_contexts,
         running=running[:MAX_NODES],
         num_running=len(running),
-        retained=[_retained(context, readers) for context, readers in calls.retained_on(engine)],
+        retained=[_retained(context, readers) for context, readers in retained[:MAX_NODES]],
+        num_retained=len(retained),
     )
 
 

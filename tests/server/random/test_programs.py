@@ -7,6 +7,7 @@ runs, regardless of sharing, preemption and recomputation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -80,10 +81,12 @@ async def disturb(harness: ServerHarness, programs: list[Program], rng: random.R
         chosen = [program for program in programs if rng.random() < 0.5]
         await asyncio.gather(*(program.cancel() for program in chosen))
         return {program.id for program in chosen}
-    assert harness.executor.services.fleet is not None
-    for engine in list(harness.executor.services.fleet.engines.values()) if what == "kill" else []:
-        if engine._process is not None and rng.random() < 0.6:
-            os.kill(engine._process.pid, signal.SIGKILL)
+    if what == "kill":
+        assert harness.executor.services.fleet is not None
+        for engine in list(harness.executor.services.fleet.engines.values()):
+            if engine._process is not None and rng.random() < 0.6:
+                with contextlib.suppress(ProcessLookupError):  # killed before, not restarted yet
+                    os.kill(engine._process.pid, signal.SIGKILL)
     return set()
 
 

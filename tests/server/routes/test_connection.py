@@ -88,6 +88,42 @@ async def test_large_body_does_not_count_as_head(tmp_path: Path) -> None:
         assert (await client.post(url, json=program)).status_code == 202
 
 
+async def test_a_head_may_end_in_two_parts(tmp_path: Path) -> None:
+    body = b"x" * 2 * MAX_HEAD_BYTES
+    head = START.replace(b"GET", b"POST") + b"Connection: close\r\nContent-Length: %d" % len(body)
+    async with bounded(tmp_path) as server:
+        connection = await connect(server, head + b"\r\n\r")
+        await connection[1].drain()
+        await asyncio.sleep(0.1)  # the two parts arrive apart
+        connection[1].write(b"\n" + body)
+        assert b" 405 " in (await answer_of(connection)).split(b"\r\n")[0]
+
+
+async def test_a_body_after_its_answer_is_not_counted(tmp_path: Path) -> None:
+    body = b"x" * 100_000
+    head = START.replace(b"GET", b"POST") + b"Content-Length: %d\r\n\r\n" % len(body)
+    async with bounded(tmp_path) as server:
+        reader, writer = await connect(server, head)
+        assert b" 405 " in await reader.readline()
+        writer.write(body)
+        assert await reader.readuntil(b"\r\n\r\n")
+        writer.write(START + b"\r\n")  # is answered after the body
+        await reader.readuntil(b" 200 OK")
+        assert server.limits.body_bytes == 0
+        writer.close()
+
+
+async def test_an_empty_line_after_a_body_starts_no_deadline(tmp_path: Path) -> None:
+    async with bounded(tmp_path, head_s=0.05) as server:
+        reader, writer = await connect(server, START + b"\r\n\r\n")
+        await reader.readuntil(b" 200 OK")
+        await asyncio.sleep(0.2)
+        writer.write(START + b"Connection: close\r\n\r\n")
+        answer = await answer_of((reader, writer))
+        assert b" 200 OK" in answer
+        assert b" 408 " not in answer
+
+
 async def test_head_and_body_must_arrive_in_time(tmp_path: Path) -> None:
     body = START.replace(b"GET /healthz", b"POST /v1/programs") + b"Content-Length: 9\r\n\r\n{"
     async with bounded(tmp_path, head_s=0.05, body_s=0.05) as server:

@@ -1,4 +1,4 @@
-"""Every wrong base URL gets one sentence that names the cure."""
+"""Every wrong base URL gets one sentence that says how to fix it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ WRONG = [
     ("POST", "/openai/v1/chat/completions", "the base URL has the path /openai; remove it"),
     ("POST", "/api/chat/completions", "the base URL ends with /api; end it with /v1 instead"),
     ("GET", "/llm/api/models", "the base URL ends with /llm/api; end it with /v1 instead"),
-    ("GET", "/llm/surprise", "does not exist"),
     ("POST", "/v1/chat/completions/chat/completions", "without /chat/completions"),
     ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
     ("POST", "/v1/images/generations", "generates text only"),
@@ -32,6 +31,13 @@ def test_a_long_path_is_explained_quickly() -> None:
     routes = [f"/v1/route_{i}" for i in range(60)]
     path = "/" * 60_000
     assert least_cpu_s(lambda: explain_unknown_route(path, routes)) < 0.5
+
+
+async def test_a_path_that_is_like_no_route_gets_no_advice() -> None:
+    async with in_process(app_of(ScriptedService())) as client:
+        answer = await client.get("http://localhost/llm/surprise")
+    problem = check_problem(answer, 404, "route.not_found")
+    assert problem["detail"] == "route /llm/surprise does not exist"
 
 
 @pytest.mark.parametrize(("method", "path", "cure"), WRONG)

@@ -15,9 +15,11 @@ from conure.server.program.errors import ConflictError, NotFoundError, ProgramEr
 from conure.server.program.graph import objectives
 from conure.server.program.graph.graph import Graph
 from conure.server.program.graph.slot_graph import SlotGraph
+from conure.server.program.status import Problem
 from conure.server.runtime import timers
 from conure.server.runtime.calls import call_priorities, priority_table
 from conure.server.runtime.calls.llm_call import LLMCall
+from conure.server.runtime.node_context import NodeContext
 from conure.server.runtime.program_run import ProgramRun
 
 from ..inprocess import (
@@ -43,6 +45,28 @@ def engine_of(harness: ServerHarness) -> EngineConnection:
     engine = harness.executor.services.engine("engine-0")
     assert isinstance(engine, EngineConnection)
     return engine
+
+
+async def test_an_error_outside_of_a_nodes_work_fails_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = NodeContext.end_node
+
+    def wrong(context: NodeContext, node_id: str, phase: Any, *args: Any) -> Any:
+        if node_id == "bad" and phase in ("skipped", "failed"):
+            raise ZeroDivisionError
+        return right(context, node_id, phase, *args)
+
+    monkeypatch.setattr(NodeContext, "end_node", wrong)
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([client("go", "go"), expr("bad", 1, "x", when=var("go"))])
+        requested = await program.event("client.requested")
+        await program.put("go", False, requested.data["request_id"])
+        async with asyncio.timeout(WAIT_S):
+            status = await program.end()
+        assert status.status == "failed"
+        assert isinstance(status.error, Problem)
+        assert status.error.code == "server.internal"
 
 
 @pytest.mark.parametrize("method", ["_finished", "_filled", "_run_on"])

@@ -172,7 +172,7 @@ REFUSED: list[tuple[str, list[Json], str, str, str]] = [
         [if_([expr("e", 1, "v")], [], cond="w", merge={"o": ["v", "q"]}), expr("f", var("o"), "w")],
         "program.cycle",
         "program.nodes[0]",
-        "f",
+        "c -> f -> c",
     ),
     (
         "a loop without an end",

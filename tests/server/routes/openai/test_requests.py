@@ -210,7 +210,7 @@ async def test_the_clients_helpers_work(tmp_path: Path) -> None:
         assert final.choices[0].message.content
 
 
-async def test_extra_fields_change_the_program_not_the_answer(tmp_path: Path) -> None:
+async def test_extra_fields_do_not_change_a_greedy_answer(tmp_path: Path) -> None:
     async with openai_client(tmp_path) as client:
         plain = await client.chat.completions.create(messages=HI, **GREEDY)
         extra = {

@@ -49,6 +49,7 @@ async def test_a_prefix_is_reported_until_its_last_reader_starts(tmp_path: Path)
         assert (holding.program, holding.running) == (program.id, [])
         assert holding.contexts >= 1
         (prefix,) = holding.retained
+        assert holding.num_retained == 1
         assert (prefix.readers, prefix.num_readers) == (["two"], 1)
         assert 0 <= len(SHARED) - prefix.tokens < engine.block_size
         assert prefix.generated_tokens == 0
