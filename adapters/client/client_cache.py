@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 from typing import Any, Final, Self
 
 from .async_client import AsyncClient
@@ -95,12 +96,8 @@ class SharedClient:
     ) -> None:
         retry = Retry(max_retries=max_retries)
         if timeout_s is not None:
-            retry = Retry(
-                max_retries=max_retries,
-                first_patience_s=min(retry.first_patience_s, timeout_s),
-                busy_timeout_s=min(retry.busy_timeout_s, timeout_s),
-                unreachable_timeout_s=min(retry.unreachable_timeout_s, timeout_s),
-            )
+            first_s = min(retry.first_contact_timeout_s, timeout_s)
+            retry = replace(retry, first_contact_timeout_s=first_s).within(timeout_s)
         self._create = functools.partial(
             Client,
             base_url,

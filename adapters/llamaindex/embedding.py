@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 
 from ..client import AsyncClient, Client
 from ..client.client_cache import ModelClients
+from .client_pickling import state_without_client
 
 
 class ConureEmbedding(BaseEmbedding):
@@ -40,6 +42,9 @@ class ConureEmbedding(BaseEmbedding):
     """Number of retries of a request that was rejected or not answered."""
 
     _clients: ModelClients = PrivateAttr(default_factory=ModelClients)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        return state_without_client(self, super().__getstate__)
 
     @classmethod
     def class_name(cls) -> str:

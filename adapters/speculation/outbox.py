@@ -139,6 +139,20 @@ class SpeculativeOutbox:
         self._under_way: set[OutboxRequest] = set()
 
     @property
+    def has_work(self) -> bool:
+        """Whether `next` may return a request, now or after a request under way."""
+        with self._registry.lock:
+            has_calls = bool(self._registry.unsent or self._split)
+            return has_calls or any(map(self._may_send_to, self.programs))
+
+    def _may_send_to(self, program: OpenProgram) -> bool:
+        """Return whether values, or the end, of a program may have to be sent."""
+        if self._ending == "cancel":
+            return not (program.has_finished or program.is_cancelled)
+        lacks_values = not program.inputs <= program.given
+        return program.is_open and (lacks_values or self._ending == "close")
+
+    @property
     def is_busy(self) -> bool:
         """Whether a request has no answer yet."""
         return bool(self._under_way)
@@ -181,13 +195,15 @@ class SpeculativeOutbox:
                 self.programs.remove(program)
             if request.action not in ("submit", "append"):
                 return  # the lease of the program ends it
-            for record in request.records:
+            # Calls of a program that ended before this reply may be in another program already.
+            records = [record for record in request.records if record.program == program.id]
+            for record in records:
                 record.is_sent, record.program = False, ""
             if request.action == "append":
                 _note_limit(program, failure)
             # An append may arrive before the submission of its program is rejected.
             if request.action == "append" and not program.takes_calls:
-                self._registry.send_again(request.records)
+                self._registry.send_again(records)
                 if request.records or not program.is_full:
                     return  # the calls that wait for rejected values are sent again, too, or fail
             message = getattr(failure, "message", str(failure))
@@ -196,7 +212,7 @@ class SpeculativeOutbox:
                 names = set(request.body["inputs"])
                 self._registry.reject_values(names, program.id, _conure_error(failure))
                 return
-            self._reject(list(request.records), failure, message)
+            self._reject(records, failure, message)
 
     def _reject(self, records: list[CallRecord], failure: Exception, message: str) -> None:
         if len(records) > 1 and _is_fault_of_one_call(failure):

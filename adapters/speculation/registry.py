@@ -51,16 +51,16 @@ class CallRecord:
     is_awaited: bool = False
     """The application waits for its answer."""
     was_moved: bool = False
-    """It failed in a program that was full, and was sent to another one."""
+    """The call failed in a full program and was sent to another one."""
     program: str = ""
     """Id of the program that it was sent to."""
     is_sent: bool = False
     """A request with it is under way or was accepted."""
     is_answered: bool = False
     has_ended: bool = False
-    """The server answered it, failed it or finished its program."""
+    """The server answered or failed the call."""
     was_started: bool = False
-    """An engine had it when its program was cancelled."""
+    """An engine was running the call when the program of the call was cancelled."""
     failure: Exception | None = None
     """Why it has no answer."""
     history: list[Event] = field(default_factory=list)
@@ -93,7 +93,7 @@ class PlannedCallRegistry:
         """By variable."""
         self.unsent: deque[CallRecord] = deque()
         self.rejections: list[str] = []
-        """Messages of the server about requests with planned calls that it rejected."""
+        """Messages of the server about rejected requests that had planned calls or their values."""
         self.failure: Exception | None = None
         """Why the run takes no more calls."""
         self._siblings = SiblingGroups()
@@ -105,18 +105,25 @@ class PlannedCallRegistry:
 
     # --- calls ----------------------------------------------------------------------------
 
-    def plan(self, calls: Iterable[PlannedCall], values: Mapping[str, Json] | None = None) -> None:
+    def plan(
+        self,
+        calls: Iterable[PlannedCall],
+        values: Mapping[str, Json] | None = None,
+        *,
+        is_held: bool = False,
+    ) -> None:
         """Add planned calls.
 
         Args:
             calls: with variables that no other call of the run has.
             values: of variables that they read.
+            is_held: the run does not send them.
         """
         with self.lock:
             self.values.update(values or {})
             calls = list(calls)
             for call in calls:
-                self._unkeyed.append(self._add(call, is_planned=True))
+                self._unkeyed.append(self._add(call, is_planned=True, is_held=is_held))
             self._siblings.add(calls, self.values.keys(), self.records)
             self._update_keys()
 
@@ -136,7 +143,9 @@ class PlannedCallRegistry:
             return self._siblings.wait_s(self.values)
 
     def claim(self, node: Mapping[str, Json]) -> CallRecord | None:
-        """Return the planned call with the same request to the model as `node`, once.
+        """Return the planned call with the same request to the model as `node`.
+
+        Each planned call is returned at most once.
 
         Raises:
             ValueError: if the prompt cannot be encoded as UTF-8.
@@ -150,10 +159,15 @@ class PlannedCallRegistry:
             record.is_claimed = record.is_awaited = True
             return record
 
-    def has_planned(self, node: Mapping[str, Json]) -> bool:
-        """Return whether `claim` would find a planned call."""
+    def planned(self, node: Mapping[str, Json]) -> CallRecord | None:
+        """Return the planned call that `claim` would return.
+
+        Raises:
+            ValueError: if the prompt cannot be encoded as UTF-8.
+        """
         with self.lock:
-            return bool(self._by_key.get(request_key(node, {})))
+            records = self._by_key.get(request_key(node, {}))
+            return records[0] if records else None
 
     def add_unplanned(self, call: PlannedCall) -> CallRecord:
         """Add a call that the application makes and that no planned call matches."""
@@ -176,10 +190,10 @@ class PlannedCallRegistry:
         with self.lock:
             return all(record.has_ended for record in self.records.values() if record.is_sent)
 
-    def _add(self, call: PlannedCall, *, is_planned: bool) -> CallRecord:
+    def _add(self, call: PlannedCall, *, is_planned: bool, is_held: bool = False) -> CallRecord:
         record = CallRecord(call, is_planned, failure=self.failure)
         self.records[call.variable] = self._by_node[record.node_id] = record
-        if record.is_open:
+        if record.is_open and not is_held:
             self.unsent.append(record)
         return record
 
@@ -332,7 +346,7 @@ class PlannedCallRegistry:
 
 
 def plan_failure(failure: Exception) -> PlanFailedError:
-    """Return the failure of a planned call whose request the server did not accept."""
+    """Return the failure of a planned call that was rejected, failed or was skipped."""
     if isinstance(failure, PlanFailedError):
         return failure
     code = getattr(failure, "code", type(failure).__name__)

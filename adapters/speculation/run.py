@@ -145,6 +145,10 @@ class SpeculativeRun:
             if self._is_flushing:
                 self._sibling_wait.end_if_known(self._client.io_thread.start_task)
                 return
+            if not self.outbox.has_work:
+                left = self._taken()
+                assert not left, "without work there is no request"
+                return
             self._is_flushing = True
             if self._is_idle.done():
                 self._is_idle = Future()

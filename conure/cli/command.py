@@ -80,7 +80,7 @@ def connect(url: str, *, wait_s: float = 0.0) -> Client:
     Raises:
         UsageError: if `url` is not the URL of a server.
     """
-    retry = Retry(unreachable_timeout_s=wait_s, first_patience_s=0.0)
+    retry = Retry(unreachable_timeout_s=wait_s, first_contact_timeout_s=0.0)
     try:
         return Client(url, retry=retry)
     except ProgramError as exc:

@@ -255,7 +255,7 @@ FAST = Retry(
     base_delay_s=0.0001,
     max_delay_s=0.001,
     unreachable_timeout_s=0.5,
-    first_patience_s=0.1,
+    first_contact_timeout_s=0.1,
     # Each look at the clock takes 5 ms: an outage ends after so many tries, on a busy machine too.
     clock=lambda: 0.005 * next(LOOKS),
 )

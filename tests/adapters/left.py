@@ -57,7 +57,9 @@ async def leaving_server() -> AsyncIterator[tuple[Client, Callable[[], Awaitable
     stack = contextlib.ExitStack()
     server = served("--engine", "fake", "--time-per-call", "30", "--drain-s", "1")
     url = await asyncio.to_thread(stack.enter_context, server)
-    retry = Retry(max_retries=1, base_delay_s=0.01, unreachable_timeout_s=0.3, first_patience_s=0.3)
+    retry = Retry(
+        max_retries=1, base_delay_s=0.01, unreachable_timeout_s=0.3, first_contact_timeout_s=0.3
+    )
 
     async def leave() -> None:
         await asyncio.to_thread(stack.close)

@@ -15,22 +15,23 @@ class Retry:
     """How often, how soon and for how long a request is repeated.
 
     A refused request (429, 502, 503, 504) is repeated up to `max_retries` times. A program that a
-    busy server refuses (`queue.full`) is submitted again when the server asks for it, until
-    `busy_timeout_s` have passed. A request without an answer is repeated until the server was
-    unreachable for `unreachable_timeout_s`, long enough for a restart. A server that never answered
-    this client gets `first_patience_s` only, as it is most likely not running.
+    busy server refuses (`queue.full`) is submitted again when the server asks for it, without a
+    limit of their number. Both end `refused_timeout_s` after the first refusal. A request without
+    an answer is repeated until the server was unreachable for `unreachable_timeout_s`, long enough
+    for a restart. For a server that never answered this client, which is most likely not running,
+    the limit is `first_contact_timeout_s`.
     """
 
     max_retries: int = 4
-    """0: never repeat."""
+    """Retries of a refused request. 0 disables the retries of unreachable servers, too."""
     base_delay_s: float = 0.1
-    """Before the first retry; doubles with each further one."""
+    """Delay before the first retry. Each further retry doubles the delay."""
     max_delay_s: float = 2.0
-    most_asked_s: float = 60.0
+    max_retry_after_s: float = 60.0
     """Longest Retry-After to wait for; beyond it the refusal is raised at once."""
-    busy_timeout_s: float = 600.0
+    refused_timeout_s: float = 600.0
     unreachable_timeout_s: float = 15.0
-    first_patience_s: float = 2.0
+    first_contact_timeout_s: float = 2.0
     noise: random.Random = field(default_factory=random.Random)
     """Source of the jitter."""
     clock: Callable[[], float] = time.monotonic
@@ -38,14 +39,14 @@ class Retry:
     def within(self, wait_s: float) -> Retry:
         """Return this policy for a caller that waits at most `wait_s`.
 
-        `first_patience_s` stays the minimum, to survive a short interruption.
+        `first_contact_timeout_s` stays the minimum, to survive a short interruption.
         """
-        limit_s = max(wait_s, self.first_patience_s)
+        limit_s = max(wait_s, self.first_contact_timeout_s)
         return replace(
             self,
             unreachable_timeout_s=min(self.unreachable_timeout_s, limit_s),
-            busy_timeout_s=min(self.busy_timeout_s, limit_s),
-            most_asked_s=min(self.most_asked_s, limit_s),
+            refused_timeout_s=min(self.refused_timeout_s, limit_s),
+            max_retry_after_s=min(self.max_retry_after_s, limit_s),
         )
 
     def delay_s(self, attempt: int, retry_after_s: float | None = None) -> float:
@@ -79,7 +80,9 @@ class OutageTimer:
         retry, now_s = self._retry, self._retry.clock()
         if self.num_tries == 0:
             self._start_s = now_s
-        timeout_s = retry.unreachable_timeout_s if failure.is_known else retry.first_patience_s
+        timeout_s = (
+            retry.unreachable_timeout_s if failure.is_known else retry.first_contact_timeout_s
+        )
         left_s = timeout_s - (now_s - self._start_s)
         if left_s <= 0 or retry.max_retries == 0:
             raise failure

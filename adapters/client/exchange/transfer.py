@@ -26,7 +26,7 @@ T = TypeVar("T")
 def send(request: Request, retry: Retry) -> Flow[Reply]:
     """Send a request until it gets a final reply or the retries are used up."""
     num_refusals, num_busy = 0, 0
-    busy_until_s: float | None = None
+    refused_until_s: float | None = None
     outage = OutageTimer(retry)
     while True:
         try:
@@ -39,21 +39,18 @@ def send(request: Request, retry: Retry) -> Flow[Reply]:
             continue
         outage.reset()
         if is_busy(reply, retry):
-            now_s = retry.clock()
-            if busy_until_s is None:
-                busy_until_s = now_s + retry.busy_timeout_s
-            delay_s = retry.delay_s(num_busy, retry_after_s(reply.headers))
-            if now_s + delay_s > busy_until_s:
-                return reply
-            yield Sleep(delay_s)
-            num_busy += 1
-            continue
-        if not is_retryable(reply, retry, num_refusals):
+            num_busy, num_before = num_busy + 1, num_busy
+        elif is_retryable(reply, retry, num_refusals) and _may_repeat(request, reply):
+            num_refusals, num_before = num_refusals + 1, num_refusals
+        else:
             return reply
-        if reply.status in (502, 504) and not request.repeatable:
+        now_s = retry.clock()
+        if refused_until_s is None:
+            refused_until_s = now_s + retry.refused_timeout_s
+        delay_s = retry.delay_s(num_before, retry_after_s(reply.headers))
+        if now_s + delay_s > refused_until_s:
             return reply
-        yield Sleep(retry.delay_s(num_refusals, retry_after_s(reply.headers)))
-        num_refusals += 1
+        yield Sleep(delay_s)
 
 
 def is_busy(reply: Reply, retry: Retry) -> bool:
@@ -63,7 +60,7 @@ def is_busy(reply: Reply, retry: Retry) -> bool:
         reply.status == 429
         and retry.max_retries > 0
         and asked_s is not None
-        and asked_s <= retry.most_asked_s
+        and asked_s <= retry.max_retry_after_s
         and problem_of(reply).code == "queue.full"
     )
 
@@ -75,7 +72,12 @@ def is_retryable(reply: Reply, retry: Retry, num_refusals: int) -> bool:
     if problem_of(reply).variable_status is not None:
         return False  # the status is the reason of a failed variable, which never changes
     asked_s = retry_after_s(reply.headers)
-    return asked_s is None or asked_s <= retry.most_asked_s
+    return asked_s is None or asked_s <= retry.max_retry_after_s
+
+
+def _may_repeat(request: Request, reply: Reply) -> bool:
+    """Return whether the server cannot have done the work of a refused request, or may again."""
+    return request.repeatable or reply.status not in (502, 504)
 
 
 def fetch(request: Request, retry: Retry, record: type[T]) -> Flow[T]:

@@ -58,6 +58,10 @@ class ChainRun:
         self._unencodable: dict[str, str] = {}
         """Why a value cannot be sent, by place: the Python expression of a part of the chain."""
         self._num_names = 0
+        self._held: CallRecord | None = None
+        """The only planned call, which its model sends."""
+        self._direct_program = ""
+        """The program of that call."""
 
     def bind_to(self, client: Client) -> bool:
         """Bind the run to the first client. Return whether this client can make its calls.
@@ -105,7 +109,11 @@ class ChainRun:
                     self._awaited.update({view.variable: awaited for view in awaited.source.views})
         calls = [call for plan, _ in plans for call in plan.calls]
         values = {name: value for _, inputs in plans for name, value in inputs.items()}
-        self._run.plan(calls, values, is_alone=is_start)
+        if is_start and any(plan.is_direct for plan, _ in plans):
+            self._registry.plan(calls, values, is_held=True)
+            (self._held,) = (self._registry.records[call.variable] for call in calls)
+        else:
+            self._run.plan(calls, values, is_alone=is_start)
 
     def observe(self, awaited: AwaitedValue, computed: Any) -> None:
         """Process a value that planned calls wait for."""
@@ -117,6 +125,25 @@ class ChainRun:
         self._run.set_values(encoded.values)
 
     # --- calls of the chain ---------------------------------------------------------------
+
+    def is_direct(self, nodes: Sequence[dict[str, Json]]) -> bool:
+        """Return whether the model sends a call itself, as outside of an accelerated chain.
+
+        True once, for the call of a plan that is direct.
+        """
+        if self._held is None or len(nodes) != 1:
+            return False
+        with self._registry.lock:
+            if self._held is None or self._registry.planned(nodes[0]) is not self._held:
+                return False
+            self._registry.claim(nodes[0])
+            self._held = None
+            self.stats.num_served += 1
+            return True
+
+    def note_direct_program(self, program: str) -> None:
+        """Record the program of a direct call."""
+        self._direct_program = program
 
     def result(self, nodes: Sequence[dict[str, Json]], timeout_s: float | None) -> ChatResult:
         """Wait for the answers to a call of the chain, one for each node. Blocks.
@@ -243,12 +270,13 @@ class ChainRun:
         """Complete the statistics after the end of the run."""
         if self._bound_run is None:
             return self.stats
-        self.stats.program = next((p.id for p in self._run.outbox.programs), "")
+        first = next((p.id for p in self._run.outbox.programs), "")
+        self.stats.program = self._direct_program or first
         self.stats.refusals = list(self._registry.rejections)
         records = self._registry.records.values()
         self.stats.num_in_first_program = sum(
             each.is_claimed and each.program == self.stats.program for each in records
-        )
+        ) + bool(self._direct_program)
         for record in records:
             place = record.call.place
             if record.was_started and not record.is_claimed and place not in self.stats.wasted:
@@ -273,6 +301,10 @@ class ChainRun:
             if record is None:
                 return self._send(node, self._miss())
             self.stats.num_served += 1
+            if record is self._held:
+                self._held = None
+                self._registry.send_again([record])
+                self._run.flush()
             return record
 
     def _resend(

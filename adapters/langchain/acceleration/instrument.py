@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from typing import Any
+from typing import Any, Final
 
 from langchain_core.runnables import (
     RouterRunnable,
@@ -35,6 +35,9 @@ from .plan import ChainPlan
 from .planner import plan_of
 from .probes import SubchainPlanner, ValueProbe
 
+MAX_PLANS: Final = 256
+"""Plans of one chain that are kept for later runs, which use the same prefixes."""
+
 
 class ChainInstrumenter:
     """Makes the plans of one chain, and its copy with probes."""
@@ -49,6 +52,9 @@ class ChainInstrumenter:
         )
         """The chain with probes. If a config changes the plan, a probe may be missing; then the
         calls that wait for its value are misses."""
+        self._plans = {"": self.default_plan}
+        """By prefix, for configs without configurable fields. A plan of a `.map()` over twenty
+        items takes longer than the rest of the run before its request."""
 
     def plan(self, prefix: str, config: RunnableConfig | None) -> ChainPlan:
         """Return the plan of one run.
@@ -57,9 +63,14 @@ class ChainInstrumenter:
             prefix: Prefix of the names in the plan.
             config: Config of the chain's run.
         """
-        if not prefix and not (config and config.get("configurable")):
-            return self.default_plan
-        return plan_of(self.chain, identity=self._identity, prefix=prefix, config=config)
+        if config and config.get("configurable"):
+            return plan_of(self.chain, identity=self._identity, prefix=prefix, config=config)
+        plan = self._plans.get(prefix)
+        if plan is None:
+            plan = plan_of(self.chain, identity=self._identity, prefix=prefix, config=None)
+            if len(self._plans) < MAX_PLANS:
+                self._plans[prefix] = plan
+        return plan
 
 
 class _Instrumenter:

@@ -58,6 +58,9 @@ class ChainPlan:
     """The chain's input."""
     may_grow: bool
     """Whether parts of the chain are planned later, when the chain reaches them."""
+    is_direct: bool
+    """Whether the chain makes only one call, which cannot start before the chain reaches it. The
+    chain sends it as without a plan, which takes less time."""
 
     def inputs(self, given: Any) -> dict[str, Json]:
         """Return the variables that the chain's input gives values to."""

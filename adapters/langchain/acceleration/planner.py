@@ -20,7 +20,13 @@ from typing import Any
 from langchain_core.globals import get_llm_cache
 from langchain_core.messages import BaseMessage
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.runnables import Runnable, RunnableBinding, RunnableConfig
+from langchain_core.runnables import (
+    Runnable,
+    RunnableAssign,
+    RunnableBinding,
+    RunnableConfig,
+    RunnableParallel,
+)
 
 from conure.server.program.errors import ProgramError
 from conure.server.program.expressions.evaluate import input_expression, variables
@@ -32,7 +38,7 @@ from ..compilation.chain_graph import ChainGraph, ChainPosition, UnsupportedPart
 from ..compilation.compiler import ChainCompiler
 from ..compilation.control_flow import CONTROL
 from ..compilation.traversal import is_opaque, is_other_model
-from ..compilation.values import AnswerValue, ClientValue, Source, Value
+from ..compilation.values import AnswerValue, ClientValue, Record, Source, Value
 from .plan import AwaitedValue, ChainPlan
 
 
@@ -61,7 +67,8 @@ def plan_of(
         PlannedCall(position, answer.call.variable, node, frozenset(_reads(node)))
         for (position, answer), node in zip(compiler.calls.items(), nodes, strict=True)
     )
-    return ChainPlan(calls, compiler.awaited, graph.root, compiler.may_grow)
+    is_direct = len(calls) == 1 and not compiler.may_grow and compiler.reads_all(calls[0])
+    return ChainPlan(calls, compiler.awaited, graph.root, compiler.may_grow, is_direct)
 
 
 def identity_of(model: ChatConure) -> object:
@@ -79,29 +86,60 @@ class _PlanningCompiler(ChainCompiler):
         self.may_grow = False
         """Parts of the chain are planned later."""
         self._identity = identity
+        self._num_parallel = 0
+        """Parts with parallel branches around the present part."""
+        self._unread: list[Source] = []
+        """Awaited values that no later awaited value is computed from."""
+        self._before_call: list[Source] | None = None
+        """`_unread` when the first call was compiled; None if another branch runs beside it."""
+
+    def reads_all(self, call: PlannedCall) -> bool:
+        """Return whether the first call reads all that the chain computes before."""
+        return self._before_call is not None and all(
+            any(view.variable in call.reads for view in source.views)
+            for source in self._before_call
+        )
 
     def compile(self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition) -> Value:
         """Return the symbolic output of a Runnable; awaited where the server cannot compute it."""
+        mapper = runnable.mapper if isinstance(runnable, RunnableAssign) else runnable
+        has_branches = isinstance(mapper, RunnableParallel) and len(mapper.steps__) > 1
+        self._num_parallel += has_branches
+        try:
+            return self._compile_part(runnable, value, position)
+        finally:
+            self._num_parallel -= has_branches
+
+    def _compile_part(
+        self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition
+    ) -> Value:
         if is_other_model(runnable):
             self.may_grow |= is_opaque(runnable)  # its methods may call accelerated parts
             return self._await(
-                runnable, position, "its calls do not reach Conure: use ChatConure as the model"
+                runnable,
+                value,
+                position,
+                "its calls do not reach Conure: use ChatConure as the model",
             )
         if is_opaque(runnable) and not isinstance(runnable, BasePromptTemplate):
             self.may_grow = True
-            return self._await(runnable, position, "its class overrides methods of LangChain")
+            return self._await(
+                runnable, value, position, "its class overrides methods of LangChain"
+            )
         if isinstance(runnable, CONTROL):
             self.may_grow = True
-            return self._await(runnable, position, "planned when the chain gets there")
+            return self._await(runnable, value, position, "planned when the chain gets there")
         if isinstance(runnable, BasePromptTemplate) and not _is_inert(runnable):
-            return self._await(runnable, position, "runs code of the app when it is formatted")
+            return self._await(
+                runnable, value, position, "runs code of the app when it is formatted"
+            )
         try:
             return super().compile(runnable, value, position)
         except ProgramError as problem:
             why = problem.message
             if isinstance(problem, UnsupportedPartError) and problem.path == position.path:
                 why = problem.reason
-            return self._await(runnable, position, why)
+            return self._await(runnable, value, position, why)
 
     def _joined_functions(self, steps: Sequence[Runnable[Any, Any]]) -> list[Runnable[Any, Any]]:
         return []  # functions are awaited one by one
@@ -115,7 +153,7 @@ class _PlanningCompiler(ChainCompiler):
         self, runnables: list[Runnable[Any, Any]], value: Value, position: ChainPosition
     ) -> ClientValue:
         why = "code of the app, a parser, or another provider's model"
-        return self._await(runnables[0], position, why)
+        return self._await(runnables[0], value, position, why)
 
     def _compile_binding(
         self, binding: RunnableBinding[Any, Any], value: Value, position: ChainPosition
@@ -134,16 +172,31 @@ class _PlanningCompiler(ChainCompiler):
         if model.rate_limiter is not None:
             raise unsupported(position, "its rate limiter decides when it runs")
         answer = super()._compile_model(model, kwargs, value, position)
+        if not self.calls and not self._num_parallel:
+            self._before_call = list(self._unread)
         self.calls[position.path] = answer
         return answer
 
     def _await(
-        self, runnable: Runnable[Any, Any], position: ChainPosition, why: str
+        self, runnable: Runnable[Any, Any], value: Value, position: ChainPosition, why: str
     ) -> ClientValue:
         what = type(runnable).__name__
+        read = _sources_of(value)
+        self._unread = [each for each in self._unread if not any(each is one for one in read)]
         source = Source(f"{position.hint}_{runnable.get_name()}")
+        self._unread.append(source)
         self.awaited[position.path] = AwaitedValue(position.path, what, why, source)
         return ClientValue(source, lambda made: made)
+
+
+def _sources_of(value: Value) -> list[Source]:
+    """Return the client values that a value is computed from."""
+    if isinstance(value, ClientValue):
+        return [value.source]
+    if isinstance(value, Record):
+        parts: list[Value] = [*value.fields.values(), *([value.rest] if value.rest else [])]
+        return [source for part in parts for source in _sources_of(part)]
+    return []
 
 
 def _is_inert(template: Any) -> bool:

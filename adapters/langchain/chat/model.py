@@ -228,12 +228,15 @@ class ChatConure(ChatSettings):
         call = self._model_call(messages, stop, kwargs, run_manager)
         try:
             with self._call_errors(call):
-                if (chain_run := self._accelerated_run()) is not None:
+                chain_run = self._accelerated_run()
+                if chain_run is not None and not chain_run.is_direct(call.nodes):
                     result = chain_run.result(call.nodes, self.timeout)
                 else:
                     run = self.connection().submit(
                         call.program(self.timeout), **attach_arguments(None)
                     )
+                    if chain_run is not None:
+                        chain_run.note_direct_program(run.id)
                     with cancel_unless_completed(run):
                         values = run.result(wait_s=self._result_wait_s(run))
                     result = self._result(call, values, run.id)
@@ -252,12 +255,15 @@ class ChatConure(ChatSettings):
         call = self._model_call(messages, stop, kwargs, run_manager)
         try:
             with self._call_errors(call):
-                if (chain_run := self._accelerated_run()) is not None:
+                chain_run = self._accelerated_run()
+                if chain_run is not None and not chain_run.is_direct(call.nodes):
                     result = await chain_run.aresult(call.nodes, self.timeout)
                 else:
                     run = await self.async_connection().submit(
                         call.program(self.timeout), **attach_arguments(None)
                     )
+                    if chain_run is not None:
+                        chain_run.note_direct_program(run.id)
                     async with acancel_unless_completed(run):
                         values = await run.result(wait_s=self._result_wait_s(run))
                     result = self._result(call, values, run.id)
@@ -277,7 +283,10 @@ class ChatConure(ChatSettings):
         try:
             with self._call_errors(call):
                 node, run = call.only_node(), self._accelerated_run()
-                chunks = self._chunks(call) if run is None else run.chunks(node, self.timeout)
+                if run is None or run.is_direct([node]):
+                    chunks = self._chunks(call, run)
+                else:
+                    chunks = run.chunks(node, self.timeout)
                 with contextlib.closing(chunks):
                     for chunk in chunks:
                         check_answers(chunk, kwargs)
@@ -298,7 +307,10 @@ class ChatConure(ChatSettings):
         try:
             with self._call_errors(call):
                 node, run = call.only_node(), self._accelerated_run()
-                chunks = self._achunks(call) if run is None else run.achunks(node, self.timeout)
+                if run is None or run.is_direct([node]):
+                    chunks = self._achunks(call, run)
+                else:
+                    chunks = run.achunks(node, self.timeout)
                 async with OwnedGenerator(chunks) as owned:
                     async for chunk in owned:
                         check_answers(chunk, kwargs)
@@ -315,9 +327,13 @@ class ChatConure(ChatSettings):
         """
         return None if run.is_followed else self.timeout
 
-    def _chunks(self, call: ModelCall) -> Generator[ChatGenerationChunk, None, None]:
-        """Yield the chunks of a call outside an accelerated chain."""
+    def _chunks(
+        self, call: ModelCall, chain_run: ChainRun | None
+    ) -> Generator[ChatGenerationChunk, None, None]:
+        """Yield the chunks of a call outside an accelerated chain, or of its direct call."""
         run = self.connection().submit(call.program(self.timeout), follow=True)
+        if chain_run is not None:
+            chain_run.note_direct_program(run.id)
         stream = AnswerStream(ANSWER, CALL, run.id)
         with cancel_unless_completed(run), contextlib.closing(run.events()) as events:
             for event in events:
@@ -325,9 +341,13 @@ class ChatConure(ChatSettings):
         if stream.value is not None:
             self._record(call, from_wire(stream.value, program=run.id), run.id)
 
-    async def _achunks(self, call: ModelCall) -> AsyncGenerator[ChatGenerationChunk, None]:
-        """Yield the chunks of a call outside an accelerated chain."""
+    async def _achunks(
+        self, call: ModelCall, chain_run: ChainRun | None
+    ) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """Yield the chunks of a call outside an accelerated chain, or of its direct call."""
         run = await self.async_connection().submit(call.program(self.timeout), follow=True)
+        if chain_run is not None:
+            chain_run.note_direct_program(run.id)
         stream = AnswerStream(ANSWER, CALL, run.id)
         async with acancel_unless_completed(run), OwnedGenerator(run.events()) as events:
             async for event in events:
@@ -390,6 +410,6 @@ class ChatConure(ChatSettings):
 
     def _record(self, call: ModelCall, answer: BaseMessage, program: str) -> None:
         """Record an answer: a later call that continues the conversation gets its session."""
-        if call.thread is None:
+        if call.thread is None and current_run() is None:
             session = call.session or f"conversation {program}"
             self._session_inference.record(call.messages, to_wire(answer), session)

@@ -4,9 +4,10 @@ Responsibility: conversion of schemas, and the parsers of answers. The engine en
 through the model's `response_format` or the schema of a tool.
 
 Invariant: an answer that was cut by its maximum length, or that violates a part of the schema that
-is not enforced, is an error, never a value; its text is not repaired. Another answer matches the
-JSON schema, so a parser fails on it only because of validators of a pydantic class, and fields with
-`json_mode`.
+is not enforced, is an error, and its text is not repaired. Every other answer matches the JSON
+schema. A parser then fails only if a validator of a pydantic class rejects the value or, with
+`json_mode`, if a field is missing or invalid. A stream has values of the incomplete text before
+such an error.
 """
 
 from __future__ import annotations
@@ -112,8 +113,7 @@ class CompleteJsonParser(JsonOutputParser):
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         """Return the value."""
-        check_complete(result)
-        if partial:
+        if not has_ended(result) and partial:
             return super().parse_result(result, partial=True)
         return _parsed(result[0].text)
 
@@ -123,8 +123,7 @@ class CompletePydanticParser(PydanticOutputParser[Any]):
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         """Return the object."""
-        check_complete(result)
-        if partial:
+        if not has_ended(result) and partial:
             return super().parse_result(result, partial=True)
         return self._parse_obj(_parsed(result[0].text))
 
@@ -134,8 +133,8 @@ class CompleteToolParser(PydanticToolsParser):
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         """Return the object."""
-        check_complete(result)
-        return super().parse_result(result, partial=partial)
+        is_partial = not has_ended(result) and partial
+        return super().parse_result(result, partial=is_partial)
 
 
 class CompleteToolArgumentsParser(JsonOutputKeyToolsParser):
@@ -143,18 +142,19 @@ class CompleteToolArgumentsParser(JsonOutputKeyToolsParser):
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         """Return the arguments."""
-        check_complete(result)
-        return super().parse_result(result, partial=partial)
+        is_partial = not has_ended(result) and partial
+        return super().parse_result(result, partial=is_partial)
 
 
-def check_complete(result: list[Generation]) -> None:
-    """Check that an answer was not cut by its maximum length, and matches its schema.
+def has_ended(result: list[Generation]) -> bool:
+    """Return whether an answer has all of its text; a stream ends with its finish reason.
 
     Raises:
-        OutputParserException: with the number of tokens or the invalid text, and what to change.
+        OutputParserException: if the answer was cut by its maximum length or violates its schema,
+            with the number of tokens or the invalid text, and what to change.
     """
     if not isinstance(result[0], ChatGeneration):
-        return
+        return True
     message = result[0].message
     reason = message.response_metadata.get("finish_reason")
     if reason == INVALID:
@@ -165,6 +165,7 @@ def check_complete(result: list[Generation]) -> None:
             cut_message(usage.get("output_tokens"), "it was complete"),
             llm_output=message.text,
         )
+    return reason is not None
 
 
 def _parsed(text: str) -> Any:

@@ -86,6 +86,10 @@ def render(
         needed = {
             name: _field(template, value, name, None, position) for name in template.input_variables
         }
+        # An input may replace a partial variable or an optional placeholder.
+        for name, default in template.partial_variables.items():
+            if name not in needed and (name in value.fields or value.rest is not None):
+                needed[name] = _field(template, value, name, Constant(default), position)
         local = _combined(graph, template, needed, position)
     elif isinstance(value, ClientValue):
         local = value
@@ -279,15 +283,13 @@ class _PromptCompiler:
                 )
 
     def _replacement_field(self, name: str, conversion: str, spec: str, value: Value) -> Segment:
-        # The replacement field as written, for LangChain's formatter.
+        # The text of the replacement field, for LangChain's formatter.
         slot = "{" + name + (conversion and f"!{conversion}") + (spec and f":{spec}") + "}"
         if "{" in spec:
             raise unsupported(self._position, f"{slot} reads its format from a variable")
-        if isinstance(value, Constant) and not callable(value.value):
-            return formatter.format(slot, **{name: value.value})
+        value = self._computed_at_run(name, value)
         if isinstance(value, Constant):
-            result = value.value
-            value = ClientValue(self._graph.root, lambda root: result(), name, path=None)
+            return formatter.format(slot, **{name: value.value})
         if isinstance(value, BranchedValue):
             slots = self._graph.map_bodies(
                 value, lambda each: self._replacement_field(name, conversion, spec, each)
@@ -318,13 +320,21 @@ class _PromptCompiler:
             )
         raise unsupported(self._position, f"{slot} would print {VALUE_KINDS[type(value)]} object")
 
+    def _computed_at_run(self, name: str, value: Value) -> Value:
+        """Return a client value for a partial variable that is a function, which runs per call."""
+        if not (isinstance(value, Constant) and callable(value.value)):
+            return value
+        function = value.value
+        return ClientValue(self._graph.root, lambda root: function(), name, path=None)
+
     def _placeholder(
         self, placeholder: MessagesPlaceholder, lookup: Lookup
     ) -> Iterable[dict[str, Json]]:
         name = placeholder.variable_name
         value = lookup(name, Constant([]) if placeholder.optional else None)
+        value = self._computed_at_run(name, value)
         if isinstance(value, Constant):
-            variables = {name: _partial_value(value.value)}
+            variables = {name: value.value}
             yield from (to_wire(message) for message in placeholder.format_messages(**variables))
         elif isinstance(value, ClientValue):
             messages = value.then(
@@ -342,7 +352,11 @@ class _PromptCompiler:
 
 
 def _nested_lookup(template: BasePromptTemplate[Any], lookup: Lookup) -> Lookup:
-    """Return the lookup of a nested template: its own partial variables are the last defaults."""
+    """Return the lookup of a nested template.
+
+    A partial variable of the nested template applies only if neither the input nor an outer
+    template has the name.
+    """
     partials = template.partial_variables
 
     def find(name: str, default: Constant | None) -> Value:

@@ -32,7 +32,7 @@ from workflows.handler import WorkflowHandler
 
 from . import path_extractors
 from .report import Report
-from .scope import ACTIVE_SCOPE, APP_CLASS, Scope, app_class
+from .scope import ACTIVE_SCOPE, APP_CLASS, Scope, active_scope, app_class
 from .scoped_generators import scoped_result
 from .span_planner import begin, plan_part
 
@@ -93,14 +93,15 @@ def conure_run() -> Generator[Report, None, None]:
     """Run the calls of a `with` block as one run, for scripts, index building and evaluators.
 
     Parts of LlamaIndex that start in the block are planned as in an accelerated app, and all calls
-    of the block, its tasks and its threads go into one program. The run ends with the block and the
-    streams that it has started. A block inside a run belongs to that run.
+    of the block, its tasks and its threads go into one program. The run ends with the block. Calls
+    that are streamed then are read to their end; calls that are made later, also by a stream of
+    the block, are not part of the run. A block inside a run belongs to that run.
 
     Yields:
         The report of the run, which grows until the run ends.
     """
-    outer = ACTIVE_SCOPE.get()
-    if outer is not None and not outer.is_over:
+    outer = active_scope()
+    if outer is not None:
         yield outer.report
         return
     scope = begin()
@@ -123,7 +124,10 @@ def explain(app: Any) -> Report:
     """
     report = vars(app).get(_LAST_REPORT)
     if report is None:
-        raise ValueError(f"this {type(app).__name__} was not accelerated, or did not run yet")
+        raise ValueError(
+            f"this {type(app).__name__} was not accelerated, did not run yet, or ran in a "
+            "`conure_run` block, which yields the report"
+        )
     return cast(Report, report)
 
 
@@ -196,7 +200,7 @@ def _subclass(kind: type[Any], names: tuple[str, ...]) -> type[Any]:
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Copy or pickle an accelerated app; its class is created again on the other side."""
+    """Copy or pickle an accelerated app; its class is created again when it is loaded."""
     kind = getattr(type(self), APP_CLASS)
     _, _, *state = kind.__reduce_ex__(self, max(protocol, 2))
     return _new, (kind,), *state
@@ -214,7 +218,7 @@ def _entry_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(method)
         async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
-            scope = ACTIVE_SCOPE.get()
+            scope = active_scope()
             if scope is not None:
                 _plan_without_span(scope, self, method, args, kwargs)
                 return await method(self, *args, **kwargs)
@@ -232,7 +236,7 @@ def _entry_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if ACTIVE_SCOPE.get() is not None:
+        if active_scope() is not None:
             return method(self, *args, **kwargs)
         scope = _begin(self)
         try:

@@ -92,7 +92,8 @@ class PlanBuilder:
             when: condition under which the call runs.
         """
         if slots and _is_rich_chat(plain(self.llm, template)):
-            return None  # LlamaIndex trims and escapes its messages depending on their text
+            # LlamaIndex trims and escapes the messages of such a template, depending on their text.
+            return None
         call = predicted(self.llm, template, {**self.prompt_args, **prompt_args}, self.output_cls)
         if slots:
             made = with_slots(call, slots)
@@ -136,7 +137,7 @@ def predicted(
             raise NotPlanned("its answers are calls to tools")
         template = template.model_copy()
         template.output_parser = PydanticOutputParser(output_cls)
-    if llm.metadata.is_chat_model:
+    if llm.is_chat_model:
         return llm.chat_request(llm._get_messages(template, **prompt_args), kwargs)
     if output_cls is not None:
         return llm.completion_request(

@@ -1,7 +1,8 @@
 """One run of an accelerated app on one server: plans in, answers to the app's calls out.
 
 Adds to `speculation` what LlamaIndex needs: a `CallBackend` for threads and coroutines, and a
-report of every call. Planning never blocks, as span handlers run in the app's event loop.
+report of every call. Nothing here blocks except the wait for an answer, as span handlers plan in
+the app's event loop.
 
 Invariants: every wait ends with an answer or an exception. After the end of the run nothing runs on
 the server, except a stream that is still read.
@@ -10,6 +11,7 @@ the server, except a stream that is still read.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
 
@@ -59,7 +61,7 @@ class PlannedRun:
 
     def is_planned(self, call: PlannedCall) -> bool:
         """Return whether the plan contains an identical call."""
-        return self._registry.has_planned(call.node)
+        return self._registry.planned(call.node) is not None
 
     def fresh(self, hint: str) -> str:
         """Return a variable name that the run does not use yet."""
@@ -90,13 +92,27 @@ class PlannedRun:
         """Yield the answer in pieces. The call is sent now, not when the first piece is read."""
         claimed = self._claim(call)
         self._run.follow_texts()
-        return self._stream(*claimed)
+        stream = self._stream(*claimed)
+        self._release_if_dropped(stream, claimed[0])
+        return stream
 
     def astream(self, call: ModelRequest) -> AsyncGenerator[str | FinalAnswer, None]:
         """`stream`, with await."""
         claimed = self._claim(call)
         self._run.follow_texts()
-        return self._astream(*claimed)
+        stream = self._astream(*claimed)
+        self._release_if_dropped(stream, claimed[0])
+        return stream
+
+    def _release_if_dropped(self, stream: object, record: CallRecord) -> None:
+        """Let the call of a stream end when the app drops the stream, also without reading it."""
+
+        def release() -> None:
+            self._registry.release([record])
+            if self._is_over:
+                self._run.flush()
+
+        weakref.finalize(stream, release).atexit = False
 
     def finish(self, *, is_failed: bool = False) -> None:
         """End the run with the app: cancel calls that have not ended.
@@ -164,7 +180,7 @@ class PlannedRun:
 
     @contextlib.contextmanager
     def _reading(self, *, is_stream: bool = False) -> Generator[None, None, None]:
-        """Read an answer. After the end of the run, cancel what the app has stopped to read."""
+        """Read an answer. After the end of the run, cancel calls that the app no longer reads."""
         with self._registry.lock:
             self._num_streams += is_stream
         try:

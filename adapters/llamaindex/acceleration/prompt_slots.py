@@ -1,7 +1,7 @@
 """Prompts with slots for answers that do not exist yet.
 
-LlamaIndex formats a prompt from strings. Where an answer belongs, it is given a mark; afterwards
-`with_slots` replaces the mark by an input of the prompt.
+LlamaIndex formats a prompt from strings. The caller passes a placeholder in place of an answer;
+afterwards `with_slots` replaces the placeholder by an input of the prompt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def planned_call(
 
 
 def with_slots(call: ModelRequest, slots: Sequence[PromptSlot]) -> ModelRequest | None:
-    """Return the call with inputs in place of marks; None if a mark does not occur."""
+    """Return the call with inputs in place of placeholders; None if one does not occur."""
     found: set[str] = set()
 
     def split(content: Json) -> Json:
@@ -56,14 +56,15 @@ def with_slots(call: ModelRequest, slots: Sequence[PromptSlot]) -> ModelRequest 
             return content if len(segments) == 1 and "text" in segments[0] else segments
         return [
             piece
-            for segment in content or []
+            for segment in content
             for piece in (_split(segment["text"], slots, found) if "text" in segment else [segment])
         ]
 
     messages = None
     if call.messages is not None:
         messages = [
-            {**message, "content": split(message.get("content"))} for message in call.messages
+            {**message, "content": split(message["content"])} if message.get("content") else message
+            for message in call.messages
         ]
     prompt = None if call.prompt is None else split(call.prompt)
     made = replace(call, messages=messages, prompt=prompt)
@@ -78,8 +79,8 @@ def text_read(variable: str) -> Expression:
 def fits(text: Expression, num_tokens: int) -> Expression:
     """Return a condition that is true only if a text has at most `num_tokens` tokens.
 
-    It holds for every tokenizer. A byte-level tokenizer makes at most one token per byte, that is
-    one per ASCII character and four per other character.
+    A byte-level tokenizer makes at most one token per byte, that is one per ASCII character and
+    four per other character. Other tokenizers may add a few; callers subtract a margin.
     """
     is_ascii = {"eq": [{"find": [text, r"[^\x00-\x7f]"]}, None]}
     return {

@@ -115,3 +115,9 @@ class Scope:
 
 
 ACTIVE_SCOPE = ActiveRunVar[Scope]("conure_scope")
+
+
+def active_scope() -> Scope | None:
+    """Return the run of the caller's context; None outside of a run and after its end."""
+    scope = ACTIVE_SCOPE.get()
+    return None if scope is None or scope.is_over else scope

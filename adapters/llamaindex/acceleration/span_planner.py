@@ -23,7 +23,7 @@ from llama_index_instrumentation.span_handlers import BaseSpanHandler
 from ..llm.llm import Conure
 from . import extractors, path_extractors, postprocessors, synthesizers
 from .plan_builder import NotPlanned, PlanBuilder
-from .scope import ACTIVE_SCOPE, Scope, app_class
+from .scope import Scope, active_scope, app_class
 from .scoped_generators import scope_chat_stream
 
 PartPlanner: TypeAlias = Callable[[Any, type[Any], PlanBuilder, dict[str, Any]], list[str]]
@@ -75,7 +75,7 @@ class PlanningSpanHandler(BaseSpanHandler[BaseSpan]):
         tags: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> BaseSpan | None:
-        scope = ACTIVE_SCOPE.get()
+        scope = active_scope()
         if scope is not None:
             name = _span_name(id_)
             scope.enter(id_, name, parent_span_id)

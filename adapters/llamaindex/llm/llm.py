@@ -42,7 +42,8 @@ from conure.server.program.ir import Json
 
 from ...client import Client
 from ...client.client_cache import ModelClients
-from ..acceleration.scope import ACTIVE_SCOPE
+from ..acceleration.scope import active_scope
+from ..client_pickling import state_without_client
 from .answer_checks import checked
 from .answer_chunks import (
     AnswerCheck,
@@ -122,13 +123,7 @@ class Conure(FunctionCallingLLM):
     _refuse_unknown = model_validator(mode="before")(classmethod(refuse_unknown))  # type: ignore[arg-type]  # pydantic binds it
 
     def __getstate__(self) -> dict[Any, Any]:
-        # LlamaIndex would remove unpicklable attributes from the LLM itself.
-        if self.client is None:
-            return super().__getstate__()
-        if not isinstance(self.client.server, str):
-            self.client.__reduce__()  # raises with the reason
-        travelling = {"client": None, "base_url": self.client.server}
-        return self.model_copy(update=travelling).__getstate__()
+        return state_without_client(self, super().__getstate__)
 
     @classmethod
     def class_name(cls) -> str:
@@ -340,8 +335,8 @@ class Conure(FunctionCallingLLM):
     def backend(self) -> CallBackend:
         """Return the backend of calls: the running accelerated app, or else the server directly."""
         client = self.connection()
-        scope = ACTIVE_SCOPE.get()
-        if scope is not None and not scope.is_over:
+        scope = active_scope()
+        if scope is not None:
             return scope.run_on(client)
         return DirectBackend(client, self._clients.asynchronous(client))
 

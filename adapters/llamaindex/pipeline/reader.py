@@ -1,4 +1,4 @@
-"""Symbolic execution of a QueryPipeline of core 0.12.
+"""Symbolic execution of a QueryPipeline of llama-index-core 0.12.
 
 The reader follows the order of the graph, with placeholders for texts that do not exist yet.
 LlamaIndex's own modules that only pass values on (inputs, prompts, packs) run on placeholders; an
@@ -20,6 +20,7 @@ from llama_index.core.base.llms.generic_utils import messages_to_prompt
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.llms.llm import default_completion_to_prompt
 
+from conure.server.program.expressions.evaluate import variables
 from conure.server.program.ir import Expression
 
 from ..acceleration.plan_builder import NotPlanned, plain
@@ -103,9 +104,12 @@ class PipelineReader:
                 outputs[key] = self._output(key, module, {**inputs, **module.partial_dict})
             except NotPlanned as why:
                 if str(why):
-                    name = GENERATED_NAME.sub(type(module).__name__, key)
-                    self.notes.append(f"{self.name_prefix}{name}: {why}")
+                    self.notes.append(f"{self.name_prefix}{self._shown_name(key)}: {why}")
         return outputs
+
+    def _shown_name(self, key: str) -> str:
+        """Return the name of a module, or its class if LlamaIndex generated the name."""
+        return GENERATED_NAME.sub(type(self.pipeline.module_dict[key]).__name__, key)
 
     def _inputs(
         self,
@@ -119,11 +123,13 @@ class PipelineReader:
             if source in executed:
                 continue
             if edge["condition_fn"] is not None or edge["input_fn"] is not None:
-                raise NotPlanned(f"the edge from {source} has a function")
+                raise NotPlanned(f"the edge from {self._shown_name(source)} has a function")
             if source not in outputs:
-                raise NotPlanned("")  # the module before it has the reason
+                raise NotPlanned("")  # the note of the source module states the reason
             value = _output_of(edge["src_key"], outputs[source])
-            name = edge["dest_key"] or _only_key(module.free_req_input_keys, key)
+            name = edge["dest_key"] or _only_key(
+                module.free_req_input_keys, "it must have one required input"
+            )
             if name in inputs:
                 raise NotPlanned(f"several modules provide its input {name}")
             inputs[name] = value
@@ -153,7 +159,7 @@ class PipelineReader:
         reading = replace(self, pipeline=pipeline, name_prefix=f"{self.name_prefix}{key}.")
         outputs = reading.read({roots[0]: inputs})
         if leaves[0] not in outputs:
-            raise NotPlanned("")  # the module that was not read has the reason
+            raise NotPlanned("")  # the note of the module that was not read states the reason
         return outputs[leaves[0]]
 
     def _read_prompt(self, module: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +220,7 @@ class PipelineReader:
 
     def variables_of(self, placeholder: str) -> frozenset[str]:
         """Return the variables that a placeholder's text reads."""
-        return _variables(self.sources[placeholder].text)
+        return variables(self.sources[placeholder].text)
 
     def text(self, value: Any) -> Expression:
         """Return an expression for the text of a value with placeholders."""
@@ -275,12 +281,12 @@ def _output_of(src_key: str | None, outputs: Mapping[str, Any]) -> Any:
         if src_key not in outputs:
             raise NotPlanned(f"its source has no output {src_key!r}")
         return outputs[src_key]
-    return outputs[_only_key(outputs.keys(), "its source")]
+    return outputs[_only_key(outputs.keys(), "its source must have one output")]
 
 
-def _only_key(keys: Any, what: str) -> str:
+def _only_key(keys: Any, rule: str) -> str:
     if len(keys) != 1:
-        raise NotPlanned(f"{what} must have one key, got {sorted(keys)}")
+        raise NotPlanned(f"{rule}, got {sorted(keys)}")
     return str(next(iter(keys)))
 
 
@@ -298,15 +304,3 @@ def _flat_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "".join(map(_flat_text, value))
     return ""
-
-
-def _variables(expression: Expression) -> frozenset[str]:
-    if isinstance(expression, dict):
-        if "var" in expression:
-            return frozenset((expression["var"],))
-        if "lit" in expression:
-            return frozenset()
-        expression = list(expression.values())
-    if isinstance(expression, list):
-        return frozenset().union(*map(_variables, expression))
-    return frozenset()

@@ -14,7 +14,7 @@ from ...speculation.planned_call import PlannedCall
 from ..acceleration.plan_builder import NotPlanned
 from ..acceleration.planned_run import PlannedRun
 from ..acceleration.prompt_slots import planned_call, text_read
-from ..acceleration.scope import ACTIVE_SCOPE, Scope
+from ..acceleration.scope import Scope, active_scope
 from ..llm.llm import Conure
 from ..llm.model_request import ModelRequest
 from .core012 import QueryPipeline
@@ -43,7 +43,7 @@ def next_module_keys(upstream: Any, pipeline: Any, run_state: Any) -> list[str]:
         pipeline: the running pipeline.
         run_state: state of the run.
     """
-    scope = ACTIVE_SCOPE.get()
+    scope = active_scope()
     # Nested pipelines are planned with the outermost one.
     if scope is not None and scope.app is pipeline:
         _plan_ahead(scope, pipeline, run_state)
@@ -78,6 +78,9 @@ def _plan_ahead(scope: Scope, pipeline: Any, run_state: Any) -> None:
         raise NotPlanned(f"a {type(module).__name__} runs here")
 
     reading = PipelineReader(pipeline, call, opaque, streams=True)
+    if reading.placeholders(run_state.all_module_inputs):
+        scope.note("an input contains characters that are reserved for placeholders")
+        return
     reading.read(run_state.all_module_inputs, frozenset(run_state.executed_modules))
     for session, planned_calls in new_calls.items():
         session.plan(planned_calls)

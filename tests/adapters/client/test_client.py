@@ -669,7 +669,7 @@ def test_one_async_client_serves_several_loops(double: Any, kit: Any) -> None:
 def test_an_unreachable_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONURE_URL", "http://127.0.0.1:9")
     with (
-        Client(retry=Retry(first_patience_s=0.01)) as client,
+        Client(retry=Retry(first_contact_timeout_s=0.01)) as client,
         pytest.raises(ServerUnreachableError, match=r"http://127\.0\.0\.1:9.*conure serve"),
     ):
         client.submit({"nodes": []})

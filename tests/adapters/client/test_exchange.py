@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -73,7 +74,7 @@ FULL = Reply(429, {"retry-after": "3"}, b'{"code": "queue.full"}')
 
 def test_a_program_that_a_busy_server_refuses_is_sent_again_for_minutes() -> None:
     now_s = 0.0
-    retry = Retry(max_retries=1, busy_timeout_s=60, clock=lambda: now_s, noise=random.Random(0))
+    retry = Retry(max_retries=1, refused_timeout_s=60, clock=lambda: now_s, noise=random.Random(0))
     flow, num_requests = send(Request("POST", "/v1/programs"), retry), 0
     what = next(flow)
     with pytest.raises(StopIteration) as end:
@@ -334,8 +335,31 @@ def test_a_function_that_was_not_called_is_no_program() -> None:
         programs.submission_body(shop)  # type: ignore[arg-type]  # a mistake of a user
 
 
+def test_a_short_wait_limits_the_sum_of_all_delays() -> None:
+    now_s = 0.0
+
+    def clock() -> float:
+        return now_s
+
+    flow = send(Request("GET", "/x"), replace(RETRY, max_retries=9, clock=clock).within(10.0))
+    what = next(flow)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            if isinstance(what, Sleep):
+                now_s += what.delay_s
+                what = flow.send(None)
+            else:
+                what = flow.send(BUSY)
+    assert end.value.value == BUSY
+    assert 9 <= now_s <= 10
+
+
 def test_a_short_wait_limits_all_retries() -> None:
     retry = Retry().within(3.0)
-    assert (retry.unreachable_timeout_s, retry.busy_timeout_s, retry.most_asked_s) == (3, 3, 3)
-    assert Retry().within(0.0).most_asked_s == Retry().first_patience_s
+    assert (retry.unreachable_timeout_s, retry.refused_timeout_s, retry.max_retry_after_s) == (
+        3,
+        3,
+        3,
+    )
+    assert Retry().within(0.0).max_retry_after_s == Retry().first_contact_timeout_s
     assert RETRY.within(1_000.0) == RETRY

@@ -497,7 +497,9 @@ async def test_cancelled_await_cancels_its_program(tmp_path: Path, submitted: li
 
 
 async def test_unreachable_server_is_reported_despite_short_timeout() -> None:
-    retry = Retry(max_retries=1, base_delay_s=0.01, unreachable_timeout_s=0.4, first_patience_s=0.4)
+    retry = Retry(
+        max_retries=1, base_delay_s=0.01, unreachable_timeout_s=0.4, first_contact_timeout_s=0.4
+    )
     with Client("http://127.0.0.1:1", retry=retry) as client:
         llm = ChatConure(client=client, timeout=0.1)
         fast = accelerate(ask("{x}") | llm | TEXT)

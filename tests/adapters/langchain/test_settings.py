@@ -96,7 +96,8 @@ def test_wrong_address_is_explained(url: str) -> None:
 
 def test_timeout_limits_the_wait_for_an_absent_server() -> None:
     retry = ChatConure(base_url="http://127.0.0.1:9", timeout=0.01).connection()._retry
-    assert (retry.first_patience_s, retry.unreachable_timeout_s) == (0.01, 0.01)
+    assert (retry.first_contact_timeout_s, retry.unreachable_timeout_s) == (0.01, 0.01)
+    assert (retry.refused_timeout_s, retry.max_retry_after_s) == (0.01, 0.01)
     with pytest.raises(ServerUnreachableError):
         ChatConure(base_url="http://127.0.0.1:9", timeout=0.01).invoke("hi")
 

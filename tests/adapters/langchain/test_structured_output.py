@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from langchain_core.exceptions import OutputParserException
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from conure.adapters.client import Client
 from conure.adapters.langchain import ChatConure, accelerate
@@ -106,6 +106,28 @@ async def test_cut_answer_under_any_constraint_is_an_error(
     with pytest.raises(RunError, match="before it satisfied its constraint"):
         [chunk async for chunk in llm.astream("x")]
     await cast(Any, llm).bound.async_connection().close()
+
+
+class Few(BaseModel):
+    """At most two items."""
+
+    items: list[str]
+
+    @field_validator("items")
+    @classmethod
+    def check_number(cls, items: list[str]) -> list[str]:
+        if len(items) > 2:
+            raise ValueError("too many items")
+        return items
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
+def test_a_stream_fails_if_a_validator_rejects_the_answer(client: Client, method: Any) -> None:
+    llm = ChatConure(client=client, temperature=0)
+    chain = llm.with_structured_output(Few, method=method)
+    for run in (chain.invoke, lambda text: [*chain.stream(text)]):
+        with pytest.raises(Exception, match="too many items"):
+            run("JSON")
 
 
 def test_cut_text_without_a_constraint_is_an_answer(client: Client) -> None:

@@ -107,6 +107,35 @@ def test_prompt_matches_langchain(template: Any, values: dict[str, Any], has_his
     assert rendered(template | LLM, values) == expected
 
 
+@pytest.mark.parametrize("template_format", ["f-string", "mustache"])
+@pytest.mark.parametrize("is_assigned", [False, True])
+def test_a_record_replaces_partial_and_optional_variables(
+    template_format: Any, is_assigned: bool
+) -> None:
+    slots = "{a} {b}" if template_format == "f-string" else "{{a}} {{b}}"
+    history = MessagesPlaceholder("history", optional=True)
+    template = ChatPromptTemplate.from_messages(
+        [("human", slots), history], template_format=template_format
+    ).partial(b="over")
+    given = {"a": "x", "b": "mine", "history": [("human", "before")]}
+    for values in (given, {"a": "x"}):
+        record: Any = {name: itemgetter(name) for name in values}
+        if is_assigned:
+            record = RunnablePassthrough.assign(a=itemgetter("a"))
+        expected = to_wire_list(template.invoke(values))
+        assert rendered(record | template | LLM, values) == expected
+
+
+def test_a_function_for_a_placeholder_runs_at_each_call() -> None:
+    history: list[Any] = []
+    template = ChatPromptTemplate.from_messages([MessagesPlaceholder("history"), ("human", "{a}")])
+    program = to_program(template.partial(history=lambda: list(history)) | LLM)
+    for text in ("one", "two"):
+        history.append(("human", text))
+        given = program.submission({"a": "x"})["inputs"]
+        assert any(len(value) == len(history) for value in given.values() if type(value) is list)
+
+
 @pytest.mark.parametrize("value", ["tea", 7, {"topic": "tea"}, ["a"], ("a", 1), Document("x")])
 def test_single_variable_prompt_accepts_bare_value(value: Any) -> None:
     template = prompt("Say {topic}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,33 @@ async def test_failed_block_leaves_nothing_running(llm: Conure, submitted: list[
         llm.complete("a")
         raise ZeroDivisionError
     assert ACTIVE_SCOPE.get() is None
+    await all_ended(llm.connection(), submitted)
+
+
+async def test_an_app_in_a_task_that_outlives_its_run_has_a_run_of_its_own(llm: Conure) -> None:
+    fast = accelerate(TreeSummarize(llm=llm))
+    has_ended = asyncio.Event()
+
+    async def later() -> str:
+        await has_ended.wait()
+        return str(await fast.aget_response("Why?", ["a", "b"]))
+
+    with conure_run() as report:
+        task = asyncio.create_task(later())
+        await asyncio.sleep(0)
+    has_ended.set()
+    await task
+    assert report.calls == []
+    assert len(explain(fast).calls) > 0
+
+
+async def test_the_call_of_a_stream_that_is_never_read_is_cancelled(
+    llm: Conure, submitted: list[str]
+) -> None:
+    with conure_run():
+        stream = llm.stream_complete("a", max_tokens=200_000)
+    del stream
+    gc.collect()
     await all_ended(llm.connection(), submitted)
 
 

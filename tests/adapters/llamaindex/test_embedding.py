@@ -54,3 +54,11 @@ def test_embedding_model_is_serializable() -> None:
     model = ConureEmbedding(base_url="http://127.0.0.1:9", dimensions=8)
     assert model.to_dict()["class_name"] == "conure_embedding"
     assert pickle.loads(pickle.dumps(model)).to_dict() == model.to_dict()
+
+
+def test_pickled_embedding_model_keeps_the_server() -> None:
+    with Client("http://127.0.0.1:9") as client:
+        model = ConureEmbedding(client=client)
+        made = pickle.loads(pickle.dumps(model))
+        assert (made.client, made.base_url) == (None, "http://127.0.0.1:9")
+        assert model.connection() is client

@@ -446,6 +446,8 @@ def test_key_and_headers_reach_the_client(monkeypatch: pytest.MonkeyPatch) -> No
     llm = Conure(base_url="http://127.0.0.1:9", api_key="k", default_headers={"x-team": "a"})
     assert "api_key" not in llm.to_dict()
     assert "api_key" not in repr(llm)
+    headers = llm.connection()._settings.headers
+    assert (headers["authorization"], headers["x-team"]) == ("Bearer k", "a")
     plain = Conure(base_url="http://127.0.0.1:9")
     assert llm.connection() is not plain.connection()
     monkeypatch.setenv("CONURE_API_KEY", "k")
@@ -473,4 +475,5 @@ def test_required_tool_call_that_is_missing_raises(llm: Conure) -> None:
 def test_rejection_keeps_code_and_reason(make_llm: Callable[..., Conure]) -> None:
     with pytest.raises(ProgramError) as caught:
         make_llm().complete("a", max_tokens=0)
-    assert "max_tokens" in str(caught.value)
+    assert caught.value.code == "program.invalid"
+    assert "max_tokens" in caught.value.message

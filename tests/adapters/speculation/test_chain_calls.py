@@ -36,7 +36,9 @@ class Case:
             call("b", {s}, {"input": s}),
             call("c", {s, "a"}, {"input": s}, {"text": "/"}, content("a")),
         )
-        self.plan = ChainPlan(calls, {"at s": self.awaited}, self.root, may_grow=False)
+        self.plan = ChainPlan(
+            calls, {"at s": self.awaited}, self.root, may_grow=False, is_direct=False
+        )
         monkeypatch.setattr(SpeculativeRun, "flush", lambda self, *_: None)
         client: Any = SimpleNamespace(identity="server")
         self.chain = ChainRun(client, "chain", is_streamed=False)
@@ -235,5 +237,5 @@ def test_unneeded_calls_are_reported_at_the_end(case: Case) -> None:
 
 def test_complete_plan_is_submitted_closed(case: Case) -> None:
     calls = (call("a", set(), "say"),)
-    case.chain.begin([(ChainPlan(calls, {}, Source("y"), may_grow=False), {})])
+    case.chain.begin([(ChainPlan(calls, {}, Source("y"), may_grow=False, is_direct=False), {})])
     assert case.next().is_complete

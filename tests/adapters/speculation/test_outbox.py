@@ -240,8 +240,8 @@ def test_a_value_observed_again_changes_no_planned_call(sent: Sent) -> None:
     sent.registry.set_values({"v": {"content": "second"}})
     sent.registry.set_values({"w": {"content": "w"}})
     text = {"text": "w"}
-    assert not sent.registry.has_planned(node("a", {"text": "second"}, text))
-    assert sent.registry.has_planned(node("a", {"text": "first"}, text))
+    assert sent.registry.planned(node("a", {"text": "second"}, text)) is None
+    assert sent.registry.planned(node("a", {"text": "first"}, text)) is not None
 
 
 def appended(sent: Sent) -> OutboxRequest:
@@ -290,6 +290,19 @@ def test_calls_of_a_program_that_lost_its_client_are_sent_again(sent: Sent) -> N
     assert (again.action, [record.variable for record in again.records]) == ("submit", ["b", "c"])
     assert again.body["inputs"] == {"a": {"content": "A"}}
     assert sent.heard("b") == sent.heard("c") == []
+
+
+def test_a_late_rejection_does_not_affect_calls_that_were_sent_again(sent: Sent) -> None:
+    append = appended(sent)
+    lost = RunError("program.lease_lost", "no reader")
+    sent.outbox.program_ended(append.program, lost, has_finished=True)
+    sent.accept_all()
+    program = sent.requests[-1].program
+    sent.outbox.rejected(append, ConflictError("session.ended", "it has ended"))
+    record = sent.registry.records["b"]
+    assert (record.is_sent, record.program) == (True, program.id)
+    assert sent.outbox.next() is None
+    assert sent.heard("b") == []
 
 
 def test_calls_go_to_another_program_if_events_cannot_be_read(sent: Sent) -> None:

@@ -234,6 +234,18 @@ def test_prompt_prints_joined_list_as_python(llm: Conure, client: Client) -> Non
     assert str(to_program(pipeline).run(client, x="it's")) == made
 
 
+def test_an_input_with_reserved_characters_is_not_planned(llm: Conure) -> None:
+    pipeline = linked({"p": PromptTemplate("A {x}"), "l": llm}, ("p", "l"))
+    fast = accelerate(pipeline)
+    for number in (0, 7):
+        given = f"tea \ue000{number}\ue001"
+        assert str(fast.run(x=given)) == str(pipeline.run(x=given))
+    assert explain(fast).num_planned == 0
+    assert explain(fast).notes == [
+        "an input contains characters that are reserved for placeholders"
+    ]
+
+
 def test_edge_functions_run_in_the_pipeline(llm: Conure, client: Client) -> None:
     pipeline = QueryPipeline()
     pipeline.add_modules(
