@@ -49,7 +49,8 @@ def pick(name: str, *, needs_cpu: bool = False) -> torch.device:
         return torch.device("cpu")
     index = int(number or 0)
     if index >= num_devices:
-        found = f"{num_devices} CUDA devices" if num_devices else "no CUDA device"
+        counted = f"{num_devices} CUDA device{'' if num_devices == 1 else 's'}"
+        found = counted if num_devices else "no CUDA device"
         raise EngineError("engine.bad_option", f"device is {name!r}, but torch finds {found}")
     if find_spec("triton") is None:
         raise EngineError(
@@ -73,8 +74,9 @@ def describe(name: str, device: torch.device) -> str:
         return "device=cpu"
     if not torch.cuda.device_count():
         return "device=cpu, because torch finds no CUDA device"
-    reason = "batch_invariant needs it" if find_spec("triton") else "triton is not installed"
-    return f"device=cpu, because {reason}; use device=cuda for the GPU"
+    if find_spec("triton") is None:
+        return "device=cpu, because triton is not installed; for the GPU, run pip install triton"
+    return "device=cpu, because batch_invariant needs it; turn it off to use the GPU"
 
 
 def check_dtype(name: str, device: torch.device) -> None:
@@ -86,29 +88,42 @@ def check_dtype(name: str, device: torch.device) -> None:
     known = _DTYPES[device.type]
     if name not in (*known, "auto"):
         raise EngineError(
-            "engine.bad_option", f"dtype must be {', '.join(known)} or auto, got {name!r}"
+            "engine.bad_option",
+            f"dtype on {device.type} must be {', '.join(known)} or auto, got {name!r}",
         )
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the free memory of a device.
 
-    Free main memory is limited by the machine and by the process's control group.
+    Free main memory is limited by the machine and, in a container, by its control group.
+
+    Args:
+        device: The device.
+        group: The folder of the control group.
     """
     if device.type == "cuda":
-        # Memory that torch caches counts as used.
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # memory that torch caches would count as used
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     values = {name: value for name, _, value in (line.partition(":") for line in lines)}
     free = int(values["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
     limit, used = group / "memory.max", group / "memory.current"
     if limit.is_file() and used.is_file():
         ceiling = limit.read_text(encoding="ascii").strip()
         if ceiling != "max":
-            free = min(free, int(ceiling) - int(used.read_text(encoding="ascii")))
+            held = int(used.read_text(encoding="ascii")) - _reclaimable_bytes(group)
+            free = min(free, int(ceiling) - held)
     return max(0, free)
+
+
+def _reclaimable_bytes(group: Path) -> int:
+    """Return the bytes of files, such as a checkpoint, that a control group caches."""
+    statistics = group / "memory.stat"
+    if not statistics.is_file():
+        return 0
+    values = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
+    return int(values.get("inactive_file", 0))
 
 
 def num_cores(
@@ -142,8 +157,8 @@ def num_cores(
 def keep_freed_memory() -> None:
     """Configure glibc to keep freed memory for the next step; without glibc, do nothing.
 
-    By default it returns large blocks to the system, and each step pays for fresh pages: 13 % of
-    a prefill.
+    By default glibc returns large blocks to the system, and each step pays for fresh pages: 13 %
+    of a prefill.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt

@@ -48,6 +48,7 @@ FILE_ENDINGS = (
     "max",
     "safetensors",
     "sqlite3",
+    "stat",
 )
 # The beginnings of names that are not codes: modules, fields of other APIs, stages of ASGI.
 NO_CODES = {

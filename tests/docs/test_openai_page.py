@@ -21,6 +21,12 @@ PRINTED: dict[str, str] = dict(
 )
 
 
+def test_every_marked_block_is_tested() -> None:
+    assert PAGE.count("<!-- tested: ") == len(TESTED)
+    assert PAGE.count("<!-- printed: ") == len(PRINTED)
+    assert TESTED.keys() == PRINTED.keys()
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with served("--engine", "fake") as url:

@@ -87,7 +87,7 @@ def test_accelerator_needs_triton(num_devices: int, monkeypatch: pytest.MonkeyPa
             1,
             "auto",
             True,
-            "device=cpu, because batch_invariant needs it; use device=cuda for the GPU",
+            "device=cpu, because batch_invariant needs it; turn it off to use the GPU",
         ),
         (1, "auto", False, "device=cuda:0 (a GPU, 141 GiB), found by device=auto"),
         (1, "cuda", False, "device=cuda:0 (a GPU, 141 GiB)"),
@@ -122,7 +122,7 @@ def test_auto_keeps_the_checkpoints_16_bits_where_the_device_has_them(
 
 def test_float16_needs_an_accelerator() -> None:
     device.check_dtype("float16", torch.device("cuda", 0))
-    with pytest.raises(EngineError, match="dtype must be float32, bfloat16 or auto, got 'float16'"):
+    with pytest.raises(EngineError, match="dtype on cpu must be float32, bfloat16 or auto"):
         device.check_dtype("float16", torch.device("cpu"))
 
 
@@ -196,3 +196,15 @@ def test_threads_are_set_per_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_cached_files_of_a_container_are_free_memory(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    machine = device.free_bytes(cpu, tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    assert device.free_bytes(cpu, tmp_path) == 300 < machine
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 600\n")
+    assert device.free_bytes(cpu, tmp_path) == 900
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device.free_bytes(cpu, tmp_path) > 1000

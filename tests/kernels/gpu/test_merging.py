@@ -54,7 +54,7 @@ def test_last_program_of_a_query_merges_its_partials(
         expected = reference.attention(
             query, keys, values, plan, scale=0.3, window=window, softcap=softcap, sinks=sinks
         )
-        for _ in range(2):  # the counters are zeros again
+        for _ in range(2):  # the second call fails unless the first one resets its counters
             found = operations.attention(
                 query.to(device),
                 keys.to(device),
@@ -70,7 +70,7 @@ def test_last_program_of_a_query_merges_its_partials(
         num_merged += device_table.work.num_merges
         assert not device_table.work.is_merged
         assert not device_table.current.counters.any()
-    # Nothing is shared under a window, and windows are not cut.
+    # Under a window nothing is shared, and these ranges fit into one chunk.
     assert (num_merged > 0) == (window is None)
 
 
