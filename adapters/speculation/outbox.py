@@ -147,10 +147,10 @@ class SpeculativeOutbox:
 
     def _may_send_to(self, program: OpenProgram) -> bool:
         """Return whether values, or the end, of a program may have to be sent."""
-        if self._ending == "cancel":
-            return not (program.has_finished or program.is_cancelled)
+        has_ended = program.has_finished or program.is_cancelled
         lacks_values = not program.inputs <= program.given
-        return program.is_open and (lacks_values or self._ending == "close")
+        is_open = program.is_open and (lacks_values or bool(self._ending))
+        return is_open or (self._ending == "cancel" and not has_ended)
 
     @property
     def is_busy(self) -> bool:

@@ -146,8 +146,8 @@ class SpeculativeRun:
                 self._sibling_wait.end_if_known(self._client.io_thread.start_task)
                 return
             if not self.outbox.has_work:
-                left = self._taken()
-                assert not left, "without work there is no request"
+                if not (self.outbox.is_busy or self._is_idle.done()):
+                    self._is_idle.set_result(None)
                 return
             self._is_flushing = True
             if self._is_idle.done():

@@ -86,9 +86,14 @@ def render(
         needed = {
             name: _field(template, value, name, None, position) for name in template.input_variables
         }
-        # An input may replace a partial variable or an optional placeholder.
+        # An input may replace a partial variable or an optional placeholder. A variable of another
+        # source than the others cannot be rendered with them, and rarely has such a name.
+        has_rest = value.rest is not None and all(
+            isinstance(each, ClientValue) and each.source is value.rest.source
+            for each in needed.values()
+        )
         for name, default in template.partial_variables.items():
-            if name not in needed and (name in value.fields or value.rest is not None):
+            if name not in needed and (name in value.fields or has_rest):
                 needed[name] = _field(template, value, name, Constant(default), position)
         local = _combined(graph, template, needed, position)
     elif isinstance(value, ClientValue):
