@@ -11,6 +11,7 @@ that is forked starts its own thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
@@ -49,6 +50,13 @@ class IOThread:
                 weakref.finalize(self, self._worker.stop)
             self._worker.start_task(function, *args)
 
+    def wake(self, function: Callable[[], object]) -> None:
+        """Call a function in the thread, if it runs. Takes no lock, for the garbage collector."""
+        worker = self._worker
+        if worker is not None and worker.pid == os.getpid():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                worker.call(function)
+
     def close(self, cleanup: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Wait for pending tasks, at most `EXIT_TIMEOUT_S`; then cancel them.
 
@@ -80,6 +88,9 @@ class _Worker:
             task.add_done_callback(self._tasks.discard)
 
         self._loop.call_soon_threadsafe(start)
+
+    def call(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
 
     def stop(self, cleanup: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Finish the tasks, then end the thread. Has no effect when called again."""

@@ -71,6 +71,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_of_head = b""
         """The last bytes of an incomplete head."""
         self._is_in_head = True
+        self._has_begun = False
+        """A head has its first character."""
         self._num_unanswered = 0
         """Requests with a complete head and without a complete response."""
         self._deadline: asyncio.TimerHandle | None = None
@@ -98,8 +100,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse a part of a request, unless its head is too large."""
-        # Some clients end a body with an empty line, which is not the begin of a request.
-        if self._is_in_head and (self._num_head_bytes or data.strip(b"\r\n")):
+        if self._is_in_head and not self._has_begun and not data.strip(b"\r\n"):
+            return  # some clients end a body with an empty line; the connection stays idle
+        if self._is_in_head:
             is_within_limit = self._add_to_head(data)
             if self._deadline is None and self._num_unanswered == 0:
                 self._start_deadline(self._limits.head_s)
@@ -118,6 +121,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return True
         end = text.find(HEAD_END)
         return end >= 0 and self._num_head_bytes - len(text) + end <= MAX_HEAD_BYTES
+
+    def on_message_begin(self) -> None:
+        """Begin the head."""
+        self._has_begun = True
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Begin the body. uvicorn does not read the body of a request that waits for another."""
@@ -143,7 +151,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """End the response."""
         self._release_body()
         self._num_unanswered -= 1
-        is_head_incomplete = self._is_in_head and self._num_head_bytes and not self._num_unanswered
+        is_head_incomplete = self._is_in_head and self._has_begun and not self._num_unanswered
         if self._deadline is None and (is_head_incomplete or not self._is_in_head):
             limits = self._limits
             self._start_deadline(limits.head_s if is_head_incomplete else limits.body_s)
@@ -158,7 +166,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """End the request."""
         self._stop_deadline()
-        self._is_in_head = True
+        self._is_in_head, self._has_begun = True, False
         self._num_head_bytes, self._end_of_head = 0, b""
         super().on_message_complete()
 
@@ -181,6 +189,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._is_answering():
             self.transport.abort()
+            return
+        if not self._is_in_head and self._num_unanswered == 0:  # a body after its answer
+            self.transport.close()
+            self._start_stall()
             return
         body = (
             f'{{"type":"urn:conure:problem:{code}","title":"{status[4:].decode()}",'

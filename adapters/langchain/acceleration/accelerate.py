@@ -61,7 +61,8 @@ class Explanation:
     runs: tuple[RunStats, ...]
 
     def __str__(self) -> str:
-        lines = ["runs ahead on the server:"]
+        is_direct = self.plan.is_direct
+        lines = ["sent when the chain reaches it:" if is_direct else "runs ahead on the server:"]
         lines += [f"  {call.place}" for call in self.plan.calls] or ["  nothing"]
         lines.append("computed by the chain itself:")
         for each in self.plan.awaited.values():

@@ -60,8 +60,8 @@ class ChainRun:
         self._num_names = 0
         self._held: CallRecord | None = None
         """The only planned call, which its model sends."""
-        self._direct_program = ""
-        """The program of that call."""
+        self._direct: CallRecord | None = None
+        """That call, once its model sends it."""
 
     def bind_to(self, client: Client) -> bool:
         """Bind the run to the first client. Return whether this client can make its calls.
@@ -134,16 +134,19 @@ class ChainRun:
         if self._held is None or len(nodes) != 1:
             return False
         with self._registry.lock:
-            if self._held is None or self._registry.planned(nodes[0]) is not self._held:
+            if self._held is None or self._run.outbox.programs:
+                return False  # an open program takes the call
+            if self._registry.planned(nodes[0]) is not self._held:
                 return False
-            self._registry.claim(nodes[0])
+            self._direct = self._registry.claim(nodes[0])
             self._held = None
             self.stats.num_served += 1
             return True
 
     def note_direct_program(self, program: str) -> None:
-        """Record the program of a direct call."""
-        self._direct_program = program
+        """Record the program of the direct call."""
+        assert self._direct is not None, "`is_direct` has returned true"
+        self._direct.program = program
 
     def result(self, nodes: Sequence[dict[str, Json]], timeout_s: float | None) -> ChatResult:
         """Wait for the answers to a call of the chain, one for each node. Blocks.
@@ -271,12 +274,13 @@ class ChainRun:
         if self._bound_run is None:
             return self.stats
         first = next((p.id for p in self._run.outbox.programs), "")
-        self.stats.program = self._direct_program or first
+        self.stats.program = first if self._direct is None else self._direct.program
         self.stats.refusals = list(self._registry.rejections)
         records = self._registry.records.values()
         self.stats.num_in_first_program = sum(
-            each.is_claimed and each.program == self.stats.program for each in records
-        ) + bool(self._direct_program)
+            each.is_claimed and bool(each.program) and each.program == self.stats.program
+            for each in records
+        )
         for record in records:
             place = record.call.place
             if record.was_started and not record.is_claimed and place not in self.stats.wasted:

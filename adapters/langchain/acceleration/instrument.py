@@ -53,8 +53,8 @@ class ChainInstrumenter:
         """The chain with probes. If a config changes the plan, a probe may be missing; then the
         calls that wait for its value are misses."""
         self._plans = {"": self.default_plan}
-        """By prefix, for configs without configurable fields. A plan of a `.map()` over twenty
-        items takes longer than the rest of the run before its request."""
+        """By prefix, for configs without configurable fields. Making the plans of a `.map()` over
+        twenty items takes longer than the rest of the run before its request."""
 
     def plan(self, prefix: str, config: RunnableConfig | None) -> ChainPlan:
         """Return the plan of one run.
@@ -66,9 +66,9 @@ class ChainInstrumenter:
         if config and config.get("configurable"):
             return plan_of(self.chain, identity=self._identity, prefix=prefix, config=config)
         plan = self._plans.get(prefix)
-        if plan is None:
+        if plan is None or not plan.is_current():
             plan = plan_of(self.chain, identity=self._identity, prefix=prefix, config=None)
-            if len(self._plans) < MAX_PLANS:
+            if prefix in self._plans or len(self._plans) < MAX_PLANS:
                 self._plans[prefix] = plan
         return plan
 

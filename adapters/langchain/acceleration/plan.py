@@ -13,7 +13,9 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
+from langchain_core.globals import get_llm_cache
 from langchain_core.runnables.config import var_child_runnable_config
+from pydantic import BaseModel
 
 from conure.server.program.ir import Json
 
@@ -59,8 +61,18 @@ class ChainPlan:
     may_grow: bool
     """Whether parts of the chain are planned later, when the chain reaches them."""
     is_direct: bool
-    """Whether the chain makes only one call, which cannot start before the chain reaches it. The
-    chain sends it as without a plan, which takes less time."""
+    """Whether the plan has one call, which cannot start before the chain reaches it. The chain
+    sends it as without a plan, which takes less time."""
+    models: tuple[tuple[BaseModel, dict[str, Any]], ...] = ()
+    """The models of the calls, and their fields when the plan was made."""
+    has_cache: bool = False
+    """Whether LangChain had a global cache of answers, whose models are not planned."""
+
+    def is_current(self) -> bool:
+        """Return whether a new plan would have the same calls."""
+        if self.has_cache != (get_llm_cache() is not None):
+            return False
+        return all(vars(model) == fields for model, fields in self.models)
 
     def inputs(self, given: Any) -> dict[str, Json]:
         """Return the variables that the chain's input gives values to."""

@@ -68,7 +68,15 @@ def plan_of(
         for (position, answer), node in zip(compiler.calls.items(), nodes, strict=True)
     )
     is_direct = len(calls) == 1 and not compiler.may_grow and compiler.reads_all(calls[0])
-    return ChainPlan(calls, compiler.awaited, graph.root, compiler.may_grow, is_direct)
+    return ChainPlan(
+        calls,
+        compiler.awaited,
+        graph.root,
+        compiler.may_grow,
+        is_direct,
+        models=tuple((model, dict(vars(model))) for model in compiler.models),
+        has_cache=get_llm_cache() is not None,
+    )
 
 
 def identity_of(model: ChatConure) -> object:
@@ -83,6 +91,7 @@ class _PlanningCompiler(ChainCompiler):
         super().__init__(graph)
         self.calls: dict[str, AnswerValue] = {}
         self.awaited: dict[str, AwaitedValue] = {}
+        self.models: list[ChatConure] = []
         self.may_grow = False
         """Parts of the chain are planned later."""
         self._identity = identity
@@ -171,6 +180,7 @@ class _PlanningCompiler(ChainCompiler):
             raise unsupported(position, "LangChain's cache may have the answer")
         if model.rate_limiter is not None:
             raise unsupported(position, "its rate limiter decides when it runs")
+        self.models.append(model)
         answer = super()._compile_model(model, kwargs, value, position)
         if not self.calls and not self._num_parallel:
             self._before_call = list(self._unread)

@@ -53,6 +53,7 @@ class PlannedRun:
         self._num_names = 0
         self._num_streams = 0
         self._is_over = False
+        self._wake = client.io_thread.wake
 
     def plan(self, calls: Sequence[PlannedCall]) -> None:
         """Start calls that the app is expected to make."""
@@ -105,14 +106,17 @@ class PlannedRun:
         return stream
 
     def _release_if_dropped(self, stream: object, record: CallRecord) -> None:
-        """Let the call of a stream end when the app drops the stream, also without reading it."""
+        """Let the call of a stream end when the app drops the stream, also without reading it.
+
+        The garbage collector may run in a thread that holds a lock of the run.
+        """
 
         def release() -> None:
             self._registry.release([record])
             if self._is_over:
                 self._run.flush()
 
-        weakref.finalize(stream, release).atexit = False
+        weakref.finalize(stream, self._wake, release).atexit = False
 
     def finish(self, *, is_failed: bool = False) -> None:
         """End the run with the app: cancel calls that have not ended.

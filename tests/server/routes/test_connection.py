@@ -105,30 +105,61 @@ async def test_a_body_after_its_answer_is_not_counted(tmp_path: Path) -> None:
     async with bounded(tmp_path) as server:
         reader, writer = await connect(server, head)
         assert b" 405 " in await reader.readline()
+        protocol: Any = next(iter(server.uvicorn.server_state.connections))
         writer.write(body)
-        assert await reader.readuntil(b"\r\n\r\n")
-        writer.write(START + b"\r\n")  # is answered after the body
-        await reader.readuntil(b" 200 OK")
+        await until(lambda: protocol._is_in_head)  # the body has arrived
         assert server.limits.body_bytes == 0
         writer.close()
 
 
-async def test_an_empty_line_after_a_body_starts_no_deadline(tmp_path: Path) -> None:
+async def test_an_empty_line_between_requests_leaves_the_connection_idle(tmp_path: Path) -> None:
     async with bounded(tmp_path, head_s=0.05) as server:
-        reader, writer = await connect(server, START + b"\r\n\r\n")
+        reader, writer = await connect(server, START + b"\r\n")
         await reader.readuntil(b" 200 OK")
+        writer.write(b"\r\n")
+        protocol: Any = next(iter(server.uvicorn.server_state.connections))
         await asyncio.sleep(0.2)
+        assert protocol.timeout_keep_alive_task is not None
         writer.write(START + b"Connection: close\r\n\r\n")
         answer = await answer_of((reader, writer))
         assert b" 200 OK" in answer
         assert b" 408 " not in answer
 
 
+async def test_a_head_that_began_with_the_request_before_can_go_on(tmp_path: Path) -> None:
+    async with bounded(tmp_path) as server:
+        reader, writer = await connect(server, START + b"\r\n" + START)
+        await reader.readuntil(b" 200 OK")
+        writer.write(b"\r\n")
+        await reader.readuntil(b" 200 OK")
+        writer.close()
+
+
+async def test_a_head_that_began_with_the_request_before_must_arrive_in_time(
+    tmp_path: Path,
+) -> None:
+    async with bounded(tmp_path, head_s=0.05) as server:
+        answer = await answer_of(await connect(server, START + b"\r\n" + START))
+        assert b" 200 OK" in answer
+        assert b" 408 " in answer
+
+
 async def test_head_and_body_must_arrive_in_time(tmp_path: Path) -> None:
-    body = START.replace(b"GET /healthz", b"POST /v1/programs") + b"Content-Length: 9\r\n\r\n{"
+    post = START.replace(b"GET /healthz", b"POST /v1/programs")
+    body = post + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
     async with bounded(tmp_path, head_s=0.05, body_s=0.05) as server:
         for start in (b"", b"GET", START, body):
             assert b" 408 " in await answer_of(await connect(server, start)), start
+
+
+async def test_a_body_that_does_not_follow_its_answer_gets_no_second_answer(
+    tmp_path: Path,
+) -> None:
+    post = START.replace(b"GET", b"POST") + b"Content-Length: 9\r\n\r\n{"
+    async with bounded(tmp_path, body_s=0.05) as server:
+        answer = await answer_of(await connect(server, post))
+        assert b" 405 " in answer
+        assert answer.count(b"HTTP/1.1 ") == 1
 
 
 async def test_connections_beyond_the_limit_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import (
     Runnable,
@@ -15,7 +17,7 @@ from langchain_core.runnables import (
     RunnablePassthrough,
 )
 
-from conure.adapters.client import Client
+from conure.adapters.client import Client, Retry, ServerUnreachableError
 from conure.adapters.langchain import ChatConure, accelerate
 from conure.adapters.langchain.acceleration.planner import identity_of, plan_of
 
@@ -104,5 +106,33 @@ def test_a_direct_call_runs_again_if_the_chain_repeats_it(client: Client) -> Non
     chain = (
         {"x": itemgetter("x")} | say | RunnableLambda(lambda text: (text, say.invoke({"x": "tea"})))
     )
-    first, second = accelerate(chain).invoke({"x": "tea"})
+    fast = accelerate(chain)
+    first, second = fast.invoke({"x": "tea"})
     assert first == second
+    (run,) = fast.explain().runs
+    assert (run.num_served, len(run.misses), run.num_in_first_program) == (1, 1, 1)
+
+
+def test_a_direct_call_that_the_server_did_not_take_has_no_program() -> None:
+    retry = Retry(max_retries=0)
+    with Client("http://127.0.0.1:9", retry=retry) as nowhere:
+        fast = accelerate(ask("Say {x}") | ChatConure(client=nowhere))
+        with pytest.raises(ServerUnreachableError):
+            fast.invoke({"x": "tea"})
+    (run,) = fast.explain().runs
+    assert (run.program, run.num_in_first_program) == ("", 0)
+
+
+def test_a_plan_follows_the_settings_of_its_models(client: Client) -> None:
+    llm = ChatConure(client=client, temperature=0, max_tokens=20)
+    fast = accelerate(RunnableLambda(search) | (ask("Say {x}") | llm).map())
+    fast.invoke("tea")
+    llm.max_tokens = 10
+    fast.invoke("tea")
+    set_llm_cache(InMemoryCache())
+    try:
+        fast.invoke("tea")
+    finally:
+        set_llm_cache(None)
+    served = [(run.num_planned, run.num_served) for run in fast.explain().runs]
+    assert served == [(2, 2), (2, 2), (0, 0)]
