@@ -130,9 +130,10 @@ async def test_nodes_after_a_required_wait_for_a_killed_value_are_skipped(
     harness: ServerHarness, required: bool
 ) -> None:
     inner = {"id": "w", "op": "wait", "variables": ["a"], "required": required, "job": "side"}
+    options: Json = LONG if required else {"max_tokens": 9}
     nodes: list[Json] = [
         generate("a", "A", **LONG),
-        generate("b", "B", **(LONG if required else {"max_tokens": 9})),
+        generate("b", "B", **options),
         {"id": "c", "op": "if", "cond": True, "then": [inner], "else": [], "job": "side"},
         expr("after", {"concat": [var("b"), "!"]}, after=["c"], job="side"),
         expr("later", 1, after=["after"], job="side"),
