@@ -33,11 +33,11 @@ class AnswerTextStream:
         self._num_seen = 0
 
     def more(self, text: str, offset: int) -> str:
-        """Return the part of `text`, which starts at `offset` of the answer, that is new.
+        """Return the part of `text` after the text that was returned before.
 
-        A restarted call starts again at offset 0. Its seed is the same, so its text is the same,
-        and the part that was returned before is skipped. Text after a gap is dropped; the
-        committed value contains it.
+        `text` starts at `offset` of the answer. A restarted call starts again at offset 0. Its seed
+        is the same, so its text is the same, and the part that was returned before is skipped.
+        Text after a gap is dropped; the committed value contains it.
         """
         if not offset <= self._num_seen < offset + len(text):
             return ""
@@ -55,7 +55,7 @@ class AnswerStream:
         Args:
             variable: receives the answer.
             node: the `generate` node.
-            program: id of the program. Events that name their program replace it.
+            program: id of the program. An event with a `program` field overrides this id.
         """
         self.program = program
         self.value: dict[str, Json] | None = None

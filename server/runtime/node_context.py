@@ -368,8 +368,8 @@ class NodeContext:
     def complete_slot(self, node_id: str, slot: int, ready: list[Ready]) -> None:
         """Complete a slot, then dispatch `ready` and the slots that become ready by its end.
 
-        If the node has already ended, for example because its value made a kill run, only
-        dispatches `ready`.
+        If the node has already ended (for example, a `kill` node ran when the value of the node
+        was published), only dispatches `ready`.
         """
         node_state = self.state.nodes[node_id]
         if not node_state.has_ended:

@@ -1,7 +1,7 @@
-"""Bodies of nodes: collected nodes, and the exports of their values.
+"""Bodies of control-flow nodes, and the variables that carry values out of them.
 
-Nodes are built only after compilation, because only then all required forms of each
-value are known. A value leaves a body under a name that the node's `merge` or `collect` lists.
+Nodes are built only after compilation, because only then is it known whether each value is read as
+text or as a message. A value leaves a body under a name that the node's `merge` or `collect` lists.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BodyOutputs:
     """Variables outside a node that carry values of its bodies."""
 
     hint: str
-    """Prefix of their names."""
+    """Prefix of the variables' names."""
     bodies: tuple[GraphBody, ...]
     fresh_name: Callable[[str], str]
     """Returns a unique name."""

@@ -1,12 +1,12 @@
 """Compilation of prompt templates to messages that the server renders.
 
-Responsibility: an f-string template becomes segments, so that its static text stays static. Any
-other template (mustache, jinja2, few-shot, images) renders itself as a whole on the client, if all
-of its variables are client values.
+Responsibility: an f-string template becomes segments, so that its static text stays static. The
+client renders any other template (mustache, jinja2, few-shot, images) as a whole, if all of its
+variables are client values.
 
-Invariants: a prompt that LangChain would render differently is rejected. The risk is `str()` of
-values that exist only on the server: a dict is printed by the server as Python would, a message and
-a format specification are errors.
+Invariants: a prompt that LangChain would render differently is rejected. A value that exists only
+on the server cannot be passed to Python's `str()`: the server prints dicts as Python does, and
+printing a message or formatting a server value with a format specification is an error.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ from .table import ITEM_SIZE, NO_LIMIT, SPARE_BLOCKS, ItemField, ranges
 CHUNK_UNIT: Final = 64
 """Chunks begin at multiples of this, so that no tile of keys is cut."""
 MIN_CHUNK_TOKENS: Final = 128
-"""Minimum length of a chunk: a shorter chunk takes longer to start than to read."""
+"""Lower bound of the target length of chunks: a shorter chunk takes longer to start than to read.
+Rounding can make a chunk up to a third shorter."""
 MIN_CHUNK_TOKENS_PER_QUERY: Final = 16
-"""Minimum length of a chunk per query of its tile: a partial costs as much as reading 8 tokens."""
+"""The same bound per query of a tile: a partial costs as much as reading 8 tokens."""
 ITEM_OVERHEAD_TOKENS: Final = 32
 """Cost of starting and ending an item, in tokens of reading."""
 
@@ -115,7 +116,7 @@ def list_ranges(plan: Plan, window: int | None) -> KVRanges:
 
 
 def select(tiles: QueryTiles, chosen: NDArray[np.bool_]) -> QueryTiles:
-    """Return some of the tiles."""
+    """Return the tiles that are chosen."""
     return QueryTiles(
         range_of=tiles.range_of[chosen],
         first=tiles.first[chosen],

@@ -22,7 +22,7 @@ class IfExecutor(NodeExecutor[IfNode]):
     kind = IfNode
 
     def run(self, node: IfNode, slot: int) -> None:
-        """Take a branch, publish its outputs, or end."""
+        """In slot ENTER, take a branch; in OUTPUT, publish its outputs; in EXIT, end the node."""
         if slot == ENTER:
             self._take_branch(node)
         elif slot == OUTPUT:

@@ -1,4 +1,4 @@
-"""`conure` that kills itself at an aimed point: `python -m ...crash_points POINT N serve ...`.
+"""Run `conure`, and kill it at a chosen point: `python -m ...crash_points POINT N serve ...`.
 
 The process sends itself SIGKILL before, after or in the middle of the N-th call of a function at
 which a crash is most likely to do harm.
@@ -38,7 +38,7 @@ POINTS: dict[str, tuple[type, str, bool]] = {
     "before a program ends": (ProgramRun, "_finish", False),
     "after a program ended": (ProgramRun, "_finish", True),
 }
-"""Class, method, and whether the method is called first."""
+"""Class, method, and whether the process is killed after the method; else before it."""
 
 
 def aim(point: str, number: int) -> None:

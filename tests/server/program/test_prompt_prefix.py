@@ -127,7 +127,8 @@ SCALARS = TEXTS | st.none() | st.booleans() | st.integers(-5, 5) | st.floats(-2,
 EXPRESSIONS = st.recursive(
     TEXTS | NAMES.map(v) | SCALARS.map(lambda x: {"lit": x}) | st.integers(-5, 5),
     lambda inner: st.one_of(
-        # A list as an operand of an inserted `concat` is the one difference that is meant.
+        # `expand` and `evaluate` differ on purpose for an inserted `concat` with a list as operand.
+        # The leading "" excludes that case.
         st.lists(inner, min_size=1, max_size=3).map(lambda xs: {"concat": ["", *xs]}),
         st.tuples(st.lists(inner, max_size=3), TEXTS).map(lambda t: {"join": [*t]}),
         st.lists(inner, max_size=3),
