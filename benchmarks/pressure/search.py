@@ -121,7 +121,8 @@ def bound_s(sent: Sequence[ScheduledProgram], machine: SimulatedMachine) -> floa
     """Return a mean duration that no schedule can beat."""
     free = machine._replace(num_blocks=10**6, join_s=0.0)
     alone = [whole([each._replace(at_s=0.0)], free).took_s[0] for each in sent]
-    work = [_engine_s(each, machine, _shared_prefixes(sent)) for each in sent]
+    prefixes = _shared_prefixes(sent)
+    work = [_engine_s(each, machine, prefixes) for each in sent]
     ends = _ends_by_remaining_work([each.at_s for each in sent], work)
     shared = [end - each.at_s for end, each in zip(ends, sent, strict=True)]
     return max(statistics.fmean(alone), statistics.fmean(shared))
