@@ -142,10 +142,12 @@ class PlannedCallRegistry:
         with self.lock:
             return self._siblings.wait_s(self.values)
 
-    def claim(self, node: Mapping[str, Json]) -> CallRecord | None:
+    def claim(
+        self, node: Mapping[str, Json], *, only: CallRecord | None = None
+    ) -> CallRecord | None:
         """Return the planned call with the same request to the model as `node`.
 
-        Each planned call is returned at most once.
+        Each planned call is returned at most once. With `only`, no other call is returned.
 
         Raises:
             ValueError: if the prompt cannot be encoded as UTF-8.
@@ -153,21 +155,20 @@ class PlannedCallRegistry:
         key = request_key(node, {})
         with self.lock:
             planned = self._by_key.get(key)
-            if not planned:
+            if not planned or (only is not None and planned[0] is not only):
                 return None
             record = planned.popleft()
             record.is_claimed = record.is_awaited = True
             return record
 
-    def planned(self, node: Mapping[str, Json]) -> CallRecord | None:
-        """Return the planned call that `claim` would return.
+    def has_planned(self, node: Mapping[str, Json]) -> bool:
+        """Return whether `claim` would find a planned call.
 
         Raises:
             ValueError: if the prompt cannot be encoded as UTF-8.
         """
         with self.lock:
-            records = self._by_key.get(request_key(node, {}))
-            return records[0] if records else None
+            return bool(self._by_key.get(request_key(node, {})))
 
     def add_unplanned(self, call: PlannedCall) -> CallRecord:
         """Add a call that the application makes and that no planned call matches."""

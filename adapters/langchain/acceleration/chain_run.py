@@ -136,9 +136,9 @@ class ChainRun:
         with self._registry.lock:
             if self._held is None or self._run.outbox.programs:
                 return False  # an open program takes the call
-            if self._registry.planned(nodes[0]) is not self._held:
+            self._direct = self._registry.claim(nodes[0], only=self._held)
+            if self._direct is None:
                 return False
-            self._direct = self._registry.claim(nodes[0])
             self._held = None
             self.stats.num_served += 1
             return True

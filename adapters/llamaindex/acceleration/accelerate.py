@@ -1,10 +1,9 @@
 """`accelerate`: a LlamaIndex app whose model calls run before the app makes them.
 
 An accelerated app is a copy whose class is a subclass with the same name; it has the same parts
-and emits the same events. When one of LlamaIndex's
-own response synthesizers, extractors or rerankers starts, the calls that it is about to make are
-planned and submitted, and its calls are answered from there. `conure_run` does the same for all
-apps and calls of a `with` block.
+and emits the same events. When one of LlamaIndex's own response synthesizers, extractors or
+rerankers starts, the calls that it is about to make are planned and submitted, and its calls are
+answered from there. `conure_run` does the same for all apps and calls of a `with` block.
 
 Out of scope: which parts are planned (`span_planner`).
 

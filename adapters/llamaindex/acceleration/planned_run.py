@@ -62,7 +62,7 @@ class PlannedRun:
 
     def is_planned(self, call: PlannedCall) -> bool:
         """Return whether the plan contains an identical call."""
-        return self._registry.planned(call.node) is not None
+        return self._registry.has_planned(call.node)
 
     def fresh(self, hint: str) -> str:
         """Return a variable name that the run does not use yet."""

@@ -57,7 +57,7 @@ def commit(registry: PlannedCallRegistry, variable: str, value: Json) -> None:
 def test_known_call_is_claimed_once() -> None:
     registry = PlannedCallRegistry()
     registry.plan([planned_call("a", chat("x"))])
-    assert registry.planned(chat("x").node("", "")) is not None
+    assert registry.has_planned(chat("x").node("", ""))
     assert claim(registry, chat("y")) is None
     assert claim(registry, chat("x", temperature=0)) is None
     claimed = claim(registry, chat("x"))

@@ -240,8 +240,8 @@ def test_a_value_observed_again_changes_no_planned_call(sent: Sent) -> None:
     sent.registry.set_values({"v": {"content": "second"}})
     sent.registry.set_values({"w": {"content": "w"}})
     text = {"text": "w"}
-    assert sent.registry.planned(node("a", {"text": "second"}, text)) is None
-    assert sent.registry.planned(node("a", {"text": "first"}, text)) is not None
+    assert not sent.registry.has_planned(node("a", {"text": "second"}, text))
+    assert sent.registry.has_planned(node("a", {"text": "first"}, text))
 
 
 def appended(sent: Sent) -> OutboxRequest:
