@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from ..protocol import EngineError
+from .control_groups import OWN_GROUPS, ControlGroups
 
 KEPT_BYTES: Final = 2**25
 """Largest block that the C library keeps when it is freed; the maximum that it allows."""
@@ -93,14 +94,14 @@ def check_dtype(name: str, device: torch.device) -> None:
         )
 
 
-def free_bytes(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> int:
+def free_bytes(device: torch.device, groups: ControlGroups = OWN_GROUPS) -> int:
     """Return the free memory of a device.
 
     Free main memory is limited by the machine and, in a container, by its control group.
 
     Args:
         device: The device.
-        group: The folder of the control group.
+        groups: The control groups of the process.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that torch caches would count as used
@@ -108,37 +109,26 @@ def free_bytes(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> in
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     values = {name: value for name, _, value in (line.partition(":") for line in lines)}
     free = int(values["MemAvailable"].split()[0]) * 1024
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.is_file() and used.is_file():
-        ceiling = limit.read_text(encoding="ascii").strip()
-        if ceiling != "max":
-            held = int(used.read_text(encoding="ascii")) - _reclaimable_bytes(group)
-            free = min(free, int(ceiling) - held)
-    return max(0, free)
-
-
-def _reclaimable_bytes(group: Path) -> int:
-    """Return the bytes of files, such as a checkpoint, that a control group caches."""
-    statistics = group / "memory.stat"
-    if not statistics.is_file():
-        return 0
-    values = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
-    return int(values.get("inactive_file", 0))
+    return max(0, int(min(free, groups.free_bytes())))
 
 
 def num_cores(
-    environment: Mapping[str, str] = os.environ, topology: Path = Path("/sys/devices/system/cpu")
+    environment: Mapping[str, str] = os.environ,
+    topology: Path = Path("/sys/devices/system/cpu"),
+    groups: ControlGroups = OWN_GROUPS,
 ) -> int:
     """Return how many threads can compute at once in this process.
 
     MKL_NUM_THREADS and OMP_NUM_THREADS take precedence, as in torch. Otherwise it is the number of
     cores that the process may run on. Two logical processors of a core count once, because they
-    share its arithmetic units. `torch.get_num_threads` is useless here: it returns the last value
-    that was set.
+    share its arithmetic units. A container may have less processor time than cores; more threads
+    than that would be stopped in the middle of an operation, in which the others wait for them.
+    `torch.get_num_threads` is useless here: it returns the last value that was set.
 
     Args:
         environment: The environment of the process.
         topology: The system's description of the processors, a folder.
+        groups: The control groups of the process.
     """
     for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         # A list names the threads of nested parallel regions, outermost first.
@@ -151,7 +141,7 @@ def num_cores(
     for processor in os.sched_getaffinity(0):
         path = topology / f"cpu{processor}" / "topology" / "thread_siblings_list"
         siblings.add(path.read_text("ascii") if path.is_file() else str(processor))
-    return len(siblings)
+    return max(1, int(min(len(siblings), groups.num_processors())))
 
 
 def keep_freed_memory() -> None:

@@ -16,9 +16,12 @@ from conure.engine.kv.capacity import RequestedLimits
 from conure.engine.models import checkpoint
 from conure.engine.protocol import EngineError
 from conure.engine.runner import device
+from conure.engine.runner.control_groups import ControlGroups
 from conure.engine.runner.torch_runner import TorchModelRunner
 
 from .. import shrunk
+
+UNLIMITED = ControlGroups(Path("missing"), Path("missing"))
 
 
 @pytest.fixture
@@ -174,14 +177,14 @@ def test_environment_overrides_number_of_cores(
         folder = tmp_path / f"cpu{processor}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings + "\n")
-    assert device.num_cores(environment, tmp_path) == expected
+    assert device.num_cores(environment, tmp_path, UNLIMITED) == expected
 
 
 def test_processors_count_as_cores_without_topology(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 7, 8}, raising=False)
-    assert device.num_cores({}, tmp_path) == 3
+    assert device.num_cores({}, tmp_path, UNLIMITED) == 3
 
 
 def test_threads_are_set_per_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +201,17 @@ def test_threads_are_set_per_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         torch.set_num_threads(before)
 
 
-def test_cached_files_of_a_container_are_free_memory(tmp_path: Path) -> None:
-    cpu = torch.device("cpu")
-    machine = device.free_bytes(cpu, tmp_path)
+def test_a_container_limits_memory_and_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    groups = ControlGroups(tmp_path, tmp_path / "membership")
+    (tmp_path / "membership").write_text("0::/\n")
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
-    assert device.free_bytes(cpu, tmp_path) == 300 < machine
-    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 600\n")
-    assert device.free_bytes(cpu, tmp_path) == 900
-    (tmp_path / "memory.max").write_text("max\n")
-    assert device.free_bytes(cpu, tmp_path) > 1000
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert device.free_bytes(torch.device("cpu"), groups) == 300
+    assert device.num_cores({}, tmp_path, groups) == 2
+    assert device.num_cores({"OMP_NUM_THREADS": "4"}, tmp_path, groups) == 4
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert device.num_cores({}, tmp_path, groups) == 1
