@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..program.ir import GraphNode
 from ..program.status import ENDED, Phase, Problem
@@ -12,6 +12,10 @@ NODE_KILLED = "node.killed"
 """The code of nodes that a `kill` ended."""
 WAIT_UNMET = "wait.unmet"
 """The code of a required `wait` that ended without its values, and of the nodes after it."""
+
+
+FlowCut: TypeAlias = Literal["failure", "absence"]
+"""Why the nodes after a required `wait` never run: it failed, or its values were killed."""
 
 
 class Ready(NamedTuple):
@@ -75,9 +79,9 @@ class NodeState:
     problem: Problem | None = None
     prefix_break: bool = False
     constraint_relaxed: bool = False
-    is_cut: bool = False
-    """Whether the control flow of the node's job ends here, because a required `wait` has ended
-    without its values."""
+    cut: FlowCut | None = None
+    """Why the control flow of the node's job ends here: a required `wait` has ended without its
+    values."""
     slots_done: int = 0
     num_deaths: int = 0
     """Engines that died while the node ran on them."""

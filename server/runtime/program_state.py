@@ -25,11 +25,12 @@ from ..program.ir import (
     MapNode,
     Options,
     RoundEndNode,
+    TryNode,
     WaitNode,
 )
 from ..program.nodes.bodies import BodyRef, count_calls
 from ..program.status import Phase, Problem
-from .node_state import WAIT_UNMET, MissingValue, NodeState, Ready
+from .node_state import WAIT_UNMET, FlowCut, MissingValue, NodeState, Ready
 from .slot_readiness import SlotReadiness
 
 
@@ -219,8 +220,8 @@ class ProgramState:
         if node_state.has_ended:
             return []
         node_state.problem = problem
-        if _ends_control_flow(node_state.node, phase, problem):
-            self._mark_cut(node_id)
+        if (cut := self._cut_of(node_state, phase, problem)) is not None:
+            self._mark_cut(node_id, cut)
         ready = self._end(node_state, phase, at)
         problem = problem or Problem(code=f"node.{phase}", message=f"{node_id}: {phase}")
         missing = MissingValue(phase, problem)
@@ -238,13 +239,37 @@ class ProgramState:
         self._release_reservation(node_state.node.id)
         return self.readiness.node_ended(node_state.node.id)
 
-    def _mark_cut(self, node_id: str) -> None:
-        """End the control flow of a job after a node, and after the nodes around it."""
+    def _cut_of(
+        self, node_state: NodeState, phase: Phase, problem: Problem | None
+    ) -> FlowCut | None:
+        """Return why the nodes after an ended node never run; None if they may run."""
+        node = node_state.node
+        if problem is not None and problem.code == WAIT_UNMET:
+            cuts = {self.nodes[other].cut for other in node.after} - {None}
+            return "failure" if cuts == {"failure"} else "absence"
+        if phase != "failed":
+            return None
+        if isinstance(node, WaitNode):
+            return "failure" if node.required else None
+        cause = None if problem is None or problem.cause is None else problem.cause
+        if isinstance(node, TryNode) and cause in self.nodes:
+            return self.nodes[cause].cut  # no handler took the failure
+        return None
+
+    def _mark_cut(self, node_id: str, cut: FlowCut) -> None:
+        """End the control flow of a job after a node, and after the nodes around it.
+
+        After a failure, the nearest `try` goes on: its handler decides. If none takes the failure,
+        the `try` fails and is cut itself.
+        """
         job = self.graph.nodes[node_id].job
-        self.nodes[node_id].is_cut = True
+        self.nodes[node_id].cut = cut
         body = self.graph.body_of(node_id)
-        while body is not None and self.graph.nodes[body.control].job == job:
-            self.nodes[body.control].is_cut = True
+        while body is not None:
+            control = self.graph.nodes[body.control]
+            if control.job != job or (cut == "failure" and isinstance(control, TryNode)):
+                return
+            self.nodes[body.control].cut = cut
             body = self.graph.body_of(body.control)
 
     def cut_before(self, node_id: str) -> Problem | None:
@@ -256,7 +281,7 @@ class ProgramState:
         if isinstance(node, RoundEndNode):
             return None  # a loop ends after the round
         for other in node.after:
-            if self.nodes[other].is_cut and self.is_within(node.job, self.graph.nodes[other].job):
+            if self.nodes[other].cut and self.is_within(node.job, self.graph.nodes[other].job):
                 return Problem(code=WAIT_UNMET, message=f"{other} ended without its values")
         return None
 
@@ -335,10 +360,3 @@ class ProgramState:
             return self.missing_values[variable].phase
         producer = self.graph.get_producer(variable)
         return "waiting" if producer is None else self.nodes[producer.node].phase
-
-
-def _ends_control_flow(node: GraphNode, phase: Phase, problem: Problem | None) -> bool:
-    """Whether the nodes after an ended node never run."""
-    if problem is not None and problem.code == WAIT_UNMET:
-        return True
-    return isinstance(node, WaitNode) and node.required and phase == "failed"

@@ -85,7 +85,7 @@ class KillCascade:
 
     def _end_followers(self, node_id: str) -> None:
         """Skip the nodes after a required `wait` that ended without its values."""
-        if not self._state.nodes[node_id].is_cut:
+        if self._state.nodes[node_id].cut is None:
             return
         for follower in self._graph.nodes_after(node_id):
             problem = self._state.cut_before(follower)

@@ -114,8 +114,7 @@ class RoundExecutor(NodeExecutor[RoundEndNode]):
             name: self._evaluate(carried, self.state.values[node.keeps[name]])
             for name, carried in node.carry.items()
         }
-        is_cut = self.state.nodes[loop.id].is_cut
-        more = not is_cut and (
+        more = self.state.nodes[loop.id].cut is None and (
             node.until is UNSET or not is_true(self._evaluate(node.until, False))
         )
         if more and index + 1 >= loop.max_iter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -180,3 +181,43 @@ async def test_kill_ends_a_job_and_its_bodies(tmp_path: Path) -> None:
         status = phases(await program.end())
         assert [status[name] for name in ("m", "s.0", "s.1")] == ["killed"] * 3
         assert await harness.num_held() == [(0, 0)]
+
+
+def attempt(error: str, *, inner: str = "") -> str:
+    """Return a `try` around a wait that fails, or around another such `try`."""
+    body = inner or "wait(slow, timeout=0.05)\nyield 'in time'\n"
+    return f"try:\n{indent(body, '    ')}except {error}:\n    yield 'too late'\nyield 'after'\n"
+
+
+@pytest.mark.parametrize(
+    ("job", "yielded"),
+    [
+        pytest.param(attempt("Timeout"), ["too late", "after"], id="handled"),
+        pytest.param(attempt("ValueError"), [], id="not handled"),
+        pytest.param(
+            attempt("Timeout", inner=attempt("ValueError")), ["too late", "after"], id="outside"
+        ),
+        pytest.param(
+            attempt("ValueError", inner=attempt("Timeout")),
+            ["too late", "after", "after"],
+            id="inside",
+        ),
+        pytest.param(
+            f"for i in range(2):\n{indent(attempt('Timeout'), '    ')}yield 'end'",
+            ["too late", "after", "too late", "after", "end"],
+            id="in each round",
+        ),
+    ],
+)
+async def test_a_failed_wait_ends_its_job_unless_a_handler_takes_the_failure(
+    job: str, yielded: list[str], tmp_path: Path
+) -> None:
+    source = f"slow = client('slow')\nwith job(on_error='isolate'):\n{indent(job, '    ')}"
+    num_waits = yielded.count("too late") or 1
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit_source(source)
+        await program.event("node.failed", count=num_waits)
+        await program.put("slow", "late")
+        assert (await program.end()).status == "done"
+        events = await program.events()
+    assert [each.data["value"] for each in events if each.type == "yield"] == yielded
