@@ -18,7 +18,6 @@ from ..program.graph.instances import BodyInstance, BodyTemplate
 from ..program.ir import (
     Append,
     GenerateNode,
-    GraphNode,
     Job,
     Json,
     LoopNode,
