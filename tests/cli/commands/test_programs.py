@@ -22,9 +22,11 @@ WAITING = {"name": "waits", "nodes": [{"id": "s", "op": "client", "name": "f", "
 
 @pytest.fixture
 def waiting(url: str) -> str:
-    """Return the id of a program that waits for a client step."""
+    """Return the id of a program that waits for a client step, as its events say."""
     with Client(url) as client:
-        return client.submit({**WAITING, "outputs": ["x"]}).id
+        run = client.submit({**WAITING, "outputs": ["x"]})
+        next(event for event in run.events() if event.type == "client.requested")
+        return run.id
 
 
 def test_ps_lists_running_programs(
