@@ -33,6 +33,9 @@ _ROUNDS: Final = (
 )
 """Rounds of splitmix64's finaliser: bits to shift, factor to multiply by."""
 
+LEAST_TEMPERATURE: Final = 1e-30
+"""Scores divided by a smaller temperature may exceed float32. Noise cannot change an order then."""
+
 
 class SamplingOperations(Protocol):
     """The function of an implementation."""
@@ -50,7 +53,7 @@ class SamplingOperations(Protocol):
         Args:
             scores: [S, V] float32; -inf bans a token.
             rows: [N] int64, rows of `scores`.
-            temperatures: [N] float64, above 0.
+            temperatures: [N] float64, at least `LEAST_TEMPERATURE`.
             noise_keys: [N] int64.
             truncation: Restrictions of some rows. At least one token of each row remains; of
                 equal scores, smaller tokens come first.

@@ -25,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conure.kernels.sampling import LEAST_TEMPERATURE
+
 from ..protocol import SamplingParams, TokenLogprob
 from ..runner.base import ScheduledSequence
 from .sampler import LogitOpsBatch, sample_tokens
@@ -152,10 +154,15 @@ def _params(row: ScheduledSequence) -> SamplingParams:
     return row.sampling
 
 
+def _is_greedy(params: SamplingParams) -> bool:
+    """Return whether a row takes its largest logit."""
+    return params.temperature < LEAST_TEMPERATURE
+
+
 def _is_plain_greedy(params: SamplingParams, row: ScheduledSequence) -> bool:
     """Return whether the row takes its largest unmodified logit."""
     return (
-        params.temperature == 0
+        _is_greedy(params)
         and not has_penalty(params)
         and not params.ignore_eos
         and not params.logit_bias
@@ -232,7 +239,7 @@ def _mask_ops(rows: Sequence[ScheduledSequence], vocab_size: int) -> Arrays:
 
 
 def _random_ops(rows: Sequence[ScheduledSequence], vocab_size: int) -> Arrays:
-    random_rows = [index for index, row in enumerate(rows) if _params(row).temperature > 0]
+    random_rows = [index for index, row in enumerate(rows) if not _is_greedy(_params(row))]
     random = [_params(rows[index]) for index in random_rows]
     noise_keys = [_key(_params(rows[index]).seed, rows[index].length) for index in random_rows]
     truncated = [index for index, params in enumerate(random) if _is_truncated(params)]

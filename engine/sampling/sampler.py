@@ -52,7 +52,7 @@ class LogitOpsBatch(NamedTuple, Generic[Array]):
     masks: Array
     """[M, W] uint8, one bit per allowed token, little-endian. W is at least V / 8."""
     random_rows: Array
-    """[N] int64, rows with a temperature above 0."""
+    """[N] int64, rows that noise decides."""
     temperatures: Array
     """[N] float64."""
     noise_keys: Array

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -162,21 +163,36 @@ def build(
         LibraryUnavailableError: if there is no compiler, or it fails.
         OSError: if the folder cannot be written.
     """
-    names = [environment["CXX"]] if environment.get("CXX") else COMPILERS
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise LibraryUnavailableError(
-            "no C++ compiler found; install one, for example with apt install g++"
-        )
+    compiler = _compiler(environment)
     target = folder / file_name(instructions)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         library = Path(scratch) / "library.so"
-        _compile([compiler, *OPTIONS, *instructions.options], library)
+        _compile([*compiler, *OPTIONS, *instructions.options], library)
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())
         library.replace(target)
     return target
+
+
+def _compiler(environment: Mapping[str, str]) -> list[str]:
+    """Return the command of the compiler: `CXX`, which may have arguments, or a known one.
+
+    Raises:
+        LibraryUnavailableError: if there is none.
+    """
+    named = shlex.split(environment.get("CXX", ""))
+    for name, *arguments in [named] if named else [[name] for name in COMPILERS]:
+        if (program := shutil.which(name)) is not None:
+            return [program, *arguments]
+    if named:
+        raise LibraryUnavailableError(
+            f"CXX is {environment['CXX']!r}, but {named[0]!r} is not a program; "
+            "install a compiler, for example with apt install g++, and set CXX to it or unset it"
+        )
+    raise LibraryUnavailableError(
+        "no C++ compiler found; install one, for example with apt install g++"
+    )
 
 
 def build_all(folder: Path, machine: str | None = None) -> list[Path]:

@@ -176,6 +176,22 @@ def test_large_scores_do_not_overflow(cpu_path: ops.AttentionOperations) -> None
     assert (result.double() - expected).abs().max().item() <= 2e-3
 
 
+def test_what_is_no_number_is_not_hidden(cpu_path: ops.AttentionOperations) -> None:
+    query, keys, values, plan = inputs(3, levels=3)
+    for broken, cap in ((keys.clone(), None), (keys, 5.0)):
+        if broken is keys:
+            query[1] = torch.nan
+        else:
+            broken[0, :, 0] = torch.nan
+            broken[1, :, 1] = torch.inf
+        tensors = (query, broken, values)
+        expected = ops.implementation("reference").attention(*tensors, plan, scale=0.3, softcap=cap)
+        result = cpu_path.attention(*map(Tensor.float, tensors), plan, scale=0.3, softcap=cap)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert expected.isnan().any()
+        assert not expected.isnan().all()
+
+
 def test_queries_may_be_a_strided_view(
     operations: ops.AttentionOperations, device: torch.device
 ) -> None:

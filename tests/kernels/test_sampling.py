@@ -158,6 +158,29 @@ def test_of_equal_scores_the_first_are_kept(
     assert set(tokens.tolist()) == set(range(kept))
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_the_least_temperature_takes_the_largest_score(
+    operations: sampling.SamplingOperations, cut: dict[str, Any]
+) -> None:
+    scores = random_scores(num_rows(operations, 20, 2), 300, seed=6)
+    tokens = sample(operations, scores, temperature=sampling.LEAST_TEMPERATURE, **cut)
+    assert torch.equal(tokens, scores.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("native", [name for name in NAMES if name.startswith("cpu")])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [1.0, 1e-40, 1e-310])
+def test_native_sampling_survives_any_score_and_temperature(
+    native: str, cut: dict[str, Any], temperature: float
+) -> None:
+    scores = random_scores(3, 300, seed=8)
+    scores[0, 77] = math.inf
+    scores[1] = math.nan
+    tokens = sample(implementation(native), scores, temperature=temperature, **cut)
+    assert tokens[0] == 77
+    assert all(0 <= token < 300 for token in tokens.tolist())
+
+
 def test_banned_tokens_are_never_taken(operations: sampling.SamplingOperations) -> None:
     scores = random_scores(num_rows(operations, 300, 6), 600, seed=5)
     scores[:, 7:] = float("-inf")

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -131,8 +132,8 @@ def read_machine() -> Machine:
 
 def find_compiler() -> str | None:
     """Return the path of the C++ compiler that compiles the CPU kernels: $CXX, or a known one."""
-    named = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
+    named = shlex.split(os.environ.get("CXX", ""))[:1]
+    return next(filter(None, map(shutil.which, named or COMPILERS)), None)
 
 
 def _torch_cuda() -> tuple[str | None, str]:

@@ -8,6 +8,7 @@
 // Shapes: S rows of scores - V tokens - N random rows - C truncated rows.
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <vector>
 
@@ -36,8 +37,10 @@ constexpr int kBuckets = 2048;
 constexpr float kBucketsPerUnit = 32;  // of the logarithm of a weight; the last one has the rest
 constexpr int64_t kBlock = 256;
 
+// The last bucket also has the weights that are no numbers.
 static int bucket(float log_weight) {
-  return int(std::min(-log_weight * kBucketsPerUnit, float(kBuckets - 1)));
+  const float at = -log_weight * kBucketsPerUnit;
+  return at < kBuckets - 1 ? int(std::max(at, 0.0f)) : kBuckets - 1;
 }
 
 class RowSampler {
@@ -46,6 +49,7 @@ class RowSampler {
       : scores_(a.scores + a.rows[row] * a.row_stride),
         size_(a.vocabulary),
         temperature_(a.temperatures[row]),
+        factor_(float(std::min(1 / temperature_, double(FLT_MAX)))),
         key_(uint64_t(a.keys[row])) {
     Vec largest = broadcast(-INFINITY);
     int64_t i = 0;
@@ -67,7 +71,8 @@ class RowSampler {
   int64_t sample_truncated(int64_t top_k, double top_p, double min_p) {
     std::vector<Candidate> kept;
     kept.reserve(size_);
-    const double floor = double(largest_) / temperature_ + std::log(min_p);
+    const double floor =
+        min_p > 0 ? double(largest_) / temperature_ + std::log(min_p) : -INFINITY;
     for (int64_t first = 0; first < size_; first += kBlock) {
       float weights[kBlock];
       const int64_t num = std::min(kBlock, size_ - first);
@@ -87,12 +92,15 @@ class RowSampler {
   }
 
  private:
-  float log_weight(float score) const { return (score - largest_) * float(1 / temperature_); }
+  // The largest score may be infinite: its distance from itself is 0.
+  float log_weight(float score) const {
+    return score == largest_ ? 0.0f : (score - largest_) * factor_;
+  }
 
   void weigh(int64_t first, int64_t num, float* weights) const {
-    const float factor = float(1 / temperature_);
     for_vectors(num, [&](int64_t i, auto load, auto store) {
-      store(weights + i, exp((load(scores_ + first + i) - largest_) * factor));
+      const Vec score = load(scores_ + first + i);
+      store(weights + i, exp(score == largest_ ? Vec{} : (score - largest_) * factor_));
     });
   }
 
@@ -143,6 +151,7 @@ class RowSampler {
   const float* scores_;
   const int64_t size_;
   const double temperature_;
+  const float factor_;
   const uint64_t key_;
   float largest_;
   int64_t token_ = -1;

@@ -59,6 +59,7 @@ inline To bit_cast(From from) {
 }
 
 inline Vec broadcast(float value) { return Vec{} + value; }
+// If one of two numbers is NaN, the second one is the result.
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 
@@ -181,11 +182,12 @@ inline float sum(Vec v) {
 }
 inline float largest(Vec v) { return reduce(v, maximum); }
 
-// exp(x) for x <= 88, relative error below 2e-7; 0 below -87 (Cephes, expf).
+// exp(x) for x <= 88, relative error below 2e-7; 0 below -87; NaN of NaN (Cephes, expf).
 inline Vec exp(Vec x) {
   constexpr float kRound = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
-  Vec n = (maximum(x, broadcast(-88.0f)) * 1.44269504088896341f + kRound) - kRound;
-  Vec r = (maximum(x, broadcast(-88.0f)) - n * 0.693359375f) + n * 2.12194440e-4f;
+  const Vec bounded = maximum(broadcast(-88.0f), x);
+  Vec n = (bounded * 1.44269504088896341f + kRound) - kRound;
+  Vec r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
   Vec p = broadcast(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -197,10 +199,10 @@ inline Vec exp(Vec x) {
   return x < -87.0f ? Vec{} : p * bit_cast<Vec>(exponent);
 }
 
-// tanh(x), relative error below 3e-7 (Cephes, tanhf).
+// tanh(x), relative error below 3e-7; NaN of NaN (Cephes, tanhf).
 inline Vec tanh(Vec x) {
   Vec size = x < 0.0f ? -x : x;
-  Vec e = exp(minimum(size, broadcast(20.0f)) * 2.0f);
+  Vec e = exp(minimum(broadcast(20.0f), size) * 2.0f);
   Vec far = 1.0f - 2.0f / (e + 1.0f);
   Vec square = x * x;
   Vec p = broadcast(-5.70498872745e-3f);

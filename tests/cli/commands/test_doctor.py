@@ -96,6 +96,8 @@ def test_compiler_is_the_one_of_the_environment(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert doctor.find_compiler() == str(own)
+    monkeypatch.setenv("CXX", "g++ -m64")
+    assert doctor.find_compiler() == str(own)
     monkeypatch.setenv("CXX", "missing-compiler")
     assert doctor.find_compiler() is None
 

@@ -174,6 +174,13 @@ def test_ignore_eos_bans_eos_but_not_stop_tokens(temperature: float) -> None:
     assert sample(logits.clone(), [never], EOS) == [4]
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-40, 1e-31])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    logits = logits_of(7, num_rows=2)
+    rows = [row(temperature=temperature, top_p=0.9), row(temperature=temperature, seed=3)]
+    assert sample(logits.clone(), rows, EOS) == logits.argmax(-1).tolist()
+
+
 def test_truncation_keeps_the_best_token() -> None:
     logits = logits_of(6)
     best = logits.argmax(-1).tolist()

@@ -97,6 +97,14 @@ def test_missing_compiler_is_reported_with_advice(tmp_path: Path) -> None:
         library.load(PLAIN, environment)
 
 
+def test_compiler_of_the_environment_may_have_arguments(tmp_path: Path) -> None:
+    environment = compiler(tmp_path, """echo "error: $1" >&2; exit 1""")
+    with pytest.raises(library.LibraryUnavailableError, match="error: --first"):
+        library.load(PLAIN, {**environment, "CXX": f"{environment['CXX']} --first"})
+    with pytest.raises(library.LibraryUnavailableError, match="'missing' is not a program"):
+        library.load(PLAIN, {**environment, "CXX": "missing g++"})
+
+
 def test_failing_compiler_is_reported_with_its_error(tmp_path: Path) -> None:
     environment = compiler(tmp_path, "echo 'a.cpp:1: error: no such option' >&2; exit 1")
     with pytest.raises(library.LibraryUnavailableError, match="error: no such option; install"):
