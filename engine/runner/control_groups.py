@@ -30,10 +30,10 @@ class ControlGroups:
         """Return how many processors the process may use on average; infinity without a limit."""
         quotas = [math.inf]
         for folder in self._folders("cpu"):
-            quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
+            quota, _, period = _read(folder, "cpu", "max").partition(" ")  # version 2
             if not quota:
-                quota = _read(folder / "cpu.cfs_quota_us")  # version 1; -1: no limit
-                period = _read(folder / "cpu.cfs_period_us")
+                quota = _read(folder, "cpu", "cfs_quota_us")  # version 1; -1: no limit
+                period = _read(folder, "cpu", "cfs_period_us")
             if quota.isdecimal() and period.isdecimal() and int(period):
                 quotas.append(int(quota) / int(period))
         return min(quotas)
@@ -46,14 +46,14 @@ class ControlGroups:
         """
         free = [math.inf]
         for folder in self._folders("memory"):
-            limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+            limit, used = _read(folder, "memory", "max"), _read(folder, "memory", "current")
             cached = "inactive_file"
             if not limit:
-                limit = _read(folder / "memory.limit_in_bytes")
-                used = _read(folder / "memory.usage_in_bytes")
+                limit = _read(folder, "memory", "limit_in_bytes")
+                used = _read(folder, "memory", "usage_in_bytes")
                 cached = "total_inactive_file"
             if limit.isdecimal() and used.isdecimal():
-                lines = (line.split() for line in _read(folder / "memory.stat").splitlines())
+                lines = (line.split() for line in _read(folder, "memory", "stat").splitlines())
                 reclaimable = next((int(each[1]) for each in lines if each[0] == cached), 0)
                 free.append(int(limit) - int(used) + reclaimable)
         return min(free)
@@ -64,7 +64,7 @@ class ControlGroups:
         A container may see its own group as the root of a tree, but its path on the host in
         `membership`. Folders that do not exist are left out.
         """
-        for line in _read(self.membership).splitlines():
+        for line in _text_of(self.membership).splitlines():
             number, names, path = line.split(":", 2)
             if number != "0" and controller not in names.split(","):
                 continue
@@ -78,7 +78,12 @@ OWN_GROUPS: Final = ControlGroups()
 """The groups of this process on this system."""
 
 
-def _read(file: Path) -> str:
+def _read(folder: Path, controller: Controller, name: str) -> str:
+    """Return the text of a controller's file; empty if it cannot be read."""
+    return _text_of(folder / f"{controller}.{name}")
+
+
+def _text_of(file: Path) -> str:
     """Return the text of a file without the last line break; empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8").strip()

@@ -219,7 +219,7 @@ class ProgramState:
         if node_state.has_ended:
             return []
         node_state.problem = problem
-        if (cut := self._cut_of(node_state, phase, problem)) is not None:
+        if (cut := _cut_of(self.nodes, node_state, phase, problem)) is not None:
             self._mark_cut(node_id, cut)
         ready = self._end(node_state, phase, at)
         problem = problem or Problem(code=f"node.{phase}", message=f"{node_id}: {phase}")
@@ -237,23 +237,6 @@ class ProgramState:
         self.num_open_calls -= isinstance(node_state.node, GenerateNode)
         self._release_reservation(node_state.node.id)
         return self.readiness.node_ended(node_state.node.id)
-
-    def _cut_of(
-        self, node_state: NodeState, phase: Phase, problem: Problem | None
-    ) -> FlowCut | None:
-        """Return why the nodes after an ended node never run; None if they may run."""
-        node = node_state.node
-        if problem is not None and problem.code == WAIT_UNMET:
-            cuts = {self.nodes[other].cut for other in node.after} - {None}
-            return "failure" if cuts == {"failure"} else "absence"
-        if phase != "failed":
-            return None
-        if isinstance(node, WaitNode):
-            return "failure" if node.required else None
-        cause = None if problem is None or problem.cause is None else problem.cause
-        if isinstance(node, TryNode) and cause in self.nodes:
-            return self.nodes[cause].cut  # no handler took the failure
-        return None
 
     def _mark_cut(self, node_id: str, cut: FlowCut) -> None:
         """End the control flow of a job after a node, and after the nodes around it.
@@ -359,3 +342,21 @@ class ProgramState:
             return self.missing_values[variable].phase
         producer = self.graph.get_producer(variable)
         return "waiting" if producer is None else self.nodes[producer.node].phase
+
+
+def _cut_of(
+    nodes: Mapping[str, NodeState], node_state: NodeState, phase: Phase, problem: Problem | None
+) -> FlowCut | None:
+    """Return why the nodes after an ended node never run; None if they may run."""
+    node = node_state.node
+    if problem is not None and problem.code == WAIT_UNMET:
+        cuts = {nodes[other].cut for other in node.after} - {None}
+        return "failure" if cuts == {"failure"} else "absence"
+    if phase != "failed":
+        return None
+    if isinstance(node, WaitNode):
+        return "failure" if node.required else None
+    cause = None if problem is None or problem.cause is None else nodes.get(problem.cause)
+    if isinstance(node, TryNode) and cause is not None:
+        return cause.cut  # no handler took the failure
+    return None

@@ -184,9 +184,12 @@ def test_what_is_no_number_is_not_hidden(cpu_path: ops.AttentionOperations) -> N
         else:
             broken[0, :, 0] = torch.nan
             broken[1, :, 1] = torch.inf
-        tensors = (query, broken, values)
-        expected = ops.implementation("reference").attention(*tensors, plan, scale=0.3, softcap=cap)
-        result = cpu_path.attention(*map(Tensor.float, tensors), plan, scale=0.3, softcap=cap)
+        expected = ops.implementation("reference").attention(
+            query, broken, values, plan, scale=0.3, softcap=cap
+        )
+        result = cpu_path.attention(
+            query.float(), broken.float(), values.float(), plan, scale=0.3, softcap=cap
+        )
         assert torch.equal(result.isnan(), expected.isnan())
         assert expected.isnan().any()
         assert not expected.isnan().all()
