@@ -23,6 +23,8 @@ Number: TypeAlias = int | float
 MAX_TEXT = 1_000
 MAX_DEPTH = 50
 MAX_EXPONENT_BITS = 64
+MAX_DIGITS = 400
+"""Digits before or after the point that `round` accepts. The longest float has fewer."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Number]] = {
     ast.Add: operator.add,
@@ -32,9 +34,20 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Number]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
+
+def _round(number: Number, digits: Number | None = None) -> Number:
+    """Round a number. The digits are bounded because Python computes `10 ** -digits`."""
+    if digits is None:
+        return round(number)
+    if not isinstance(digits, int) or abs(digits) > MAX_DIGITS:
+        _refuse(f"the digits of `round` are an integer from -{MAX_DIGITS} to {MAX_DIGITS}")
+    return round(number, digits)
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "abs": (abs, 1, 1),
-    "round": (round, 1, 2),
+    "round": (_round, 1, 2),
     "floor": (math.floor, 1, 1),
     "ceil": (math.ceil, 1, 1),
     "sqrt": (math.sqrt, 1, 1),
@@ -65,6 +78,8 @@ def calculate(expression: str) -> Number:
         return _evaluate(tree.body, 0)
     except ZeroDivisionError:
         _refuse("division by 0")
+    except RecursionError:  # from `unparse`, which quotes what is not arithmetic
+        _refuse(f"{expression[:80]!r} is not arithmetic, or nested too deeply")
     except (OverflowError, ValueError, TypeError, ExpressionError) as error:
         _refuse(str(error))
 
@@ -101,7 +116,7 @@ def _evaluate(node: ast.expr, depth: int) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, int) and isinstance(exponent, int) and exponent >= 0:
-        if base.bit_length() * exponent > 2 * MAX_EXPONENT_BITS:
+        if abs(base) > 1 and base.bit_length() * exponent > 2 * MAX_EXPONENT_BITS:
             _refuse(f"{base} ** {exponent} is too large (64 bits)")
         integer: int = base**exponent
         return integer

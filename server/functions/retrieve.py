@@ -10,8 +10,10 @@ query is a set of words, never FTS5 syntax.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -45,6 +47,13 @@ class FileStamp(NamedTuple):
     size: int
 
 
+class IndexedFile(NamedTuple):
+    """A file and the rows of its passages."""
+
+    stamp: FileStamp
+    rows: range
+
+
 class FolderIndex:
     """The passages of the texts in a folder."""
 
@@ -56,7 +65,8 @@ class FolderIndex:
             "text, source UNINDEXED, position UNINDEXED, tokenize='porter unicode61')"
         )
         self._lock = threading.Lock()
-        self._stamps: dict[str, FileStamp] = {}
+        self._indexed: dict[str, IndexedFile] = {}
+        self._next_row = 1
         self._scanned_at = float("-inf")
         self._skipped: set[str] = set()
 
@@ -71,7 +81,8 @@ class FolderIndex:
         Raises:
             RunError: `retrieve.timeout`.
         """
-        words = list(dict.fromkeys(_WORD.findall(query.casefold())))[:MAX_WORDS]
+        # The index folds case by itself. `casefold` would turn ß into ss, which the index does not.
+        words = list({word.lower(): word for word in _WORD.findall(query)}.values())[:MAX_WORDS]
         if not words:
             return []
         expression = " OR ".join(f'"{word}"' for word in words)
@@ -100,48 +111,99 @@ class FolderIndex:
         if now - self._scanned_at < RESCAN_S:
             return
         self._scanned_at = now
-        found: dict[str, FileStamp] = {}
-        for path in self._files():
+        found: set[str] = set()
+        for path, stamp in self._texts():
             name = path.relative_to(self._folder).as_posix()
-            stat = path.stat()
-            stamp = found[name] = FileStamp(stat.st_mtime_ns, stat.st_size)
-            if self._stamps.get(name) != stamp:
-                self._index(path, name)
-        for name in self._stamps.keys() - found.keys():
-            self._database.execute("DELETE FROM passages WHERE source = ?", (name,))
-        self._stamps = found
+            found.add(name)
+            known = self._indexed.get(name)
+            if known is None or known.stamp != stamp:
+                self._remove(name)
+                self._indexed[name] = IndexedFile(stamp, self._add(path, name))
+        for name in self._indexed.keys() - found:
+            self._remove(name)
 
-    def _files(self) -> Iterator[Path]:
+    def _texts(self) -> Iterator[tuple[Path, FileStamp]]:
+        """Yield the files that are searched, without those removed since they were listed."""
         num_files = 0
-        for path in sorted(self._folder.rglob("*")):
-            if path.suffix.lower() not in SUFFIXES or not path.is_file():
+        for path in self._paths():
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._skip(path, str(error))
+                continue
+            if not stat.S_ISREG(status.st_mode):
                 continue
             if not path.resolve().is_relative_to(self._folder):
                 self._skip(path, "it leads out of the folder")
-            elif path.stat().st_size > MAX_FILE_BYTES:
+            elif status.st_size > MAX_FILE_BYTES:
                 self._skip(path, f"it has more than {MAX_FILE_BYTES:,} bytes")
             elif num_files >= MAX_FILES:
                 self._skip(path, f"the folder has more than {MAX_FILES:,} texts")
             else:
                 num_files += 1
-                yield path
+                yield path, FileStamp(status.st_mtime_ns, status.st_size)
+
+    def _paths(self) -> list[Path]:
+        """Return the paths in the folder that have the suffix of a text, in order."""
+
+        def skip(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                self._skip(Path(error.filename), str(error))
+
+        paths: list[Path] = []
+        for folder, _, names in os.walk(self._folder, onerror=skip):
+            for name in names:
+                path = Path(folder, name)
+                if path.suffix.lower() not in SUFFIXES:
+                    continue
+                if _is_utf8(path.relative_to(self._folder).as_posix()):
+                    paths.append(path)
+                else:
+                    self._skip(path, "its name is not UTF-8")
+        return sorted(paths)
 
     def _skip(self, path: Path, reason: str) -> None:
         if str(path) not in self._skipped:
             self._skipped.add(str(path))
             logger.warning("%s is not searched: %s", path, reason)
 
-    def _index(self, path: Path, name: str) -> None:
-        self._database.execute("DELETE FROM passages WHERE source = ?", (name,))
+    def _add(self, path: Path, name: str) -> range:
+        """Index the passages of a file and return their rows."""
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             self._skip(path, str(error))
-            return
+            return range(0)
+        passages = list(split_passages(text))
+        rows = range(self._next_row, self._next_row + len(passages))
+        self._next_row = rows.stop
         self._database.executemany(
-            "INSERT INTO passages (text, source, position) VALUES (?, ?, ?)",
-            ((passage, name, position) for position, passage in enumerate(split_passages(text))),
+            "INSERT INTO passages (rowid, text, source, position) VALUES (?, ?, ?, ?)",
+            (
+                (row, passage, name, position)
+                for position, (row, passage) in enumerate(zip(rows, passages, strict=True))
+            ),
         )
+        return rows
+
+    def _remove(self, name: str) -> None:
+        """Remove the passages of a file. A search by `source` would read the whole index."""
+        known = self._indexed.pop(name, None)
+        if known is not None:
+            self._database.executemany(
+                "DELETE FROM passages WHERE rowid = ?", ((row,) for row in known.rows)
+            )
+
+
+def _is_utf8(name: str) -> bool:
+    """Return whether the bytes of a file's name are UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def split_passages(text: str) -> Iterator[str]:

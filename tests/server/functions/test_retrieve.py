@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,39 @@ def test_changed_and_deleted_files_are_indexed_again(folder: Path) -> None:
     (folder / "tea.md").unlink()
     assert index.search("marmalade", 1)[0]["text"] == "Marmalade is made of oranges."
     assert index.search("tea", 1) == []
+
+
+def test_a_new_file_costs_no_pass_over_the_index(folder: Path) -> None:
+    index = FolderIndex(folder)
+    statements: list[str] = []
+    index._database.set_trace_callback(statements.append)
+    index.search("tea", 1)
+    assert not [each for each in statements if each.startswith("DELETE")]
+
+
+def test_a_file_that_is_removed_after_it_was_listed_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = FolderIndex(folder)
+    listed = index._paths()
+    monkeypatch.setattr(index, "_paths", lambda: listed)
+    (folder / "tea.md").unlink()
+    assert index.search("tea", 1) == []
+    assert index.search("jam", 1)
+
+
+def test_a_file_whose_name_is_not_utf8_is_skipped(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(os.fsdecode(bytes(folder) + b"/\xff.txt")).write_text("tea")
+    assert [each["source"] for each in FolderIndex(folder).search("tea", 5)] == ["tea.md"]
+    assert "its name is not UTF-8" in caplog.text
+
+
+@pytest.mark.parametrize("query", ["Straße", "STRAßE", "İzmir", "izmir"])
+def test_words_are_found_in_any_case(folder: Path, query: str) -> None:
+    (folder / "city.txt").write_text("Eine Straße in İzmir")
+    assert FolderIndex(folder).search(query, 1)
 
 
 @pytest.mark.parametrize(
