@@ -156,7 +156,8 @@ class Scheduler:
         self._order = itertools.count()
         self._is_scheduled = False
         self._is_paused = False
-        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._calls_ended = asyncio.Event()
+        """Set when a call on an engine ends, or is lost with its engine."""
 
     @property
     def num_waiting(self) -> int:
@@ -222,6 +223,7 @@ class Scheduler:
         for queue in self._queues:
             if queue.head_of_line is not None and queue.head_of_line.reserved_engine == engine:
                 queue.head_of_line.reserved_engine = None
+        self._calls_ended.set()
         self._unblock_queues()
 
     def pause(self) -> None:
@@ -231,9 +233,8 @@ class Scheduler:
     async def wait_idle(self) -> None:
         """Wait until no engine has a call."""
         while self.num_running:
-            idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle_waiters.append(idle)
-            await idle
+            self._calls_ended.clear()
+            await self._calls_ended.wait()
 
     def submit(self, call: QueuedCall) -> None:
         """Queue a call. It starts in a later turn of the event loop."""
@@ -292,6 +293,10 @@ class Scheduler:
             if call.reserved_engine is not None:
                 self._release_engine(call)
                 self._unblock_queues()
+            elif queue.is_blocked:
+                # The call may be the one that fits nowhere. The next one may fit.
+                queue.is_blocked = False
+                self._schedule()
             return
         assert call.reservation is not None
         call.clear_prefilling(engine)
@@ -305,11 +310,7 @@ class Scheduler:
                 group.end(engine.engine)
                 if group.is_empty:
                     del self._task_groups[key]
-        if self._idle_waiters and engine.num_calls == 0:
-            for idle in self._idle_waiters:
-                if not idle.done():
-                    idle.set_result(None)
-            self._idle_waiters.clear()
+        self._calls_ended.set()
         self._unblock_queues()
 
     # --- scheduling rounds ----------------------------------------------------------------

@@ -166,6 +166,18 @@ async def test_paused_scheduler_starts_nothing_and_signals_idle(
     assert harness.started_names == ["a"]
 
 
+async def test_the_loss_of_the_last_busy_engine_signals_idle(harness: SchedulerHarness) -> None:
+    harness.add_engine("a")
+    harness.add_engine("b")
+    harness.submit("p")
+    await run_loop()
+    harness.scheduler.pause()
+    idle = asyncio.create_task(harness.scheduler.wait_idle())
+    await run_loop()
+    harness.scheduler.remove_engine(harness.placements[0][1])
+    await asyncio.wait_for(idle, 60)
+
+
 async def test_steady_urgent_load_starves_no_call(
     policy: Policy, harness: SchedulerHarness
 ) -> None:
@@ -270,6 +282,39 @@ async def test_releasing_a_call_frees_its_reserved_engine(harness: SchedulerHarn
     harness.scheduler.release(big)
     await run_loop()
     assert harness.started_names == ["r", "small"]
+
+
+async def test_releasing_the_call_that_blocks_a_queue_unblocks_it(
+    default_harness: SchedulerHarness,
+) -> None:
+    default_harness.add_engine("a")
+    default_harness.add_engine("b")
+    for name, need in (("r", 80), ("s", 60)):
+        default_harness.submit(name, need=need)
+    await run_loop()
+    default_harness.submit("head", rank=1.0, need=100)
+    blocking = default_harness.submit("blocking", rank=2.0, need=60)
+    default_harness.submit("small", rank=3.0, need=20)
+    await run_loop()
+    assert default_harness.started_names == ["r", "s"]
+    default_harness.scheduler.release(blocking)
+    await run_loop()
+    assert default_harness.started_names == ["r", "s", "small"]
+
+
+async def test_a_release_of_all_waiting_calls_costs_one_decision_per_turn(
+    default_harness: SchedulerHarness,
+) -> None:
+    default_harness.add_engine()
+    default_harness.submit("r", need=60)
+    waiting = [default_harness.submit(f"w.{i}", rank=1.0, need=80) for i in range(100)]
+    await run_loop()
+    num_decisions = default_harness.scheduler.num_decisions
+    for call in waiting[1:]:
+        default_harness.scheduler.release(call)
+    await run_loop()
+    assert default_harness.scheduler.num_decisions <= num_decisions + 2
+    assert default_harness.scheduler.first_waiting(2) == [waiting[0].request]
 
 
 async def test_lost_engine_is_no_longer_reserved(harness: SchedulerHarness) -> None:
