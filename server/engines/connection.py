@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import signal
 import socket
 import time
 from collections import Counter, deque
@@ -58,7 +59,9 @@ Reply = TypeVar("Reply")
 
 
 class EngineStartError(Exception):
-    """The engine process ended before its Hello. The message is the last line of its stderr."""
+    """The engine process did not send a Hello that the server accepts. The message says why, or is
+    the last line of the process's stderr.
+    """
 
 
 @dataclass(slots=True)
@@ -120,6 +123,8 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost = on_lost
         self._alive = False
         self._is_closed = False
+        self._is_killed = False
+        """Whether this server ended the process."""
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
         self._hello: asyncio.Future[protocol.Hello] = asyncio.get_running_loop().create_future()
@@ -166,10 +171,16 @@ class EngineConnection(asyncio.Protocol):
             await asyncio.wait_for(asyncio.shield(engine._hello), start_s)
             if engine._is_closed:
                 raise ConnectionError("closed after Hello")
-        except (TimeoutError, ConnectionError) as error:
+        except TimeoutError as error:
             await engine.stop()
-            reason = engine._last_line or f"{name} did not start within {start_s:g} s"
+            reason = f"{name} did not start within {start_s:g} s{_last_line(engine)}"
             raise EngineStartError(reason) from error
+        except EngineStartError:
+            await engine.stop()
+            raise
+        except ConnectionError as error:
+            await engine.stop()
+            raise EngineStartError(_why_ended(engine)) from error
         except asyncio.CancelledError:
             await engine.stop()  # the caller has no reference to the process
             raise
@@ -300,7 +311,7 @@ class EngineConnection(asyncio.Protocol):
             try:
                 await asyncio.wait_for(process.wait(), 2)
             except TimeoutError:
-                _kill(process)
+                _kill(self)
                 await process.wait()
         current = asyncio.current_task()
         for task in self._tasks:
@@ -346,19 +357,16 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The process or this server closed the socket (asyncio callback)."""
         self._is_closed = True
-        if not self._hello.done():
-            self._hello.set_exception(ConnectionError("closed before Hello"))
-            self._hello.exception()
+        _fail_hello(self, ConnectionError("closed before Hello"))
         self._mark_lost(f"{self.name} closed its connection")
 
     def _handle_hello(self, hello: protocol.Hello) -> None:
         if hello.protocol != protocol.PROTOCOL_VERSION:
-            self._hello.set_exception(
-                ConnectionError(
-                    f"{self.name} uses protocol version {hello.protocol}, "
-                    f"the server uses {protocol.PROTOCOL_VERSION}"
-                )
+            reason = (
+                f"{self.name} uses protocol version {hello.protocol}, the server uses "
+                f"{protocol.PROTOCOL_VERSION}: restart the server if Conure was upgraded meanwhile"
             )
+            _fail_hello(self, EngineStartError(reason))
             return
         self._hello.set_result(hello)
         limits = hello.limits
@@ -407,14 +415,12 @@ class EngineConnection(asyncio.Protocol):
     def _mark_lost(self, reason: str) -> None:
         if self._transport is not None:
             self._transport.abort()
+        _fail_hello(self, EngineStartError(reason))
         if not self._alive:
             return
         self._alive = False
         self._heartbeat.close()
-        process = self._process
-        if process is not None and process.returncode is None:
-            # A frozen process would keep its memory forever.
-            _kill(process)
+        _kill(self)  # A frozen process would keep its memory forever.
         self._listeners.clear()
         self._owners.clear()
         self.num_contexts_by_owner.clear()
@@ -446,6 +452,29 @@ async def _launch(engine: EngineConnection, command: EngineCommandLine) -> None:
     engine._tasks.append(asyncio.create_task(_read_stderr(engine)))
     ours.setblocking(False)
     await asyncio.get_running_loop().create_connection(lambda: engine, sock=ours)
+
+
+def _fail_hello(engine: EngineConnection, error: Exception) -> None:
+    """Let the start of an engine fail, unless its Hello has arrived."""
+    if not engine._hello.done():
+        engine._hello.set_exception(error)
+        engine._hello.exception()  # mark as retrieved: the start may have been cancelled
+
+
+def _why_ended(engine: EngineConnection) -> str:
+    """Return why a process ended before its Hello."""
+    process = engine._process
+    code = None if process is None or engine._is_killed else process.returncode
+    if code is not None and code < 0:
+        name = signal.strsignal(-code) or "unknown"
+        hint = ", which often means too little memory" if -code == signal.SIGKILL else ""
+        ended = f"{engine.name} was ended by signal {-code} ({name}) while it started{hint}"
+        return ended + _last_line(engine)
+    return engine._last_line or f"{engine.name} closed its connection before it was ready"
+
+
+def _last_line(engine: EngineConnection) -> str:
+    return f"; its last line: {engine._last_line}" if engine._last_line else ""
 
 
 def _remove_context(engine: EngineConnection, context: int) -> None:
@@ -569,7 +598,10 @@ def _log_line(engine: EngineConnection, raw: bytes) -> None:
         logger.info("%s: %s", engine.name, line)
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    # The process may have ended after its return code was last read.
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+def _kill(engine: EngineConnection) -> None:
+    process = engine._process
+    if process is not None and process.returncode is None:
+        engine._is_killed = True
+        # The process may have ended after its return code was last read.
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()

@@ -1,4 +1,4 @@
-"""Threads for synchronous functions.
+"""Time limits of functions, and threads for synchronous ones.
 
 A thread cannot be stopped. When a function exceeds its time, its caller fails at once and the
 thread is abandoned: it ends with the function, and another one takes its place. Too many abandoned
@@ -12,13 +12,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ..program.errors import RunError
 
 NUM_THREADS = 32
 MAX_ABANDONED = 64
+
+
+class FunctionTimeoutError(Exception):
+    """A function took longer than its limit."""
+
+
+@contextlib.asynccontextmanager
+async def time_limit(timeout_s: float) -> AsyncIterator[None]:
+    """Limit the time of a function.
+
+    A `TimeoutError` that the function itself raises, for example one of its HTTP client, is passed
+    on.
+
+    Raises:
+        FunctionTimeoutError: if the function takes longer.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise FunctionTimeoutError from None
+        raise
 
 
 class FunctionThreads:
@@ -42,7 +66,7 @@ class FunctionThreads:
         The time starts when a thread is free. A cancelled caller abandons the thread as well.
 
         Raises:
-            TimeoutError: if the function takes longer.
+            FunctionTimeoutError: if the function takes longer.
             RunError: `call.overloaded` if too many functions hang.
             BaseException: what the function raises.
         """
@@ -55,7 +79,7 @@ class FunctionThreads:
                 )
             running = _Running(asyncio.get_running_loop(), call)
             try:
-                async with asyncio.timeout(timeout_s):
+                async with time_limit(timeout_s):
                     return await running.done
             finally:
                 if not running.has_ended:

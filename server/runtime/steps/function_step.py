@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from ...functions.registry import ServerFunction
+from ...functions.threads import FunctionTimeoutError, time_limit
 from ...program.errors import ConureError, ExpressionError, RunError
 from ...program.expressions.values import check_size
 from ...program.ir import CallNode, Json
@@ -64,7 +65,7 @@ class RunningFunction:
         """Run the function and return its result as a JSON value of bounded size."""
         function, timeout_s = self._function, self._timeout_s
         if function.is_async:
-            async with asyncio.timeout(timeout_s):
+            async with time_limit(timeout_s):
                 result = await function.run(**args)
             return _as_json(result)
         threads = self._context.services.function_threads
@@ -79,7 +80,7 @@ class RunningFunction:
         node = self._node
         if isinstance(error, RunError | ExpressionError):
             return error
-        if isinstance(error, TimeoutError):
+        if isinstance(error, FunctionTimeoutError):
             message = f"function {node.function} of node {node.id} took over {self._timeout_s:g} s"
             return RunError("call.timeout", message)
         # The exception's text belongs to the operator and must not reach a client.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from conure.engine import protocol
 from conure.engine.config import EngineConfig
 from conure.server.engines import connection
 from conure.server.engines.command_line import EngineCommandLine
-from conure.server.engines.connection import EngineConnection
+from conure.server.engines.connection import EngineConnection, EngineStartError
 
 from ..inprocess import server_harness
 
@@ -110,6 +111,57 @@ async def test_a_lost_engine_delivers_no_reports(busy_engine: EngineConnection) 
     busy_engine._mark_lost("killed")
     await asyncio.sleep(0)
     assert len(received) == 1
+
+
+async def start_script(
+    monkeypatch: pytest.MonkeyPatch, script: str, start_s: float
+) -> EngineConnection:
+    """Start a Python program in place of an engine; `file` is its socket."""
+
+    def argv(_: EngineCommandLine, descriptor: int, beats: int, epoch: int) -> list[str]:
+        opened = f"import os, socket, sys, time; file = socket.socket(fileno={descriptor})"
+        return [sys.executable, "-c", f"{opened}; {script}"]
+
+    monkeypatch.setattr(EngineCommandLine, "argv", argv)
+    return await EngineConnection.start(
+        "engine-0",
+        1,
+        EngineCommandLine(EngineConfig()),
+        on_lost=lambda engine, reason: None,
+        start_s=start_s,
+        hang_s=60,
+        freeze_s=60,
+    )
+
+
+WARN = "print('a warning', file=sys.stderr, flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("script", "start_s", "message"),
+    [
+        (f"{WARN}; os.kill(os.getpid(), 9)", 60, "ended by signal 9 .*memory; .*: a warning"),
+        (f"{WARN}; sys.exit(1)", 60, "^a warning$"),
+        ("sys.exit(1)", 60, "closed its connection before it was ready"),
+        (f"{WARN}; file.recv(1)", 0.5, "did not start within 0.5 s"),
+        (f"{WARN}; file.send(bytes([0, 0, 0, 1, 7])); file.recv(1)", 60, "malformed frame"),
+    ],
+)
+async def test_a_failed_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, script: str, start_s: float, message: str
+) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        await start_script(monkeypatch, script, start_s)
+
+
+async def test_a_hello_of_another_version_is_refused_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch, busy_engine: EngineConnection
+) -> None:
+    hello = msgspec.structs.replace(busy_engine.hello, protocol=-1)
+    frame = msgspec.msgpack.encode(hello)
+    sent = len(frame).to_bytes(4, "big") + frame
+    with pytest.raises(EngineStartError, match="version -1, the server uses"):
+        await start_script(monkeypatch, f"{WARN}; file.sendall({sent!r}); file.recv(1)", 60)
 
 
 async def test_cancelled_start_closes_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from conure.server.functions.threads import FunctionThreads
+from conure.server.functions.threads import FunctionThreads, FunctionTimeoutError
 from conure.server.program.errors import RunError
 
 LONG_S = 60.0
@@ -32,7 +32,7 @@ async def test_results_and_errors_are_passed_on() -> None:
 async def test_a_function_that_hangs_fails_and_leaves_its_place() -> None:
     threads = FunctionThreads(1)
     go_on = threading.Event()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(FunctionTimeoutError):
         await threads.run(go_on.wait, timeout_s=0.01)
     assert threads.num_abandoned == 1
     assert await threads.run(lambda: "next", timeout_s=LONG_S) == "next"
@@ -42,7 +42,7 @@ async def test_a_function_that_hangs_fails_and_leaves_its_place() -> None:
 async def test_an_abandoned_thread_is_dropped_when_its_function_returns() -> None:
     threads = FunctionThreads(1)
     go_on = threading.Event()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(FunctionTimeoutError):
         await threads.run(go_on.wait, timeout_s=0.01)
     before = {thread for thread in threading.enumerate() if thread.name == "function"}
     go_on.set()
@@ -56,7 +56,7 @@ async def test_too_many_hanging_functions_refuse_further_calls() -> None:
     threads = FunctionThreads(4, max_abandoned=2)
     go_on = threading.Event()
     for _ in range(2):
-        with pytest.raises(TimeoutError):
+        with pytest.raises(FunctionTimeoutError):
             await threads.run(go_on.wait, timeout_s=0.01)
     with pytest.raises(RunError) as caught:
         await threads.run(lambda: 1, timeout_s=LONG_S)

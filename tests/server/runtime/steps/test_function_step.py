@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def typed(count: int = 3) -> int:
     return count
 
 
+def lose_upstream() -> None:
+    raise TimeoutError("the shop did not answer")
+
+
+async def lose_upstream_async() -> None:
+    lose_upstream()
+
+
 FUNCTIONS = {"hang": hang, "hang_async": hang_async, "refuse": refuse, "typed": typed}
 
 
@@ -64,6 +73,18 @@ async def test_a_function_that_fails_gives_its_node_a_code(
     GO_ON.set()
     assert status.error
     assert status.error.code == code
+
+
+@pytest.mark.parametrize("run", [lose_upstream, lose_upstream_async])
+async def test_a_timeout_that_a_function_raises_is_a_failure_with_a_log_entry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: Callable[[], Any]
+) -> None:
+    async with server_harness(tmp_path, {"run": run}) as harness:
+        program = await harness.submit([call("run")])
+        failed = await program.get("x")
+    assert failed.error
+    assert failed.error.code == "call.failed"
+    assert "the shop did not answer" in caplog.text
 
 
 async def test_a_timeout_of_a_call_is_retried_like_that_of_its_function(tmp_path: Path) -> None:
