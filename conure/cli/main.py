@@ -9,9 +9,11 @@ import argparse
 import difflib
 import importlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import filterfalse
 from typing import Any, NamedTuple, NoReturn
 
 from conure.engine.config import ConfigError
@@ -115,6 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
 
 
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _run(argv: list[str]) -> int:
     name = next((word for word in argv if not word.startswith("-")), None)
     if name is not None and name not in {command.name for command in COMMANDS}:
@@ -132,7 +142,13 @@ def _run(argv: list[str]) -> int:
         format=DETAILED_LOG if is_detailed else "conure: %(message)s",
         stream=sys.stderr,
     )
-    code: int = arguments.module.run(arguments)
+    try:
+        code: int = arguments.module.run(arguments)
+    except UnicodeEncodeError as exc:
+        # In an argument, Python reads bytes that are not UTF-8 as characters that cannot be sent.
+        if (word := next(filterfalse(_is_utf8, argv), None)) is None:
+            raise
+        raise UsageError(f"the argument {os.fsencode(word)!r} is not UTF-8 text") from exc
     return code
 
 

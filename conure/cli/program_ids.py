@@ -10,6 +10,8 @@ from conure.adapters.client import Client
 
 from .command import UsageError
 
+PAGE_LIMIT: Final = 200
+"""Programs that a server lists at once."""
 HELP: Final = "id of a program, or its first digits"
 FULL_LEN: Final = len("p_") + 24
 MAX_SHOWN: Final = 3
@@ -52,7 +54,7 @@ def find_program(client: Client, word: str) -> str:
     ids: list[str] = []
     cursor = None
     while len(ids) <= MAX_SHOWN:
-        page = client.programs(search=prefix, cursor=cursor, limit=200)
+        page = client.programs(search=prefix, cursor=cursor, limit=PAGE_LIMIT)
         ids += [each.id for each in page.programs if each.id.startswith(prefix)]
         cursor = page.next
         if cursor is None:

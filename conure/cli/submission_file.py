@@ -41,8 +41,8 @@ def read_submission(file: Path, inputs: Sequence[str], *, needs_all: bool = True
     """Return the submission in a file, with the inputs of the command line.
 
     Args:
-        file: a program, or a submission (`{"program": ..., "inputs": ...}`), as JSON, or a text in
-            one of `LANGUAGES`; `-` is stdin.
+        file: a program, or a submission (`{"program": ..., "inputs": ...}`, or `{"source": ...}`
+            with a text), as JSON, or a text in one of `LANGUAGES`; `-` is stdin.
         inputs: `NAME=TEXT`, `NAME=@FILE` or `NAME:=JSON`.
         needs_all: whether every input without a default must have a value.
 
@@ -74,7 +74,8 @@ def _decode(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file}: {exc}{hint}") from exc
     if not isinstance(content, dict):
         raise UsageError(f"{file}: expected a JSON object")
-    submission = content if "program" in content else {"program": content}
+    is_submission = "program" in content or "source" in content
+    submission = content if is_submission else {"program": content}
     inputs = submission.get("inputs", {})
     if not isinstance(inputs, dict):
         raise UsageError(f"{file}: `inputs` must be a JSON object")
@@ -122,9 +123,10 @@ def graph_of(body: Mapping[str, Any]) -> Graph | None:
     inputs = body["inputs"]
     try:
         if "source" in body:
-            return Graph.build(
-                compile_source(body["source"], body["language"], inputs=inputs), inputs
-            )
+            source, language = body["source"], body.get("language", "decoder")
+            if not isinstance(source, str):
+                return None
+            return Graph.build(compile_source(source, language, inputs=inputs), inputs)
         submission = decode_submission(msgspec.json.encode(body))
         return Graph.build(submission.program, inputs, open=submission.open)
     except ProgramError as problem:

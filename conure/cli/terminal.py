@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -108,15 +108,18 @@ class LineProgress:
 
 
 class LiveProgress:
-    """Shows the nodes of a program with their states and the end of their texts."""
+    """Shows the nodes of a program with their states and the end of their texts.
 
-    def __init__(self, url: str, failures: PrintedFailures, live: Any) -> None:
+    Rich renders it some times a second, in another thread. Events come more often.
+    """
+
+    def __init__(self, url: str, failures: PrintedFailures, console: Any) -> None:
         self._url = url
         self._failures = failures
-        self._live = live
+        self._console = console
         self._states: dict[str, str] = {}
         self._texts: dict[str, str] = {}
-        self._starts: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     def show(self, event: Event) -> None:
         """Update the view."""
@@ -125,32 +128,34 @@ class LiveProgress:
         if event.type in MESSAGES:
             line = describe(event, self._url, self._failures)
         if line is not None:
-            self._live.console.print(line, markup=False, highlight=False)
+            self._console.print(line, markup=False, highlight=False)
         if not isinstance(node, str) or not event.type.startswith("node."):
             return
-        if event.type == "node.delta":
-            offset = int(event.data.get("offset", 0))
-            text = self._texts.get(node, "")[:offset] + str(event.data.get("text", ""))
-            self._texts[node] = text
-            self._states[node] = "running"
-        else:
-            self._states[node] = event.type.removeprefix("node.")
-        self._starts.setdefault(node, time.monotonic())
-        self._live.update(self._render())
+        with self._lock:
+            if event.type == "node.delta":
+                offset = int(event.data.get("offset", 0))
+                text = self._texts.get(node, "")[:offset] + str(event.data.get("text", ""))
+                self._texts[node] = text
+                self._states[node] = "running"
+            else:
+                self._states[node] = event.type.removeprefix("node.")
 
-    def _render(self) -> Any:
+    def __rich__(self) -> Any:
+        """Return a table of the nodes, for the library `rich`."""
         from rich.table import Table
         from rich.text import Text
 
+        with self._lock:
+            states, texts = self._states.copy(), self._texts.copy()
         view = Table.grid(padding=(0, 2))
-        view.add_column(no_wrap=True, min_width=min(12, max(map(len, self._states))))
+        view.add_column(no_wrap=True, min_width=min(12, max(map(len, states), default=0)))
         view.add_column(no_wrap=True, min_width=len("finished"))
         view.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         styles = {"finished": "green", "failed": "red", "killed": "yellow", "skipped": "yellow"}
         # Running nodes are last, where the eye is.
-        order = sorted(self._states.items(), key=lambda item: item[1] not in styles)
+        order = sorted(states.items(), key=lambda item: item[1] not in styles)
         for node, state in order[-MAX_LIVE_NODES:]:
-            tail = " ".join(self._texts.get(node, "").split())[-200:]
+            tail = " ".join(texts.get(node, "").split())[-200:]
             view.add_row(Text(node), Text(state, style=styles.get(state, "cyan")), Text(tail))
         return view
 
@@ -185,5 +190,7 @@ def progress(url: str, failures: PrintedFailures, *, is_verbose: bool) -> Iterat
     except ImportError:
         yield lines
         return
-    with Live(console=Console(stderr=True), transient=True, refresh_per_second=12) as live:
-        yield LiveProgress(url, failures, live)
+    console = Console(stderr=True)
+    view = LiveProgress(url, failures, console)
+    with Live(view, console=console, transient=True, refresh_per_second=12):
+        yield view

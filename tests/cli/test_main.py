@@ -68,6 +68,18 @@ def test_wrong_usage_is_one_line_with_a_hint(
     assert printed.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "argv", [["logs", "\udcff"], ["run", "--example", "-p", "report=\udcff"]], ids=ascii
+)
+def test_an_argument_that_is_not_utf8_is_named(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith("conure: the argument b'")
+    assert printed.endswith("\\xff' is not UTF-8 text")
+
+
 def test_wrong_flag_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--nonsense"]) == 2
     assert "Traceback" not in capsys.readouterr().err

@@ -6,9 +6,11 @@ import argparse
 import sys
 from datetime import UTC, datetime
 
+from conure.adapters.client import Client
 from conure.server.program.status import ProgramSummary
 
-from ..command import ExitCode, add_url, connect
+from ..command import ExitCode, UsageError, add_url, connect
+from ..program_ids import PAGE_LIMIT
 from ..terminal import duration, pretty, table
 
 STATUSES = ("running", "done", "failed", "cancelled", "deadline_exceeded")
@@ -27,10 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per program, the newest first."""
+    if arguments.limit < 1:
+        raise UsageError(f"-n is {arguments.limit}; it must be at least 1")
     status = arguments.status or (None if arguments.all else "running")
     with connect(arguments.url) as client:
-        page = client.programs(status=status, limit=arguments.limit)
-    programs = page.programs
+        programs, has_more = _newest(client, status, arguments.limit)
     if arguments.json:
         sys.stdout.write(pretty(programs) + "\n")
         return ExitCode.DONE
@@ -41,9 +44,22 @@ def run(arguments: argparse.Namespace) -> int:
     now = datetime.now(UTC)
     rows = [_row(program, now) for program in programs]
     sys.stdout.write(table(("PROGRAM", "NAME", "STATUS", "CREATED", "TOOK", "CALLS"), rows))
-    if page.next is not None:
+    if has_more:
         sys.stderr.write(f"these are the newest {arguments.limit}; a larger -n lists more\n")
     return ExitCode.DONE
+
+
+def _newest(client: Client, status: str | None, limit: int) -> tuple[list[ProgramSummary], bool]:
+    """Return up to `limit` programs, and whether there are more."""
+    programs: list[ProgramSummary] = []
+    cursor = None
+    while True:
+        num_missing = limit - len(programs)
+        page = client.programs(status=status, cursor=cursor, limit=min(num_missing, PAGE_LIMIT))
+        programs += page.programs
+        cursor = page.next
+        if cursor is None or len(programs) >= limit:
+            return programs, cursor is not None
 
 
 def _row(program: ProgramSummary, now: datetime) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conure import Client
+from conure.cli.commands import ps
 from conure.cli.main import main
 
 WAITING = {"name": "waits", "nodes": [{"id": "s", "op": "client", "name": "f", "output": "x"}]}
@@ -63,6 +64,18 @@ def test_ps_says_when_there_are_more(
     assert "a larger -n lists more" in printed.err
     assert main(["ps", "-a", "-n", "100", "--url", url]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_ps_reads_as_many_pages_as_it_needs(
+    url: str, waiting: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(url) as client:
+        newest = client.submit({**WAITING, "outputs": ["x"]}).id
+    monkeypatch.setattr(ps, "PAGE_LIMIT", 1)
+    assert main(["ps", "-n", "2", "--url", url, "--json"]) == 0
+    assert [each["id"] for each in json.loads(capsys.readouterr().out)] == [newest, waiting]
+    monkeypatch.undo()
+    assert main(["ps", "-n", "500", "--url", url]) == 0
 
 
 def test_logs_of_a_running_program_end(

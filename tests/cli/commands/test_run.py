@@ -96,6 +96,15 @@ def test_program_is_read_from_stdin(
     assert capsys.readouterr().out == "tea\n"
 
 
+@pytest.mark.parametrize("fields", [{}, {"language": "decoder", "inputs": {"topic": "jam"}}])
+def test_a_json_file_may_have_a_text(
+    url: str, file: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object]
+) -> None:
+    text = {"source": "topic: str\nreturn topic", **fields}
+    assert main(["run", write(file, text), "-p", "topic=tea", "--url", url]) == 0
+    assert capsys.readouterr().out == "tea\n"
+
+
 def test_several_outputs_have_headings(
     url: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
