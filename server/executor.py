@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -223,7 +224,10 @@ class Executor(ProgramReader):
         services, limits = self.services, engine.hello.limits
         model = services.served_model
         if model is None or model.tokenizer_hash != engine.hello.tokenizer_hash:
-            services.served_model = ServedModel.of(engine.hello)
+            model = ServedModel.of(engine.hello)
+        # Any engine may run a call, and each takes the memory that is free when it starts.
+        smallest = min(services.engines.values(), key=lambda each: each.hello.limits.num_blocks)
+        services.served_model = replace(model, limits=smallest.hello.limits)
         services.scheduler.add_engine(
             engine.name,
             capacity=limits.num_blocks * limits.block_size,

@@ -42,6 +42,7 @@ class ServedModel:
     """None if the model cannot be made to call tools."""
     tokenizer_hash: str
     limits: protocol.EngineLimits
+    """Those of the smallest engine."""
     capabilities: frozenset[str]
     description: str
     purpose: protocol.ModelPurpose

@@ -25,6 +25,7 @@ from conure.server.prompts.tokenizer import EncodedText
 from conure.server.runtime.calls.llm_call import LLMCall
 
 from .inprocess import (
+    WAIT_S,
     Program,
     ServerHarness,
     answer,
@@ -205,6 +206,27 @@ async def test_engine_start_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
         program = await harness.submit([generate("x", "hello")])
         assert await program.value("x") == answer("hello")
         assert errors == []
+
+
+async def test_limits_are_those_of_the_smallest_engine(tmp_path: Path) -> None:
+    async with server_harness(tmp_path, num_engines=2) as harness:
+        services = harness.executor.services
+        assert services.fleet is not None
+        max_lens: asyncio.Queue[int] = asyncio.Queue()
+        on_arrived = services.fleet._on_arrived
+
+        def note(engine: EngineConnection) -> None:
+            on_arrived(engine)
+            max_lens.put_nowait(services.model.max_len)
+
+        services.fleet._on_arrived = note
+        full = services.model.max_len
+        command = services.fleet._options.command
+        small = EngineCommandLine(msgspec.structs.replace(command.config, num_blocks=20))
+        for config, expected in ((small, 20 * 16), (command, full)):
+            services.fleet._options = replace(services.fleet._options, command=config)
+            send(harness, signal.SIGKILL, "engine-1")
+            assert await asyncio.wait_for(max_lens.get(), WAIT_S) == expected
 
 
 async def test_stopped_server_leaves_no_engine(
