@@ -5,7 +5,7 @@ Out of scope: what engines still have in their cache from other programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -45,12 +45,6 @@ class CallPrompt(NamedTuple):
     hashes: tuple[bytes, ...]
     varying: frozenset[str]
     """Names whose values differ from one run of the call to the next."""
-
-    def times_shared(self, boundary: int) -> int:
-        """Return how many runs of the call have the same prefix up to a boundary."""
-        pieces = (each for part in self.segments[: boundary + 1] for each in part)
-        read = {name for each in pieces for name in each.values}
-        return 1 if read & self.varying else self.times
 
 
 class PromptReader:
@@ -116,35 +110,63 @@ def prompt_tokens(prompt: CallPrompt) -> KnownTokens:
     return known_tokens(prompt.segments[: outputs[-1]])
 
 
+class _CallPrefix(NamedTuple):
+    """The beginning of a prompt, up to a boundary."""
+
+    prompt: CallPrompt
+    boundary: int
+    times: int
+    """How many runs of the call have it."""
+    length: tuple[int, int]
+    """Its tokens, and the number of variables that are not known."""
+
+
 def shared_spans(prompts: Iterable[CallPrompt]) -> list[SharedSpan]:
     """Return the longest prefixes that each set of calls has in common, largest saving first.
 
     A call in a body that runs several times shares with itself what does not change.
     """
-    readers: dict[bytes, list[tuple[CallPrompt, int]]] = {}
-    prefix_of: dict[bytes, KnownTokens] = {}
+    readers: dict[bytes, list[_CallPrefix]] = {}
     for prompt in prompts:
-        for index, digest in enumerate(_prefixes_of(prompt)):
-            readers.setdefault(digest, []).append((prompt, prompt.times_shared(index)))
-            prefix_of.setdefault(digest, known_tokens(prompt.segments[: index + 1]))
-    longest: dict[tuple[str, ...], SharedSpan] = {}
-    for digest, found in readers.items():
-        times = sum(num_runs for _, num_runs in found)
-        prefix = prefix_of[digest]
-        if times < 2 or (prefix.tokens < MIN_SPAN_TOKENS and not prefix.values):
+        for digest, prefix in zip(_prefixes_of(prompt), _call_prefixes(prompt), strict=False):
+            readers.setdefault(digest, []).append(prefix)
+    longest: dict[tuple[str, ...], list[_CallPrefix]] = {}
+    for found in readers.values():
+        tokens, num_values = found[0].length
+        if sum(each.times for each in found) < 2 or (tokens < MIN_SPAN_TOKENS and not num_values):
             continue
-        calls = tuple(prompt.node.id for prompt, _ in found)
-        span = SharedSpan(
-            calls=list(calls), times=times, prefix=prefix, saved_tokens=prefix.tokens * (times - 1)
-        )
+        calls = tuple(each.prompt.node.id for each in found)
         before = longest.get(calls)
-        if before is None or _length(span) > _length(before):
-            longest[calls] = span
-    return sorted(longest.values(), key=lambda span: -span.saved_tokens)
+        if before is None or found[0].length > before[0].length:
+            longest[calls] = found
+    return sorted(map(_span, longest.values()), key=lambda span: -span.saved_tokens)
 
 
-def _length(span: SharedSpan) -> tuple[int, int]:
-    return (span.prefix.tokens, len(span.prefix.values))
+def _call_prefixes(prompt: CallPrompt) -> Iterator[_CallPrefix]:
+    """Iterate over the prefixes of a prompt; in time linear in the prompt."""
+    tokens = 0
+    values: set[str] = set()
+    times = prompt.times
+    for boundary, segment in enumerate(prompt.segments):
+        for piece in segment:
+            tokens += piece.tokens
+            values |= piece.values
+            if piece.values & prompt.varying:
+                times = 1
+        yield _CallPrefix(prompt, boundary, times, (tokens, len(values)))
+
+
+def _span(found: list[_CallPrefix]) -> SharedSpan:
+    """Return the span of the calls that have a prefix in common."""
+    first = found[0]
+    times = sum(each.times for each in found)
+    prefix = known_tokens(first.prompt.segments[: first.boundary + 1])
+    return SharedSpan(
+        calls=[each.prompt.node.id for each in found],
+        times=times,
+        prefix=prefix,
+        saved_tokens=prefix.tokens * (times - 1),
+    )
 
 
 def _prefixes_of(prompt: CallPrompt) -> list[bytes]:

@@ -56,22 +56,25 @@ def _visit(
     found: Repetition,
 ) -> None:
     for node in nodes:
-        here = times * (1 + node.retries)
+        is_try = isinstance(node, TryNode)
+        here = times if is_try else times * (1 + node.retries)
         found.times[node.id] = here
         found.varying[node.id] = varying
-        inner, names = here * num_runs(node, inputs), varying
+        names = varying
         if isinstance(node, MapNode | LoopNode):
             for body in node.bodies():
                 written = {
                     name for _, each in walk(body.nodes, "") for name in each.defined_variables()
                 }
                 names = names | body.binds | written
-        for body in node.bodies():
-            _visit(body.nodes, inputs, inner, names, found)
+        runs = num_runs(node, inputs)
+        for index, body in enumerate(node.bodies()):
+            is_handler = is_try and index > 0
+            _visit(body.nodes, inputs, here * (1 if is_handler else runs), names, found)
 
 
 def num_runs(node: Node, inputs: Mapping[str, Json]) -> int:
-    """Return how often the bodies of a node run at most."""
+    """Return how often the bodies of a node run at most; of a `try`, the first of them."""
     match node:
         case MapNode():
             known = _known(node.items, inputs, is_reference=True)

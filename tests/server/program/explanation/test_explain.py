@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from conure.server.program.explanation import prompts
 from conure.server.program.explanation.explain import ModelLimits, explain
-from conure.server.program.explanation.records import ProgramExplanation
+from conure.server.program.explanation.records import KnownTokens, ProgramExplanation
 from conure.server.program.explanation.rendering import to_mermaid, to_text
 from conure.server.program.graph.graph import Graph
 from conure.server.program.ir import Submission
@@ -52,6 +53,26 @@ def test_calls_that_begin_alike_share_also_values_that_do_not_exist() -> None:
     assert (span.prefix.tokens, span.prefix.values, span.saved_tokens) == (2, ["v_a"], 2)
 
 
+def test_each_prefix_is_counted_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[object] = []
+
+    def known_tokens(segments: Any) -> KnownTokens:
+        counted.append(segments)
+        return original(segments)
+
+    original = prompts.known_tokens
+    monkeypatch.setattr(prompts, "known_tokens", known_tokens)
+    prompt = "".join(f"word {{{{v{number}}}}} " for number in range(50))
+    values = [
+        {"id": f"v{number}", "op": "client", "name": "s", "output": f"v{number}"}
+        for number in range(50)
+    ]
+    nodes = [generate("a", f"{prompt}one"), generate("b", f"{prompt}two")]
+    (span,) = explained([*values, *nodes], ["v_a", "v_b"]).shared
+    assert (span.prefix.tokens, len(span.prefix.values)) == (50, 50)
+    assert len(counted) <= 5
+
+
 def test_a_body_shares_with_itself_what_does_not_change() -> None:
     node = generate("n", "the same words {{x}} then {{it}} last")
     each = {"id": "m", "op": "map", "items": "xs", "as": "it", "max_width": 7, "body": [node]}
@@ -80,6 +101,13 @@ def test_the_worst_case_counts_repetitions(node: dict[str, Any], calls: int) -> 
     body = [generate("n", "x")]
     worst = explained([{"id": "c", "body": body, **node}], []).worst_case
     assert (worst.calls, worst.output_tokens) == (calls, calls * 10)
+
+
+def test_a_retry_of_a_try_repeats_its_body_and_not_its_handlers() -> None:
+    handlers = [{"body": [generate("h", "x")]}]
+    node = {"id": "t", "op": "try", "retries": 2, "body": [generate("n", "x")]}
+    times = {each.id: each.times for each in explained([{**node, "handlers": handlers}], []).nodes}
+    assert times == {"t": 1, "n": 3, "h": 1}
 
 
 def test_the_worst_case_of_an_if_is_its_dearer_body_with_all_retries() -> None:
