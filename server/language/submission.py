@@ -24,12 +24,14 @@ from ..program.functions import FunctionSignature
 from ..program.ir import Node, Objective, Options, Program, SourceSubmission, Submission
 from .compiler import compile_source, locate
 
-CACHED_NODES = 50_000
-"""Nodes of all programs that are kept; a text counts as 64."""
+CACHED_BYTES = 64 * 1024 * 1024
+"""Memory of all programs that are kept. One that needs more than a quarter of it is not kept."""
+NODE_BYTES = 1_024
+"""Memory of the records of one node, without their texts."""
 
 
 class _Kept(NamedTuple):
-    """A compiled program that has been validated, and its share of CACHED_NODES."""
+    """A compiled program that has been validated, and its share of CACHED_BYTES."""
 
     program: Program
     json: bytes
@@ -50,7 +52,7 @@ class SourceCompiler:
 
     def __init__(self, functions: Iterable[FunctionSignature]) -> None:
         self._signatures = {each.name: tuple(each.parameters) for each in functions}
-        self._programs: LRUCache[object, _Kept] = LRUCache(CACHED_NODES, lambda kept: kept.size)
+        self._programs: LRUCache[object, _Kept] = LRUCache(CACHED_BYTES, lambda kept: kept.size)
         self._lock = threading.Lock()
 
     def compile(self, source: SourceSubmission) -> tuple[Submission, bytes]:
@@ -95,9 +97,11 @@ class SourceCompiler:
         except ProgramError as error:
             raise locate(error, program) from None
         program = submission.program
-        size = 64 + _count_nodes(program.nodes)
-        kept = _Kept(program, msgspec.json.encode(program), size)
-        if kept.size <= CACHED_NODES:
+        json = msgspec.json.encode(program)
+        # The texts of the program are in its JSON and in its records.
+        size = len(source.source) + 2 * len(json) + NODE_BYTES * (1 + _count_nodes(program.nodes))
+        kept = _Kept(program, json, size)
+        if kept.size <= CACHED_BYTES // 4:
             with self._lock:
                 self._programs[key] = kept
         return kept

@@ -80,3 +80,18 @@ def test_an_invalid_option_gets_the_line_of_the_call() -> None:
     with pytest.raises(LanguageError, match="line 2, column 1: ") as caught:
         SourceCompiler([]).compile(SourceSubmission(source="\nyield gen('a', top_p=7)"))
     assert caught.value.path == "source:2:1"
+
+
+def test_the_memory_of_the_programs_that_are_kept_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("conure.server.language.submission.CACHED_BYTES", 40_000)
+    compiler = SourceCompiler([])
+    text = "a" * 1_000
+    for number in range(20):
+        compiler.compile(SourceSubmission(source=f"yield gen('{number} {text}')"))
+    assert 5 <= len(compiler._programs) <= 10
+    kept = list(compiler._programs)
+    longer = "\n".join(f"yield gen('{text}')" for _ in range(10))
+    compiler.compile(SourceSubmission(source=longer))
+    assert list(compiler._programs) == kept
