@@ -39,7 +39,7 @@ from .errors import (
 )
 from .lowering.blocks import LoopReads
 from .lowering.emitter import Emitter
-from .lowering.functions import output_segment, parameters_of, trimmed
+from .lowering.functions import call_fields, output_segment, parameters_of, trimmed
 from .lowering.generation import prompt_segments
 from .lowering.interfaces import Signatures
 from .lowering.scope import RETURN, NameScope, NameUses
@@ -329,7 +329,8 @@ def _compile_template(source: str, inputs: Collection[str], name: str) -> Progra
                 written.add(slot)
                 segments.append(output_segment(part, slot, {}))
     _check_inputs(inputs, variables.keys() | written)
-    emitter.add(_template_node(emitter, segments, outputs))
+    fields = call_fields(outputs, {})
+    emitter.add(GenerateNode(id=emitter.unique("template"), prompt=segments, **fields))
     for number, each in enumerate(outputs):
         emitter.place = each.position
         after = [f"yield_{outputs[number - 1].name}"] if number else []
@@ -341,18 +342,6 @@ def _compile_template(source: str, inputs: Collection[str], name: str) -> Progra
         nodes=emitter.block,  # type: ignore[arg-type]  # all kinds that the compiler makes
         outputs=[each.name for each in outputs],
     )
-
-
-def _template_node(
-    emitter: Emitter, segments: list[Segment], outputs: list[OutputSlot]
-) -> GenerateNode:
-    models = [each.model for each in outputs if each.model is not None]
-    for each in outputs:
-        if models and each.model not in (None, models[0]):
-            message = "one context has one model: give `model` to the first slot only"
-            raise SourceArgumentError("language.argument", message, each.position)
-    fields = {"model": models[0]} if models and models[0] != "default" else {}
-    return GenerateNode(id=emitter.unique("template"), prompt=segments, **fields)
 
 
 # --- errors of the graph ----------------------------------------------------------------------

@@ -48,7 +48,10 @@ _TYPES: Final[dict[str, tuple[str, Kind]]] = {
     "float": ("float", "number"),
     "bool": ("bool", "bool"),
 }
+TYPE_OPTIONS: Final = frozenset(name for name, field in _CONSTRAINTS.items() if field == "type")
 TOOL_FIELDS: Final = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+CALL_OPTIONS: Final = _NODE_FIELDS.keys() | {"model"}
+"""Options of a whole call, however many outputs it has."""
 OPTIONS: Final = SAMPLING | _NODE_FIELDS.keys() | _CONSTRAINTS.keys() | TOOL_FIELDS | {"stream"}
 
 
@@ -107,9 +110,10 @@ def _add_constraint(output: dict[str, Any], name: str, value: Json, place: Place
     if value == "list":
         output["constraint"] = Constraint(json_schema=LIST_SCHEMA)
         return "list"
-    if value not in _TYPES:
+    if not isinstance(value, str) or value not in _TYPES:
         known = ", ".join(sorted({*_TYPES, "list"} - {"string"}))
-        message = f"unknown type {value!r}: the types are {known}; write other shapes as `schema`"
+        shown = repr(value)[:80]
+        message = f"unknown type {shown}: the types are {known}; write other shapes as `schema`"
         raise SourceArgumentError("language.argument", message, place)
     constraint, kind = _TYPES[value]
     output["constraint"] = Constraint(type=constraint)  # type: ignore[arg-type]  # one of _TYPES
@@ -133,6 +137,21 @@ def check_option(name: str, place: Place) -> None:
     hint = suggestion(name, OPTIONS, f"the options are {_listed_options()}")
     message = f"unknown option `{name}`: {hint}"
     raise SourceArgumentError("language.argument", message, place)
+
+
+def check_slot_option(name: str, place: Place) -> None:
+    """Check the name of an option of an output in a text: of a slot or a semantic function.
+
+    Raises:
+        SourceArgumentError: `language.argument`.
+    """
+    check_option(name, place)
+    if name in TOOL_FIELDS:
+        message = "tools need a chat template: use `llm_chat`"
+        raise SourceArgumentError("language.argument", message, place)
+    if name == "stream":
+        message = "an output of a slot cannot be a stream: write `gen(prompt, stream=True)`"
+        raise SourceArgumentError("language.argument", message, place)
 
 
 def _listed_options() -> str:

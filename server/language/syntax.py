@@ -344,7 +344,12 @@ def _convert_column(node: ast.AST, lines: list[str]) -> None:
 
 def _fault_of(node: ast.AST) -> LanguageError | None:
     if isinstance(node, ast.Constant):
-        return _constant_fault(node)
+        fault = constant_fault(node.value)
+        if fault is None:
+            return None
+        if isinstance(node.value, str):
+            return SourceSyntaxError("language.syntax", fault, position_of(node))
+        return UnsupportedSourceError(fault, position_of(node))
     kind = type(node)
     if kind not in _ALLOWED:
         what = _INSTEAD.get(kind, f"`{kind.__name__}` is not part of the language")
@@ -359,25 +364,26 @@ def _fault_of(node: ast.AST) -> LanguageError | None:
     return None
 
 
-def _constant_fault(node: ast.Constant) -> LanguageError | None:
-    value = node.value
+def constant_fault(value: object) -> str | None:
+    """Return why a constant is not a value of the language; None if it is one."""
     if value is None or isinstance(value, bool):
         return None
     if isinstance(value, str):
-        if value.isascii():
+        if value.isascii() or _is_encodable(value):
             return None
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            message = "the string has half of a surrogate pair, which is not a character"
-            return SourceSyntaxError("language.syntax", message, position_of(node))
-        return None
+        return "the string has half of a surrogate pair, which is not a character"
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return None
     if isinstance(value, float) and math.isfinite(value):
         return None
     if isinstance(value, int | float):
-        message = "a number must be finite and fit into 64 bits"
-    else:
-        message = f"{type(value).__name__} is not a type of the language: write a string"
-    return UnsupportedSourceError(message, position_of(node))
+        return "a number must be finite and fit into 64 bits"
+    return f"{type(value).__name__} is not a type of the language: write a string"
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -21,8 +21,8 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 from ..program.content import Json
 from .errors import Position, SourceArgumentError, SourceSyntaxError
-from .options import check_option
-from .syntax import without_warnings
+from .options import check_slot_option
+from .syntax import constant_fault, without_warnings
 
 TEXT_START = Position(1, 1)
 MAX_SLOTS = 1_000
@@ -136,9 +136,12 @@ class _Template:
             message = "`end` is one marker: write end='...', and other texts as stop=['...']"
             raise SourceArgumentError("language.argument", message, position)
         for option in fields:
-            check_option(option, position)
+            check_slot_option(option, position)
         if end:
-            stop = fields.get("stop", [])
+            stop = fields.get("stop") or []
+            if not isinstance(stop, str | list):
+                message = "`stop` is a text or a list of texts: write stop='...' or stop=['...']"
+                raise SourceArgumentError("language.argument", message, position)
             fields["stop"] = [end, *([stop] if isinstance(stop, str) else stop)]
         return OutputSlot(name, fields, end, model, position)
 
@@ -190,7 +193,10 @@ class _Template:
         # A docstring may contain a line break where its author wrote '\\n' in quotes.
         for spelling in (text, text.replace("\n", "\\n")):
             with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
-                return _literal(ast.parse(spelling, mode="eval").body)
+                value = ast.parse(spelling, mode="eval").body
+                if (fault := _constant_fault(value)) is not None:
+                    self._refuse(f"`{key}` is invalid: {fault}", offset)
+                return _literal(value)
         message = (
             f"`{key}` has the value {text[:40]!r}, which is not a literal: write a text in quotes, "
             "a number, a list or a marker as <|end|>"
@@ -213,8 +219,14 @@ class _Template:
         raise SourceSyntaxError("language.template", message, self._position(offset))
 
 
+def _constant_fault(node: ast.expr) -> str | None:
+    """Return why a constant in an expression is not a value of the language; None if all are."""
+    constants = (each.value for each in ast.walk(node) if isinstance(each, ast.Constant))
+    return next(filter(None, map(constant_fault, constants)), None)
+
+
 def _literal(node: ast.expr) -> Json:
-    """Return the value of a literal.
+    """Return the value of a literal whose constants are values of the language.
 
     Raises:
         ValueError: for any other expression.
@@ -227,7 +239,7 @@ def _literal(node: ast.expr) -> Json:
         match node:
             case _ if remaining < 0:
                 raise ValueError
-            case ast.Constant(value=None | bool() | int() | float() | str()):
+            case ast.Constant():
                 return node.value
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number

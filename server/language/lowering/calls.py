@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from ...program.content import Expression
 from ...program.functions import OPTIONAL_FUNCTIONS
-from ...program.ir import CallNode, ClientNode, ExprNode, KillNode, WaitNode
+from ...program.ir import CallNode, ClientNode, ExprNode, KillNode, TryNode, WaitNode
 from ...program.nodes import NODE_KINDS
 from ...program.suggestion import suggestion
 from ..errors import (
@@ -240,9 +240,19 @@ def _lower_procedure(lowerer: Lowerer, node: ast.Call, scope: NameScope, hint: s
         raise UnsupportedSourceError(message, position_of(node))
     name = _first_text(lowerer, node, scope, "the name of the procedure")
     args, fields = _arguments(lowerer, node, scope, [], skip=1)
-    variable = hint or lowerer.emitter.unique("result")
-    common = lowerer.emitter.common() | fields
-    lowerer.emitter.add(kind(id=variable, procedure=name, args=args, output=variable, **common))
+    emitter = lowerer.emitter
+    variable = hint or emitter.unique("result")
+    retries = fields.pop("retries", 0)
+    if retries == 0:
+        common = emitter.common() | fields
+        emitter.add(kind(id=variable, procedure=name, args=args, output=variable, **common))
+        return var(variable)
+    inner = emitter.unique(variable)  # the node of a procedure cannot be retried
+    with emitter.body() as (body, _):
+        common = emitter.common() | fields
+        emitter.add(kind(id=inner, procedure=name, args=args, output=inner, **common))
+    merge: dict[str, list[Expression]] = {variable: [inner]}
+    emitter.add(TryNode(id=variable, body=body, retries=retries, merge=merge, **emitter.common()))
     return var(variable)
 
 

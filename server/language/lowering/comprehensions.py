@@ -106,7 +106,7 @@ class ComprehensionLowerer:
 
     def _bound(self, names: _Names, scope: NameScope) -> tuple[NameScope, str, str | None]:
         """Return the scope of an item, and the variables of the item and of its index."""
-        inner = scope.branch()
+        inner = scope.branch(is_local=True)
         item_name = self._variable(names.item or "item")
         if names.is_pair and names.item is not None and names.number is not None:
             inner.bind(names.number, Value({"get": [{"var": item_name}, 0]}, "number"))

@@ -264,11 +264,10 @@ class ExpressionLowerer:
         if key.expression in ("context", "content") and value.kind in ("message", "text", "stream"):
             return text_of(value)
         index: Any = key.expression
-        is_index = isinstance(index, int) and not isinstance(index, bool)
-        if is_index and (value.kind in ("text", "stream") or (value.kind == "list" and index < 0)):
-            part = {"slice": [value.expression, index, index + 1 or None]}
-            return Value({"get": [part, 0]}) if value.kind == "list" else Value(part, "text")
         if value.kind in ("text", "stream"):
+            if isinstance(index, int) and not isinstance(index, bool):
+                part = {"slice": [value.expression, index, index + 1 or None]}
+                return Value(part, "text")
             message = "the index of a text must be a literal number: write text[0], or text[a:b]"
             raise SourceArgumentError("language.type", message, position_of(node.slice))
         return element(value, index)

@@ -17,10 +17,10 @@ from msgspec import UNSET
 from ...program.content import Json, Segment
 from ...program.ir import GenerateNode
 from ..errors import Position, SourceArgumentError, SourceNameError, position_of
-from ..options import check_option, read_options
+from ..options import CALL_OPTIONS, check_slot_option, read_options
 from ..template import InputSlot, OutputSlot, Part, parse_template
 from .calls import too_deep
-from .generation import prompt_segments
+from .generation import option_value, prompt_segments
 from .interfaces import Lowerer
 from .scope import RETURN, FunctionSource, NameScope
 from .values import NULL, Value, as_text, var
@@ -136,7 +136,8 @@ class FunctionInliner:
         if not slots:
             message = f"`{definition.name}` has no output: write {{{{name=answer}}}} in its text"
             raise SourceArgumentError("language.argument", message, position_of(definition))
-        model = options.pop("model", None) or _model_of(definition, slots)
+        fields = call_fields(slots, options)
+        options.pop("model", None)
         emitter = self._lowerer.emitter
         values = dict(arguments)
         segments: list[Segment] = []
@@ -149,16 +150,8 @@ class FunctionInliner:
                 segments += self._segments(part, values)
         segments = joined_texts(segments)
         emitter.count_text(sum(len(each.text) for each in segments if each.text is not UNSET))
-        fields: dict[str, Any] = {} if model in (None, "default") else {"model": model}
-        node_fields = read_options(options, node).node
-        emitter.add(
-            GenerateNode(
-                id=emitter.unique(definition.name),
-                prompt=segments,
-                **fields,
-                **(emitter.common() | node_fields),
-            )
-        )
+        name = emitter.unique(definition.name)
+        emitter.add(GenerateNode(id=name, prompt=segments, **(emitter.common() | fields)))
         outputs = [values[name] for name in dict.fromkeys(slot.name for slot in slots)]
         return outputs[0] if len(outputs) == 1 else Value([v.expression for v in outputs], "list")
 
@@ -169,8 +162,8 @@ class FunctionInliner:
                 message = "`**` is not allowed: name every option"
                 raise SourceArgumentError("language.argument", message, position_of(keyword.value))
             if keyword.arg != "model":
-                check_option(keyword.arg, keyword.value)
-            options[keyword.arg] = self._lowerer.constant(keyword.value, scope, f"`{keyword.arg}`")
+                check_slot_option(keyword.arg, keyword.value)
+            options[keyword.arg] = option_value(self._lowerer, keyword.arg, keyword.value, scope)
         return options
 
     def _docstring(self, definition: ast.FunctionDef) -> str | None:
@@ -230,17 +223,29 @@ class FunctionInliner:
 # --- templates --------------------------------------------------------------------------------
 
 
-def _model_of(definition: ast.FunctionDef, slots: list[OutputSlot]) -> Json:
-    """Return the model that the outputs of a function name, as one call has one model.
+def call_fields(slots: list[OutputSlot], options: dict[str, Json]) -> dict[str, Any]:
+    """Return the fields of the node of one call that its slots name, such as the model.
+
+    Args:
+        slots: the outputs of the call.
+        options: options of the call, which replace those of its slots.
 
     Raises:
-        SourceArgumentError: `language.argument`, if they name several.
+        SourceArgumentError: `language.argument`, if two slots name different values.
     """
-    named = [slot.model for slot in slots if slot.model]
-    if any(model != named[0] for model in named):
-        message = f"the outputs of `{definition.name}` name different models: use one, or `model=`"
-        raise SourceArgumentError("language.argument", message, position_of(definition))
-    return named[0] if named else None
+    given = {name: options[name] for name in CALL_OPTIONS if options.get(name) is not None}
+    found: dict[str, Json] = {}
+    for slot in slots:
+        for name, value in {**slot.options, "model": slot.model}.items():
+            if value is None or name not in CALL_OPTIONS or name in given:
+                continue
+            if found.setdefault(name, value) != value:
+                message = f"one context has one `{name}`: give it to one of the outputs only"
+                raise SourceArgumentError("language.argument", message, slot.position)
+    found |= given
+    model = found.pop("model", None)
+    fields = read_options(found, slots[0].position).node
+    return fields if model in (None, "default") else {"model": model, **fields}
 
 
 def trimmed(parts: list[Part]) -> list[Part]:

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from ...program.content import Constraint, Expression, Json, Message, Output, Segment
 from ...program.ir import GenerateNode
 from ..errors import Place, SourceArgumentError
-from ..options import TOOL_FIELDS, CallOptions, Kind, check_option, read_options
+from ..options import TOOL_FIELDS, TYPE_OPTIONS, CallOptions, Kind, check_option, read_options
 from .interfaces import Lowerer
 from .scope import NameScope
 from .values import Value, text_of, var
@@ -37,13 +37,20 @@ def _options_of(lowerer: Lowerer, node: ast.Call, scope: NameScope, *known: str)
             raise SourceArgumentError("language.argument", message, keyword.value)
         if name in known:
             continue
-        value = keyword.value
-        check_option(name, value)
-        if type(value) is ast.Name and value.id in _TYPE_NAMES:
-            options[name] = value.id
-        else:
-            options[name] = lowerer.constant(value, scope, f"`{name}`")
+        check_option(name, keyword.value)
+        options[name] = option_value(lowerer, name, keyword.value, scope)
     return options
+
+
+def option_value(lowerer: Lowerer, name: str, node: ast.expr, scope: NameScope) -> Json:
+    """Return the value of an option, which must be a constant or, as `type=int`, a type.
+
+    Raises:
+        SourceArgumentError: `language.constant`.
+    """
+    if name in TYPE_OPTIONS and type(node) is ast.Name and node.id in _TYPE_NAMES:
+        return node.id
+    return lowerer.constant(node, scope, f"`{name}`")
 
 
 # --- calls ------------------------------------------------------------------------------------
@@ -103,10 +110,17 @@ def _may_have_content(options: CallOptions) -> bool:
     """Whether a schema allows a field `content` or `context`; True if that is not certain."""
     constraint = options.output.get("constraint")
     schema = constraint.json_schema if isinstance(constraint, Constraint) else UNSET
-    if schema is UNSET or (isinstance(schema, dict) and schema.get("type") in _SCALARS):
+    if schema is UNSET or _has_no_fields(schema):
         return False
     fields = schema.get("properties") if isinstance(schema, dict) else None
     return not isinstance(fields, dict) or not fields.keys().isdisjoint(("content", "context"))
+
+
+def _has_no_fields(schema: Json) -> bool:
+    """Whether a schema has a type, or several, whose values have no fields."""
+    types = schema.get("type") if isinstance(schema, dict) else None
+    names = types if isinstance(types, list) else [types]
+    return bool(names) and all(isinstance(each, str) and each in _SCALARS for each in names)
 
 
 def _value_kind(options: CallOptions, *, is_message: bool) -> Kind:

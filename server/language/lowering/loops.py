@@ -8,6 +8,7 @@ a node whose handlers are chosen by error codes.
 from __future__ import annotations
 
 import ast
+import itertools
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -176,7 +177,7 @@ def _try_loop(
         if not isinstance(after, Value):
             after = var(variables[name])
         started = inner_kind(value.kind, name in unknown)
-        if started not in ("any", "null") and after.kind not in ("any", started):
+        if started not in ("any", "null") and after.kind != started:
             mismatched.add(name)
         carry[variables[name]] = (value.expression, after.expression)
     if mismatched:
@@ -371,14 +372,11 @@ def _codes_of(handler: ast.ExceptHandler, tools: tuple[str, ...]) -> tuple[str, 
             return ()
         case ast.Name() as kind:
             return _codes_of_kind(kind, tools)
-        case ast.Tuple(elts=kinds) if all(isinstance(each, ast.Name) for each in kinds):
-            found = [
-                code
-                for each in kinds
-                if isinstance(each, ast.Name)
-                for code in _codes_of_kind(each, tools)
-            ]
-            return tuple(dict.fromkeys(found))
+        case ast.Tuple(elts=[_, *_] as kinds) if all(isinstance(each, ast.Name) for each in kinds):
+            found = [_codes_of_kind(each, tools) for each in kinds if isinstance(each, ast.Name)]
+            if not all(found):
+                return ()  # one of the kinds is any
+            return tuple(dict.fromkeys(itertools.chain(*found)))
         case kind:
             message = "write `except Kind:` or `except (Kind, Kind):`"
             raise UnsupportedSourceError(message, position_of(kind))

@@ -42,7 +42,7 @@ class JobHandle(NamedTuple):
 
     job: str
     nodes: tuple[str, ...]
-    """The nodes of the job, outside of bodies."""
+    """The nodes of the job and of the jobs in it, outside of bodies."""
 
 
 class FunctionSource(NamedTuple):
@@ -167,7 +167,7 @@ class NameScope:
 
     __slots__ = (
         "_forward", "_has_result", "_is_branch", "_num_versions", "_outer", "_uses", "bindings",
-        "emitter", "has_outputs", "inputs", "is_function", "result_hint", "yielded",
+        "emitter", "has_outputs", "inputs", "is_local", "result_hint", "yielded",
     )  # fmt: skip
 
     def __init__(
@@ -182,7 +182,8 @@ class NameScope:
         """The names that were bound in this scope, in order. Read only: `bind` changes them."""
         self.result_hint: str | None = None
         """In a function: the variable that its result may get."""
-        self.is_function = False
+        self.is_local = False
+        """Whether functions do not see the names of this scope: in a function or comprehension."""
         self.has_outputs = uses is not None
         """Whether the names that `yield` reads here are outputs of the program: in the main
         program and in the branches of its `if`s."""
@@ -217,10 +218,10 @@ class NameScope:
     def function(self, bindings: Mapping[str, Binding]) -> NameScope:
         """Return the scope of a function that is called here: inside that of the main program."""
         scope = self
-        while scope.is_function and scope._outer is not None:
+        while scope.is_local and scope._outer is not None:
             scope = scope._outer
         inner = NameScope(self.emitter, None, scope, bindings)
-        inner.is_function = True
+        inner.is_local = True
         return inner
 
     # --- reading --------------------------------------------------------------------------
@@ -402,21 +403,22 @@ class NameScope:
     def snapshot(self) -> NameScope:
         """Return a scope for reading, which later assignments do not change."""
         copy = NameScope(self.emitter, None, self._outer, self.bindings)
-        copy.is_function = self.is_function
+        copy.is_local = self.is_local
         copy._is_branch = self._is_branch
         return copy
 
     # --- branches -------------------------------------------------------------------------
 
-    def branch(self, *, has_outputs: bool = False) -> NameScope:
+    def branch(self, *, has_outputs: bool = False, is_local: bool = False) -> NameScope:
         """Return a scope for one branch, body or round; `blocks` merges what it assigns.
 
         Args:
             has_outputs: what `yield` reads in it is an output, if that is so in this scope.
+            is_local: functions do not see its names, as those of a comprehension.
         """
         inner = NameScope(self.emitter, None, self)
         inner.has_outputs = has_outputs and self.has_outputs
-        inner.is_function = self.is_function
+        inner.is_local = is_local or self.is_local
         inner._is_branch = True
         inner._forward = self._forward
         return inner

@@ -142,7 +142,7 @@ class StatementLowerer:
         elif node.value is not None:
             value = self.expressions.lower(node.value, scope, scope.result_hint)
         scope.bind(RETURN, value)
-        if not scope.is_function:
+        if not scope.is_local:
             self.emitter.has_results = True
 
     def _result(self, node: ast.expr, scope: NameScope) -> Value:
@@ -303,16 +303,13 @@ class StatementLowerer:
             raise SourceArgumentError("language.argument", message, position_of(node))
         emitter = self.emitter
         names: dict[str, None] = {}
-        jobs: list[str] = []
         for each in node.args:
             found = scope.find(each.id) if isinstance(each, ast.Name) else None
             if isinstance(found, JobHandle):
-                jobs += found.nodes
+                names[emitter.joined(found.nodes)] = None
                 continue
             value = self.expressions.lower(each, scope)
             names |= dict.fromkeys(sorted(variables(value.expression) - emitter.bound))
-        if jobs:
-            emitter.mark_wait(emitter.joined(tuple(jobs)))
         if not names:
             return
         name = emitter.unique("wait")
@@ -385,7 +382,7 @@ class StatementLowerer:
             if not isinstance(item.optional_vars, ast.Name):
                 message = "write `with job() as name:`"
                 raise UnsupportedSourceError(message, position_of(item.optional_vars))
-            nodes = tuple(each.id for each in emitter.block[start:] if each.job == name)
+            nodes = tuple(each.id for each in emitter.block[start:])
             scope.bind(item.optional_vars.id, JobHandle(name, nodes))
 
     def _options(

@@ -165,7 +165,7 @@ def _get(meter: FuelMeter, operands: list[Json]) -> Json:
         if isinstance(value, dict) and isinstance(key, str):
             value = value.get(key)
         elif isinstance(value, list) and isinstance(key, int) and not isinstance(key, bool):
-            value = value[key] if 0 <= key < len(value) else None
+            value = value[key] if -len(value) <= key < len(value) else None
         else:
             raise _wrong_type("get", "an object and a string, or a list and an integer", value, key)
     return value

@@ -363,7 +363,7 @@ yield {'code': code, 'test': test}
         ("code: Output(200)", "{{code}}", "the options of `Output` have names"),
         ("code: Output(**{'max_tokens': 9})", "{{code}}", "`**` is not allowed"),
         ("code: Output", "{{name=a}}", "the text of `f` has no slot {{code}}"),
-        ("", "{{name=a, model='x'}} {{name=b, model='y'}}", "name different models"),
+        ("", "{{name=a, model='x'}} {{name=b, model='y'}}", "one context has one `model`"),
     ],
 )
 def test_wrong_outputs_of_a_function_are_refused(parameters: str, text: str, words: str) -> None:
@@ -389,6 +389,53 @@ def test_a_default_has_the_value_at_the_definition() -> None:
     source = "n = 1\ndef f(x, k=n):\n    return [x, k]\nn = 2\nyield f(0)"
     (node,) = nodes_of(source).values()
     assert node["value"] == [0, 1]
+
+
+def test_options_of_outputs_go_to_the_call() -> None:
+    text = "{{name=a, timeout=5, model='small'}} {{name=b, retries=1}}"
+    nodes = nodes_of(f'def f():\n    """{text}"""\nyield f(timeout=7)')
+    f = nodes["f"]
+    assert (f["timeout_s"], f["retries"], f["model"]) == (7, 1, "small")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"), [("a: Output(type=int)", ""), ("a: Output", "type=int")]
+)
+def test_the_type_of_an_output_is_a_name(parameters: str, arguments: str) -> None:
+    nodes = nodes_of(f'def f({parameters}):\n    """{{{{a}}}}"""\nyield f({arguments})')
+    assert nodes["f"]["prompt"] == [{"output": "a", "constraint": {"type": "int"}}]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [("stream=True", "cannot be a stream"), ("tools=[1]", "use `llm_chat`")]
+)
+def test_options_that_an_output_of_a_text_lacks_are_refused(option: str, words: str) -> None:
+    for source in (
+        f'def f():\n    """{{{{name=a}}}}"""\nyield f({option})',
+        f'def f(a: Output({option})):\n    """{{{{a}}}}"""\nyield f()',
+    ):
+        assert words in error_of(source).message
+
+
+def test_a_list_may_be_called_list() -> None:
+    nodes = nodes_of("list = ['a', 'b']\nx = gen('x', choices=list)\nyield x")
+    assert nodes["x"]["prompt"][-1]["constraint"] == {"choices": ["a", "b"]}
+
+
+def test_a_function_in_a_comprehension_reads_the_names_of_the_program() -> None:
+    f = "topic = 'tea'\ndef f(x):\n    return gen(f'{topic} {x}')\n"
+    nodes = nodes_of(f"{f}y = [f(topic) for topic in ['a', 'b']]\nyield y")
+    assert nodes["text"]["prompt"][:2] == [{"text": "tea "}, {"input": nodes["y"]["as"]}]
+
+
+@pytest.mark.parametrize(
+    ("call", "outputs"), [("f()", ["x"]), ("if a:\n    f()", []), ("for _ in [1]:\n    f()", [])]
+)
+def test_a_yield_of_a_function_that_is_called_outside_of_branches_makes_an_output(
+    call: str, outputs: list[str]
+) -> None:
+    source = f"a = gen('A')\ndef f():\n    x = gen('x')\n    yield x\n{call}"
+    assert compiled(source).outputs == outputs
 
 
 # --- control flow -----------------------------------------------------------------------------
@@ -483,6 +530,20 @@ def test_a_wait_may_have_a_timeout_and_need_one_value_only() -> None:
     assert (nodes["wait"]["mode"], nodes["wait"]["timeout_s"]) == ("any", 2)
 
 
+def test_a_wait_for_a_job_includes_the_jobs_in_it() -> None:
+    jobs = "with job() as outer:\n    with job():\n        x = gen('x')\n"
+    nodes = nodes_of(f"{jobs}wait outer\nyield 1")
+    assert nodes["join"]["after"] == ["x"]
+    assert nodes["yield"]["after"] == ["wait"]
+
+
+def test_a_wait_for_jobs_may_have_a_timeout_and_need_one_only() -> None:
+    jobs = "with job() as a:\n    x = gen('x')\nwith job() as b:\n    y = gen('y')\n"
+    nodes = nodes_of(f"{jobs}wait(a, b, any=True, timeout=2)\nyield 1")
+    assert (nodes["wait"]["mode"], nodes["wait"]["timeout_s"]) == ("any", 2)
+    assert [nodes[name]["after"] for name in nodes["wait"]["variables"]] == [["x"], ["y"]]
+
+
 def test_a_race_kills_the_losers() -> None:
     nodes = nodes_of("a = gen('x')\nb = gen('y')\nwinner = race(a, b)\nyield winner")
     assert nodes["losers"]["targets"] == ["a", "b"]
@@ -559,6 +620,17 @@ def test_handlers_have_codes() -> None:
         "try:\n    x = parse_json(gen('a'))\nexcept (ValueError, Timeout):\n    x = 0\nyield x"
     )
     assert {"expr.json", "node.timeout"} <= set(nodes["attempt"]["handlers"][0]["codes"])
+
+
+@pytest.mark.parametrize("kinds", ["(Timeout, Exception)", "(Exception, Timeout)"])
+def test_kinds_of_which_one_is_any_handle_any_failure(kinds: str) -> None:
+    nodes = nodes_of(f"try:\n    x = gen('a')\nexcept {kinds}:\n    x = ''\nyield x")
+    assert "codes" not in nodes["attempt"]["handlers"][0]
+
+
+def test_no_kind_is_refused() -> None:
+    error = error_of("try:\n    x = gen('a')\nexcept ():\n    x = ''\nyield x")
+    assert "write `except Kind:`" in error.message
 
 
 def test_the_value_of_a_returned_call_is_the_result() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from conure.server.language.compiler import compile_source
 from conure.server.language.errors import LanguageError
 from conure.server.language.lowering.emitter import MAX_COMPILED_NODES
+from conure.server.language.options import OPTIONS
+from conure.server.language.submission import SourceCompiler
 from conure.server.program.errors import ProgramError
 from conure.server.program.graph.graph import Graph
-from conure.server.program.ir import Program
+from conure.server.program.ir import Program, SourceSubmission
 from conure.server.program.nodes.bodies import walk
 
 from . import essay, hostile
@@ -66,6 +69,37 @@ def test_nothing_of_python_can_be_reached(name: str) -> None:
         f"yield [].{name}",
     ):
         assert isinstance(outcome(source), LanguageError)
+
+
+VALUES = (
+    "None", "True", "-1", "0.5", "2 ** 1", "1e308", "'a'", "''", "[]", "['a']", "[1]", "[[]]", "{}", "{'a': 1}",
+    "{'type': ['string', 'null']}", "{'type': [{}]}", "{'type': 1}", "'\\ud800'", "['\\ud800']", "{'\\ud800': 1}", "int",
+    "list", "nothing", "9223372036854775807", "-9223372036854775808",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("option", sorted({*OPTIONS, "model"}))
+def test_any_value_of_an_option_gives_a_program_or_an_error(option: str) -> None:
+    for value in VALUES:
+        given = f"{option}={value}"
+        text = f'"""{{{{name=a, {given}}}}}"""'.replace("\\", "\\\\")
+        for source in (
+            f"yield gen('a', {given})",
+            f"yield llm_chat('a', {given})['content']",
+            f'def f():\n    """{{{{name=a}}}}"""\nyield f({given})',
+            f'def f(a: Output({given})):\n    """{{{{a}}}}"""\nyield f()',
+            f"def f():\n    {text}\nyield f()",
+        ):
+            submitted(SourceSubmission(source=source))
+        for end in ("", ", end=<|e|>"):
+            source = f"{{{{name=a, {given}{end}}}}}"
+            submitted(SourceSubmission(source=source, language="template"))
+
+
+def submitted(source: SourceSubmission) -> None:
+    """Submit a text; an exception other than an error of the program is a failure of the test."""
+    with contextlib.suppress(ProgramError):
+        SourceCompiler([]).compile(source)
 
 
 def mutated(rng: random.Random, source: str) -> str:

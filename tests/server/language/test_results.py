@@ -10,6 +10,7 @@ import pytest
 
 from conure.server.language.compiler import compile_source
 from conure.server.language.errors import LanguageError
+from conure.server.program.errors import RunError
 from conure.server.program.nodes.bodies import walk
 from conure.server.program.procedures import PutProcedure
 
@@ -256,3 +257,80 @@ def test_expressions_do_not_wait_for_yields() -> None:
     program = compile_source("a = gen('A')\nyield a\nb = len(a)\nyield b")
     nodes = {node.id: node for _, node in walk(program.nodes, "")}
     assert not nodes["b"].after
+
+
+async def test_a_wait_for_a_job_ends_with_the_last_job_in_it_also_by_a_kill(tmp_path: Path) -> None:
+    source = """
+with job() as outer:
+    with job():
+        x = gen("x", max_tokens=9)
+        yield {"inner": x}
+    with job():
+        never = client("never")
+with job():
+    wait x
+    outer.kill()
+wait outer
+yield {"done": 1}
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, _ = await run(harness, source)
+    assert [*map(list, yields)] == [["inner"], ["done"]]
+
+
+async def test_the_first_of_several_jobs_ends_a_wait(tmp_path: Path) -> None:
+    source = """
+with job() as slow:
+    never = client("never")
+with job() as fast:
+    x = gen("x", max_tokens=4)
+wait(slow, fast, any=True)
+yield {"x": x}
+slow.kill()
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, _ = await run(harness, source)
+    assert [*map(list, yields)] == [["x"]]
+
+
+# --- values of unknown kind -------------------------------------------------------------------
+
+
+async def test_a_round_may_assign_a_value_of_unknown_kind(tmp_path: Path) -> None:
+    source = """
+x = "start"
+for i in range(2):
+    yield f"v: {x}"
+    yield x if i == 0 else x[0]
+    x = parse_json("[1,2]")
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, _ = await run(harness, source)
+    assert yields == ["v: start", "start", "v: [1,2]", 1]
+
+
+async def test_a_negative_index_counts_from_the_end_of_any_list(tmp_path: Path) -> None:
+    source = """
+d = parse_json("[1, 2, 3]")
+k = parse_json("-2")
+yield [d[-1], d[k], d.get(-3), d[-4], [1, 2][-1], "abc"[-1]]
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, _ = await run(harness, source)
+    assert yields == [[3, 2, 1, None, 2, "c"]]
+
+
+async def test_a_procedure_is_called_again_after_a_failure(tmp_path: Path) -> None:
+    attempts: list[int] = []
+
+    def third() -> int:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise RunError("third.early", "not yet")
+        return len(attempts)
+
+    async with server_harness(tmp_path, functions={"third": third}) as harness:
+        body = PutProcedure(source="n = third()\nreturn n")
+        await harness.executor.procedures.put("count", body, tenant=harness.tenant)
+        yields, _ = await run(harness, "n = call('count', retries=2)\nyield n")
+    assert yields == [3]

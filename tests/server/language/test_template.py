@@ -61,7 +61,14 @@ def test_outputs_may_be_inserted_later() -> None:
         ("{{name=x, temperature=hot}}", "not a literal", (1, 10)),
         ("{{name=x}} {{name=x}}", "two slots have the name `x`", (1, 12)),
         ("{{x}} {{name=x}}", "written only later", (1, 1)),
-        ("{{name=a, model=one}}{{name=b, model=two}}", "one context has one model", (1, 22)),
+        ("{{name=a, model=one}}{{name=b, model=two}}", "one context has one `model`", (1, 22)),
+        ("{{name=a, timeout=1}}{{name=b, timeout=2}}", "one context has one `timeout`", (1, 22)),
+        ("{{name=a, end=<|x|>, stop=5}}", "`stop` is a text or a list of texts", (1, 1)),
+        ("{{name=a, stream=true}}", "cannot be a stream", (1, 1)),
+        ("{{name=a, tools=[1]}}", "use `llm_chat`", (1, 1)),
+        (r"{{name=a, choices=['\ud800']}}", "half of a surrogate pair", (1, 10)),
+        (r"{{name=a, schema={'\ud800': 1}}}", "half of a surrogate pair", (1, 10)),
+        ("{{name=a, seed=99999999999999999999}}", "fit into 64 bits", (1, 10)),
     ],
 )
 def test_an_error_has_a_position(text: str, message: str, position: tuple[int, int]) -> None:
@@ -69,6 +76,18 @@ def test_an_error_has_a_position(text: str, message: str, position: tuple[int, i
         compile_source(text, "template")
     assert message in caught.value.message
     assert (caught.value.line, caught.value.column) == position
+
+
+def test_options_of_the_call_may_be_given_to_any_slot() -> None:
+    source = "{{name=a, timeout=5, retries=2}} {{name=b, priority=3, timeout=5}}"
+    node = msgspec.to_builtins(compile_source(source, "template").nodes[0])
+    assert (node["timeout_s"], node["retries"], node["priority"]) == (5, 2, 3)
+
+
+def test_a_stop_that_is_null_is_not_given() -> None:
+    (slot, _) = parse_template("{{name=a, end=<|x|>, stop=null}}")
+    assert isinstance(slot, OutputSlot)
+    assert slot.options == {"stop": ["<|x|>"]}
 
 
 def test_odd_spellings_do_not_warn_the_server() -> None:
