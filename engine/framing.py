@@ -111,12 +111,11 @@ class FrameSocket:
         """
         self._drain()
         frames = self._take_frames()
-        descriptors = [self._sock.fileno(), *([] if wake is None else [wake])]
         while wait and not frames and not self._is_closed:
-            readable, _, _ = select.select(descriptors, [], [])
+            happened = self._wait(select.POLLIN, wake)
             self._drain()
             frames = self._take_frames()
-            if wake in readable:
+            if wake in happened:
                 break
         if frames or not self._is_closed:
             return frames
@@ -135,12 +134,24 @@ class FrameSocket:
             try:
                 rest = rest[self._sock.send(rest) :]
             except BlockingIOError:
-                readable, _, _ = select.select([self._sock], [self._sock], [])
-                if readable:
+                happened = self._wait(select.POLLIN | select.POLLOUT)
+                if happened[self._sock.fileno()] != select.POLLOUT:
                     self._drain()
             except (BrokenPipeError, ConnectionResetError):
                 self._is_closed = True
         return not rest
+
+    def _wait(self, events: int, wake: int | None = None) -> dict[int, int]:
+        """Wait for events of the socket, or until the file descriptor `wake` is readable.
+
+        Returns:
+            The events by file descriptor. An error or a closed peer is an event, too.
+        """
+        poll = select.poll()  # unlike `select`, it accepts file descriptors above 1,023
+        poll.register(self._sock, events)
+        if wake is not None:
+            poll.register(wake, select.POLLIN)
+        return dict(poll.poll())
 
     def _drain(self) -> None:
         """Read all received bytes into the buffer."""

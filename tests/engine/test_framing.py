@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -141,3 +142,26 @@ def test_send_to_a_closed_peer_returns_false(pair: tuple[FrameSocket, socket.soc
     ours, theirs = pair
     theirs.close()
     assert not ours.send(commands(protocol.Ping(1)))
+
+
+def test_socket_with_a_high_file_descriptor_sleeps_and_sends(high_descriptor: int) -> None:
+    ours, theirs = socket.socketpair()
+    frame = commands(protocol.Fill(1, list(range(1_000_000))))
+    peer = FrameSocket(theirs)
+    with theirs, socket.socket(fileno=os.dup2(ours.fileno(), high_descriptor)) as high:
+        ours.close()
+        echo = threading.Thread(target=lambda: peer.receive(wait=True) and peer.send(frame))
+        echo.start()
+        engine = FrameSocket(high)
+        assert engine.send(frame)
+        assert engine.receive(wait=True) == [framing.encode(frame)[framing.HEADER_BYTES :]]
+        echo.join(20)
+
+
+def test_wake_descriptor_ends_a_wait(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, _ = pair
+    wake, sink = os.pipe()
+    os.write(sink, b"x")
+    assert ours.receive(wait=True, wake=wake) == []
+    os.close(wake)
+    os.close(sink)
