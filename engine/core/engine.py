@@ -41,7 +41,7 @@ from .context import (
     EngineCounters,
     FillCounters,
 )
-from .lookahead import FailedLaunch, InFlightStep, schedule_lookahead
+from .lookahead import FailedLaunch, InFlightStep, is_stale, schedule_lookahead
 from .output_processor import ConstraintProvider, OutputProcessor
 
 _log = logging.getLogger(__name__)
@@ -269,14 +269,10 @@ class EngineCore:
             token_id = None if row.sampling is None else next(sampled)
             if context.is_released:
                 continue
-            generation = context.generation
-            if row.previous_id_index is not None and (
-                generation is not generation_at_start or len(context.ids) <= row.start
-            ):
-                # The output ended in the previous step, which was read after this one started.
+            if is_stale(context, row, generation_at_start):
                 kv.trim(context)
                 continue
-            end = row.start + row.num_new
+            generation, end = context.generation, row.length
             if generation is not None and context.num_counted == row.start >= generation.num_prompt:
                 context.num_counted = end
             else:
@@ -285,10 +281,6 @@ class EngineCore:
                 counters.recomputed += recomputed
             context.num_computed = end
             pooling.add(context, row)
-            if generation is not generation_at_start and end > len(context.ids):
-                # The output was cut while the step ran.
-                kv.truncate(context, len(context.ids))
-                continue
             if end // size > context.depth:
                 kv.commit(context)
             if len(context.fill_counters) > 1:

@@ -201,15 +201,32 @@ def _rows_in_flight(in_flight: InFlightStep) -> dict[Context, _InFlightRow]:
 
 
 def _stale(in_flight: InFlightStep) -> list[Context]:
-    """Return the contexts whose row is useless, because its tokens are no longer theirs."""
+    """Return the contexts whose row is useless."""
     return [
         context
         for context, row, generation in zip(
             in_flight.contexts, in_flight.rows, in_flight.generations, strict=True
         )
-        if row.length > len(context.ids)
-        or (row.previous_id_index is not None and context.generation is not generation)
+        if is_stale(context, row, generation)
     ]
+
+
+def is_stale(context: Context, row: ScheduledSequence, generation: GenerationState | None) -> bool:
+    """Return whether a row of a step in flight is useless: its tokens are no longer the context's.
+
+    The output ended or was cut after the step was started. The context may have other tokens at
+    these positions since then, so their number says nothing.
+
+    Args:
+        context: The context of the row.
+        row: A row that was started and not committed.
+        generation: The generation of the context when the row was started.
+    """
+    return (
+        row.ids is not context.ids  # replaced when an output is cut
+        or row.length > len(context.ids)
+        or (row.previous_id_index is not None and context.generation is not generation)
+    )
 
 
 def _decodes(context: Context, row: _InFlightRow | None) -> bool:

@@ -36,7 +36,7 @@ from typing import Final
 from ..core.context import Context, EngineCounters
 from .block_cache import BlockCache
 from .eviction import VictimQueue
-from .prefix_sharing import PrefixSharing, ancestor
+from .prefix_sharing import PrefixSharing, ancestor, limit_depth
 
 _NO_STEP: Final = -2
 """A step number that no context was ever scheduled in."""
@@ -205,18 +205,18 @@ class KVCacheManager:
         self._release_kv(context)
 
     def truncate(self, context: Context, length: int) -> None:
-        """Release the KV of the tokens from position `length` on, if there is any."""
-        if length >= context.num_computed:
-            return
-        context.num_computed = length
-        depth = length // self.block_size
-        if depth < context.depth:
-            context.node = ancestor(context.node, context.depth - depth)
-            context.depth = depth
-        self.trim(context)
+        """Release the KV of the tokens from position `length` on, if there is any.
+
+        Blocks of a step in flight are kept; `trim` follows when the step is over.
+        """
+        limit_depth(context, length // self.block_size)
+        if length < context.num_computed:
+            context.num_computed = length
+            self.trim(context)
 
     def trim(self, context: Context) -> None:
         """Release the blocks after the last computed token, if there are any."""
+        limit_depth(context, context.num_computed // self.block_size)
         self._release_blocks(context, -(-context.num_computed // self.block_size))
 
     def check(self, contexts: Iterable[Context], in_flight: Iterable[Context] = ()) -> None:
@@ -280,10 +280,7 @@ class KVCacheManager:
         self.copies.append((block, target))
         self._cache.pin(block)
         context.blocks[index] = target
-        if index < context.depth:
-            assert context.node is not None
-            context.depth = index
-            context.node = ancestor(context.node, 1)
+        limit_depth(context, index)
         self._cache.release(block)
 
     def _allocate_block(self, context: Context, after: int = -1, num_wanted: int = 1) -> int | None:

@@ -150,3 +150,10 @@ def ancestor(node: RadixNode | None, num_levels: int) -> RadixNode | None:
         assert node is not None
         node = node.parent
     return None if node is None or node.parent is None else node
+
+
+def limit_depth(context: Context, depth: int) -> None:
+    """Move a context up its path in the tree until at most `depth` blocks are on it."""
+    if depth < context.depth:
+        context.node = ancestor(context.node, context.depth - depth)
+        context.depth = depth

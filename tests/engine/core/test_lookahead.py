@@ -18,13 +18,14 @@ from conure.engine import protocol
 from conure.engine.config import EngineConfig
 from conure.engine.runner.base import Handle, Runner, ScheduledSequence
 from conure.engine.runner.torch_runner import TorchModelRunner
+from conure.engine.testing.scripted_runner import default_text
 from conure.kernels.planning.plan import Plan, build_plan
 
 from .. import shrunk
 from ..constraint_harness import ConstraintHarness, lark, schema
 from ..graph_double import Recorder, backend
 from ..random_calls import random_calls, run_calls
-from ..server_double import LIMITS, ServerDouble
+from ..server_double import LIMITS, RecordingRunner, ServerDouble
 
 A = b"abcdefghijklmnopqrstuvwxyz"
 
@@ -265,6 +266,28 @@ def test_failed_step_leaves_no_cached_kv() -> None:
     server.free(context, keep=8)
     server.step()
     assert server.engine.status().num_cached == 0
+
+
+def test_cut_of_forced_tokens_discards_their_step_in_flight() -> None:
+    """The next prompt takes their positions before the step is read."""
+    limits = protocol.EngineLimits(
+        256, block_size=4, num_blocks=128, step_tokens=16, max_sequences=4
+    )
+    runner = RecordingRunner(limits, late=True)
+    harness = ConstraintHarness(runner)
+    forced = lark('start: "hello STOP world"')
+    harness.call(forced)  # From here on, the grammar is cached.
+    context = harness.start(A[:16], forced, stop=("STOP",))
+    harness.run()
+    assert harness.outcomes[context].finished.text == "hello "
+    assert runner.flying
+    assert runner.steps[-1] == [(context, 16, len("hello STOP"))]
+    harness.apply(protocol.Fill(context, list(A[:20])))
+    harness.generate(context, None, max_tokens=4)
+    harness.run()
+    expected = default_text([*A[:16], *b"hello ", *A[:20]])[:4]
+    assert harness.outcomes[context].finished.text == expected
+    harness.close()
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
