@@ -26,7 +26,7 @@ is given when a context is created, because reading the cache needs it as much a
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -332,6 +332,12 @@ class Pong(Struct, frozen=True, array_like=True, tag="pong"):
     """The engine's step loop is alive."""
 
     nonce: int
+
+
+CONSTRAINT_FAULTS: Final = frozenset(
+    {"constraint.invalid", "constraint.too_large", "constraint.too_complex"}
+)
+"""Codes that a constraint causes. After any other code, the same constraint may be accepted."""
 
 
 class Checked(Struct, frozen=True, array_like=True, tag="checked"):

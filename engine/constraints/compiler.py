@@ -5,9 +5,9 @@ sandbox process, then compiles it. The *advance thread* advances the grammars th
 be slow. The step loop continues meanwhile and collects finished work (`collect`). A file
 descriptor (`fileno`) becomes readable when there is any, so that an idle loop wakes up.
 
-Compiled grammars and errors are cached by source, least recently used evicted first, up to
-`MAX_CACHED_BYTES` by a conservative estimate: the library does not report the size of a grammar,
-and its lexer grows with the texts that it processes.
+Compiled grammars, and errors that constraints cause, are cached by source, least recently used
+evicted first, up to `MAX_CACHED_BYTES` by a conservative estimate: the library does not report the
+size of a grammar, and its lexer grows with the texts that it processes.
 
 Out of scope: contexts.
 
@@ -197,14 +197,9 @@ class ConstraintCompiler:
     def _run(self, constraint: ConstraintState, job: _Job) -> None:
         try:
             job()
-        except protocol.EngineError as error:
-            constraint.error = error
-        except Exception:
+        except Exception as error:
             # Without a result, the output would wait forever.
-            _log.exception("a constraint failed")
-            constraint.error = protocol.EngineError(
-                "constraint.failed", "the constraint failed because of an internal error"
-            )
+            constraint.error = _reported(error)
         self._add_ready(constraint)
 
     def _compile_for_waiting(self, key: bytes, source: str) -> None:
@@ -216,7 +211,10 @@ class ConstraintCompiler:
             self._run(constraint, partial(self._start, constraint, cached))
 
     def _get_or_compile(self, key: bytes, source: str) -> _CachedGrammar:
-        """Return a cached grammar. Otherwise check it in the sandbox, then compile it."""
+        """Return a cached grammar. Otherwise check it in the sandbox, then compile it.
+
+        An error is cached if the constraint causes it. After others, the next output tries again.
+        """
         with self._lock:
             cached = self._grammars.get(key)
         if cached is not None:
@@ -226,15 +224,11 @@ class ConstraintCompiler:
             checked = self._sandbox.validate(SandboxRequest(source)).constraint
             compiled = grammar.compile_grammar(self._tokenizer, checked)
             cached = _CachedGrammar(compiled, None, num_bytes, is_relaxed=checked != source)
-        except protocol.EngineError as error:
-            cached = _CachedGrammar(None, error, _ENTRY_BYTES)
-        except Exception:
-            _log.exception("a constraint could not be compiled")
-            failure = protocol.EngineError(
-                "constraint.failed",
-                "the constraint could not be compiled because of an internal error",
-            )
+        except Exception as error:
+            failure = _reported(error)
             cached = _CachedGrammar(None, failure, _ENTRY_BYTES)
+            if failure.code not in protocol.CONSTRAINT_FAULTS:
+                return cached
         with self._lock:
             self._grammars[key] = cached
         return cached
@@ -246,8 +240,8 @@ class ConstraintCompiler:
             try:
                 request = SandboxRequest(command.constraint, command.text)
                 matches = self._sandbox.validate(request).matches
-            except protocol.EngineError as failure:
-                error = failure
+            except Exception as failure:
+                error = _reported(failure)
         if error is not None:
             return protocol.Checked(command.nonce, code=error.code, message=error.message)
         return protocol.Checked(command.nonce, is_relaxed=cached.is_relaxed, matches=matches)
@@ -293,7 +287,21 @@ class _WorkerThread:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:
+                # Later jobs would wait forever for a thread that has ended.
+                _log.exception("a job of the thread to %s failed", self._name)
+
+
+def _reported(error: Exception) -> protocol.EngineError:
+    """Return the error that an output or a check fails with. An unexpected one is logged."""
+    if isinstance(error, protocol.EngineError):
+        return error
+    _log.error("a constraint failed", exc_info=error)
+    return protocol.EngineError(
+        "constraint.failed", "the constraint failed because of an internal error"
+    )
 
 
 def _key(source: str) -> bytes:

@@ -3,7 +3,8 @@
 A constraint may be hostile: a grammar that takes minutes or all memory to compile or that
 overflows a stack, a schema whose validation does not terminate. So each one is first compiled in
 a helper process, `python -m conure.engine.constraints.sandbox`, which may take `CPU_S` and
-`MEMORY_BYTES`. A helper that exceeds them is killed, and the next request starts another one.
+`MEMORY_BYTES`. A helper that exceeds them is killed, and the next request starts another one. A
+helper that anything else has killed is replaced, and its request is sent again.
 Finished texts are validated against their constraint here, too.
 
 The budget is CPU time, so a valid constraint is accepted on a busy machine, too. `DEADLINE_S`
@@ -48,6 +49,8 @@ DEADLINE_S: Final = 8.0
 MEMORY_BYTES: Final = 256 * 1024 * 1024
 """Memory that a helper may allocate beyond what it uses after starting."""
 _START_S: Final = 30.0
+_FOREIGN_EXITS: Final = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a helper that no request causes: no limit of the helper sends these signals."""
 
 
 class SandboxSetup(msgspec.Struct, frozen=True, array_like=True):
@@ -101,24 +104,17 @@ class SandboxedGrammarCheck:
 
         Raises:
             EngineError: a `constraint.*` error of `grammar`; `constraint.too_complex` also if
-                the helper ran out of time or memory.
+                the helper ran out of time or memory; `constraint.unavailable` if it did not
+                answer for another reason.
         """
-        process = self._process or self._start()
-        stdin, stdout = _pipes(process)
         payload = msgspec.msgpack.encode(request)
-        deadline = time.monotonic() + DEADLINE_S
-        try:
-            # The helper reads a whole request before it processes it.
-            _write(stdin, payload)
-            reply = _read(stdout, deadline)
-        except OSError:
-            reply = None
+        reply = self._send(payload)
         if reply is None:
-            self.close()
+            # Something else killed the helper, for example for the memory of the machine.
+            reply = self._send(payload)
+        if reply is None:
             raise EngineError(
-                "constraint.too_complex",
-                f"compiling the constraint takes more than {self._setup.cpu_s:g} s or "
-                f"{MEMORY_BYTES >> 20} MiB; make it smaller",
+                "constraint.unavailable", "the grammar sandbox was killed twice; try again"
             )
         decoded = msgspec.msgpack.decode(reply, type=SandboxReply)
         if decoded.code:
@@ -137,13 +133,57 @@ class SandboxedGrammarCheck:
             with contextlib.suppress(OSError):
                 pipe.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "RAYON_NUM_THREADS": "1"},
+    def _send(self, payload: bytes) -> bytes | None:
+        """Return the reply to a request, or None if something else killed the helper.
+
+        Raises:
+            EngineError: `constraint.too_complex` if the request ended the helper,
+                `constraint.unavailable` if there is no helper or it misses the deadline.
+        """
+        process = self._running() or self._start()
+        stdin, stdout = _pipes(process)
+        deadline = time.monotonic() + DEADLINE_S
+        try:
+            # The helper reads a whole request before it processes it.
+            _write(stdin, payload)
+            reply = _read(stdout, deadline)
+        except OSError:
+            reply = None
+        if reply is not None:
+            return reply
+        is_late = time.monotonic() >= deadline
+        self.close()
+        if is_late:
+            raise EngineError(
+                "constraint.unavailable",
+                f"the grammar sandbox did not answer in {DEADLINE_S:g} s; try again",
+            )
+        if process.returncode in _FOREIGN_EXITS:
+            return None
+        raise EngineError(
+            "constraint.too_complex",
+            f"compiling the constraint takes more than {self._setup.cpu_s:g} s or "
+            f"{MEMORY_BYTES >> 20} MiB; make it smaller",
         )
+
+    def _running(self) -> subprocess.Popen[bytes] | None:
+        """Return the helper, unless it ended after its last reply."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        return self._process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "RAYON_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            raise EngineError(
+                "constraint.unavailable", f"the grammar sandbox could not be started: {error}"
+            ) from error
         stdin, stdout = _pipes(process)
         try:
             _write(stdin, msgspec.msgpack.encode(self._setup))
@@ -153,7 +193,10 @@ class SandboxedGrammarCheck:
             is_ready = False
         if not is_ready:
             self.close()
-            raise EngineError("constraint.unavailable", "the grammar sandbox could not be started")
+            raise EngineError(
+                "constraint.unavailable",
+                f"the grammar sandbox ended or was not ready in {_START_S:g} s; try again",
+            )
         return process
 
 

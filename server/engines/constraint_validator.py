@@ -3,6 +3,9 @@
 Only engines have the constraint compiler and the sandbox to run it in. Answers are cached by the
 constraint's text, so a repeated program sends no request to an engine.
 
+An engine may fail to validate, for example if it cannot start its sandbox. That says nothing about
+the constraint, so it counts as no answer and is not cached.
+
 Invariants: a request takes at most `ANSWER_S`. Without an answer the program is accepted, because
 the engine validates again when the call runs.
 """
@@ -50,7 +53,7 @@ class ConstraintValidator:
             async with asyncio.timeout(BUDGET_S):
                 for path, grammar in constraints:
                     answer = await self._validate_cached(grammar)
-                    if answer is not None and answer.code:
+                    if answer is not None and answer.code in protocol.CONSTRAINT_FAULTS:
                         raise ProgramError(answer.code, answer.message, path=path)
         except TimeoutError:
             return
@@ -59,7 +62,8 @@ class ConstraintValidator:
         """Return an engine's answer about a constraint, and about a text under it.
 
         Raises:
-            UnavailableError: `engine.none` if no engine answers in time.
+            UnavailableError: `engine.none` if no engine answers in time, or the code of an
+                engine that failed to validate.
         """
         if text is None:
             answer = await self._validate_cached(grammar)
@@ -67,6 +71,8 @@ class ConstraintValidator:
             answer = await self._validate(grammar, text)
         if answer is None:
             raise UnavailableError("engine.none", "no engine answers; retry", retry_after_s=2)
+        if not _is_about_constraint(answer):
+            raise UnavailableError(answer.code, answer.message, retry_after_s=2)
         return answer
 
     async def _validate_cached(self, grammar: str) -> protocol.Checked | None:
@@ -74,7 +80,7 @@ class ConstraintValidator:
         if (cached := self._answers.get(key)) is not None:
             return cached
         answer = await self._validate(grammar, None)
-        if answer is not None:
+        if answer is not None and _is_about_constraint(answer):
             self._answers[key] = answer
         return answer
 
@@ -89,3 +95,8 @@ class ConstraintValidator:
                 except (ConnectionError, TimeoutError):
                     return None
         return None
+
+
+def _is_about_constraint(answer: protocol.Checked) -> bool:
+    """Return whether an answer accepts or rejects the constraint. A failed validation does not."""
+    return not answer.code or answer.code in protocol.CONSTRAINT_FAULTS

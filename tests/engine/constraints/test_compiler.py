@@ -108,6 +108,51 @@ def test_compile_error_is_cached(constraints: ConstraintCompiler, sandbox: Count
     assert len(sandbox.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (protocol.EngineError("constraint.unavailable", "no sandbox"), "constraint.unavailable"),
+        (OSError("no process is available"), "constraint.failed"),
+    ],
+)
+def test_failure_that_no_constraint_causes_is_not_cached(
+    constraints: ConstraintCompiler,
+    sandbox: CountingSandbox,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: str,
+) -> None:
+    def fail(request: SandboxRequest) -> SandboxReply:
+        raise error
+
+    source = lark('start: "a"')
+    with monkeypatch.context() as broken:
+        broken.setattr(sandbox, "validate", fail)
+        state = constraints.create(source, 10)
+        assert wait(constraints, 1) == [state]
+        assert state.error is not None
+        assert state.error.code == code
+    constraints.submit_check(protocol.ValidateConstraint(1, source))
+    assert wait(constraints, 1) == [protocol.Checked(1)]
+    with monkeypatch.context() as broken:
+        broken.setattr(sandbox, "validate", fail)
+        constraints.submit_check(protocol.ValidateConstraint(2, source, "a"))
+        [checked] = wait(constraints, 1)
+        assert isinstance(checked, protocol.Checked)
+        assert checked.code == code
+    constraints.submit_check(protocol.ValidateConstraint(3, source, "a"))
+    assert wait(constraints, 1) == [protocol.Checked(3, matches=True)]
+
+
+def test_thread_survives_a_job_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    worker, done = compiler._WorkerThread("test"), threading.Event()
+    worker.submit(lambda: time.sleep(-1))
+    worker.submit(done.set)
+    assert done.wait(20)
+    worker.stop()
+    assert "a job of the thread to test failed" in caplog.text
+
+
 def test_checked_constraint_is_cached(
     constraints: ConstraintCompiler, sandbox: CountingSandbox
 ) -> None:

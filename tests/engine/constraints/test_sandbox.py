@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,9 @@ def test_a_helper_without_cpu_time_meets_the_deadline(monkeypatch: pytest.Monkey
     stopped._start()
     assert stopped.pid is not None
     os.kill(stopped.pid, signal.SIGSTOP)
-    assert refusal(stopped, lark('start: "a"')).code == "constraint.too_complex"
+    error = refusal(stopped, lark('start: "a"'))
+    assert error.code == "constraint.unavailable"
+    assert "0.1 s" in error.message
     assert stopped.pid is None
 
 
@@ -253,12 +256,50 @@ def test_empty_and_long_forced_texts_are_valid(sandbox: SandboxedGrammarCheck) -
         assert sandbox.validate(SandboxRequest(constraint, text)).matches is True
 
 
-def test_killed_helper_is_replaced(sandbox: SandboxedGrammarCheck) -> None:
-    sandbox.validate(SandboxRequest(lark('start: "a"')))
-    assert sandbox.pid is not None
-    os.kill(sandbox.pid, signal.SIGKILL)
-    refusal(sandbox, lark('start: "a"'))
+class KilledHelpers(SandboxedGrammarCheck):
+    """A sandbox whose first helpers are killed as soon as they are ready."""
+
+    def __init__(self, num_killed: int) -> None:
+        super().__init__([])
+        self.num_killed = num_killed
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = super()._start()
+        if self.num_killed:
+            self.num_killed -= 1
+            process.send_signal(signal.SIGKILL)
+        return process
+
+
+def test_request_is_sent_again_after_its_helper_was_killed() -> None:
+    sandbox = KilledHelpers(1)
     assert sandbox.validate(SandboxRequest(lark('start: "a"'), "a")).matches is True
+    sandbox.close()
+
+
+def test_helper_that_is_killed_twice_says_nothing_about_the_constraint() -> None:
+    sandbox = KilledHelpers(2)
+    assert refusal(sandbox, lark('start: "a"')).code == "constraint.unavailable"
+    assert sandbox.pid is None
+
+
+def test_helper_that_ended_between_requests_is_replaced(sandbox: SandboxedGrammarCheck) -> None:
+    sandbox.validate(SandboxRequest(lark('start: "a"')))
+    process = sandbox._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert sandbox.validate(SandboxRequest(lark('start: "a"'), "a")).matches is True
+
+
+def test_helper_that_cannot_start_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise BlockingIOError("no process is available")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    error = refusal(SandboxedGrammarCheck([]), lark('start: "a"'))
+    assert error.code == "constraint.unavailable"
+    assert "no process is available" in error.message
 
 
 def test_helper_exits_when_its_input_closes() -> None:
