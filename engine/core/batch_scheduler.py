@@ -9,7 +9,8 @@ Out of scope: where blocks are allocated from, and how rows are run. Only the co
 is written.
 
 Invariants: rows never exceed the limits on tokens and sequences. If a context has work that no
-constraint blocks, and all blocks together can hold it, the batch is not empty.
+constraint blocks, and all blocks together can hold it, the batch is not empty, except while
+contexts with a higher priority hold the blocks and wait for their constraints.
 """
 
 from __future__ import annotations

@@ -81,6 +81,8 @@ class EngineCore:
         self._num_steps = 0
         self._num_tokens = 0
         self._in_flight: InFlightStep | None = None
+        self._lacks_memory = False
+        """Whether no row fits into memory that contexts hold which wait for their constraints."""
         self._reports: list[protocol.Report] = []
 
     # --- commands -----------------------------------------------------------------------
@@ -109,6 +111,7 @@ class EngineCore:
 
     def apply(self, command: protocol.Command) -> None:
         """Execute one command. The next `step` reports its results."""
+        self._lacks_memory = False
         match command:
             case protocol.Fill() | protocol.GenerateCommand() | protocol.Embed():
                 try:
@@ -134,7 +137,7 @@ class EngineCore:
         return (
             not self._reports
             and self._in_flight is None
-            and all(c.is_released or c.is_stalled for c in self._active)
+            and (self._lacks_memory or all(c.is_released or c.is_stalled for c in self._active))
         )
 
     def status(self, nonce: int = 0) -> protocol.StatusReport:
@@ -197,13 +200,17 @@ class EngineCore:
             reports=reports,
         )
 
-    def _launch_scheduled(self) -> InFlightStep:
-        """Start a step with the rows that the batch scheduler chooses."""
+    def _launch_scheduled(self) -> InFlightStep | None:
+        """Start a step with the rows that the batch scheduler chooses, if there are any."""
+        # The number of a step that is not started is not used again: contexts are marked with it.
         self._num_steps += 1
         self._kv.begin_step(self._num_steps)
         batch = schedule_step(self._active, self._kv, self._limits)
-        is_empty = not (batch.scheduled or batch.complete)
-        assert not is_empty or any(c.is_blocked for c in self._active), "no context can run"
+        self._lacks_memory = not (batch.scheduled or batch.complete)
+        if self._lacks_memory:
+            assert any(c.is_blocked for c in self._active), "no context can run"
+            self._kv.seal_step()
+            return None
         rows = [context.row for context in batch.scheduled]
         return self._launch(batch.scheduled, rows, batch.complete)
 

@@ -262,6 +262,24 @@ def test_other_calls_continue_during_compilation(
     assert end.constraint == "met"
 
 
+def test_engine_sleeps_while_blocked_calls_hold_the_memory(
+    gated: tuple[ConstraintHarness, GatedSandbox],
+) -> None:
+    harness, gate = gated
+    held = [harness.start([number] * 250, YES_NO) for number in range(2)]
+    free = harness.start(list(b"more than the rest of the memory"), None)
+    for _ in range(2 * len(held) * 250 // LIMITS.step_tokens):
+        harness.step()
+    assert not harness.step()
+    assert harness.engine.is_idle
+    assert harness.open == {*held, free}
+    harness.apply(protocol.Ping(1))
+    assert not harness.engine.is_idle
+    gate.is_open.set()
+    harness.run()
+    assert harness.outcomes[free].finished.reason == "stop"
+
+
 def test_fork_does_not_wait_for_a_blocked_parent(
     gated: tuple[ConstraintHarness, GatedSandbox],
 ) -> None:
