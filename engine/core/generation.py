@@ -42,6 +42,8 @@ class GenerationState:
     num_decoded: int = 0
     num_forced: int = 0
     finish_reason: FinishReason | None = None
+    is_validating: bool = False
+    """Whether the finished text is or was validated against a relaxed constraint."""
 
     @property
     def is_blocked(self) -> bool:
@@ -50,8 +52,15 @@ class GenerationState:
 
     @property
     def error(self) -> EngineError | None:
-        """The error of the constraint, if the output cannot continue."""
-        return None if self.constraint is None or self.is_blocked else self.constraint.error
+        """The error of the constraint, if the output fails.
+
+        Nothing follows the last token of an output that has ended, so an error of advancing over it
+        does not matter; an error of the validation does.
+        """
+        constraint = self.constraint
+        if constraint is None or constraint.is_busy:
+            return None
+        return constraint.error if self.finish_reason is None or self.is_validating else None
 
     def append(self, ids: list[int], new: Sequence[int]) -> tuple[int, str]:
         """Append new ids to those of the context, up to the id that ends the output.
@@ -66,17 +75,27 @@ class GenerationState:
             if self.finish_reason is not None:
                 break
         num_appended = len(ids) - before
-        constraint = self.constraint
-        if (
-            constraint is not None
-            and not constraint.is_busy
-            and constraint.is_complete
-            and self.detokenizer.stop is None
-            and num_appended == len(new)
-        ):
-            text += self.detokenizer.finish() if self.finish_reason is None else ""
-            self.finish_reason = FinishReason("stop", None)
+        if num_appended == len(new):
+            text += self.end_if_complete()
         return num_appended, text
+
+    def end_if_complete(self) -> str:
+        """End the output with `stop` if its grammar is complete, also at its maximum length.
+
+        Returns:
+            The text that is final now.
+        """
+        constraint, reason = self.constraint, self.finish_reason
+        if (
+            constraint is None
+            or constraint.is_busy
+            or constraint.error is not None
+            or not constraint.is_complete
+            or (reason is not None and reason.reason == "stop")
+        ):
+            return ""
+        self.finish_reason = FinishReason("stop", None)
+        return self.detokenizer.finish() if reason is None else ""
 
     def append_token(self, ids: list[int], token_id: int) -> str:
         """Append one id unless it ends the output. Return the text that is final now."""

@@ -157,6 +157,8 @@ class OutputProcessor:
         constraint = generation.constraint
         if generation.needs_validation and constraint is not None:
             assert self._constraints is not None
+            constraint.error = None  # of advancing over the last token
+            generation.is_validating = True
             self._constraints.validate_text(constraint, generation.detokenizer.text)
             self._blocked[constraint] = context, generation
             return
@@ -184,9 +186,11 @@ class OutputProcessor:
                 continue  # The output was discarded meanwhile.
             if generation.finish_reason is None:
                 self._append(context, generation, item.forced, num_sampled=0)
-            elif item.error is not None:
-                self._owner.fail(context.id, item.error.code, item.error.message)
+            elif (error := generation.error) is not None:
+                self._owner.fail(context.id, error.code, error.message)
             else:
+                # The output ended while its grammar was advanced, or its text was validated.
+                generation.end_if_complete()
                 self.finish_if_complete(context, generation)
 
     def validate_constraint(self, command: protocol.ValidateConstraint) -> None:

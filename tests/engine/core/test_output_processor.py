@@ -366,6 +366,20 @@ def test_relaxed_constraint_validates_the_finished_text(harness_of: MakeHarness)
     assert (end.text, end.constraint) == ("[1,", "cut")
 
 
+def test_failed_validation_fails_the_output(
+    gated: tuple[ConstraintHarness, GatedSandbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: SandboxRequest) -> SandboxReply:
+        raise protocol.EngineError("constraint.unavailable", "no sandbox")
+
+    harness, gate = gated
+    unique = schema({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
+    gate.is_open.set()
+    harness.call(unique)
+    monkeypatch.setattr(gate, "validate", fail)
+    assert harness.call(unique).failed.code == "constraint.unavailable"
+
+
 def test_call_freed_during_validation_reports_nothing(
     gated: tuple[ConstraintHarness, GatedSandbox],
 ) -> None:
@@ -431,10 +445,35 @@ def test_slow_grammar_gives_the_same_text(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(constraint_file, "SLOW_S", slow_s)
         monkeypatch.setattr(constraint_file, "BUDGET_S", 100.0)
         harness = ConstraintHarness(fake('{"name":"Jo","age":42}'))
-        ends = [harness.call(schema(OBJECT), max_tokens=most).finished for most in (100, 12)]
+        ends = [harness.call(schema(OBJECT), max_tokens=most).finished for most in (100, 22, 12)]
         texts.append([(e.text, e.reason, e.constraint, e.num_forced) for e in ends])
         harness.close()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("slow_s", [10.0, -1.0])
+@pytest.mark.parametrize(
+    ("sampling", "reason"), [({"max_tokens": 3}, "length"), ({"stop": ("b",)}, "stop")]
+)
+def test_error_after_the_last_token_fails_no_output(
+    monkeypatch: pytest.MonkeyPatch, slow_s: float, sampling: dict[str, Any], reason: str
+) -> None:
+    """The budget is used up by the token that ends the output."""
+    advance = constraint_file.ConstraintState.advance
+
+    def advance_and_fail(constraint: constraint_file.ConstraintState, token_id: int) -> None:
+        advance(constraint, token_id)
+        if constraint.num_tokens == 3:
+            constraint.error = protocol.EngineError("constraint.too_complex", "used up")
+
+    monkeypatch.setattr(constraint_file, "SLOW_S", slow_s)
+    monkeypatch.setattr(constraint_file, "BUDGET_S", 100.0)
+    monkeypatch.setattr(constraint_file.ConstraintState, "advance", advance_and_fail)
+    harness = ConstraintHarness(fake("aab"))
+    end = harness.call(lark("start: /[ab]+/"), **sampling).finished
+    assert end.reason == reason
+    assert harness.call(lark("start: /[ab]+/")).failed.code == "constraint.too_complex"
+    harness.close()
 
 
 def test_exhausted_lexer_is_recompiled(
