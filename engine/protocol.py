@@ -30,7 +30,7 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 ModelPurpose: TypeAlias = Literal["general", "demonstration", "test"]
 """What the text of a model is for: `general` is an ordinary model, `demonstration` the small
@@ -214,6 +214,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     bos_id: int | None
     """Id that starts every prompt, or None if the model needs none."""
     eos_ids: list[int]
+    num_ids: int
+    """Ids that the model has an embedding for. The tokenizer may have fewer or more."""
     limits: EngineLimits
     capabilities: list[str]
     """Features beyond greedy text: `tokens`, `logprobs`, `constraints`, `embeddings`, ..."""

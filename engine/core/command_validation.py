@@ -6,6 +6,7 @@
     engine.empty_context           Generate on a context without tokens
     engine.unsupported_constraint  constraint on an engine without grammar support
     engine.too_large               context that does not fit into all blocks together
+    engine.unknown_token           token that the model has no embedding for
     prompt.too_long                context longer than the engine's context length
     engine.step                    the model raised an exception (raised by `engine`)
 
@@ -13,6 +14,8 @@ All checks are pure functions of commands, contexts and limits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from .. import protocol
 from .context import Context
@@ -80,6 +83,20 @@ def check_length(length: int, limits: protocol.EngineLimits) -> None:
             "engine.too_large",
             f"{length} tokens need {num_blocks} blocks of {limits.block_size} and the engine "
             f"has {limits.num_blocks} in all; start it with a larger --num-blocks",
+        )
+
+
+def check_ids(ids: Sequence[int], num_ids: int) -> None:
+    """Reject tokens that the model has no embedding for: they would fail the whole step.
+
+    Raises:
+        EngineError: if an id is not below `num_ids`.
+    """
+    if ids and (highest := max(ids)) >= num_ids:
+        raise protocol.EngineError(
+            "engine.unknown_token",
+            f"the model does not have token {highest}, only ids below {num_ids}; remove it from "
+            "the prompt or from the constraint",
         )
 
 

@@ -31,7 +31,7 @@ from ..kv.manager import KVCacheManager
 from ..runner.base import CompletedStep, Runner, ScheduledSequence
 from . import pooling
 from .batch_scheduler import schedule_step
-from .command_validation import check_fork, check_length, check_start
+from .command_validation import check_fork, check_ids, check_length, check_start
 from .context import (
     CACHED,
     COMPUTED,
@@ -100,6 +100,7 @@ class EngineCore:
             special_tokens=dict(runner.special_tokens),
             bos_id=runner.bos_id,
             eos_ids=list(runner.eos_ids),
+            num_ids=runner.num_ids,
             limits=self._limits,
             capabilities=[
                 *runner.capabilities,
@@ -391,6 +392,7 @@ class EngineCore:
     def _begin_fill(self, context: Context, command: protocol.Fill) -> None:
         length = len(context.ids) + len(command.tokens)
         check_length(length, self._limits)
+        check_ids(command.tokens, self._runner.num_ids)
         context.ids.extend(command.tokens)
         context.fill_counters[-1].end = length
         context.fill_counters.append(FillCounters())

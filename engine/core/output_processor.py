@@ -22,7 +22,7 @@ from ..kv.manager import KVCacheManager
 from ..runner.base import Runner
 from ..sampling.token_counts import TokenCounts, has_penalty
 from ..text.detokenizer import NUM_CONTEXT, Detokenizer, load_tokenizer
-from .command_validation import check_generate, check_length
+from .command_validation import check_generate, check_ids, check_length
 from .context import Context, EngineCounters
 from .generation import FinishReason, GenerationState
 
@@ -74,6 +74,7 @@ class OutputProcessor:
         self._counters = counters
         self._constraints = constraints
         self._limits = runner.limits
+        self._num_ids = runner.num_ids
         self._num_slots = runner.limits.num_blocks * runner.limits.block_size
         self._eos_ids = frozenset(runner.eos_ids)
         self._tokenizer = load_tokenizer(runner.tokenizer_json)
@@ -205,6 +206,11 @@ class OutputProcessor:
         self, context: Context, generation: GenerationState, new: Sequence[int], *, num_sampled: int
     ) -> None:
         """Append ids to an output; the first `num_sampled` were sampled, the others forced."""
+        try:
+            check_ids(new, self._num_ids)
+        except protocol.EngineError as error:
+            self._owner.fail(context.id, error.code, error.message)
+            return
         before = len(context.ids)
         num_appended, text = generation.append(context.ids, new)
         generation.num_forced += max(0, num_appended - num_sampled)

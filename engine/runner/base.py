@@ -134,6 +134,8 @@ class Runner(Protocol):
     special_tokens: dict[str, str]
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    num_ids: int
+    """Ids that the model has an embedding for. The tokenizer may have fewer or more."""
     limits: EngineLimits
     capabilities: tuple[str, ...]
     description: str

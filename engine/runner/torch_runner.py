@@ -185,6 +185,7 @@ class TorchModelRunner(Runner):
         self.special_tokens = checkpoint.special_tokens
         self.bos_id = checkpoint.bos_id
         self.eos_ids = checkpoint.eos_ids
+        self.num_ids: int = loaded.model.config.vocab_size
         embeddings = ("embeddings",) if config.embeddings else ()
         self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)
         return loaded.model.config

@@ -57,6 +57,7 @@ from ..text.byte_tokenizer import (
     SPECIAL_TOKENS,
     TURN_END,
     TURN_START,
+    VOCAB_SIZE,
     tokenizer_json,
 )
 from .token_memory import TokenMemory
@@ -183,6 +184,7 @@ class FakeRunner(Runner):
         self.special_tokens = dict(SPECIAL_TOKENS)
         self.bos_id: int | None = None
         self.eos_ids: tuple[int, ...] = EOS_IDS
+        self.num_ids = VOCAB_SIZE
         self.limits = limits
         embeddings = ("embeddings",) if has_embeddings else ()
         self.capabilities: tuple[str, ...] = ("tokens", "logprobs", *embeddings)

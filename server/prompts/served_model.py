@@ -41,6 +41,8 @@ class ServedModel:
     tool_format: ToolFormat | None
     """None if the model cannot be made to call tools."""
     tokenizer_hash: str
+    num_ids: int
+    """Ids that both the tokenizer and the model have."""
     limits: protocol.EngineLimits
     """Those of the smallest engine."""
     capabilities: frozenset[str]
@@ -70,6 +72,7 @@ class ServedModel:
             template=template,
             tool_format=tool_format,
             tokenizer_hash=hello.tokenizer_hash,
+            num_ids=min(tokenizer.num_tokens, hello.num_ids),
             limits=hello.limits,
             capabilities=frozenset(hello.capabilities),
             description=hello.description,
@@ -199,10 +202,11 @@ class ServedModel:
 
     def check_id(self, token_id: int, path: str) -> None:
         """Raise a ProgramError if the model does not have a token; `path` is the id's."""
-        if token_id >= (num_tokens := self.tokenizer.num_tokens):
+        if token_id >= self.num_ids:
             raise ProgramError(
                 "program.sampling",
-                f"model {self.name} does not have token {token_id}; its ids are below {num_tokens}",
+                f"model {self.name} does not have token {token_id}; its ids are below "
+                f"{self.num_ids}",
                 path=path,
             )
 

@@ -149,13 +149,13 @@ class NoiseRunner(Runner):
         self.special_tokens: dict[str, str] = {}
         self._generator = torch.Generator().manual_seed(seed)
         self.tokenizer_json = train(num_tokens)
-        self._width = tokenizers.Tokenizer.from_str(self.tokenizer_json).get_vocab_size() + 5
+        self.num_ids = tokenizers.Tokenizer.from_str(self.tokenizer_json).get_vocab_size() + 5
 
     def start(
         self, rows: Sequence[ScheduledSequence], copies: Sequence[tuple[int, int]]
     ) -> CompletedStep:
         sampling = [row for row in rows if row.sampling is not None]
-        logits = torch.randn(len(sampling), self._width, generator=self._generator)
+        logits = torch.randn(len(sampling), self.num_ids, generator=self._generator)
         return CompletedStep(sample(logits * 3, sampling, self.eos_ids) if sampling else [])
 
 

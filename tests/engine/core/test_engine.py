@@ -8,6 +8,7 @@ from conure.engine import protocol
 from conure.engine.core.engine import EngineCore
 from conure.engine.runner.base import DeviceLostError
 from conure.engine.testing.scripted_runner import FakeRunner, default_text
+from conure.engine.text.byte_tokenizer import VOCAB_SIZE
 
 from ..server_double import LIMITS, ServerDouble
 
@@ -171,6 +172,8 @@ def test_context_larger_than_all_blocks_fails() -> None:
             "engine.unsupported_constraint",
         ),
         (protocol.GenerateCommand(9, protocol.SamplingParams(5)), "engine.empty_context"),
+        (protocol.Fill(9, [1, VOCAB_SIZE]), "engine.unknown_token"),
+        (protocol.Embed(9, [VOCAB_SIZE]), "engine.unknown_token"),
         (protocol.Fill(9, [1], parent=77), "engine.unknown_parent"),
         (protocol.Fill(9, [1], parent=1, parent_len=6), "engine.bad_parent"),
         (protocol.Fill(9, [1], parent=1, parent_len=-1), "engine.bad_parent"),
@@ -185,6 +188,18 @@ def test_invalid_command_fails_with_its_code(command: protocol.Command, code: st
     assert step is not None
     assert [r.code for r in step.reports if isinstance(r, protocol.Failed)] == [code]
     engine.check()
+
+
+def test_unknown_token_fails_only_its_context() -> None:
+    server = ServerDouble()
+    context = server.fill(A[:5])
+    server.generate(context)
+    server.step()
+    server.fill([VOCAB_SIZE])
+    server.run()
+    assert [failed.code for failed in server.failed] == ["engine.unknown_token"]
+    assert f"token {VOCAB_SIZE}, only ids below {VOCAB_SIZE}" in server.failed[0].message
+    assert server.known[context].finished
 
 
 def test_fill_into_a_generating_context_fails() -> None:
@@ -577,7 +592,7 @@ def test_hello_identifies_the_engine() -> None:
     hello = EngineCore(FakeRunner(), 7).hello()
     assert (hello.protocol, hello.epoch, hello.model) == (protocol.PROTOCOL_VERSION, 7, "fake")
     assert len(hello.tokenizer_hash) == 64
-    assert hello.eos_ids == [258, 256]
+    assert (hello.eos_ids, hello.num_ids) == ([258, 256], VOCAB_SIZE)
 
 
 def test_commands_on_unknown_contexts_are_ignored() -> None:

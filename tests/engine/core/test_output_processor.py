@@ -188,6 +188,15 @@ def test_next_output_continues_after_a_constrained_one(harness_of: MakeHarness) 
     harness.free(context)
 
 
+def test_forced_token_that_the_model_lacks_fails_the_output(
+    shared: ConstraintCompiler,
+) -> None:
+    runner = fake()
+    runner.num_ids = ord("y")
+    harness = ConstraintHarness(runner, shared)
+    assert harness.call(lark('start: "yes"')).failed.code == "engine.unknown_token"
+
+
 # Early ends.
 
 

@@ -293,6 +293,7 @@ def test_runner_describes_its_model(llama: Path) -> None:
     assert runner.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     assert json.loads(runner.tokenizer_json)["model"]["type"] == "BPE"
     assert "LlamaForCausalLM" in runner.description
+    assert runner.num_ids == len(runner._model.model.embed_tokens.weight)
     assert runner.limits.context_len == 256
     assert runner.limits.num_blocks == capacity.DEFAULT_CONTEXTS * 256 // 16
 

@@ -11,7 +11,7 @@ import pytest
 from conure.engine.core.engine import EngineCore
 from conure.engine.protocol import Hello, ModelPurpose
 from conure.engine.testing.scripted_runner import FakeRunner
-from conure.server.program.errors import PromptError
+from conure.server.program.errors import ProgramError, PromptError
 from conure.server.program.ir import GenerateNode
 from conure.server.prompts.model_notices import UNTRAINED_TOOLS
 from conure.server.prompts.served_model import MAX_EXCESS_TOKENS, ServedModel
@@ -37,6 +37,13 @@ def asking(*tools: dict[str, Any]) -> GenerateNode:
         "output": {"variable": "answer", "as": "message"},
     }
     return msgspec.convert(content, GenerateNode)
+
+
+def test_a_token_that_only_the_tokenizer_has_is_refused() -> None:
+    model = ServedModel.of(hello(num_ids=200))
+    model.check_id(199, "prompt")
+    with pytest.raises(ProgramError, match="does not have token 200; its ids are below 200"):
+        model.check_id(200, "prompt")
 
 
 @pytest.mark.parametrize("template", ["", "{{ messages }}"])
