@@ -120,8 +120,7 @@ class ProcedureCatalog:
         """Remove one version and its pin."""
         procedure = await self._intake.library.find(tenant, reference)
         await self._intake.library.remove(tenant, procedure)
-        if self._pins.unpin(PinKey(tenant, procedure.name, procedure.version)):
-            await self._append_pin(tenant, procedure, 0.0)
+        self._pins.unpin(PinKey(tenant, procedure.name, procedure.version))
 
     async def remove_alias(self, name: str, alias: str, *, tenant: str) -> None:
         """Remove an alias."""

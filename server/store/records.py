@@ -74,7 +74,9 @@ class AliasRecord(Struct, frozen=True, kw_only=True):
 
 
 class ProcedureRemoval(Struct, frozen=True, kw_only=True):
-    """Removes one version of a procedure. Its aliases must be gone; an unknown one is ignored."""
+    """Removes one version of a procedure and its pin. Its aliases must be gone; an unknown version
+    is ignored.
+    """
 
     tenant: str
     name: str

@@ -68,6 +68,7 @@ STATEMENTS: Final[tuple[tuple[type[Record], str], ...]] = (
         "INSERT INTO procedure_alias (tenant, name, alias, version) VALUES (?, ?, ?, ?) "
         "ON CONFLICT DO UPDATE SET version = excluded.version",
     ),
+    (ProcedureRemoval, "DELETE FROM procedure_pin WHERE tenant = ? AND name = ? AND version = ?"),
     (ProcedureRemoval, "DELETE FROM procedure WHERE tenant = ? AND name = ? AND version = ?"),
     (AliasRemoval, "DELETE FROM procedure_alias WHERE tenant = ? AND name = ? AND alias = ?"),
     (
@@ -76,7 +77,8 @@ STATEMENTS: Final[tuple[tuple[type[Record], str], ...]] = (
         "ON CONFLICT DO UPDATE SET expires_at = excluded.expires_at",
     ),
 )
-"""The statement that writes each kind of record: programs before the records that refer to them."""
+"""The statements that write each kind of record, in the order of their execution: programs before
+the records that refer to them. The removal of a procedure has two, because its pin refers to it."""
 TABLE_OF: Final[dict[type[Record], str]] = {
     ProgramRecord: "program",
     AppendRecord: "appended",

@@ -278,15 +278,14 @@ class JournalWriter:
             for record in batch.records:
                 if not isinstance(record, DeleteRecord):
                     rows.setdefault(type(record), []).append(row_of(record))
-        written: type[Record] | None = None
         for kind, statement in STATEMENTS:
-            if kind in rows:
-                self._connection.executemany(statement, rows[kind])
-                # Procedures have no row that proves a commit: storing them again writes none.
-                written = kind if kind in TABLE_OF else written
-        if written is not None:
-            (rowid,) = self._connection.execute("SELECT last_insert_rowid()").fetchone()
-            self._proof = (TABLE_OF[written], rowid)
+            if kind not in rows:
+                continue
+            self._connection.executemany(statement, rows[kind])
+            # Procedures have no row that proves a commit: storing them again writes none.
+            if kind in TABLE_OF:  # read the id now: the next table may have row ids, too
+                (rowid,) = self._connection.execute("SELECT last_insert_rowid()").fetchone()
+                self._proof = (TABLE_OF[kind], rowid)
         for batch in group:
             for record in batch.records:
                 if isinstance(record, DeleteRecord):

@@ -16,7 +16,7 @@ import pytest
 from conure.server.program.errors import UnavailableError
 from conure.server.store.damage.integrity import inspect
 from conure.server.store.database import RESERVE_NAME
-from conure.server.store.journal import DeleteRecord, Journal, JournalError
+from conure.server.store.journal import DeleteRecord, Journal, JournalError, ProcedureRecord
 
 from .damaged_journals import KINDS, Sample, check_damaged, make_sample
 from .journal_records import FILE, crash_image, end, event, program, value
@@ -309,6 +309,20 @@ async def test_deleted_program_is_gone(tmp_path: Path, is_secure: bool) -> None:
     (image / f"{FILE}-wal").unlink(missing_ok=True)
     await journal.close()
     assert (await _sums(tmp_path / "data")) == 2
+
+
+async def test_commit_with_a_procedure_is_found_again(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "data")
+    await journal.append([program("p"), *(event(journal, "p") for _ in range(3))])
+    await journal.append([DeleteRecord(programs=("p",))])
+    stored = ProcedureRecord(tenant="a", name="n", version="v", created_at=1.0, program=b"{}")
+    await journal.append([program("q")])
+    await journal.append([event(journal, "q"), stored])
+    image = crash_image(tmp_path / "data", tmp_path / "image")
+    await journal.close()
+    after_crash = Journal.open(image)
+    assert (await after_crash.list_procedures("a", None)).versions == [("n", "v", 1.0)]
+    await after_crash.close()
 
 
 async def _sums(folder: Path) -> float:

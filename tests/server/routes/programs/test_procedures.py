@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from conure.server.app import create_app
 from conure.server.config import Config
 
@@ -34,3 +36,25 @@ async def test_a_version_is_removed_by_its_hash_only(tmp_path: Path) -> None:
             answer = await client.delete(f"/v1/procedures/{reference}")
             assert (answer.status_code, answer.json()["code"]) == (400, "procedure.name")
             assert "write `name@version` with 32 hexadecimal digits" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(("is_removed_before", "is_restarted"), [(False, False), (True, True)])
+async def test_a_version_is_removed_with_its_pin(
+    tmp_path: Path, is_removed_before: bool, is_restarted: bool
+) -> None:
+    url = "/v1/procedures/sum"
+    config = Config(data=tmp_path, engine="fake")
+    source = f"text: str\nreturn gen(f{'Sum up. ' * 20 + '{text}'!r}, max_tokens=4)"
+    async with in_process(create_app(config)) as client:
+        stored = (await client.put(url, json={"source": source, "pin_s": 60})).json()
+        version = f"{url}@{stored['version']}"
+        if is_removed_before:
+            assert (await client.delete(f"{url}/pin")).status_code == 200
+        assert (await client.delete(f"{url}/aliases/default")).status_code == 204
+        if not is_restarted:
+            assert (await client.delete(version)).status_code == 204
+            assert "conure_pins 0.0" in (await client.get("/metrics")).text
+    async with in_process(create_app(config)) as client:
+        if is_restarted:
+            assert (await client.delete(version)).status_code == 204
+        assert (await client.get("/v1/procedures")).json() == {"procedures": []}
