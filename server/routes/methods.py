@@ -6,7 +6,6 @@ all handlers of a path.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,7 +43,7 @@ class MethodsApp(Litestar):
             await super().__call__(scope, receive, send)
             return
         if scope["method"] == "HEAD":
-            await self._head(scope, send)
+            await self._head(scope, receive, send)
             return
 
         async def send_with_allow(message: Any) -> None:
@@ -66,27 +65,16 @@ class MethodsApp(Litestar):
         of_template = HttpMethods(self).allow(template) if isinstance(template, str) else b""
         return of_template or with_head(allow.decode("ascii").split(","))
 
-    async def _head(self, scope: Any, send: Any) -> None:
+    async def _head(self, scope: Any, receive: Any, send: Any) -> None:
         """Run the request as a GET, and send only status and headers of the response.
 
         The handler then receives a disconnect, which ends a stream.
         """
-        head_sent = asyncio.Event()
-        is_body_read = False
-
-        async def receive_nothing() -> Any:
-            nonlocal is_body_read
-            if not is_body_read:
-                is_body_read = True
-                return {"type": "http.request", "body": b"", "more_body": False}
-            await head_sent.wait()
-            return {"type": "http.disconnect"}
 
         async def send_head(message: Any) -> None:
             if message["type"] == "http.response.start":
                 await send(message)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-                head_sent.set()
 
         as_get: Any = {**scope, "method": "GET"}
-        await super().__call__(as_get, receive_nothing, send_head)
+        await super().__call__(as_get, receive, send_head)

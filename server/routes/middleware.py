@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import Any
+from typing import Any, cast
 
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,7 +65,7 @@ async def add_request_id(message: Message, scope: Scope) -> None:
 class BodyMemoryMiddleware(ASGIMiddleware):
     """Bounds the memory of large bodies of requests that have no response yet.
 
-    A body of unknown length counts as the largest allowed one.
+    A body of unknown length counts as the largest allowed one until it has arrived.
     """
 
     def __init__(self, max_body: int) -> None:
@@ -78,29 +78,42 @@ class BodyMemoryMiddleware(ASGIMiddleware):
         if size <= SMALL_BODY_BYTES:
             await next_app(scope, receive, send)
             return
+        self._check_room(size)
+        reserved = num_received = 0
+
+        def reserve(num_bytes: int) -> None:
+            nonlocal reserved
+            self._num_bytes += num_bytes - reserved
+            reserved = num_bytes
+
+        async def receive_and_count() -> Message:
+            nonlocal num_received
+            message: Any = await receive()
+            if message["type"] == "http.request":
+                num_received += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    needed = num_received if num_received > SMALL_BODY_BYTES else 0
+                    reserve(min(reserved, needed))
+            return cast(Message, message)
+
+        async def send_and_release(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                reserve(0)  # a stream of events may last for hours
+            await send(message)
+
+        reserve(size)
+        try:
+            await next_app(scope, receive_and_count, send_and_release)
+        finally:
+            reserve(0)
+
+    def _check_room(self, size: int) -> None:
         if self._num_bytes + size > MAX_WAITING_BYTES:
             raise UnavailableError(
                 "server.busy",
                 f"requests with {self._num_bytes:,} bytes wait for their responses; retry later",
                 retry_after_s=1,
             )
-        self._num_bytes += size
-        reserved = size
-
-        def release() -> None:
-            nonlocal reserved
-            self._num_bytes -= reserved
-            reserved = 0
-
-        async def send_and_release(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                release()  # a stream of events may last for hours
-            await send(message)
-
-        try:
-            await next_app(scope, receive, send_and_release)
-        finally:
-            release()
 
     def _body_size(self, scope: Scope) -> int:
         headers = dict(scope["headers"])

@@ -20,7 +20,7 @@ from conure.server.routes import openai, parrot
 from conure.server.routes.programs import programs
 from conure.server.service import Readiness
 
-from .service_double import ScriptedService, app_of, in_process, over_socket, service_error
+from .service_double import ScriptedService, app_of, in_process, over_socket, service_error, until
 
 PROGRAM: dict[str, Any] = {
     "program": {
@@ -460,3 +460,24 @@ async def test_disconnect_inside_body_is_harmless(
         async with httpx.AsyncClient(base_url=url) as client:
             assert (await client.get("/healthz")).status_code == 200
     assert "Traceback" not in caplog.text
+
+
+async def test_head_of_a_wait_ends_with_its_client() -> None:
+    service = ScriptedService()
+    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        program = service.programs["p_1"]
+        wait = client.head("/v1/programs/p_1/variables/greeting", params={"wait_s": 600})
+        waiting = asyncio.ensure_future(wait)
+        await until(lambda: program.num_waiters == 1)
+        waiting.cancel()
+        await until(lambda: program.num_waiters == 0)
+
+
+async def test_head_of_a_stream_ends_after_its_headers() -> None:
+    service = ScriptedService()
+    async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
+        await client.post("/v1/programs", json=PROGRAM)
+        answer = await client.head("/v1/programs/p_1/events")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        await until(lambda: service.programs["p_1"].num_readers == 0)

@@ -89,6 +89,45 @@ async def test_a_body_of_unknown_length_counts_as_the_largest(bound: BodyMemoryM
     await request(bound, app, transfer_encoding="chunked")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "may_follow"), [((30, 30), True), ((2 * MIB, 0), True), ((2 * MIB, 2 * MIB), False)]
+)
+async def test_a_body_that_has_arrived_counts_with_its_size(
+    bound: BodyMemoryMiddleware, sizes: tuple[int, ...], may_follow: bool
+) -> None:
+    has_body, finish = asyncio.Event(), asyncio.Event()
+    parts = iter(sizes)
+    num_left = len(sizes)
+
+    async def receive() -> Any:
+        nonlocal num_left
+        num_left -= 1
+        return {"type": "http.request", "body": b"x" * next(parts), "more_body": num_left > 0}
+
+    async def read_and_wait(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        has_body.set()
+        await finish.wait()
+
+    scope: Any = {"type": "http", "headers": [(b"transfer-encoding", b"chunked")]}
+    handled: Any = bound.handle(scope, receive, None, read_and_wait)  # type: ignore[arg-type]
+    waiting = asyncio.create_task(handled)
+    await has_body.wait()
+    app = Application()
+    app.respond.set()
+    app.finish.set()
+    following = request(bound, app, content_length=str(8 * MIB))
+    if may_follow:
+        await following
+    else:
+        with pytest.raises(UnavailableError):
+            await following
+    finish.set()
+    await waiting
+    await request(bound, app, content_length=str(8 * MIB))
+
+
 class Reader:
     """Receives a response; blocks after its head until it may read."""
 
