@@ -5,7 +5,7 @@ Invariant: reading a variable lets its producers start, and changes nothing else
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from .program.errors import NotFoundError
 from .program.ir import Objective
@@ -36,9 +36,16 @@ class ProgramReader:
         known = await self.programs.journal.find_idempotent(tenant, idempotency_key)
         return None if known is None else known[0]
 
-    async def status(self, program: str, *, tenant: str) -> ProgramStatus:
+    @property
+    def last_seq(self) -> int:
+        """The last sequence number of an event; see `Service.last_seq`."""
+        return self.programs.journal.last_seq
+
+    async def status(
+        self, program: str, *, tenant: str, nodes: Sequence[str] | None = None
+    ) -> ProgramStatus:
         """Return the status of a program; see `Service.status`."""
-        return await self.programs.status(program, tenant)
+        return await self.programs.status(program, tenant, nodes)
 
     async def status_parts(self, program: str, *, tenant: str) -> Iterator[bytes]:
         """Return the JSON of a status in parts; see `Service.status_parts`."""

@@ -407,8 +407,20 @@ class Service(ServiceLifecycle, ModelService, Protocol):
         """Return the id of the program that was submitted under a key; None if there is none."""
         ...
 
-    async def status(self, program: str, *, tenant: str) -> ProgramStatus:
+    @property
+    def last_seq(self) -> int:
+        """The last sequence number of an event of any program. Later events have higher ones."""
+        ...
+
+    async def status(
+        self, program: str, *, tenant: str, nodes: Sequence[str] | None = None
+    ) -> ProgramStatus:
         """Return the status of a program.
+
+        Args:
+            program: id of the program.
+            tenant: owner of the program.
+            nodes: ids of the nodes to show, without variables; None: all nodes and variables.
 
         Raises:
             NotFoundError: if the program does not exist.

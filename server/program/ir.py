@@ -57,6 +57,7 @@ __all__ = [
     "MAX_NODES",
     "MAX_OUTPUT_TOKENS",
     "MAX_ROUNDS",
+    "MAX_TITLE_CHARS",
     "MAX_WIDTH",
     "NAME_PATTERN",
     "AnyNode",
@@ -100,6 +101,9 @@ __all__ = [
     "YieldNode",
 ]
 
+MAX_TITLE_CHARS = 256
+"""Characters of the name of a program."""
+
 
 class Variable(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """A declared semantic variable."""
@@ -130,7 +134,7 @@ class Limits(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 class Program(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """A graph of nodes connected by semantic variables."""
 
-    name: Annotated[str, Meta(max_length=256)] = ""
+    name: Annotated[str, Meta(max_length=MAX_TITLE_CHARS)] = ""
     variables: dict[Name, Variable] = {}
     nodes: Annotated[list[AnyNode], Meta(max_length=MAX_NODES)] = []
     jobs: dict[Name, Job] = {}
@@ -194,7 +198,7 @@ class SourceSubmission(
     source: Annotated[str, Meta(max_length=1_000_000)]
     language: Literal["decoder", "template"] = "decoder"
     """`decoder`: Python's syntax. `template`: text with slots `{{...}}`."""
-    name: Annotated[str, Meta(max_length=256)] = ""
+    name: Annotated[str, Meta(max_length=MAX_TITLE_CHARS)] = ""
     """The name of the program."""
     inputs: dict[Name, Json] = {}
     objectives: dict[Name, Objective] = {}

@@ -70,8 +70,8 @@ from conure.server.service import (
 class ScriptedProgram:
     """A program whose events a test scripts."""
 
-    def __init__(self, number: int, submission: Submission) -> None:
-        self.id = f"p_{number}"
+    def __init__(self, id_: str, submission: Submission) -> None:
+        self.id = id_
         self.submission = submission
         self.is_open = submission.open
         self.status: str = "accepted"
@@ -148,7 +148,7 @@ class ScriptedProgram:
 class ScriptedService:
     """Implements the Service protocol with programs that a test controls."""
 
-    def __init__(self) -> None:
+    def __init__(self, id_form: str = "p_{}") -> None:
         self.programs: dict[str, ScriptedProgram] = {}
         self.num_nodes = 0
         self.cancelled: list[str] = []
@@ -161,6 +161,7 @@ class ScriptedService:
         self.life: list[str] = []
         self.drained = asyncio.Event()
         self._keys: dict[str, ScriptedProgram] = {}
+        self._id_form = id_form
 
     async def start(self) -> None:
         self.life.append("start")
@@ -190,7 +191,7 @@ class ScriptedService:
         if self.refusal is not None:
             raise self.refusal
         known = self._keys.get(idempotency_key or "")
-        program = known or ScriptedProgram(len(self.programs) + 1, submission)
+        program = known or ScriptedProgram(self._id_form.format(len(self.programs) + 1), submission)
         self.programs[program.id] = program
         if idempotency_key:
             self._keys[idempotency_key] = program
@@ -234,7 +235,13 @@ class ScriptedService:
         known = self._keys.get(idempotency_key)
         return None if known is None else known.id
 
-    async def status(self, program: str, *, tenant: str) -> ProgramStatus:
+    @property
+    def last_seq(self) -> int:
+        return 0  # each scripted program counts its own events
+
+    async def status(
+        self, program: str, *, tenant: str, nodes: Sequence[str] | None = None
+    ) -> ProgramStatus:
         return self._find(program).snapshot()
 
     async def status_parts(self, program: str, *, tenant: str) -> Iterator[bytes]:

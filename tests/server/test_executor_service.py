@@ -403,6 +403,26 @@ async def test_ended_session_calls_free_the_quota(tmp_path: Path) -> None:
         assert harness.executor.services.call_quota.num_calls == 0
 
 
+async def test_status_can_be_restricted_to_nodes(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        executor = harness.executor
+        nodes = [expr("a", {"lit": 1}), expr("b", {"lit": 2})]
+        program = await harness.submit(nodes, outputs=["a", "b"], open=True)
+
+        async def check_node(status: str) -> None:
+            some = await executor.status(program.id, tenant=harness.tenant, nodes=["b"])
+            every = await program.status()
+            assert some.status == status
+            assert (list(some.nodes), some.variables) == (["b"], {})
+            assert some.nodes["b"] == every.nodes["b"]
+
+        await check_node("running")
+        await program.append(close=True)
+        await program.end()
+        executor.programs._recent.clear()
+        await check_node("done")
+
+
 async def test_append_returns_the_added_nodes(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         session = await harness.submit([expr("a", {"lit": 1})], outputs=["a"], open=True)

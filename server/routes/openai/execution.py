@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 
 from ...program.errors import ConureError
 from ...program.ir import Json
-from ...program.status import Event
+from ...program.status import Event, ProgramStatus
 from ...service import Service
 from ..problem import MissingValueError
 from ..programs.events import DRAINING, PING_S, batch_events
@@ -116,6 +116,16 @@ class _Sent:
         return delta
 
 
+def answer_of(message: Json) -> CompletionResult:
+    """Return the answer that a committed message is."""
+    return CompletionResult(
+        message["content"],
+        message.get("finish_reason", "stop"),
+        tokens_of(message),
+        message.get("tool_calls", []),
+    )
+
+
 def tokens_of(message: Json) -> list[Json] | None:
     """Return the log probabilities of a message's tokens; None if they were not requested."""
     logprobs = message.get("logprobs")
@@ -134,6 +144,7 @@ class RequestExecution:
         tenant: str,
         num_answers: int = 1,
         owns_program: bool = True,
+        after: int = 0,
     ) -> None:
         """Follow calls of a program.
 
@@ -144,13 +155,16 @@ class RequestExecution:
             tenant: owner of the program.
             num_answers: calls per prompt.
             owns_program: whether the program consists of these calls.
+            after: a sequence number before the calls' first events.
         """
         self._service = service
         self._program = program
         self._calls = calls
         self._tenant = tenant
         self._num_answers = num_answers
-        self._owns_program = owns_program
+        self.owns_program = owns_program
+        """Whether the program ends with the request."""
+        self._after = after
         self._variables = [call.variable for call in calls]
 
     async def result(self) -> RequestResult:
@@ -176,7 +190,7 @@ class RequestExecution:
             MissingValueError: if one of the calls failed.
             UnavailableError: if the server drains.
         """
-        source = self._service.events(self._program, tenant=self._tenant, after=0)
+        source = self._service.events(self._program, tenant=self._tenant, after=self._after)
         answers: dict[str, Json] = {}
         indices = {call.variable: i for i, call in enumerate(self._calls)}
         sent = {variable: _Sent() for variable in indices}
@@ -207,7 +221,7 @@ class RequestExecution:
 
     async def cancel(self) -> None:
         """Cancel the program if it still runs and has no other calls. Never raises."""
-        if not self._owns_program:
+        if not self.owns_program:
             return
         try:
             await self._service.cancel(self._program, tenant=self._tenant)
@@ -227,7 +241,17 @@ class RequestExecution:
 
     async def build_result(self, values: list[Json]) -> RequestResult:
         """Return the answers and usage of calls that have ended; `values` are their messages."""
-        status = await self._service.status(self._program, tenant=self._tenant)
+        nodes = [call.node for call in self._calls]
+        status = await self._service.status(self._program, tenant=self._tenant, nodes=nodes)
+        return self.result_of(values, status)
+
+    def result_of(self, values: list[Json], status: ProgramStatus) -> RequestResult:
+        """Return the answers and usage of calls that have ended.
+
+        Args:
+            values: their messages.
+            status: the status of their program.
+        """
         num_prompt = num_shared = 0
         # All answers to a prompt share it.
         for i in range(0, len(values), self._num_answers):
@@ -244,16 +268,7 @@ class RequestExecution:
             total_tokens=num_prompt + num_output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=num_shared),
         )
-        answers = [
-            CompletionResult(
-                value["content"],
-                value.get("finish_reason", "stop"),
-                tokens_of(value),
-                value.get("tool_calls", []),
-            )
-            for value in values
-        ]
-        return RequestResult(answers, usage)
+        return RequestResult([answer_of(value) for value in values], usage)
 
 
 async def _flatten(

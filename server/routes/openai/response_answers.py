@@ -93,6 +93,11 @@ class ResponseBuilder:
         self._has_text_item = False
 
     @property
+    def id(self) -> str:
+        """Id of the response."""
+        return response_id(self._program)
+
+    @property
     def _message_id(self) -> str:
         return f"msg_{self._program.removeprefix('p_')}"
 
@@ -107,7 +112,7 @@ class ResponseBuilder:
         is_cut = answer is not None and answer.finish_reason == "length"
         failure = None if error is None else error_body(error)
         return ResponseObject(
-            id=response_id(self._program),
+            id=self.id,
             created_at=self._created_at,
             status="incomplete" if is_cut else status,
             background=record.get("background", False),

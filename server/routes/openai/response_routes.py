@@ -8,6 +8,7 @@ Invariant: a response with `background` does not end with its client; any other 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -20,7 +21,7 @@ from litestar.response.base import ASGIResponse
 from msgspec import UNSET, Struct
 
 from ...program.decoding.bodies import revalidate
-from ...program.errors import NotFoundError
+from ...program.errors import NotFoundError, UnavailableError
 from ...program.ir import Json
 from ...program.status import ProgramStatus
 from ..openapi import error_responses, json_body, success_response
@@ -35,7 +36,7 @@ from ..request_context import (
     while_connected,
 )
 from .errors import ErrorAnswer
-from .execution import CompletionDelta, RequestCall, RequestExecution, RequestResult
+from .execution import CompletionDelta, RequestCall, RequestExecution, RequestResult, answer_of
 from .request_fields import answer_variable, call_node, read_request, submission_of
 from .response_answers import (
     ResponseBuilder,
@@ -48,6 +49,8 @@ from .response_answers import (
 )
 from .response_request import Item, ResponseRequest, lower_response, request_record
 from .routes import check_model
+
+logger = logging.getLogger(__name__)
 
 MAX_CHAIN = 1_000
 """Earlier responses of one conversation."""
@@ -196,7 +199,7 @@ async def read_response(
         deltas = execution.stream(draining_of(request))
         lines = _stream(request, execution, stored.builder, deltas, None, starting_after)
         return EventStreamResponse(lines)
-    return _json(await _response_of(request, stored))
+    return _json(_response_of(request, stored))
 
 
 @post(
@@ -215,7 +218,7 @@ async def cancel_response(request: Request[Any, Any, Any], response: FromPath[st
             "other",
         )
     await service_of(request).cancel(stored.status.id, tenant=tenant_of(request))
-    return _json(await _response_of(request, await _load(request, response)))
+    return _json(_response_of(request, await _load(request, response)))
 
 
 @delete(
@@ -300,12 +303,12 @@ async def _load(request: AnyRequest, response: str) -> _StoredResponse:
     return _StoredResponse(status, record)
 
 
-async def _response_of(request: AnyRequest, stored: _StoredResponse) -> ResponseObject:
+def _response_of(request: AnyRequest, stored: _StoredResponse) -> ResponseObject:
     """Return an earlier response in its current status."""
     message = stored.message
     if message is not None:
         execution = _execution(request, stored.status.id, owns_program=False)
-        result = await execution.build_result([message])
+        result = execution.result_of([message], stored.status)
         return stored.builder.response("completed", result)
     status = status_of(stored.status.status)
     variable = stored.status.variables.get(_CALL.variable)
@@ -332,9 +335,7 @@ async def _earlier_items(request: AnyRequest, response: str | None) -> list[Item
                 f"response {response!r} has no answer: wait for it, or leave it out",
                 path="previous_response_id",
             )
-        execution = _execution(request, stored.status.id, owns_program=False)
-        result = await execution.build_result([message])
-        turns.append([*stored.record["input"], *output_items(result.answers[0])])
+        turns.append([*stored.record["input"], *output_items(answer_of(message))])
         response = stored.record.get("previous_response_id")
         if len(turns) > MAX_CHAIN:
             raise RequestError(
@@ -359,7 +360,11 @@ async def _stream(
     first: CompletionDelta | RequestResult | None,
     after: int,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a response after a number; -1 for all."""
+    """Yield the events of a response after a number; -1 for all.
+
+    A stream that the server interrupts, for example because it stops, has no final event if its
+    response goes on. Its client resumes after the last number.
+    """
     has_ended = False
     try:
         async with aclosing(deltas):
@@ -371,7 +376,10 @@ async def _stream(
             has_ended = True
             yield builder.end(delta, after=after)
     except Exception as exc:
-        yield builder.fail(public_error_of(request, exc), after=after)
+        if execution.owns_program or not isinstance(exc, UnavailableError):
+            yield builder.fail(public_error_of(request, exc), after=after)
+        else:  # the response goes on: a final event would hide the text after its number
+            logger.info("stream of response=%s interrupted code=%s", builder.id, exc.code)
     finally:
         if not has_ended:
             await execution.cancel()

@@ -212,12 +212,13 @@ async def _start(
     """Submit the calls of a request; return their execution, and an id for the response."""
     service, tenant = service_of(request), tenant_of(request)
     calls = [RequestCall(call_node(i), answer_variable(i)) for i in range(len(nodes))]
+    after = 0
     if body.conure is None:
         submission, encoded = revalidate(submission_of(name, body, nodes))
         accepted, _ = await service.submit(submission, body=encoded, tenant=tenant)
         program = request_id = accepted.id
     else:
-        program, calls = await append_calls(Sessions.of(request), body.conure, nodes)
+        program, calls, after = await append_calls(Sessions.of(request), body.conure, nodes)
         request_id = f"{program}-{calls[0].node}"
     execution = RequestExecution(
         service,
@@ -226,6 +227,7 @@ async def _start(
         tenant=tenant,
         num_answers=body.n or 1,
         owns_program=body.conure is None,
+        after=after,
     )
     return execution, request_id
 

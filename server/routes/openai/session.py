@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -34,18 +35,26 @@ from .request_fields import SessionBinding
 _PLACEHOLDER = re.compile(r"\{\{\s*([A-Za-z_]\w*)\s*\}\}")
 
 
+class AppendedCalls(NamedTuple):
+    """The calls of a request in a session."""
+
+    program: str
+    """The session's program."""
+    calls: list[RequestCall]
+    """The calls under their names there."""
+    after: int
+    """A sequence number before their first events."""
+
+
 async def append_calls(
     sessions: Sessions, binding: SessionBinding, nodes: Sequence[AnyNode]
-) -> tuple[str, list[RequestCall]]:
+) -> AppendedCalls:
     """Append the calls of a request to a session.
 
     Args:
         sessions: of the tenant. A session that the client named is created if it does not exist.
         binding: the session and its variables.
         nodes: the calls.
-
-    Returns:
-        The session's program, and the calls under their names there.
 
     Raises:
         ProgramError: if placeholders and variables do not fit, or several answers have one name.
@@ -57,8 +66,27 @@ async def append_calls(
             "request one answer",
             path="conure.write",
         )
-    program = await sessions.open(name=binding.session)
-    reads = {name: _variable(given, program) for name, given in binding.read.items()}
+    # The request is checked before a session is created for it.
+    known = await sessions.find(binding.session)
+    append, calls = _lower(binding, nodes, session=known)
+    append, body = revalidate(append)
+    program = known or await sessions.open(name=binding.session)
+    after = sessions.service.last_seq
+    await sessions.service.append(program, append, body=body, tenant=sessions.tenant)
+    return AppendedCalls(program, calls, after)
+
+
+def _lower(
+    binding: SessionBinding, nodes: Sequence[AnyNode], *, session: str | None
+) -> tuple[Append, list[RequestCall]]:
+    """Return what a request appends to its session, and its calls.
+
+    Args:
+        binding: the session and its variables.
+        nodes: the calls.
+        session: the session's program; None for a new session.
+    """
+    reads = {name: _variable(given, session) for name, given in binding.read.items()}
     suffix = secrets.token_hex(6)
     appended: list[AnyNode] = []
     calls: list[RequestCall] = []
@@ -76,18 +104,15 @@ async def append_calls(
         )
     if binding.write is not None:
         content = {"get": [{"var": calls[0].variable}, "content"]}
-        output = _variable(binding.write, program)
+        output = _variable(binding.write, session)
         appended.append(ExprNode(id=f"w_{suffix}", expr=content, output=output))
-    append, body = revalidate(
-        Append(variables={name: Variable() for name in reads.values()}, nodes=appended)
-    )
-    await sessions.service.append(program, append, body=body, tenant=sessions.tenant)
-    return program, calls
+    variables = {name: Variable() for name in reads.values()}
+    return Append(variables=variables, nodes=appended), calls
 
 
-def _variable(given: str, program: str) -> str:
+def _variable(given: str, session: str | None) -> str:
     named, variable = split_id(given)
-    if named not in (None, program):
+    if named not in (None, session):
         raise ProgramError(
             "variable.other_session",
             f"{given!r} is not a variable of this session",

@@ -16,7 +16,7 @@ from litestar import Request
 
 from ...program.decoding.bodies import revalidate
 from ...program.errors import ConflictError, NotFoundError
-from ...program.ir import Objective, Options, Program, Submission
+from ...program.ir import MAX_TITLE_CHARS, Objective, Options, Program, Submission
 from ...program.status import ENDED, VariableStatus
 from ...service import Service
 from ..programs.waiting import wait_for
@@ -30,7 +30,7 @@ CRITERIA: dict[str, Objective] = {
 }
 """Objectives by the names that clients use, in lower case."""
 
-PROGRAM_ID = re.compile(r"p_[0-9a-z]+")
+PROGRAM_ID = re.compile(r"p_[0-9a-f]{24}")
 _SERVER_ID = re.compile(rf"({PROGRAM_ID.pattern})\.([A-Za-z_]\w*)", re.ASCII)
 _VARIABLE_NAME = re.compile(r"[A-Za-z_]\w{0,95}", re.ASCII)
 
@@ -77,7 +77,8 @@ class Sessions:
             start="demand" if on_demand else "eager",
             clip_outputs=on_demand,
         )
-        program = Program(name=f"session {name}" if name else "session")
+        title = "session" if name is None else f"session {name}"[:MAX_TITLE_CHARS]
+        program = Program(name=title)
         submission, body = revalidate(Submission(program=program, open=True, options=options))
         key = None if name is None else _key(name)
         accepted, _ = await self.service.submit(

@@ -7,7 +7,7 @@ program that has not ended is live here, or will be after the next start of the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 import msgspec
 from cachetools import LRUCache
@@ -191,17 +191,26 @@ class ProgramDirectory:
             raise NotFoundError("program.not_found", f"there is no program {program}")
         return stored
 
-    async def status(self, program: str, tenant: str) -> ProgramStatus:
+    async def status(
+        self, program: str, tenant: str, nodes: Sequence[str] | None = None
+    ) -> ProgramStatus:
         """Return the status of a program, wherever it is.
+
+        Args:
+            program: id of the program.
+            tenant: owner of the program.
+            nodes: ids of the nodes to show, without variables; None: all nodes and variables.
 
         Raises:
             NotFoundError: `program.not_found`.
         """
         run = self.find(program, tenant)
         if run is None:
-            return stored_status(await self.load(program, tenant))
+            return stored_status(await self.load(program, tenant), nodes)
         receipt = run.receipt if run.outbox.has_ended else None
-        status = program_status(run.state, run.outbox.durable_variables, receipt)
+        names = None if nodes is None else ()
+        durable = run.outbox.durable_variables
+        status = program_status(run.state, durable, receipt, names=names, nodes=nodes)
         return status if receipt else msgspec.structs.replace(status, quotas=run.quotas)
 
     async def status_parts(self, program: str, tenant: str) -> Iterator[bytes]:

@@ -219,11 +219,21 @@ def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> 
     )
 
 
-def stored_status(stored: StoredProgram) -> ProgramStatus:
-    """Return the status of an ended program from the journal."""
+def stored_status(stored: StoredProgram, nodes: Iterable[str] | None = None) -> ProgramStatus:
+    """Return the status of an ended program from the journal.
+
+    Args:
+        stored: the program.
+        nodes: ids of the nodes to show, without variables; None: all nodes and variables.
+    """
     snapshot = stored_snapshot(stored)
+    head = stored_head(stored, snapshot)
+    if nodes is not None:
+        found = decode_record(snapshot.nodes, dict[str, msgspec.Raw])
+        shown = {node_id: decode_record(found[node_id], NodeStatus) for node_id in nodes}
+        return msgspec.structs.replace(head, nodes=shown)
     return msgspec.structs.replace(
-        stored_head(stored, snapshot),
+        head,
         variables=dict(stored_variables(stored)) | snapshot.absences,
         nodes=decode_record(snapshot.nodes, dict[str, NodeStatus]),
     )

@@ -15,9 +15,10 @@ from pydantic import BaseModel
 
 from conure.server.app import create_app
 from conure.server.config import Config
+from conure.server.program.status import Event
 
 from ...inprocess import answer
-from ...service_double import over_socket
+from ...service_double import in_process, over_socket
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 GREEDY: dict[str, Any] = {"model": "fake", "temperature": 0}
@@ -264,6 +265,29 @@ async def test_requests_of_a_session_pass_variables_on(tmp_path: Path) -> None:
             await ask("Hi", read={"ad": "ad"})
         with pytest.raises(openai.BadRequestError):
             await ask("Again", write="ad")
+
+
+async def test_stream_in_a_session_reads_the_events_of_its_own_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(Config(data=tmp_path, engine="fake"))
+    read: list[Event] = []
+    events = app.state.service.events
+
+    async def record(*args: Any, **options: Any) -> AsyncIterator[Event]:
+        async for event in events(*args, **options):
+            read.append(event)
+            yield event
+
+    async with in_process(app) as client:
+        body = {"model": "fake", "messages": HI, "conure": {"session": "shop"}, "stream": True}
+        monkeypatch.setattr(app.state.service, "events", record)
+        for _ in range(2):
+            read.clear()
+            assert "[DONE]" in (await client.post("/v1/chat/completions", json=body)).text
+    nodes = {event.data["node"] for event in read if "node" in event.data}
+    assert len(nodes) == 1
+    assert "program.accepted" not in {event.type for event in read}
 
 
 async def test_usage_counts_cached_tokens(tmp_path: Path) -> None:

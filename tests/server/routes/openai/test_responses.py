@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from conure.server.app import drain
+
+from ...service_double import ScriptedService, app_of, in_process, until
 from .test_requests import openai_client
 
 GREEDY: dict[str, Any] = {"model": "fake", "temperature": 0}
@@ -184,6 +188,21 @@ async def test_a_background_response_outlives_its_stream(tmp_path: Path) -> None
             e.delta for e in rest if e.type.endswith("text.delta")
         )
         assert [e.sequence_number for e in again][-4:] == [e.sequence_number for e in rest][-4:]
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_stop_of_the_server_fails_no_response_that_goes_on(background: bool) -> None:
+    service = ScriptedService()
+    service.on_submit = lambda program: program.delta("answer", "Hel", offset=0)
+    app = app_of(service)
+    async with in_process(app) as client:
+        body = {"model": "tiny", "input": "Hi", "stream": True, "background": background}
+        streaming = asyncio.ensure_future(client.post("/v1/responses", json=body))
+        await until(lambda: bool(service.programs) and service.programs["p_1"].num_readers == 1)
+        await drain(app, timeout_s=1)
+        lines = (await streaming).text.split("\n")
+    last = [line for line in lines if line.startswith("event: ")][-1]
+    assert last == f"event: response.{'output_text.delta' if background else 'failed'}"
 
 
 async def test_a_background_response_is_polled_or_cancelled(tmp_path: Path) -> None:

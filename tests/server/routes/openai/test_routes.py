@@ -265,6 +265,16 @@ async def test_drain_ends_waiting_requests_with_503() -> None:
         assert service.cancelled == ["p_1"]
 
 
+@pytest.mark.parametrize("binding", [{"read": {"ad": "ad"}}, {"write": f"p_{'0' * 24}.ad"}])
+async def test_invalid_request_opens_no_session(binding: dict[str, Any]) -> None:
+    service = ScriptedService()
+    async with in_process(app_of(service)) as client:
+        body = {**CHAT, "conure": {"session": "shop", **binding}}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert not service.programs
+
+
 async def test_full_queue_is_429_with_retry_after() -> None:
     service = ScriptedService()
     async with in_process(app_of(service)) as client:

@@ -19,6 +19,14 @@ from ...inprocess import answer
 from ...service_double import ScriptedService, app_of, in_process, over_socket, until
 from ...test_app import check_problem
 
+ID_FORM = "p_{:024x}"
+"""Sessions are told from names of clients by the form of the server's ids."""
+FIRST, SECOND = ID_FORM.format(1), ID_FORM.format(2)
+
+
+def sessions_service() -> ScriptedService:
+    return ScriptedService(ID_FORM)
+
 
 def placeholder(name: str, in_out: bool, **fields: Any) -> dict[str, Any]:
     return {"name": name, "in_out": in_out, "semantic_var_id": None, "transforms": "", **fields}
@@ -38,19 +46,19 @@ WRITE = request(
 
 
 async def test_prompt_becomes_a_node_of_an_open_program() -> None:
-    service = ScriptedService()
+    service = sessions_service()
     async with in_process(app_of(service)) as client:
         answer = await client.post("/v1/submit", json=WRITE)
         assert answer.status_code == 200, answer.text
         bound = answer.json()
-    submission = service.programs["p_1"].submission
+    submission = service.programs[FIRST].submission
     assert submission.open
-    assert bound["session_id"] == "p_1"
+    assert bound["session_id"] == FIRST
     assert [(p["name"], p["in_out"]) for p in bound["placeholders"]] == [
         ("task", False),
         ("code", True),
     ]
-    task, code = (p["semantic_var_id"].removeprefix("p_1.") for p in bound["placeholders"])
+    task, code = (p["semantic_var_id"].removeprefix(f"{FIRST}.") for p in bound["placeholders"])
     assert set(submission.program.variables) == {task}
     [node] = msgspec.to_builtins(submission.program.nodes)
     assert node == {
@@ -66,7 +74,7 @@ async def test_prompt_becomes_a_node_of_an_open_program() -> None:
 
 
 async def test_later_request_reads_earlier_output() -> None:
-    service = ScriptedService()
+    service = sessions_service()
     async with in_process(app_of(service)) as client:
         first = (await client.post("/v1/submit", json=WRITE)).json()
         code = first["placeholders"][1]["semantic_var_id"]
@@ -74,10 +82,10 @@ async def test_later_request_reads_earlier_output() -> None:
             "Test: {{code}}{{output:test}}",
             placeholder("code", False, semantic_var_id=code),
             placeholder("test", True),
-            session="p_1",
+            session=FIRST,
         )
         answer = (await client.post("/v1/submit", json=second)).json()
-    assert answer["session_id"] == "p_1"
+    assert answer["session_id"] == FIRST
     assert answer["request_id"] != first["request_id"]
     assert answer["placeholders"][0]["semantic_var_id"] == code
     [appended] = service.appended
@@ -85,11 +93,11 @@ async def test_later_request_reads_earlier_output() -> None:
     [node] = appended.nodes
     assert isinstance(node, GenerateNode)
     assert node.prompt
-    assert node.prompt[1].input == code.removeprefix("p_1.")
+    assert node.prompt[1].input == code.removeprefix(f"{FIRST}.")
 
 
 async def test_transforms_become_expressions() -> None:
-    service = ScriptedService()
+    service = sessions_service()
     async with in_process(app_of(service)) as client:
         body = request(
             "{{a}}{{b}}",
@@ -97,8 +105,8 @@ async def test_transforms_become_expressions() -> None:
             placeholder("b", True, transforms="json:x.y"),
         )
         bound = (await client.post("/v1/submit", json=body)).json()["placeholders"]
-    a, b = (p["semantic_var_id"].removeprefix("p_1.") for p in bound)
-    generate, before, after = msgspec.to_builtins(service.programs["p_1"].submission.program.nodes)
+    a, b = (p["semantic_var_id"].removeprefix(f"{FIRST}.") for p in bound)
+    generate, before, after = msgspec.to_builtins(service.programs[FIRST].submission.program.nodes)
     assert before["expr"] == {"strip": {"var": a}}
     assert generate["prompt"][0] == {"input": before["output"]}
     assert after["expr"] == {
@@ -108,29 +116,29 @@ async def test_transforms_become_expressions() -> None:
 
 
 async def test_set_commits_and_get_waits_with_criteria() -> None:
-    service = ScriptedService()
+    service = sessions_service()
     async with in_process(app_of(service)) as client:
         bound = (await client.post("/v1/submit", json=WRITE)).json()["placeholders"]
         task, code = (p["semantic_var_id"] for p in bound)
-        body = {"semantic_var_id": task, "content": "sort", "session_id": "p_1"}
+        body = {"semantic_var_id": task, "content": "sort", "session_id": FIRST}
         assert (await client.post("/v1/set", json=body)).json() == {"semantic_var_id": task}
         assert service.puts[0][1].value == "sort"
-        body = {"semantic_var_id": code, "criteria": "LATENCY", "session_id": "p_1"}
+        body = {"semantic_var_id": code, "criteria": "LATENCY", "session_id": FIRST}
         waiting = asyncio.ensure_future(client.post("/v1/get", json=body))
-        program = service.programs["p_1"]
+        program = service.programs[FIRST]
         await until(lambda: program.num_waiters == 1)
-        program.commit(code.removeprefix("p_1."), "sorted()")
+        program.commit(code.removeprefix(f"{FIRST}."), "sorted()")
         assert (await waiting).json() == {"semantic_var_id": code, "content": "sorted()"}
         assert service.objectives == ["latency"]
 
 
 async def test_get_ends_with_its_connection() -> None:
-    service = ScriptedService()
+    service = sessions_service()
     async with over_socket(app_of(service)) as url, httpx.AsyncClient(base_url=url) as client:
         code = (await client.post("/v1/submit", json=WRITE)).json()["placeholders"][1]
         body = {"semantic_var_id": code["semantic_var_id"], "criteria": "ttft"}
         waiting = asyncio.ensure_future(client.post("/v1/get", json=body))
-        program = service.programs["p_1"]
+        program = service.programs[FIRST]
         await until(lambda: program.num_waiters == 1)
         waiting.cancel()
         await until(lambda: program.num_waiters == 0)
@@ -149,18 +157,18 @@ async def test_get_ends_when_waiting_is_pointless() -> None:
         ) -> VariableStatus:
             return VariableStatus(name=variable, status="waiting")
 
-    async with in_process(app_of(Impatient())) as client:
+    async with in_process(app_of(Impatient(ID_FORM))) as client:
         code = (await client.post("/v1/submit", json=WRITE)).json()["placeholders"][1]
         answer = await client.post("/v1/get", json={"semantic_var_id": code["semantic_var_id"]})
         check_problem(answer, 424, "variable.no_value")
 
 
 async def test_get_of_failed_variable_returns_its_error() -> None:
-    service = ScriptedService()
+    service = sessions_service()
     async with in_process(app_of(service)) as client:
         code = (await client.post("/v1/submit", json=WRITE)).json()["placeholders"][1]
-        name = code["semantic_var_id"].removeprefix("p_1.")
-        service.programs["p_1"].fail(name, "failed", "engine.failed", "it broke")
+        name = code["semantic_var_id"].removeprefix(f"{FIRST}.")
+        service.programs[FIRST].fail(name, "failed", "engine.failed", "it broke")
         answer = await client.post("/v1/get", json={"semantic_var_id": code["semantic_var_id"]})
         check_problem(answer, 424, "engine.failed")
 
@@ -186,7 +194,10 @@ async def test_get_of_failed_variable_returns_its_error() -> None:
             request("{{a}}", placeholder("a", True, transforms="strip:x")),
             "submit.unknown_transform",
         ),
-        (request("{{a}}", placeholder("a", True, semantic_var_id="p_2.x")), "submit.other_session"),
+        (
+            request("{{a}}", placeholder("a", True, semantic_var_id=f"{SECOND}.x")),
+            "submit.other_session",
+        ),
         (
             request("{{a}}{{b}}", placeholder("a", True), placeholder("b", False, max_tokens=3)),
             "submit.sampling_of_input",
@@ -194,7 +205,7 @@ async def test_get_of_failed_variable_returns_its_error() -> None:
     ],
 )
 async def test_inconsistent_requests_are_rejected(body: dict[str, Any], code: str) -> None:
-    service = ScriptedService()
+    service = sessions_service()
     async with in_process(app_of(service)) as client:
         problem = check_problem(await client.post("/v1/submit", json=body), 400, code)
         assert problem["path"].startswith(("placeholders", "prompt"))
@@ -202,14 +213,14 @@ async def test_inconsistent_requests_are_rejected(body: dict[str, Any], code: st
 
 
 async def test_malformed_ids_and_criteria_are_rejected() -> None:
-    async with in_process(app_of(ScriptedService())) as client:
+    async with in_process(app_of(sessions_service())) as client:
         answer = await client.post("/v1/get", json={"semantic_var_id": "nodot"})
         check_problem(answer, 400, "variable.malformed_id")
-        body = {"semantic_var_id": "p_1.x", "session_id": "p_2"}
+        body = {"semantic_var_id": f"{FIRST}.x", "session_id": SECOND}
         check_problem(await client.post("/v1/get", json=body), 400, "variable.other_session")
-        body = {"semantic_var_id": "p_1.x", "criteria": "cheap"}
+        body = {"semantic_var_id": f"{FIRST}.x", "criteria": "cheap"}
         check_problem(await client.post("/v1/get", json=body), 400, "get.unknown_criteria")
-        body = {"semantic_var_id": "p_1.x", "content": "y"}
+        body = {"semantic_var_id": f"{FIRST}.x", "content": "y"}
         check_problem(await client.post("/v1/set", json=body), 404, "program.unknown")
 
 
@@ -247,8 +258,19 @@ async def test_clients_choose_the_ids_of_sessions_and_variables(tmp_path: Path) 
         assert found["content"] == answer(f"Shorter: {ad}")
 
 
+@pytest.mark.parametrize("session", ["s" * 256, "p_alice", "p_1", "p_0123456789abcdef"])
+async def test_every_name_of_a_client_is_a_session(tmp_path: Path, session: str) -> None:
+    async with in_process(create_app(Config(data=tmp_path, engine="fake"))) as client:
+        for name, content in (("tea", "green"), ("p_bob.tea", "black")):
+            body = {"session_id": session, "semantic_var_id": name, "content": content}
+            stored = await client.post("/v1/set", json=body)
+            assert stored.status_code == 200, stored.text
+            body = {"session_id": session, "semantic_var_id": name}
+            assert (await client.post("/v1/get", json=body)).json()["content"] == content
+
+
 async def test_unknown_names_of_clients_are_errors() -> None:
-    async with in_process(app_of(ScriptedService())) as client:
+    async with in_process(app_of(sessions_service())) as client:
         body = {"semantic_var_id": "ad", "session_id": "chat"}
         check_problem(await client.post("/v1/get", json=body), 404, "session.not_found")
         await client.post("/v1/submit", json=WRITE | {"session_id": "chat"})
@@ -256,7 +278,7 @@ async def test_unknown_names_of_clients_are_errors() -> None:
 
 
 async def test_oversized_prompt_is_rejected_before_acceptance() -> None:
-    service = ScriptedService()
+    service = sessions_service()
     too_long = request("{{a}}" * 10_500 + "{{o}}", placeholder("a", False), placeholder("o", True))
     async with in_process(app_of(service)) as client:
         check_problem(await client.post("/v1/submit", json=too_long), 400, "program.invalid")
