@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -46,7 +47,7 @@ async def explain_program(request: Request[Any, Any, Any], form: Format = "json"
         explanation = await service_of(request).explainer.explain(
             received.submission, body=received.body, tenant=tenant_of(request)
         )
-    return _response(explanation, form)
+    return await asyncio.to_thread(_response, explanation, form)
 
 
 @get(
@@ -65,7 +66,7 @@ async def explain_run(
     explanation = await service_of(request).explainer.explain_run(
         program, tenant=tenant_of(request)
     )
-    return _response(explanation, form)
+    return await asyncio.to_thread(_response, explanation, form)
 
 
 def _response(explanation: ProgramExplanation, form: str) -> ASGIResponse:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conure.server import explainer
 from conure.server.app import create_app
 from conure.server.config import Config
 from conure.server.program.errors import ProgramError, RunError
@@ -236,6 +238,29 @@ async def test_long_values_are_not_encoded_on_the_event_loop(
     assert error
     assert error.code == "prompt.too_long"
     assert max(on_loop, default=0) < INLINE_CHARS
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+async def test_a_run_is_not_explained_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_live: bool
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def recorded(original: Any, *args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return original(*args)
+
+    for name in ("decode_record", "graph_of", "explain", "with_actual", "stored_status"):
+        monkeypatch.setattr(explainer, name, partial(recorded, getattr(explainer, name)))
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([expr(f"e{i}", i) for i in range(600)])
+        await program.end()
+        if not is_live:
+            harness.executor.programs._recent.clear()
+        explained = await harness.executor.explainer.explain_run(program.id, tenant=harness.tenant)
+        assert [node.actual_runs for node in explained.nodes] == [1] * 600
+    assert len(threads) == (4 if is_live else 5)
+    assert threading.main_thread() not in threads
 
 
 async def test_stop_does_not_wait_for_hostile_programs(tmp_path: Path) -> None:
