@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import Any, cast
+from typing import Any
 
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -86,15 +86,15 @@ class BodyMemoryMiddleware(ASGIMiddleware):
             self._num_bytes += num_bytes - reserved
             reserved = num_bytes
 
-        async def receive_and_count() -> Message:
+        async def receive_and_count() -> Any:
             nonlocal num_received
-            message: Any = await receive()
+            message = await receive()
             if message["type"] == "http.request":
                 num_received += len(message.get("body", b""))
                 if not message.get("more_body", False):
                     needed = num_received if num_received > SMALL_BODY_BYTES else 0
                     reserve(min(reserved, needed))
-            return cast(Message, message)
+            return message
 
         async def send_and_release(message: Message) -> None:
             if message["type"] == "http.response.start":
