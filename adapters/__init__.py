@@ -4,4 +4,5 @@
 and `training` makes examples for finetuning from traces.
 `langchain` and `llamaindex` turn programs of these libraries into Conure programs. `names` makes
 unique names for generated nodes and variables, and `nodes` iterates over the nodes of a program.
+`call_errors` converts errors of the server to those of one call.
 """

@@ -7,7 +7,6 @@ model_call         the program of one call
 call_options       from LangChain's call arguments to node fields
 messages           from messages to JSON and back; json_values does this for other values
 answer_chunks      from answers to chunks and results
-call_errors        from errors of the client to those of LangChain
 sessions           infers sessions from message histories
 structured_output  `with_structured_output`
 """

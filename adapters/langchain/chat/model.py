@@ -38,6 +38,7 @@ from pydantic import PrivateAttr
 from conure.server.program.errors import ConureError
 from conure.server.program.ir import Json
 
+from ...call_errors import application_errors
 from ...client import AsyncRun, Run
 from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
 from ...client.connection import attach_arguments
@@ -53,7 +54,6 @@ from .answer_chunks import (
     invalid_result,
     result_of,
 )
-from .call_errors import application_error
 from .call_options import (
     choice_of,
     meta_of,
@@ -394,19 +394,17 @@ class ChatConure(ChatSettings):
 
     @contextlib.contextmanager
     def _call_errors(self, call: ModelCall) -> Iterator[None]:
-        """Convert the errors of a call by `application_error`.
+        """Convert the errors of a call by `application_errors`.
 
         If the call fails, its inferred session is restored, so that a retry finds it.
         """
         try:
-            yield
-        except BaseException as problem:
+            with application_errors(self.timeout):
+                yield
+        except BaseException:
             if call.resumed is not None:
                 self._session_inference.restore(call.resumed)
-            error = application_error(problem, self.timeout)
-            if error is problem:
-                raise
-            raise error from problem
+            raise
 
     def _record(self, call: ModelCall, answer: BaseMessage, program: str) -> None:
         """Record an answer: a later call that continues the conversation gets its session."""

@@ -14,7 +14,9 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
+from typing import NamedTuple
 
+from ...call_errors import application_errors
 from ...client import Client
 from ...client.owned_generator import OwnedGenerator
 from ...speculation.answer_stream import AnswerStream
@@ -25,6 +27,16 @@ from ..llm.call_backend import FinalAnswer
 from ..llm.model_request import ModelRequest
 from .prompt_slots import planned_call
 from .report import CallReport, Report
+
+
+class _ClaimedCall(NamedTuple):
+    """The call that answers a call of the app: the arguments of `SpeculativeRun.follow`."""
+
+    record: CallRecord
+    resend: Resend
+    """Sends the app's call if the planned call fails because of its plan."""
+    timeout_s: float | None
+    """From the app's call on; the planned call may have waited in the queue before."""
 
 
 class PlannedRun:
@@ -73,7 +85,7 @@ class PlannedRun:
     def answer(self, call: ModelRequest) -> FinalAnswer:
         """Wait for the answer to a call; see `CallBackend`."""
         stream: AnswerStream | None = None
-        with self._reading(), closing(self._run.follow(*self._claim(call))) as events:
+        with self._reading(call), closing(self._run.follow(*self._claim(call))) as events:
             for stream, event in events:
                 stream.feed(event)
         assert stream is not None, "the end of an answer is an event"
@@ -82,7 +94,7 @@ class PlannedRun:
     async def aanswer(self, call: ModelRequest) -> FinalAnswer:
         """`answer`, with await."""
         stream: AnswerStream | None = None
-        with self._reading():
+        with self._reading(call):
             async with OwnedGenerator(self._run.afollow(*self._claim(call))) as events:
                 async for stream, event in events:
                     stream.feed(event)
@@ -93,16 +105,16 @@ class PlannedRun:
         """Yield the answer in pieces. The call is sent now, not when the first piece is read."""
         claimed = self._claim(call)
         self._run.follow_texts()
-        stream = self._stream(*claimed)
-        self._release_if_dropped(stream, claimed[0])
+        stream = self._stream(call, claimed)
+        self._release_if_dropped(stream, claimed.record)
         return stream
 
     def astream(self, call: ModelRequest) -> AsyncGenerator[str | FinalAnswer, None]:
         """`stream`, with await."""
         claimed = self._claim(call)
         self._run.follow_texts()
-        stream = self._astream(*claimed)
-        self._release_if_dropped(stream, claimed[0])
+        stream = self._astream(call, claimed)
+        self._release_if_dropped(stream, claimed.record)
         return stream
 
     def _release_if_dropped(self, stream: object, record: CallRecord) -> None:
@@ -133,11 +145,8 @@ class PlannedRun:
             keeps_awaited = not is_failed or self._num_streams > 0
             self._run.end(is_cancelled=is_cancelled, keeps_awaited=keeps_awaited)
 
-    def _claim(self, call: ModelRequest) -> tuple[CallRecord, Resend]:
-        """Return the planned call for a call of the app; else send the app's call.
-
-        Also returns what sends the app's call if the planned call fails because of its plan.
-        """
+    def _claim(self, call: ModelRequest) -> _ClaimedCall:
+        """Return the planned call for a call of the app; else send the app's call."""
         with self._registry.lock:
             record = self._registry.claim(call.node("", ""))
             calls, index, path = self._report.calls, len(self._report.calls), self._path()
@@ -151,18 +160,18 @@ class PlannedRun:
             calls[index] = CallReport(path, is_planned=False, reason=f"planned, but {failure.code}")
             return self._send(call)
 
-        return record, resend
+        return _ClaimedCall(record, resend, call.timeout_s)
 
     def _send(self, call: ModelRequest) -> CallRecord:
         return self._run.add_unplanned(planned_call(self.fresh("call"), call))
 
     def _stream(
-        self, record: CallRecord, resend: Resend
+        self, call: ModelRequest, claimed: _ClaimedCall
     ) -> Generator[str | FinalAnswer, None, None]:
         stream: AnswerStream | None = None
         with (
-            self._reading(is_stream=True),
-            closing(self._run.follow(record, resend)) as events,
+            self._reading(call, is_stream=True),
+            closing(self._run.follow(*claimed)) as events,
         ):
             for stream, event in events:
                 if text := stream.feed(event):
@@ -171,11 +180,11 @@ class PlannedRun:
         yield FinalAnswer(stream.result(), stream.program)
 
     async def _astream(
-        self, record: CallRecord, resend: Resend
+        self, call: ModelRequest, claimed: _ClaimedCall
     ) -> AsyncGenerator[str | FinalAnswer, None]:
         stream: AnswerStream | None = None
-        with self._reading(is_stream=True):
-            async with OwnedGenerator(self._run.afollow(record, resend)) as events:
+        with self._reading(call, is_stream=True):
+            async with OwnedGenerator(self._run.afollow(*claimed)) as events:
                 async for stream, event in events:
                     if text := stream.feed(event):
                         yield text
@@ -183,12 +192,15 @@ class PlannedRun:
         yield FinalAnswer(stream.result(), stream.program)
 
     @contextlib.contextmanager
-    def _reading(self, *, is_stream: bool = False) -> Generator[None, None, None]:
+    def _reading(
+        self, call: ModelRequest, *, is_stream: bool = False
+    ) -> Generator[None, None, None]:
         """Read an answer. After the end of the run, cancel calls that the app no longer reads."""
         with self._registry.lock:
             self._num_streams += is_stream
         try:
-            yield
+            with application_errors(call.timeout_s):
+                yield
         finally:
             with self._registry.lock:
                 self._num_streams -= is_stream

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from conure.server.program.ir import Json
 
+from ...call_errors import application_errors
 from ...client import AsyncClient, Client
 from ...client.cancellation import acancel_unless_completed, cancel_unless_completed
 from ...client.connection import attach_arguments
@@ -59,31 +60,37 @@ class DirectBackend:
         self._async_client = async_client
 
     def answer(self, call: ModelRequest) -> FinalAnswer:
-        run = self._client.submit(program_of(call), **attach_arguments(call.timeout_s))
-        with cancel_unless_completed(run):
-            return FinalAnswer(run.result(wait_s=call.timeout_s)[ANSWER], run.id)
+        with application_errors(call.timeout_s):
+            run = self._client.submit(program_of(call), **attach_arguments(call.timeout_s))
+            with cancel_unless_completed(run):
+                return FinalAnswer(run.result(wait_s=call.timeout_s)[ANSWER], run.id)
 
     async def aanswer(self, call: ModelRequest) -> FinalAnswer:
-        run = await self._async_client.submit(program_of(call), **attach_arguments(call.timeout_s))
-        async with acancel_unless_completed(run):
-            return FinalAnswer((await run.result(wait_s=call.timeout_s))[ANSWER], run.id)
+        with application_errors(call.timeout_s):
+            run = await self._async_client.submit(
+                program_of(call), **attach_arguments(call.timeout_s)
+            )
+            async with acancel_unless_completed(run):
+                return FinalAnswer((await run.result(wait_s=call.timeout_s))[ANSWER], run.id)
 
     def stream(self, call: ModelRequest) -> Generator[str | FinalAnswer, None, None]:
-        run = self._client.submit(program_of(call), follow=True)
-        stream = AnswerStream(ANSWER, CALL, run.id)
-        with cancel_unless_completed(run):
-            with closing(run.events()) as events:
-                for event in events:
-                    if text := stream.feed(event):
-                        yield text
-            yield FinalAnswer(stream.result(), run.id)
+        with application_errors(call.timeout_s):
+            run = self._client.submit(program_of(call), follow=True)
+            stream = AnswerStream(ANSWER, CALL, run.id)
+            with cancel_unless_completed(run):
+                with closing(run.events()) as events:
+                    for event in events:
+                        if text := stream.feed(event):
+                            yield text
+                yield FinalAnswer(stream.result(), run.id)
 
     async def astream(self, call: ModelRequest) -> AsyncGenerator[str | FinalAnswer, None]:
-        run = await self._async_client.submit(program_of(call), follow=True)
-        stream = AnswerStream(ANSWER, CALL, run.id)
-        async with acancel_unless_completed(run):
-            async with OwnedGenerator(run.events()) as events:
-                async for event in events:
-                    if text := stream.feed(event):
-                        yield text
-            yield FinalAnswer(stream.result(), run.id)
+        with application_errors(call.timeout_s):
+            run = await self._async_client.submit(program_of(call), follow=True)
+            stream = AnswerStream(ANSWER, CALL, run.id)
+            async with acancel_unless_completed(run):
+                async with OwnedGenerator(run.events()) as events:
+                    async for event in events:
+                        if text := stream.feed(event):
+                            yield text
+                yield FinalAnswer(stream.result(), run.id)

@@ -31,14 +31,15 @@ class ModelRequest:
     def node(self, node_id: str, variable: str, **common: Json) -> dict[str, Json]:
         """Return the `generate` node; its value is the answer in the `message` form.
 
+        The node has no timeout: a planned node may start long before the application's call, whose
+        time counts.
+
         Args:
             node_id: id of the node.
             variable: receives the value.
             **common: fields that any node has, such as `when`.
         """
         node = {"id": node_id, "op": "generate", "model": self.model, **common, **self.extra}
-        if self.timeout_s is not None:
-            node["timeout_s"] = self.timeout_s
         output = {**self.output, "as": "message"}
         if self.messages is not None:
             return {**node, "messages": self.messages, "output": {"variable": variable, **output}}

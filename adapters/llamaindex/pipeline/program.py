@@ -175,7 +175,8 @@ class CompiledPipeline:
     ) -> PlaceholderSource:
         self._used_as_text |= reads
         variable = self._fresh_name(key)
-        self._nodes.append(call.node(self._fresh_name(f"{key}_call"), variable))
+        limit = {} if call.timeout_s is None else {"timeout_s": call.timeout_s}
+        self._nodes.append(call.node(self._fresh_name(f"{key}_call"), variable, **limit))
         return PlaceholderSource(kind, variable, text_read(variable))
 
     def _add_client_step(

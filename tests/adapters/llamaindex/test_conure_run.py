@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +34,11 @@ from llama_index.core.response_synthesizers import (
 )
 from llama_index.core.schema import BaseNode, TextNode
 
+from conure.adapters.client import Client, NotReadyError
 from conure.adapters.llamaindex import Conure, Report, accelerate, conure_run, explain
 from conure.adapters.llamaindex.acceleration.scope import ACTIVE_SCOPE
+from conure.server.app import create_app
+from conure.server.config import Config
 
 from ..left import all_ended
 from .conformance import RESERVES_ANSWERS
@@ -66,6 +71,41 @@ async def test_awaited_script_with_tasks_is_one_program(llm: Conure) -> None:
     assert [each.text for each in made] == [llm.complete(f"{n}").text for n in range(4)]
     assert len(report.calls) == 4
     assert len(report.programs) == 1
+
+
+def test_time_of_a_planned_call_counts_from_the_call_of_the_app(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=0.3, max_sequences=1)
+    with Client(app=create_app(config)) as client:
+        llm = Conure(client=client, max_tokens=4, timeout=1.5)
+        synthesizer = get_response_synthesizer(
+            llm=llm, response_mode=ResponseMode("accumulate"), use_async=False
+        )
+        with conure_run() as report:
+            synthesizer.synthesize("Why?", nodes=nodes(8, sentences=1))
+    assert report.num_planned == 8
+
+
+def test_timeouts_are_equal_plain_and_accelerated(tmp_path: Path) -> None:
+    config = Config(engine="fake", data=tmp_path, time_per_call=60.0)
+    with Client(app=create_app(config)) as client:
+        llm = Conure(client=client, timeout=0.1)
+
+        async def chunks() -> list[str]:
+            return [each.text async for each in await llm.astream_complete("a")]
+
+        calls: list[Callable[[], Any]] = [
+            lambda: llm.complete("a"),
+            lambda: asyncio.run(llm.acomplete("a")),
+            lambda: list(llm.stream_complete("a")),
+            lambda: asyncio.run(chunks()),
+        ]
+        found = []
+        for call in calls:
+            for context in (nullcontext(), conure_run()):
+                with pytest.raises(NotReadyError) as problem, context:
+                    call()
+                found.append(str(problem.value))
+    assert set(found) == {"the call has no answer after 0.1 s"}
 
 
 def test_summary_index_is_built_from_plans(llm: Conure) -> None:
