@@ -144,7 +144,9 @@ class Conure(FunctionCallingLLM):
             context_window=window,
             num_output=self.max_tokens or min(RESERVED_OUTPUT, max(1, window // 4)),
             is_chat_model=self.is_chat_model,
-            is_function_calling_model="tools" in (page.get("capabilities") or []),
+            is_function_calling_model=(
+                self.is_chat_model and "tools" in (page.get("capabilities") or [])
+            ),
             model_name=page["id"],
             system_role=MessageRole.SYSTEM,
         )
@@ -263,6 +265,7 @@ class Conure(FunctionCallingLLM):
         verbose: bool = False,
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         messages = list(chat_history or [])
@@ -273,7 +276,8 @@ class Conure(FunctionCallingLLM):
         prepared: dict[str, Any] = {"messages": messages}
         if tools:
             prepared["tools"] = [tool.metadata.to_openai_tool() for tool in tools]
-            prepared["tool_choice"] = "required" if tool_required else "auto"
+            default = "required" if tool_required else self.additional_kwargs.get("tool_choice")
+            prepared["tool_choice"] = tool_choice or default or "auto"
             if not allow_parallel_tool_calls:
                 prepared["parallel_tool_calls"] = False
         return {**prepared, **kwargs}
@@ -300,7 +304,8 @@ class Conure(FunctionCallingLLM):
         """Return the request of `chat`.
 
         Raises:
-            ValueError: if an argument of the call is unknown.
+            ValueError: if an argument of the call is unknown, or if it has tools and
+                `is_chat_model` is false.
             ProgramError: if a message has unsupported content, or text that is not Unicode.
         """
         if not self.is_chat_model:
@@ -312,7 +317,7 @@ class Conure(FunctionCallingLLM):
             kwargs.get("model") or self.model,
             _output_fields(self, kwargs),
             messages=wire,
-            extra=tool_fields(kwargs),
+            extra=tool_fields({**self.additional_kwargs, **kwargs}),
             timeout_s=self.timeout,
         )
 
@@ -325,6 +330,11 @@ class Conure(FunctionCallingLLM):
             prompt = self.completion_to_prompt(prompt)
         if self.is_chat_model:
             return self.chat_request([ChatMessage(role=MessageRole.USER, content=prompt)], kwargs)
+        if tool_fields({**self.additional_kwargs, **kwargs}):
+            raise ValueError(
+                "`tools` need a chat template, but this Conure has is_chat_model=False: remove "
+                "the tools, or set is_chat_model=True"
+            )
         return ModelRequest(
             kwargs.get("model") or self.model,
             _output_fields(self, kwargs),

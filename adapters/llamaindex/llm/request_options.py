@@ -13,6 +13,7 @@ from ...arguments import check_arguments, unknown_argument
 
 _SAMPLING: Final = frozenset(Sampling.__struct_fields__)
 _TOOL_FIELDS: Final = ("parallel_tool_calls", "tool_choice", "tools")
+_TOOL_MODES: Final = ("auto", "none", "required")
 _NOT_FOR_THE_MODEL: Final = ("model", "extra_headers")
 """Arguments that are not part of an output. LlamaIndex's `DocumentContextExtractor` passes
 `extra_headers` for another provider to every LLM; calls of Conure share their requests."""
@@ -42,6 +43,11 @@ def output_fields(
     Raises:
         ValueError: if an argument is unknown, or has a value that cannot be honoured.
     """
+    if "model" in additional:
+        raise ValueError(
+            f"additional_kwargs cannot set the model, got model={additional['model']!r}; set the "
+            "field `model` of Conure"
+        )
     if kwargs.get("constraint") is not None and kwargs.get("response_format") is not None:
         raise ValueError("give either constraint or response_format, not both")
     fields = dict(settings)
@@ -61,11 +67,18 @@ def output_fields(
     return {name: value for name, value in fields.items() if value not in (None, [])}
 
 
-def tool_fields(kwargs: Mapping[str, Any]) -> dict[str, Json]:
-    """Return the fields of a node whose model may call tools; none without tools."""
-    if not kwargs.get("tools"):
+def tool_fields(options: Mapping[str, Any]) -> dict[str, Json]:
+    """Return the fields of a node whose model may call tools; none without tools.
+
+    LlamaIndex's agents pass the name of a tool as `tool_choice`.
+    """
+    if not options.get("tools"):
         return {}
-    return {name: kwargs[name] for name in _TOOL_FIELDS if kwargs.get(name) is not None}
+    fields = {name: options[name] for name in _TOOL_FIELDS if options.get(name) is not None}
+    choice = fields.get("tool_choice")
+    if isinstance(choice, str) and choice not in _TOOL_MODES:
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice}}
+    return fields
 
 
 def _format_fields(response_format: Any) -> dict[str, Json]:

@@ -13,6 +13,7 @@ import pytest
 from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.node_parser import TokenTextSplitter
+from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import BaseOutputParser
@@ -135,6 +136,23 @@ def test_additional_kwargs_apply_to_every_call(llm: Conure, double: Any) -> None
         Conure(client=llm.client, additional_kwargs={"beams": 4}).complete("a")
     with pytest.raises(ValueError, match="top_k"):
         Conure(client=llm.client, top_k=3)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="set the field `model`"):
+        Conure(client=llm.client, additional_kwargs={"model": "tools"}).complete("a")
+
+
+def test_additional_kwargs_may_have_tools(llm: Conure, double: Any) -> None:
+    tools = [FunctionTool.from_defaults(add).metadata.to_openai_tool()]
+    options = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    made = Conure(client=llm.client, additional_kwargs=options)
+    made.chat([ChatMessage("hi")])
+    made.chat([ChatMessage("hi")], tool_choice="none")
+    made.chat([ChatMessage("hi")], tools=None)
+    made.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="hi")
+    first, second, third, fourth = nodes(double)
+    assert options.items() <= first.items()
+    assert second["tool_choice"] == "none"
+    assert "tools" not in third
+    assert fourth["tool_choice"] == "required"
 
 
 def test_pickled_llm_keeps_the_server() -> None:
@@ -197,8 +215,9 @@ def test_metadata_comes_from_the_server(llm: Conure, double: Any) -> None:
     other = Conure(client=llm.client, model="tools", max_tokens=9, is_chat_model=False)
     assert other.metadata.context_window == 100
     assert other.metadata.num_output == 9
-    assert other.metadata.is_function_calling_model
+    assert not other.metadata.is_function_calling_model, "tools need a chat template"
     assert not other.metadata.is_chat_model
+    assert Conure(client=llm.client, model="tools").metadata.is_function_calling_model
     assert Conure(client=llm.client, context_window=50).metadata.num_output == 12
 
 
@@ -317,6 +336,32 @@ def test_tool_calls_round_trip(llm: Conure, double: Any, kit: Any) -> None:
 def tool_call(arguments: str, call_id: str = "c") -> dict[str, Any]:
     function = {"name": "add", "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
+
+
+def test_plain_text_refuses_tools(llm: Conure, double: Any) -> None:
+    llm.is_chat_model = False
+    with pytest.raises(ValueError, match="set is_chat_model=True"):
+        llm.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="hi")
+    assert nodes(double) == []
+
+
+def test_agent_names_the_tool_of_its_first_call(llm: Conure, double: Any) -> None:
+    tool = FunctionTool.from_defaults(add)
+    chosen = {"type": "function", "function": {"name": "add"}}
+    for choice in ("add", chosen, "none"):
+        llm.chat_with_tools([tool], user_msg="hi", tool_choice=choice)
+    assert [node["tool_choice"] for node in nodes(double)] == [chosen, chosen, "none"]
+
+
+def test_function_program_forces_its_tool(
+    llm: Conure, double: Any, answered: Callable[..., None]
+) -> None:
+    llm.model = "tools"
+    function = {"name": "Person", "arguments": '{"name": "Ruth", "age": 3}'}
+    answered(tool_calls=[{"id": "c", "type": "function", "function": function}])
+    program = FunctionCallingProgram.from_defaults(Person, "Who?", llm=llm)
+    assert program() == Person(name="Ruth", age=3)
+    assert nodes(double)[0]["tool_choice"] == "required"
 
 
 @pytest.fixture
