@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 import msgspec
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -280,7 +281,7 @@ def _encode(value: Any, local: LocalValues) -> Json:
         return {key: _encode(each, local) for key, each in value.items()}
     if value is None or type(value) in (bool, int, float, str):
         return msgspec.to_builtins(value)
-    reference = f"{_LOCAL}{len(local)}"
+    reference = f"{_LOCAL}{uuid4()}"  # client steps run in several threads
     local[reference] = value
     return {_LOCAL: reference}
 

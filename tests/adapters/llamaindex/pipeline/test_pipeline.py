@@ -31,6 +31,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 
 from conure.adapters.client import Client
 from conure.adapters.llamaindex import Conure, accelerate, explain, to_program
+from conure.adapters.llamaindex.pipeline.program import _decode, _encode
 from conure.server.program.errors import ProgramError, RunError
 
 pytestmark = [
@@ -305,6 +306,18 @@ def test_value_that_is_not_json_stays_in_the_process(llm: Conure, client: Client
         chain=[PromptTemplate("{x}"), llm, FnComponent(fn=lambda given: {1, 2})]
     )
     assert to_program(pipeline).run(client, x="tea") == {1, 2}
+
+
+def test_values_of_parallel_steps_have_their_own_references() -> None:
+    class Unfilled(dict[str, Any]):
+        """Has the length that two threads read before either adds its value."""
+
+        def __len__(self) -> int:
+            return 0
+
+    local = Unfilled()
+    first, second = _encode({1}, local), _encode({2}, local)
+    assert (_decode(first, local), _decode(second, local)) == ({1}, {2})
 
 
 def test_every_shape_is_tested(make_llm: Callable[..., Conure]) -> None:
