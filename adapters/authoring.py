@@ -21,15 +21,20 @@ server's errors are those of the file.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, NoReturn, ParamSpec
+from enum import Enum
+from symtable import Symbol, SymbolTable, symtable
+from typing import Any, Generic, NoReturn, ParamSpec, TypeAlias
 
 import msgspec
 
-from conure.server.program.errors import ProgramError
+from conure.server.program.errors import ExpressionError, ProgramError
 from conure.server.program.ir import Json, Options, SourceSubmission
+
+from .client.json_encoding import encode_json
 
 P = ParamSpec("P")
 
@@ -113,7 +118,7 @@ class LanguageName:
     """A function that the language has, for editors and type checkers."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to run in this process.
@@ -121,7 +126,7 @@ class LanguageName:
         Raises:
             ProgramError: `language.call`.
         """
-        message = f"`{self.name}` runs on a server only: call it in a function with `program`"
+        message = f"`{self.__name__}` runs on a server only: call it in a function with `program`"
         raise ProgramError("language.call", message)
 
 
@@ -157,12 +162,13 @@ def program(function: Callable[P, Any]) -> LanguageProgram[P]:
 # --- the text ---------------------------------------------------------------------------------
 
 
+_Part: TypeAlias = "LanguageFunction | LanguageProgram[...]"
+
+
 def _text_of(main: LanguageProgram[...]) -> str:
-    functions: dict[str, LanguageFunction] = {}
-    constants: dict[str, str] = {}
-    _collect(main, functions, constants)
-    head = "; ".join(f"{name} = {text}" for name, text in constants.items())
-    parts: list[LanguageFunction | LanguageProgram[...]] = [*functions.values(), main]
+    definitions = _Definitions(main)
+    head = "; ".join(f"{name} = {text}" for name, text in definitions.constants.items())
+    parts: list[_Part] = [*definitions.functions.values(), main]
     pieces = sorted(_source_of(each) for each in parts)
     files = {each.function.__code__.co_filename for each in parts}
     if len(files) > 1 or (head and pieces[0][0] == 1):
@@ -174,40 +180,134 @@ def _text_of(main: LanguageProgram[...]) -> str:
     return "\n".join(lines)
 
 
-def _collect(
-    caller: LanguageFunction | LanguageProgram[...],
-    functions: dict[str, LanguageFunction],
-    constants: dict[str, str],
-) -> None:
-    """Add the functions and constants that a function uses, and those that they use."""
-    for name, value in _references(caller.function):
-        if name in functions or name in constants or isinstance(value, LanguageName):
-            continue
-        if isinstance(value, LanguageFunction):
-            functions[name] = value
-            _collect(value, functions, constants)
-        elif isinstance(value, str | int | float | bool | list | dict | None):
-            constants[name] = _literal(name, value)
-        elif inspect.isfunction(value) and value.__module__ != __name__:
-            _refuse(f"`{name}` is a plain function: decorate it with `conure.function`")
+class _Definitions:
+    """The functions and constants that a program uses, and those that they use.
+
+    Invariant: a name has one meaning. The text has one namespace for all modules, and for the
+    variables of the program.
+    """
+
+    def __init__(self, main: LanguageProgram[...]) -> None:
+        self.functions: dict[str, LanguageFunction] = {}
+        self.constants: dict[str, str] = {}
+        self._main = main
+        self._variables = _variables_of(main)
+        self._meanings: dict[str, tuple[object, str]] = {main.__name__: (main, _module_of(main))}
+        """What names mean, each with the module of a function that uses it."""
+        self._add_references(main)
+
+    def _add_references(self, caller: _Part) -> None:
+        for name, value in _references(caller):
+            if isinstance(value, LanguageName | LanguageFunction):
+                self._add_function(name, value, caller)
+            elif isinstance(value, str | int | float | bool | list | tuple | dict | Enum | None):
+                self._add_constant(name, value, caller)
+            elif inspect.isfunction(value):
+                _refuse(f"`{name}` is a plain function: decorate it with `conure.function`")
+
+    def _add_function(
+        self, name: str, value: LanguageName | LanguageFunction, caller: _Part
+    ) -> None:
+        if value.__name__ != name:
+            _refuse(
+                f"`{name}` is the function `{value.__name__}` under another name: use it as "
+                f"`{value.__name__}`"
+            )
+        if self._is_new(name, value, caller) and isinstance(value, LanguageFunction):
+            self.functions[name] = value
+            self._add_references(value)
+
+    def _add_constant(self, name: str, value: Any, caller: _Part) -> None:
+        literal = _literal(name, value)
+        if self._is_new(name, literal, caller):
+            self.constants[name] = literal
+        if name in self._variables:
+            _refuse(
+                f"`{name}` is {_description(literal)} in {_module_of(caller)} and a variable of "
+                f"`{self._main.__name__}`: rename one of them"
+            )
+
+    def _is_new(self, name: str, meaning: object, caller: _Part) -> bool:
+        """Return whether no function before used a name; refuse one with another meaning."""
+        known, module = self._meanings.setdefault(name, (meaning, _module_of(caller)))
+        if known != meaning:
+            _refuse(
+                f"`{name}` is {_description(known)} in {module} and {_description(meaning)} in "
+                f"{_module_of(caller)}: rename one of them"
+            )
+        return name not in self.functions and name not in self.constants
 
 
-def _references(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the names of its module that a function reads, with their values."""
-    closure = inspect.getclosurevars(function)
-    for values in (closure.nonlocals, closure.globals):
-        yield from values.items()
+def _module_of(part: _Part) -> str:
+    return str(part.function.__module__)
 
 
-def _literal(name: str, value: Json) -> str:
+def _description(meaning: object) -> str:
+    if isinstance(meaning, str):
+        return meaning if len(meaning) <= 40 else f"{meaning[:40]}..."
+    if isinstance(meaning, LanguageName):
+        return "a function of the language"
+    assert isinstance(meaning, LanguageFunction | LanguageProgram)
+    return f"the function `{_module_of(meaning)}.{meaning.function.__qualname__}`"
+
+
+def _references(part: _Part) -> Iterator[tuple[str, Any]]:
+    """Iterate over the names that a function reads from outside, with their values."""
+    nonlocals = inspect.getclosurevars(part.function).nonlocals
+    for name in _global_names(_symbols_of(_definition_of(part))):
+        for scope in (nonlocals, part.function.__globals__):
+            if name in scope:
+                yield name, scope[name]
+                break
+
+
+def _global_names(table: SymbolTable) -> list[str]:
+    """Return the names that a scope and those in it, such as comprehensions, read from outside."""
+    read = (each.get_name() for each in table.get_symbols() if _is_read_global(each))
+    nested = (name for child in table.get_children() for name in _global_names(child))
+    return list(dict.fromkeys([*read, *nested]))
+
+
+def _is_read_global(symbol: Symbol) -> bool:
+    return symbol.is_referenced() and symbol.is_global()
+
+
+def _variables_of(part: _Part) -> set[str]:
+    """Return the parameters and variables of a function, without those of comprehensions."""
+    definition = _definition_of(part)
+    scopes = _symbols_of(definition).get_children()
+    (own,) = (each for each in scopes if each.get_name() == definition.name)
+    return {each.get_name() for each in own.get_symbols() if each.is_local()}
+
+
+def _symbols_of(definition: ast.FunctionDef) -> SymbolTable:
+    return symtable(ast.unparse(definition), "<text>", "exec")
+
+
+def _definition_of(part: _Part) -> ast.FunctionDef:
+    """Return the syntax tree of a function, without its decorators."""
+    start, text = _source_of(part)
     try:
-        msgspec.json.encode(value)
-    except (TypeError, ValueError, msgspec.MsgspecError):
+        definition = ast.parse(text).body[0]
+    except SyntaxError as problem:
+        line = start - 1 + (problem.lineno or 1)
+        _refuse(f"the source of `{part.__name__}` cannot be read: line {line}: {problem.msg}")
+    if not isinstance(definition, ast.FunctionDef):
+        _refuse(f"`{part.__name__}` must be defined by `def`, so that its source can be sent")
+    definition.decorator_list = []
+    return definition
+
+
+def _literal(name: str, value: Any) -> str:
+    """Return a constant as text; members of an Enum have their values."""
+    try:
+        encode_json(value)
+    except (TypeError, ValueError, msgspec.MsgspecError, ExpressionError):
         _refuse(f"`{name}` is not a JSON value: pass it as an input")
-    return repr(value)
+    return repr(msgspec.to_builtins(value))
 
 
-def _source_of(function: LanguageFunction | LanguageProgram[...]) -> tuple[int, str]:
+def _source_of(function: _Part) -> tuple[int, str]:
     """Return the first line of a function, and its source without common indentation."""
     try:
         lines, start = inspect.getsourcelines(function.function)

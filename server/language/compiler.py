@@ -143,11 +143,11 @@ def _compile_decoder(
     names = {each.name for each in declared}
     if undeclared := set(inputs) - names:
         _check_inputs(undeclared, names | _names_in(tree))
+    if program_name is not None:
+        statements.run([each for each in tree.body if _is_shared(each, program_name)], scope)
     variables = _declare_inputs(statements, scope, declared, inputs)
     if any(map(can_jump, body)):
         scope.reserve_result()
-    if program_name is not None:
-        statements.run([each for each in tree.body if _is_shared(each, program_name)], scope)
     statements.run(body, scope)
     result = scope.bindings.get(RETURN, NULL)
     outputs = {name: None for name in emitter.outputs if name not in scope.inputs}
@@ -215,6 +215,7 @@ def _unwrap(
     definition = programs[0]
     arguments = definition.args
     parameters = parameters_of(definition)
+    _check_constants(body, parameters)
     defaults: list[ast.expr | None] = [None] * (
         len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
     )
@@ -224,6 +225,21 @@ def _unwrap(
         for parameter, default in zip(parameters, defaults, strict=True)
     ]
     return definition.body, [*declared, *_declarations(definition.body)], definition.name
+
+
+def _check_constants(body: list[ast.stmt], parameters: list[ast.arg]) -> None:
+    """Refuse an input with the name of a constant: functions would read the input."""
+    targets = [
+        each
+        for statement in body
+        if isinstance(statement, ast.Assign)
+        for each in statement.targets
+    ]
+    constants = {each.id for each in targets if isinstance(each, ast.Name)}
+    for parameter in parameters:
+        if parameter.arg in constants:
+            message = f"`{parameter.arg}` is an input and a constant: rename one of them"
+            raise UnsupportedSourceError(message, position_of(parameter))
 
 
 def _is_shared(statement: ast.stmt, program_name: str) -> bool:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,23 @@ from conure.server.program.graph.identity import graph_hash
 from conure.server.program.ir import Program, Submission
 
 LIMIT = 20
+STYLE = "short"
+
+
+class Tone(StrEnum):
+    WARM = "warm"
+
+
+class Number(int):
+    """Is not JSON."""
+
+
+TONES = {"first": Tone.WARM, "others": (Tone.WARM, "cold")}
+FIVE = Number(5)
+
+
+def strip() -> None:
+    """Has the name of a method."""
 
 
 @conure.function
@@ -116,6 +136,120 @@ def test_a_plain_function_is_refused() -> None:
 
     with pytest.raises(ProgramError, match="decorate it"):
         calls_plain()
+
+
+def test_names_in_comprehensions_annotations_and_defaults_are_sent(client: Client) -> None:
+    @conure.program
+    def shops(goods: list, style: str = STYLE):  # type: ignore[no-untyped-def, type-arg]
+        made = [slogan(each) for each in goods]
+        yield {"made": made, "about": [gen(f"{style} {each}", max_tokens=LIMIT) for each in goods]}
+
+    assert "def slogan" in shops.source
+    assert client.run(shops(goods=["tea", "salt"])).status == "done"
+
+    @conure.function
+    def limited(goods: Any, text: Output(max_tokens=LIMIT)):  # type: ignore[no-untyped-def, valid-type]
+        """A slogan for {{goods}}: {{text}}"""
+
+    @conure.program
+    def shop_of_one(goods: str):  # type: ignore[no-untyped-def]
+        yield {"made": limited(goods)}
+
+    assert client.run(shop_of_one(goods="tea")).status == "done"
+
+
+def test_a_method_is_not_the_function_of_its_name() -> None:
+    @conure.program
+    def stripped(goods: str):  # type: ignore[no-untyped-def]
+        yield {"goods": goods.strip()}
+
+    assert compile_source(stripped.source).name == "stripped"
+
+
+def test_constants_are_json(client: Client) -> None:
+    @conure.program
+    def tones():  # type: ignore[no-untyped-def]
+        yield {"tones": TONES, "tone": gen("Tea is ", max_tokens=4)}
+
+    assert "TONES = {'first': 'warm', 'others': ('warm', 'cold')}" in tones.source
+    assert client.run(tones()).status == "done"
+
+    @conure.program
+    def five():  # type: ignore[no-untyped-def]
+        yield {"five": FIVE}
+
+    with pytest.raises(ProgramError, match="`FIVE` is not a JSON value"):
+        five()
+
+
+BASE = """
+import conure
+TONE = "cold"
+@conure.function
+def slogan(goods):
+    return TONE + goods
+"""
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Import a program that may import the module `base_slogans`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "base_slogans", raising=False)
+    monkeypatch.delitem(sys.modules, "own_shop", raising=False)
+    (tmp_path / "base_slogans.py").write_text(BASE)
+
+    def imported(text: str) -> Any:
+        (tmp_path / "own_shop.py").write_text(f"import conure\n{text}")
+        return importlib.import_module("own_shop").shop
+
+    return imported
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "from base_slogans import slogan\nTONE = 'warm'\n@conure.program\n"
+            "def shop(goods: str):\n    yield {'a': TONE, 'b': slogan(goods)}\n",
+            "`TONE` is 'warm' in own_shop and 'cold' in base_slogans: rename one of them",
+        ),
+        (
+            "from base_slogans import slogan\n@conure.program\n"
+            "def shop(TONE: str):\n    yield {'b': slogan(TONE)}\n",
+            "`TONE` is 'cold' in base_slogans and a variable of `shop`: rename one of them",
+        ),
+        (
+            "import base_slogans\nloud = base_slogans.slogan\n@conure.program\n"
+            "def shop(goods: str):\n    yield {'b': loud(goods)}\n",
+            "`loud` is the function `slogan` under another name: use it as `slogan`",
+        ),
+        (
+            "from base_slogans import slogan\nouter = slogan\n@conure.function\n"
+            "def slogan(goods):\n    return goods\n@conure.function\ndef other(goods):\n"
+            "    return slogan(goods)\ndef made(slogan):\n    @conure.program\n"
+            "    def shop(goods: str):\n        yield {'a': slogan(goods), 'b': other(goods)}\n"
+            "    return shop\nshop = made(outer)\n",
+            "`slogan` is the function `base_slogans.slogan` in own_shop and the function "
+            "`own_shop.slogan` in own_shop: rename one of them",
+        ),
+    ],
+    ids=["constants", "variable", "alias", "functions"],
+)
+def test_a_name_has_one_meaning_in_all_modules(
+    importable: Callable[[str], Any], text: str, message: str
+) -> None:
+    with pytest.raises(ProgramError) as caught:
+        _ = importable(text).source
+    assert (caught.value.code, caught.value.message) == ("language.source", message)
+
+
+def test_a_constant_may_have_one_value_in_two_modules(importable: Callable[[str], Any]) -> None:
+    shop = importable(
+        "from base_slogans import TONE, slogan\n@conure.program\n"
+        "def shop(goods: str):\n    yield {'a': TONE, 'b': slogan(goods)}\n"
+    )
+    assert compile_source(shop.source).name == "shop"
 
 
 def test_a_function_of_the_language_does_not_run_here() -> None:

@@ -273,6 +273,15 @@ def greet(name: str, greeting: str = 'Hi'):
     assert program.outputs == ["said"]
 
 
+def test_the_default_of_a_parameter_may_be_a_constant() -> None:
+    source = (
+        "STYLES = ['short']\n@conure.program\ndef shop(styles: list = STYLES):\n    yield styles"
+    )
+    assert compiled(source).variables["styles"].default == ["short"]
+    error = error_of(source.replace("styles: list", "STYLES: list"))
+    assert error.message.endswith("`STYLES` is an input and a constant: rename one of them")
+
+
 # --- calls ------------------------------------------------------------------------------------
 
 
