@@ -99,3 +99,11 @@ def test_registered_provider_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -
     assert named == other
     with pytest.raises(ValueError, match="did you mean `temperature`"):
         base.init_chat_model("conure:tiny", temprature=0)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_readme_installs_conure_from_the_checkout(name: str) -> None:
+    _, _, extra = PACKAGES[name]
+    readme = (ROOT / "packages" / name / "README.md").read_text("utf-8")
+    assert f"pip install '.[{extra}]' ./packages/{name}" in readme
+    assert "pypi.org/project/conure" not in readme
