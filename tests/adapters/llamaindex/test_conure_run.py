@@ -74,9 +74,9 @@ async def test_awaited_script_with_tasks_is_one_program(llm: Conure) -> None:
 
 
 def test_time_of_a_planned_call_counts_from_the_call_of_the_app(tmp_path: Path) -> None:
-    config = Config(engine="fake", data=tmp_path, time_per_call=0.3, max_sequences=1)
+    config = Config(engine="fake", data=tmp_path, time_per_call=0.5, max_sequences=1)
     with Client(app=create_app(config)) as client:
-        llm = Conure(client=client, max_tokens=4, timeout=1.5)
+        llm = Conure(client=client, max_tokens=4, timeout=3.0)
         synthesizer = get_response_synthesizer(
             llm=llm, response_mode=ResponseMode("accumulate"), use_async=False
         )
