@@ -63,7 +63,7 @@ from .runtime.reporting.receipt import usage_report
 from .runtime.reporting.status import append_status, has_append, stored_status, stored_variable
 from .runtime.reporting.trace_exporter import TraceExporter
 from .runtime.services import RuntimeServices
-from .runtime.steps.client_writes import is_same_value, put_value
+from .runtime.steps.client_writes import is_same_value, put_value, wait_writable
 from .scheduling.policy import policy_named
 from .scheduling.scheduler import Scheduler
 from .service import EngineInfo, GrammarInfo, ModelInfo, Readiness, TokenizedPrompt
@@ -301,6 +301,9 @@ class Executor(ProgramReader):
     ) -> VariableStatus:
         """Commit a value that a client sent; see `Service.put`."""
         run = self.programs.find_live(program, tenant)
+        if run is not None:
+            await wait_writable(run, variable)
+            run = self.programs.find_live(program, tenant)  # it may have ended meanwhile
         if run is None:
             status = stored_variable(await self.programs.load(program, tenant), variable)
             if status is not None and is_same_value(status, body):

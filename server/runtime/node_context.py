@@ -279,7 +279,7 @@ class NodeContext:
                 self.advance(self.end_node(node_id, *_end_of(missing)))
                 return
             if node_state.started_at is None:
-                self._start_node(node_state)
+                self.start_node(node_state)
             executor = self.executor_of(node)
             if executor.starts_running:
                 node_state.phase = "running"
@@ -293,8 +293,8 @@ class NodeContext:
             # ready.
             self.fail_slot(node_id, slot, error)
 
-    def _start_node(self, node_state: NodeState) -> None:
-        """Record the first start of a node in this server process."""
+    def start_node(self, node_state: NodeState) -> None:
+        """Record the first start of a node in this server process, and start its timers."""
         node = node_state.node
         node_state.started_at = self.services.clock.now()
         node_state.attempt = max(node_state.attempt, 1)
@@ -571,11 +571,15 @@ def _end_of(missing: MissingValue) -> tuple[Phase, Problem]:
 
 def _usage_fields(node_state: NodeState) -> dict[str, Any]:
     """Return the usage of an ended node as event fields. A restarted server reads them from the
-    journal to write the receipt.
+    journal to write the receipt and to show the node.
     """
     if node_state.started_at is None:
         return {}
-    fields = {"engine": node_state.engine, "started_at": node_state.started_at}
+    fields: dict[str, Any] = {"engine": node_state.engine, "started_at": node_state.started_at}
+    if node_state.prefix_break:
+        fields["prefix_break"] = True
+    if node_state.constraint_relaxed:
+        fields["constraint_relaxed"] = True
     if not node_state.has_usage:
         return fields
     usage = {name: n for name, n in msgspec.to_builtins(node_state.usage).items() if n}

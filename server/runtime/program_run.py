@@ -39,7 +39,7 @@ from .reporting.receipt import make_receipt
 from .reporting.single_requests import EngineSpeed
 from .reporting.status_parts import end_snapshot
 from .services import RuntimeServices
-from .steps.client_step import ClientStepExecutor, PendingClientStep
+from .steps.client_step import ClientStepExecutor
 
 BYTES_PER_NODE = 4_096
 """Memory that a node uses, roughly."""
@@ -126,6 +126,7 @@ class ProgramRun:
         if recovered.stop is not None:
             self.stop(*recovered.stop)
             return
+        _restart_nodes(self.context)
         self.start()
         for executor in self.context.executors.values():
             executor.resume()
@@ -198,9 +199,10 @@ class ProgramRun:
         self.outbox.mark_durable_on_commit([variable])
         self.context.advance(ready)
 
-    def client_step(self, node_id: str) -> PendingClientStep | None:
-        """Return the client step of a node, while it waits for its client."""
-        return self.context.executor(ClientStepExecutor).steps.get(node_id)
+    @property
+    def client_steps(self) -> ClientStepExecutor:
+        """The client steps that wait for their client."""
+        return self.context.executor(ClientStepExecutor)
 
     def engine_lost(self, engine: str) -> list[NodeState]:
         """Withdraw the calls of an engine that died, and return their nodes."""
@@ -302,6 +304,18 @@ class ProgramRun:
         self._timers.stop()
         for executor in self.context.executors.values():
             executor.release()
+
+
+def _restart_nodes(context: NodeContext) -> None:
+    """Start the nodes that wait between two of their slots, and their timers, after a restart.
+
+    The other nodes start when a slot is dispatched.
+    """
+    for node_state in context.state.nodes.values():
+        has_started = node_state.phase == "running" or node_state.slots_done > 0
+        if has_started and not node_state.has_ended:
+            node_state.phase = "running"
+            context.start_node(node_state)
 
 
 def _report_end(run: ProgramRun) -> None:

@@ -94,6 +94,8 @@ class Timers:
                 self._remaining_s(deadline_s), self._deadline_exceeded, deadline_s
             )
         self.start_objectives()
+        for job in self._state.job_starts:  # of an earlier server process
+            self._start_job(job)
         for lease in self._leases:
             self._check_lease(lease)
 

@@ -29,6 +29,9 @@ class JournaledEvent(Struct, frozen=True):
     message: str = ""
     cause: str = ""
     engine: str | None = None
+    why: str = ""
+    prefix_break: bool = False
+    constraint_relaxed: bool = False
     started_at: float | None = None
     usage: NodeUsage | None = None
 

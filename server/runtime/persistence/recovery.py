@@ -118,6 +118,7 @@ def _replay_events(
         start_jobs(state, node_state.node.job, record.at + shift_s)
         if record.type == "node.started":
             recovered.started.add(node_id)
+            node_state.why = event.why
         elif record.type == "node.finished" and not node_state.has_ended:
             _restore_usage(node_state, event, shift_s)
             for slot in state.graph.slots[node_id]:
@@ -168,9 +169,11 @@ def _end_bodies(state: ProgramState, *, at: float) -> None:
 
 
 def _restore_usage(node_state: NodeState, event: JournaledEvent, shift_s: float) -> None:
-    """Restore the cost of a node in an earlier server process, for the receipt."""
+    """Restore the cost and the flags of a node in an earlier server process."""
     if event.started_at is not None:
         node_state.started_at = event.started_at + shift_s
     node_state.engine = event.engine
+    node_state.prefix_break = event.prefix_break
+    node_state.constraint_relaxed = event.constraint_relaxed
     if event.usage is not None:
         node_state.usage = event.usage

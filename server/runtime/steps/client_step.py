@@ -92,6 +92,8 @@ class ClientStepExecutor(ExternalStepExecutor[ClientNode, PendingClientStep]):
     def __init__(self, context: NodeContext) -> None:
         super().__init__(context)
         self._requested_before: AbstractSet[str] = frozenset()
+        self._resuming: dict[str, asyncio.Event] = {}
+        """Nodes whose step was requested before a restart, until it waits for its answer again."""
 
     def run(self, node: ClientNode, slot: int) -> None:
         """Request the step."""
@@ -103,10 +105,36 @@ class ClientStepExecutor(ExternalStepExecutor[ClientNode, PendingClientStep]):
         step.start_timer()
         if step.request_id not in self._requested_before:
             step.request()
+        self._release_waiters(node.id)
 
     def restore(self, recovered: RecoveredState) -> None:
         """Remember which requests clients received before a restart: they are not sent again."""
         self._requested_before = recovered.requested
+        for node_id, node_state in self.state.nodes.items():
+            if isinstance(node_state.node, ClientNode) and not node_state.has_ended:
+                sent = request_id(self.state.id, node_id, node_state.attempt)
+                if sent in recovered.requested:
+                    self._resuming[node_id] = asyncio.Event()
+
+    async def wait_resumed(self, node_id: str) -> None:
+        """Wait for the step of a node if a client may answer it, but it has not started again."""
+        if (resumed := self._resuming.get(node_id)) is not None:
+            await resumed.wait()
+
+    def node_ended(self, node_id: str) -> None:
+        """Stop the step of a node that has ended."""
+        super().node_ended(node_id)
+        self._release_waiters(node_id)
+
+    def release(self) -> None:
+        """Stop all steps."""
+        super().release()
+        for node_id in list(self._resuming):
+            self._release_waiters(node_id)
+
+    def _release_waiters(self, node_id: str) -> None:
+        if (resumed := self._resuming.pop(node_id, None)) is not None:
+            resumed.set()
 
 
 def request_id(program: str, node: str, attempt: int) -> str:

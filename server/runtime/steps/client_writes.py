@@ -16,6 +16,16 @@ from ..program_run import ProgramRun
 from ..reporting.status import variable_status
 
 
+async def wait_writable(run: ProgramRun, variable: str) -> None:
+    """Wait until a client step whose request was sent before a restart can be answered.
+
+    The client may answer as soon as the server is back, before the step is dispatched again.
+    """
+    producer = run.state.graph.get_producer(variable)
+    if producer is not None:
+        await run.client_steps.wait_resumed(producer.node)
+
+
 def put_value(run: ProgramRun, variable: str, body: PutValue) -> None:
     """Commit a value or an error that a client sent. Repeating the same PUT has no effect.
 
@@ -66,7 +76,7 @@ def is_same_value(status: VariableStatus, body: PutValue) -> bool:
 def _check_request(run: ProgramRun, variable: str, request: str | None, node: str | None) -> None:
     if node is None:
         return
-    step = run.client_step(node)
+    step = run.client_steps.steps.get(node)
     if step is None:
         raise ConflictError(
             "client.not_requested",
@@ -81,7 +91,7 @@ def _check_request(run: ProgramRun, variable: str, request: str | None, node: st
 
 def _write(run: ProgramRun, variable: str, body: PutValue) -> None:
     producer = run.state.graph.get_producer(variable)
-    step = None if producer is None else run.client_step(producer.node)
+    step = None if producer is None else run.client_steps.steps.get(producer.node)
     if isinstance(body.error, Problem):
         if step is not None:
             step.fail(RunError(body.error.code, body.error.message))

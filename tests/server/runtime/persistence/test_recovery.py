@@ -17,7 +17,7 @@ from conure.engine.core.engine import EngineCore
 from conure.engine.testing.scripted_runner import FakeRunner
 from conure.server.program.errors import ProgramError
 from conure.server.program.graph.objectives import PerformanceObjective
-from conure.server.program.ir import GenerateNode
+from conure.server.program.ir import GenerateNode, GraphNode
 from conure.server.program.status import Problem
 from conure.server.prompts.served_model import ServedModel
 from conure.server.runtime.calls.aborted_outputs import AbortedOutputs
@@ -26,11 +26,14 @@ from conure.server.runtime.calls.llm_call import LLMCall
 from conure.server.runtime.calls.prefix_registry import PrefixRegistry
 from conure.server.runtime.clock import SteadyClock
 from conure.server.runtime.node_state import NodeState
+from conure.server.runtime.persistence import resumption
 from conure.server.runtime.program_run import ProgramRun
+from conure.server.runtime.timers import Timers
 from conure.server.scheduling.policy import Rank
 from conure.server.store.journal import ValueRecord
 
 from ...inprocess import (
+    TENANT,
     DelayedJournalWriter,
     Program,
     answer,
@@ -269,6 +272,23 @@ async def test_on_demand_client_step_is_answered_after_restart(tmp_path: Path) -
         await program.end()
 
 
+async def test_answer_that_arrives_before_its_step_is_dispatched_again_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [expr(f"e{i}", {"concat": [var("go"), "x"]}) for i in range(400)]
+    nodes = [*many, client("a", "x"), expr("b", var("x"))]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, outputs=["b"], variables={"go": {}})
+        requested = await program.event("client.requested")
+    monkeypatch.setattr(resumption, "START_S", 0.0)
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        status = await program.put("x", 1, requested.data["request_id"])
+        assert status.value == 1
+        assert await program.value("b") == 1
+        await program.cancel()
+
+
 async def test_missing_function_fails_only_its_node(tmp_path: Path) -> None:
     nodes = [client("a", "x"), call("f", "gone", args={"x": var("x")}), call("g", "gone")]
     gate = asyncio.Event()
@@ -312,6 +332,68 @@ async def test_timeout_of_a_job_goes_on_after_a_restart(
         failed = await Program(harness, program.id).get("x")
         assert failed.error
         assert failed.error.code == "job.timeout"
+
+
+async def test_timeout_of_a_job_goes_on_while_none_of_its_nodes_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [expr("a", 1, job="j"), client("c", "x"), expr("b", var("x"), job="j")]
+    async with server_harness(tmp_path) as harness:
+        jobs = {"j": {"timeout_s": 3_600, "on_error": "isolate"}}
+        program = await harness.submit(nodes, outputs=["b"], jobs=jobs)
+        await program.event("client.requested")
+    now = SteadyClock.now
+    monkeypatch.setattr(SteadyClock, "now", lambda clock: now(clock) + 3_600)
+    async with server_harness(tmp_path) as harness:
+        failed = await Program(harness, program.id).get("b")
+        assert failed.error
+        assert failed.error.code == "job.timeout"
+
+
+async def test_timeouts_of_nodes_between_two_slots_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes: list[Any] = [
+        *GROWING[:2],
+        {"id": "m", "op": "map", "items": [1], "as": "i", "body": [client("c", "y")]},
+        {"id": "l", "op": "loop", "count": 2, "body": [client("d", "z")]},
+    ]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes)
+        await program.event("client.requested", count=3)
+    started: list[str] = []
+    start_node = Timers.start_node
+
+    def note(timers: Timers, node: GraphNode) -> None:
+        started.append(node.id)
+        start_node(timers, node)
+
+    monkeypatch.setattr(Timers, "start_node", note)
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        status = await program.status()
+        assert {status.nodes[node].status for node in ("p", "m", "l")} == {"running"}
+        assert sorted(started) == ["c.0", "d.0", "find", "l", "m", "p"]
+        await program.cancel()
+
+
+async def test_flags_of_a_node_are_recovered(tmp_path: Path) -> None:
+    nodes = [client("c", "x"), generate("a", insert("x")), client("d", "y", after=["a"])]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit(nodes, outputs=["y"])
+        run = harness.executor.programs.find_live(program.id, TENANT)
+        assert run is not None
+        run.state.nodes["a"].constraint_relaxed = run.state.nodes["a"].prefix_break = True
+        await program.put("x", "X", (await program.event("client.requested")).data["request_id"])
+        await program.event("client.requested", count=2)
+        before = (await program.status()).nodes["a"]
+    async with server_harness(tmp_path) as harness:
+        program = Program(harness, program.id)
+        after = (await program.status()).nodes["a"]
+        assert after.constraint_relaxed
+        assert after.prefix_break
+        assert after.why == before.why != ""
+        await program.cancel()
 
 
 async def test_deadline_does_not_move_with_the_wall_clock(
