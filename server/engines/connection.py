@@ -30,7 +30,7 @@ from conure.engine import protocol
 
 from .command_line import EngineCommandLine
 from .heartbeat import HeartbeatMonitor
-from .protocol import Listener
+from .protocol import EMBEDDINGS_OWNER, Listener
 from .reports import join_tokens
 from .step_costs import StepClock
 
@@ -46,8 +46,6 @@ PING_EVERY_S = 1.0
 STDERR_CHUNK_BYTES = 65_536
 MAX_LINE_BYTES = 4_096
 """Bytes of a line of the engine's stderr that are logged."""
-EMBEDDINGS_OWNER = ""
-"""Owner of contexts that belong to no program."""
 DELIVERY_S = 0.01
 """Seconds of an iteration of the event loop after which other callbacks run before more reports are
 delivered. In 10 ms, about 60 calls end."""

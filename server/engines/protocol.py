@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from conure.engine import protocol
 
@@ -15,6 +15,8 @@ from .step_costs import StepClock
 
 Listener: TypeAlias = Callable[[protocol.Report], None]
 """Receives the reports on one context."""
+EMBEDDINGS_OWNER: Final = ""
+"""Owner of the contexts of embeddings, which belong to no program."""
 
 
 class Engine(Protocol):

@@ -74,8 +74,8 @@ class ProgramState:
         """Outputs whose value was not durable at the deadline of their objective."""
         self.job_starts: dict[str, float] = {}
         """When the first node of a job started, for jobs with a timeout."""
-        self.append_ids: set[str] = set()
-        """The request ids of appends that were applied."""
+        self.append_ids: dict[str, tuple[str, ...]] = {}
+        """The nodes of each append that was applied, by its request id."""
         self.nodes: dict[str, NodeState] = {}
         self.templates: dict[str, BodyTemplate] = {}
         """The bodies of control nodes, prepared for instances (`control_flow.bodies`)."""
@@ -108,7 +108,7 @@ class ProgramState:
         """
         added = self.graph.append(append, checked)
         if append.request_id is not None:
-            self.append_ids.add(append.request_id)
+            self.append_ids[append.request_id] = tuple(node.id for node in append.nodes)
         ready: list[Ready] = []
         for variable, value in append.inputs.items():
             if variable in self.values:
@@ -342,6 +342,25 @@ class ProgramState:
             return self.missing_values[variable].phase
         producer = self.graph.get_producer(variable)
         return "waiting" if producer is None else self.nodes[producer.node].phase
+
+
+def check_same_append(program: str, nodes: Sequence[str], append: Append) -> None:
+    """Check that an append has the nodes of an earlier one with the same request id.
+
+    Raises:
+        ConflictError: `idempotency.conflict`.
+    """
+    if list(nodes) != [node.id for node in append.nodes]:
+        raise request_id_taken(program, append)
+
+
+def request_id_taken(program: str, append: Append) -> ConflictError:
+    """Return the error of an append whose request id belongs to another one."""
+    return ConflictError(
+        "idempotency.conflict",
+        f"request_id {append.request_id} belongs to another append to program {program}: "
+        "give each append an id of its own",
+    )
 
 
 def _cut_of(

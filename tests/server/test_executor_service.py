@@ -543,6 +543,25 @@ async def test_an_append_that_is_sent_again_has_no_effect(tmp_path: Path, state:
         assert other.value.code == "program.duplicate_node"
 
 
+@pytest.mark.parametrize("is_ended", [False, True])
+async def test_another_append_with_the_same_request_id_is_refused(
+    tmp_path: Path, is_ended: bool
+) -> None:
+    first: dict[str, Any] = {"nodes": [expr("a", 1)], "request_id": "r", "close": is_ended}
+    others: list[dict[str, Any]] = [{"nodes": [expr("b", 1)]}]
+    if not is_ended:
+        others += [{"inputs": {"x": 2}}, {"variables": {"y": {}}}]
+    async with server_harness(tmp_path) as harness:
+        program = await harness.submit([], variables={"x": {}}, open=True)
+        await program.append(**first)
+        if is_ended:
+            await program.end()
+        for other in others:
+            with pytest.raises(ConflictError) as refused:
+                await program.append(**{**first, **other})
+            assert refused.value.code == "idempotency.conflict"
+
+
 async def test_appends_of_one_request_are_applied_once_at_the_same_time(tmp_path: Path) -> None:
     async with server_harness(tmp_path) as harness:
         program = await harness.submit([], open=True)

@@ -22,6 +22,7 @@ from conure.server.engines.connection import EngineConnection, EngineStartError
 from conure.server.program.errors import UnavailableError
 from conure.server.prompts.prompt import RenderedPrompt
 from conure.server.prompts.tokenizer import EncodedText
+from conure.server.runtime.calls import suspects
 from conure.server.runtime.calls.llm_call import LLMCall
 
 from .inprocess import (
@@ -360,3 +361,17 @@ async def test_put_times_out_if_not_durable(
         assert await program.value("v") == 1
         assert (await program.put("v", 1)).status == "done"
         await program.cancel()
+
+
+async def test_a_suspect_no_longer_blocks_others_after_its_probation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspects, "PROBATION_S", 0.0)
+    async with server_harness(tmp_path, time_per_output_token=0.01) as harness:
+        endless: dict[str, Any] = {"ignore_eos": True, "max_tokens": 8_000}
+        programs = [await harness.submit([generate("x", name, **endless)]) for name in "ab"]
+        for program in programs:
+            await program.event("node.delta")
+        send(harness, signal.SIGKILL)
+        for program in programs:
+            await program.event("node.started", count=2)

@@ -23,7 +23,7 @@ from ...store.journal import DuplicateKeyError, ProgramRecord
 from ..calls.priority_table import PriorityTable, first_table
 from ..persistence.program_directory import ProgramDirectory
 from ..program_run import MAX_NODES_INLINE, ProgramRun
-from ..program_state import ProgramState
+from ..program_state import ProgramState, check_same_append, request_id_taken
 from ..services import RuntimeServices
 from .backlog import Backlog, is_background
 from .checks import check_options, check_program, num_calls
@@ -221,9 +221,10 @@ class ProgramIntake:
         try:
             append, body, checked = await self._check_append(run, append, body)
         except ConureError:
-            if not _has_append(run, append):
+            if not _has_append(run.state, append):
                 raise
-        if _has_append(run, append):
+            return
+        if _has_append(run.state, append):
             return  # the first request, whose answer the client did not get, has added them
         run.append(append, body, checked)
         self._services.call_quota.count(run.state)
@@ -337,9 +338,23 @@ def _objectives_of(submission: Submission) -> dict[str, Objective]:
     return defaults | submission.objectives
 
 
-def _has_append(run: ProgramRun, append: Append) -> bool:
-    """Return whether a request with the id of an append was applied."""
-    return append.request_id is not None and append.request_id in run.state.append_ids
+def _has_append(state: ProgramState, append: Append) -> bool:
+    """Return whether an append was applied.
+
+    Raises:
+        ConflictError: `idempotency.conflict` if another append with its request id was applied.
+    """
+    known = state.append_ids.get(append.request_id or "")
+    if known is None:
+        return False
+    check_same_append(state.id, known, append)
+    has_names = append.variables.keys() <= state.graph.variables.keys()
+    if not has_names or any(
+        name not in state.values or state.values[name] != value
+        for name, value in append.inputs.items()
+    ):
+        raise request_id_taken(state.id, append)
+    return True
 
 
 def _id_taken(program: str) -> ConflictError:

@@ -291,6 +291,8 @@ class LLMCall:
                 group=self._performance.group,
             )
         )
+        if self._request is not None:
+            self._context.services.suspects.started(self._request)
         self._priorities.begun()
         self._on_started()
         self._context.events.begin_text(output.variable, self.node.id, self.node.job, state.attempt)
@@ -488,6 +490,8 @@ class LLMCall:
     def _withdraw(self) -> None:
         if self._request is not None:
             services = self._context.services
+            if self._request.reservations is None:  # it is still in the queue
+                self.node_state.usage.queued_s += time.monotonic() - self._phase_start_s
             if not services.suspects.leave(self._request):
                 services.scheduler.release(self._request)
             self._request = None

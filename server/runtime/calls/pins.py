@@ -134,17 +134,16 @@ class PinKeeper:
             ProgramError, ConflictError: as `check_room`.
         """
         self.check_room(key, prefixes)
+        size = self._services.model.limits.block_size
+        cut = (ids[: len(ids) - len(ids) % size] for ids in prefixes)
+        whole = [ids for ids in cut if ids]
         known = self._pins.get(key)
-        if known is not None and known.prefixes == prefixes:
+        if known is not None and known.prefixes == whole:
             known.expires_at = expires_at
             return
         self.unpin(key)
-        size = self._services.model.limits.block_size
-        blocks = _blocks(prefixes, size)
-        whole = [ids[: len(ids) - len(ids) % size] for ids in prefixes]
-        self._pins[key] = _Pin(
-            [ids for ids in whole if ids], len(blocks), len(blocks) * size, expires_at
-        )
+        blocks = _blocks(whole, size)
+        self._pins[key] = _Pin(whole, len(blocks), len(blocks) * size, expires_at)
         self.check()
 
     def unpin(self, key: PinKey) -> bool:

@@ -47,7 +47,8 @@ class SuspectGate:
     def __init__(self) -> None:
         self._limits: dict[int, int] = {}
         """Maximum number of running suspects when a call starts, by the deaths of that call."""
-        self._running: dict[Hashable, asyncio.TimerHandle] = {}
+        self._running: dict[Hashable, asyncio.TimerHandle | None] = {}
+        """Admitted suspects, with the timer of their probation once an engine runs them."""
         self._waiting: dict[Hashable, Callable[[], None]] = {}
         self._heap: list[tuple[int, int, Hashable]] = []
         self._order = itertools.count()
@@ -73,19 +74,25 @@ class SuspectGate:
         heapq.heappush(self._heap, (num_deaths, next(self._order), call))
         self._admit()
 
+    def started(self, call: Hashable) -> None:
+        """Start the probation of a suspect: an engine runs it. Safe for unknown calls."""
+        if call in self._running:
+            loop = asyncio.get_running_loop()
+            self._running[call] = loop.call_later(PROBATION_S, self._probation_ended, call)
+
     def leave(self, call: Hashable) -> bool:
         """Remove a call; return whether it was still waiting. Safe for unknown calls."""
         if self._waiting.pop(call, None) is not None:
             return True
-        timer = self._running.pop(call, None)
-        if timer is not None:
-            timer.cancel()
+        if call in self._running:
+            if (timer := self._running.pop(call)) is not None:
+                timer.cancel()
             self._open()
         return False
 
     def _probation_ended(self, call: Hashable) -> None:
-        if self._running.pop(call, None) is not None:
-            self._open()
+        del self._running[call]
+        self._open()
 
     def _open(self) -> None:
         # In a later turn: after a death, all calls of the engine leave before any enters again.
@@ -99,8 +106,8 @@ class SuspectGate:
                 return
             heapq.heappop(self._heap)
             if is_waiting:
-                loop = asyncio.get_running_loop()
-                self._running[call] = loop.call_later(PROBATION_S, self._probation_ended, call)
+                # Its probation starts on an engine, which may first have to load its weights.
+                self._running[call] = None
                 self._waiting.pop(call)()
         if not self._running:
             self._limits.clear()

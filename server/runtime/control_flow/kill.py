@@ -8,7 +8,7 @@ variable that the kill names explicitly.
 
 from __future__ import annotations
 
-from ...program.ir import KillNode
+from ...program.ir import KillNode, RoundEndNode
 from ...program.status import Problem
 from ..node_context import NodeContext, NodeExecutor
 from ..node_state import NODE_KILLED
@@ -77,10 +77,11 @@ class KillSet:
                 self._add_job(target)
 
     def _add_job(self, job: str) -> None:
-        ancestors = set(self._ancestors(self._node.id))
+        spared = {self._node.id, *self._ancestors(self._node.id)}
         for node_id, node_state in self._state.nodes.items():
-            is_self = node_id == self._node.id or node_id in ancestors
-            if not is_self and not node_state.has_ended and self._is_in_job(node_id, job):
+            # The end of a round completes a loop that is spared. It ends with any other loop.
+            is_spared = node_id in spared or isinstance(node_state.node, RoundEndNode)
+            if not is_spared and not node_state.has_ended and self._is_in_job(node_id, job):
                 self.nodes[node_id] = None
 
     def _is_in_job(self, node_id: str, job: str) -> bool:

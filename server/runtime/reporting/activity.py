@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from ...engines.protocol import Engine
+from ...engines.protocol import EMBEDDINGS_OWNER, Engine
+from ..calls.pins import OWNER
 from ..calls.prefix_registry import RetainedContext
 from ..calls.program_calls import ProgramCalls
 from ..program_run import ProgramRun
@@ -80,7 +81,7 @@ class EngineActivity(Struct, frozen=True, kw_only=True):
     num_cached_prefixes: int
     programs: list[ProgramHolding]
     num_programs: int
-    """Programs with a context on the engine."""
+    """Programs with a context on the engine; embeddings and pins are none."""
 
 
 class CallInQueue(Struct, frozen=True, kw_only=True):
@@ -147,9 +148,10 @@ def _engine_activity(
     reservations = services.scheduler.reservations(engine.name)
     assert reservations is not None, "the scheduler has no record of a running engine"
     shared = [each for each in reservations.active_prefixes.values() if len(each.readers) > 1]
-    owners = sorted(engine.num_contexts_by_owner.items(), key=lambda owner: -owner[1])
+    owners = engine.num_contexts_by_owner
+    of_programs = [each for each in owners.items() if each[0] not in (OWNER, EMBEDDINGS_OWNER)]
     programs: list[ProgramHolding] = []
-    for program, num_contexts in owners:
+    for program, num_contexts in sorted(of_programs, key=lambda owner: -owner[1]):
         run = find_run(program) if len(programs) < MAX_PROGRAMS else None
         if run is not None:
             programs.append(_holding(run, engine.name, num_contexts))
@@ -169,7 +171,7 @@ def _engine_activity(
         evicted_next=list(reservations.cached_prefixes.values())[:MAX_CACHED],
         num_cached_prefixes=len(reservations.cached_prefixes),
         programs=programs,
-        num_programs=len(owners),
+        num_programs=len(of_programs),
     )
 
 

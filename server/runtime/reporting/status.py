@@ -27,7 +27,7 @@ from ...program.status import (
 from ...store.journal import EndRecord, StoredProgram
 from ..clock import format_timestamp
 from ..node_state import NodeState
-from ..program_state import ProgramState
+from ..program_state import ProgramState, check_same_append
 from .receipt import explain
 
 
@@ -171,6 +171,10 @@ class _Program(Struct, frozen=True):
     outputs: list[str] = []
 
 
+class _AppendedNode(Struct, frozen=True):
+    id: str = ""
+
+
 class _Body(Struct, frozen=True):
     """The parts of a stored submission or append that a status shows.
 
@@ -179,6 +183,8 @@ class _Body(Struct, frozen=True):
 
     program: _Program = _Program()
     inputs: dict[str, Json] = {}
+    nodes: list[_AppendedNode] = []
+    """Of an append."""
     request_id: str | None = None
 
 
@@ -190,10 +196,18 @@ def _decode_body(body: bytes) -> _Body:
 
 
 def has_append(stored: StoredProgram, append: Append) -> bool:
-    """Return whether a stored program applied a request with the id of an append."""
-    return append.request_id is not None and any(
-        _decode_body(body).request_id == append.request_id for body in stored.appends
-    )
+    """Return whether a stored program applied an append.
+
+    Raises:
+        ConflictError: `idempotency.conflict` if it applied another one with its request id.
+    """
+    if append.request_id is None:
+        return False
+    for body in map(_decode_body, stored.appends):
+        if body.request_id == append.request_id:
+            check_same_append(stored.id, [node.id for node in body.nodes], append)
+            return True
+    return False
 
 
 def unrecoverable_end(stored: StoredProgram, problem: Problem, *, at: float) -> EndRecord:

@@ -107,9 +107,10 @@ def test_a_removed_pin_is_released(setting: Setting) -> None:
     assert setting.keeper.totals.num_pins == 0
 
 
-def test_pinning_again_extends_the_pin_and_computes_nothing(setting: Setting) -> None:
-    setting.keeper.pin(KEY, [ids(8)], 1060.0)
-    setting.keeper.pin(KEY, [ids(8)], 1200.0)
+@pytest.mark.parametrize("length", [8, 9])
+def test_pinning_again_extends_the_pin_and_computes_nothing(setting: Setting, length: int) -> None:
+    setting.keeper.pin(KEY, [ids(length)], 1060.0)
+    setting.keeper.pin(KEY, [ids(length)], 1200.0)
     assert len(setting.engines["a"].fills) == 1
     setting.time = 1100.0
     setting.keeper.check()

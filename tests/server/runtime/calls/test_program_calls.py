@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from ...inprocess import (
-    server_harness,
-    var,
-)
+from ...inprocess import TENANT, generate, server_harness, var
 
 LONG = "Once upon a time there was a harbour, and the clocks were striking. " * 8
 BLOCK = 16
@@ -46,3 +44,16 @@ async def test_rounds_share_the_history_prefix(tmp_path: Path) -> None:
         assert await harness.num_held() == [(0, 0)]
         [engine] = await harness.executor.engines()
         assert engine.report.num_cached * BLOCK <= lengths[0], "values are no cache"
+
+
+async def test_time_in_the_queue_includes_the_time_before_a_new_rank(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        harness.executor.services.scheduler.pause()
+        later = {"x": "throughput"}
+        waiting = await harness.submit([generate("x", "B")], outputs=["x"], objectives=later)
+        await asyncio.sleep(0.2)
+        run = harness.executor.programs.find_live(waiting.id, TENANT)
+        assert run is not None
+        run.demand("x", "latency")
+        assert run.state.nodes["x"].phase == "queued"
+        assert run.state.nodes["x"].usage.queued_s >= 0.2

@@ -59,6 +59,9 @@ async def test_probation_opens_the_gate(monkeypatch: pytest.MonkeyPatch) -> None
     gate.engine_died([1])
     gate.enter("long", 1, lambda: None)
     gate.enter("next", 1, started.set)
+    await asyncio.sleep(0.01)
+    assert not started.is_set(), "no engine runs the call yet: an engine may load for long"
+    gate.started("long")
     await asyncio.wait_for(started.wait(), 60)
 
 

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from ...inprocess import Program, ServerHarness, client, expr, generate, insert, server_harness, var
-from .control_nodes import if_, map_, phases
+from .control_nodes import if_, loop, map_, phases
 
 Json = Any
 
@@ -199,3 +199,15 @@ async def test_body_can_kill_the_node_around_it(tmp_path: Path) -> None:
         branch = if_(1, [inner], [expr("o", 1, "one")], z=["ys", "one"])
         nested = await harness.submit([branch], outputs=["z"])
         assert phases(await nested.end())["m"] == "killed"
+
+
+async def test_a_loop_whose_body_kills_its_job_goes_on_to_the_next_round(tmp_path: Path) -> None:
+    async with server_harness(tmp_path) as harness:
+        kill = {"id": "k", "op": "kill", "targets": ["j"], "job": "j", "after": ["a"]}
+        body = [expr("a", 1, "x", job="j"), client("b", "y", job="j"), kill]
+        carry = {"n": [0, {"add": [var("n"), 1]}]}
+        program = await harness.submit([loop(*body, count=2, carry=carry, job="j")], outputs=["n"])
+        async with asyncio.timeout(60):
+            status = await program.end()
+        assert status.variables["n"].value == 2
+        assert phases(status)["b.1"] == "killed"

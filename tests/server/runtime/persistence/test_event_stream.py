@@ -68,6 +68,20 @@ async def test_new_attempt_restarts_at_offset_0() -> None:
     await reading.aclose()
 
 
+async def test_partial_yields_of_a_new_attempt_repeat_nothing() -> None:
+    feed = EventStream("p")
+    feed.set_partial_yield("y", "main", "delta", "half")
+    reading = feed.read(0)
+    assert [each.data["value"] for each in await take(reading, 1)] == ["half"]
+    rest = asyncio.create_task(take(reading, 1))
+    feed.set_partial_yield("y", "main", "delta", "ha")
+    await asyncio.sleep(0.01)
+    assert not rest.done()
+    feed.set_partial_yield("y", "main", "delta", "half of")
+    assert [each.data["value"] for each in await rest] == [" of"]
+    await reading.aclose()
+
+
 async def test_last_delta_precedes_the_commit() -> None:
     feed = EventStream("p")
     feed.begin_text("x", "n", "main", 1)

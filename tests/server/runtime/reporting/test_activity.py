@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from conure.server.engines.protocol import EMBEDDINGS_OWNER
+from conure.server.runtime.calls.pins import OWNER
 from conure.server.runtime.reporting.activity import MAX_WAITING, ServerActivity
 
 from ...inprocess import TENANT, Program, ServerHarness, client, generate, insert, server_harness
@@ -39,6 +43,14 @@ async def test_an_idle_server_holds_nothing(tmp_path: Path) -> None:
         assert (engine.calls, engine.reserved_tokens, engine.programs) == (0, 0, [])
         assert engine.num_blocks > 0
         assert (idle.waiting, idle.num_waiting, idle.num_programs) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("owner", [OWNER, EMBEDDINGS_OWNER])
+async def test_pins_and_embeddings_are_no_programs(tmp_path: Path, owner: str) -> None:
+    async with server_harness(tmp_path) as harness:
+        [engine] = harness.executor.services.engines.values()
+        engine.new_context(lambda report: None, owner)
+        assert activity(harness).engines[0].num_programs == 0
 
 
 async def test_a_prefix_is_reported_until_its_last_reader_starts(tmp_path: Path) -> None:
