@@ -167,7 +167,8 @@ class FolderIndex:
     def _skip(self, path: Path, reason: str) -> None:
         if str(path) not in self._skipped:
             self._skipped.add(str(path))
-            logger.warning("%s is not searched: %s", path, reason)
+            # `repr`, because a name that is not UTF-8 cannot be written to a log.
+            logger.warning("%r is not searched: %s", str(path), reason)
 
     def _add(self, path: Path, name: str) -> range:
         """Index the passages of a file and return their rows."""
