@@ -199,6 +199,12 @@ class EngineLimits(Struct, frozen=True):
     """Maximum contexts of one step."""
 
 
+class HelloVersion(Struct, frozen=True, tag="hello"):
+    """The field that a Hello of any protocol version has."""
+
+    protocol: int
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """First frame of an engine: its model, tokenizer and limits."""
 

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
@@ -38,6 +40,9 @@ from .grammar import CompiledGrammar
 from .sandbox import SandboxedGrammarCheck, SandboxRequest
 from .state import ConstraintState
 
+LONG_S: Final = 1.0
+RETRY_S: Final = 30.0
+"""How long an error is kept that no constraint causes, if it took longer than `LONG_S`."""
 MAX_CACHED_BYTES: Final = 256 * 1024 * 1024
 _ENTRY_BYTES: Final = 64 * 1024
 _BYTES_PER_CHARACTER: Final = 40
@@ -58,6 +63,8 @@ class _CachedGrammar:
     error: protocol.EngineError | None
     num_bytes: int
     is_relaxed: bool = False
+    retry_at_s: float = math.inf
+    """When the constraint is compiled again, on the monotonic clock."""
 
 
 class ConstraintCompiler:
@@ -213,11 +220,13 @@ class ConstraintCompiler:
     def _get_or_compile(self, key: bytes, source: str) -> _CachedGrammar:
         """Return a cached grammar. Otherwise check it in the sandbox, then compile it.
 
-        An error is cached if the constraint causes it. After others, the next output tries again.
+        An error is cached if the constraint causes it. After others, the next output tries again,
+        or, if the error took long, those after `RETRY_S`: meanwhile other constraints compile.
         """
+        started_s = time.monotonic()
         with self._lock:
             cached = self._grammars.get(key)
-        if cached is not None:
+        if cached is not None and started_s < cached.retry_at_s:
             return cached
         num_bytes = _ENTRY_BYTES + _BYTES_PER_CHARACTER * len(source)
         try:
@@ -228,7 +237,10 @@ class ConstraintCompiler:
             failure = _reported(error)
             cached = _CachedGrammar(None, failure, _ENTRY_BYTES)
             if failure.code not in protocol.CONSTRAINT_FAULTS:
-                return cached
+                failed_s = time.monotonic()
+                if failed_s - started_s < LONG_S:
+                    return cached
+                cached = replace(cached, retry_at_s=failed_s + RETRY_S)
         with self._lock:
             self._grammars[key] = cached
         return cached

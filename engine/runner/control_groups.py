@@ -86,6 +86,6 @@ def _read(folder: Path, controller: Controller, name: str) -> str:
 def _text_of(file: Path) -> str:
     """Return the text of a file without the last line break; empty if it cannot be read."""
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
         return ""

@@ -39,6 +39,8 @@ Arrays: TypeAlias = dict[str, NDArray[Any]]
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MASK: Final = 2**64 - 1
 _BANNED: Final = float("-inf")
+_LEAST_PENALTY: Final = 1e-6
+"""Smaller repetition penalties act as this one: a logit divided by them may be infinite."""
 
 
 class SamplingBatch(NamedTuple):
@@ -183,7 +185,8 @@ def _penalty_and_bias_ops(
         first = index * vocab_size
         if params.repetition_penalty != 1:
             places.append(first + np.array(counts.distinct, np.int64))
-            factors.append(np.full(len(places[-1]), params.repetition_penalty, np.float32))
+            factor = max(params.repetition_penalty, _LEAST_PENALTY)
+            factors.append(np.full(len(places[-1]), factor, np.float32))
         for token, amount in _biases(row, counts, eos_ids):
             if 0 <= token < vocab_size:
                 biases[first + token] = biases.get(first + token, 0.0) + amount

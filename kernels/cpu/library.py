@@ -13,6 +13,7 @@ Invariants: a library is loaded only on a processor that has all of its instruct
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -181,17 +182,21 @@ def _compiler(environment: Mapping[str, str]) -> list[str]:
     Raises:
         LibraryUnavailableError: if there is none.
     """
-    named = shlex.split(environment.get("CXX", ""))
-    for name, *arguments in [named] if named else [[name] for name in COMPILERS]:
-        if (program := shutil.which(name)) is not None:
-            return [program, *arguments]
-    if named:
-        raise LibraryUnavailableError(
-            f"CXX is {environment['CXX']!r}, but {named[0]!r} is not a program; "
-            "install a compiler, for example with apt install g++, and set CXX to it or unset it"
-        )
+    named = environment.get("CXX", "")
+    if not named:
+        found = next(filter(None, map(shutil.which, COMPILERS)), None)
+        if found is None:
+            raise LibraryUnavailableError(
+                "no C++ compiler found; install one, for example with apt install g++"
+            )
+        return [found]
+    with contextlib.suppress(ValueError):  # a quote is not closed
+        for words in ([named], shlex.split(named)):
+            if words and (program := shutil.which(words[0])) is not None:
+                return [program, *words[1:]]
     raise LibraryUnavailableError(
-        "no C++ compiler found; install one, for example with apt install g++"
+        f"CXX is {named!r}, which does not start with a program; install a compiler, for example "
+        "with apt install g++, and set CXX to it or unset it"
     )
 
 

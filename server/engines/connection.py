@@ -36,6 +36,7 @@ from .step_costs import StepClock
 
 logger = logging.getLogger(__name__)
 
+_VERSION: Final = msgspec.msgpack.Decoder(protocol.HelloVersion)
 _HELLO: Final = msgspec.msgpack.Decoder(protocol.Hello)
 _STEP: Final = msgspec.msgpack.Decoder(protocol.StepReport)
 _WORK: Final = (protocol.Fill, protocol.GenerateCommand, protocol.Embed)
@@ -343,7 +344,7 @@ class EngineConnection(asyncio.Protocol):
             start += 4 + size
             try:
                 if not self._hello.done():
-                    self._handle_hello(_HELLO.decode(frame))
+                    self._handle_hello(frame)
                 else:
                     steps.append(_STEP.decode(frame))
             except msgspec.DecodeError as error:
@@ -358,14 +359,16 @@ class EngineConnection(asyncio.Protocol):
         _fail_hello(self, ConnectionError("closed before Hello"))
         self._mark_lost(f"{self.name} closed its connection")
 
-    def _handle_hello(self, hello: protocol.Hello) -> None:
-        if hello.protocol != protocol.PROTOCOL_VERSION:
+    def _handle_hello(self, frame: bytes) -> None:
+        version = _VERSION.decode(frame).protocol  # a Hello of another version has other fields
+        if version != protocol.PROTOCOL_VERSION:
             reason = (
-                f"{self.name} uses protocol version {hello.protocol}, the server uses "
+                f"{self.name} uses protocol version {version}, the server uses "
                 f"{protocol.PROTOCOL_VERSION}: restart the server if Conure was upgraded meanwhile"
             )
             _fail_hello(self, EngineStartError(reason))
             return
+        hello = _HELLO.decode(frame)
         self._hello.set_result(hello)
         limits = hello.limits
         self.num_free = self._lowest = limits.num_blocks

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..program.errors import RunError
 from .registry import function
@@ -45,6 +45,9 @@ class FileStamp(NamedTuple):
 
     modified_ns: int
     size: int
+
+
+_UNKNOWN: Final = FileStamp(-1, -1)
 
 
 class IndexedFile(NamedTuple):
@@ -118,7 +121,8 @@ class FolderIndex:
             known = self._indexed.get(name)
             if known is None or known.stamp != stamp:
                 self._remove(name)
-                self._indexed[name] = IndexedFile(stamp, self._add(path, name))
+                rows = self._add(path, name)
+                self._indexed[name] = IndexedFile(stamp, rows)
         for name in self._indexed.keys() - found:
             self._remove(name)
 
@@ -180,6 +184,8 @@ class FolderIndex:
         passages = list(split_passages(text))
         rows = range(self._next_row, self._next_row + len(passages))
         self._next_row = rows.stop
+        # Known before they are inserted, so that they can be removed if that fails midway.
+        self._indexed[name] = IndexedFile(_UNKNOWN, rows)
         self._database.executemany(
             "INSERT INTO passages (rowid, text, source, position) VALUES (?, ?, ?, ?)",
             (

@@ -41,7 +41,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     top_k: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """0 keeps every token."""
     min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from ..program.ir import GraphNode
 from ..program.status import ENDED, Phase, Problem
@@ -14,8 +14,12 @@ WAIT_UNMET = "wait.unmet"
 """The code of a required `wait` that ended without its values, and of the nodes after it."""
 
 
-FlowCut: TypeAlias = Literal["failure", "absence"]
-"""Why the nodes after a required `wait` never run: it failed, or its values were killed."""
+class FlowCut(NamedTuple):
+    """Why the nodes after a required `wait` never run."""
+
+    reason: Literal["failure", "absence"]
+    """The `wait` failed, or its values were killed."""
+    problem: Problem
 
 
 class Ready(NamedTuple):

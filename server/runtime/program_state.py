@@ -249,7 +249,7 @@ class ProgramState:
         body = self.graph.body_of(node_id)
         while body is not None:
             control = self.graph.nodes[body.control]
-            if control.job != job or (cut == "failure" and isinstance(control, TryNode)):
+            if control.job != job or (cut.reason == "failure" and isinstance(control, TryNode)):
                 return
             self.nodes[body.control].cut = cut
             body = self.graph.body_of(body.control)
@@ -368,14 +368,17 @@ def _cut_of(
 ) -> FlowCut | None:
     """Return why the nodes after an ended node never run; None if they may run."""
     node = node_state.node
-    if problem is not None and problem.code == WAIT_UNMET:
-        cuts = {nodes[other].cut for other in node.after} - {None}
-        return "failure" if cuts == {"failure"} else "absence"
+    if problem is None:
+        return None
+    if problem.code == WAIT_UNMET:
+        cuts = [cut for other in node.after if (cut := nodes[other].cut) is not None]
+        is_failure = bool(cuts) and all(cut.reason == "failure" for cut in cuts)
+        return cuts[0] if is_failure else FlowCut("absence", problem)
     if phase != "failed":
         return None
     if isinstance(node, WaitNode):
-        return "failure" if node.required else None
-    cause = None if problem is None or problem.cause is None else nodes.get(problem.cause)
+        return FlowCut("failure", problem) if node.required else None
+    cause = None if problem.cause is None else nodes.get(problem.cause)
     if isinstance(node, TryNode) and cause is not None:
         return cause.cut  # no handler took the failure
     return None

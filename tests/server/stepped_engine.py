@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from conure.engine import protocol
@@ -67,7 +68,7 @@ class SteppedEngine(EngineConnection):
         engine.pending = None
         engine.is_stepping = False
         engine._alive = True
-        engine._handle_hello(engine.core.hello())
+        engine._handle_hello(msgspec.msgpack.encode(engine.core.hello()))
         return engine
 
     def _record(self, runner: Runner) -> None:

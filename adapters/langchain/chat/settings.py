@@ -70,7 +70,7 @@ class ChatSettings(BaseChatModel):
     """Sample from this number of most likely tokens. None or 0: from all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Minimum probability of a token, relative to that of the most likely token."""
-    repetition_penalty: float | None = Field(default=None, ge=1e-6, le=10)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     """Divides the logits of tokens that occurred. None: 1."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Subtracted from the logits of tokens that occurred in the answer."""

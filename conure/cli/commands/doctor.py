@@ -132,8 +132,11 @@ def read_machine() -> Machine:
 
 def find_compiler() -> str | None:
     """Return the path of the C++ compiler that compiles the CPU kernels: $CXX, or a known one."""
-    named = shlex.split(os.environ.get("CXX", ""))[:1]
-    return next(filter(None, map(shutil.which, named or COMPILERS)), None)
+    named = os.environ.get("CXX", "")
+    names = [named] if named else [*COMPILERS]
+    with contextlib.suppress(ValueError):  # a quote is not closed
+        names += shlex.split(named)[:1]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def _torch_cuda() -> tuple[str | None, str]:

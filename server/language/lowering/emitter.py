@@ -25,6 +25,8 @@ MAX_LOWERED = 40_000
 """Expressions that are lowered; those of an inlined function count at every call."""
 MAX_COMPILED_CHARACTERS = 4_194_304
 """Characters of literal text in all nodes; inlined functions repeat theirs."""
+MAX_AFTER = 1_000
+"""Nodes that `after` may list."""
 MAX_LAST_NODES = 8
 """More nodes than this are joined by one node before they are listed in `after`."""
 MAX_NAME = 100
@@ -187,6 +189,12 @@ class Emitter:
 
     def joined(self, nodes: tuple[str, ...]) -> str:
         """Add a node that ends after other nodes have ended."""
+        while len(nodes) > MAX_AFTER:
+            parts = (nodes[i : i + MAX_AFTER] for i in range(0, len(nodes), MAX_AFTER))
+            nodes = tuple(self._join(part) for part in parts)
+        return self._join(nodes)
+
+    def _join(self, nodes: tuple[str, ...]) -> str:
         name = self.unique("join")
         fields: dict[str, Any] = {**self.common(), "after": list(nodes)}
         self.add(ExprNode(id=name, expr=None, output=name, **fields))

@@ -164,10 +164,11 @@ def _get(meter: FuelMeter, operands: list[Json]) -> Json:
             return None
         if isinstance(value, dict) and isinstance(key, str):
             value = value.get(key)
-        elif isinstance(value, list) and isinstance(key, int) and not isinstance(key, bool):
+        elif isinstance(value, list | str) and isinstance(key, int) and not isinstance(key, bool):
             value = value[key] if -len(value) <= key < len(value) else None
         else:
-            raise _wrong_type("get", "an object and a string, or a list and an integer", value, key)
+            expected = "an object and a string, or a list or string and an integer"
+            raise _wrong_type("get", expected, value, key)
     return value
 
 

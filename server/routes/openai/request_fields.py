@@ -83,7 +83,7 @@ class GenerationRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -14,7 +14,7 @@ from ...program.nodes.bodies import BodyRef
 from ...program.nodes.try_ import handler_part
 from ...program.status import Problem
 from ..node_context import NodeExecutor, prefix_with_node
-from ..node_state import Ready
+from ..node_state import NodeState, Ready
 from ..persistence.journaled_events import ExpansionHistory
 from ..program_state import ProgramState
 from .bodies import Expansion, end_body, grow, publish_outputs, template_of
@@ -37,9 +37,9 @@ class TryExecutor(NodeExecutor[TryNode]):
         """Publish the outputs of the part that has ended, or handle an isolated failure in it."""
         part = _current_part(self.state, node)
         for node_id in self.state.graph.body_nodes(node.id).get(part, ()):
-            node_state = self.state.nodes[node_id]
-            if node_state.phase == "failed":
-                problem = prefix_with_node(node_state.problem, node_id)
+            failure = _failure_of(self.state.nodes[node_id])
+            if failure is not None:
+                problem = prefix_with_node(failure, node_id)
                 self.context.advance(self.child_failed(node, BodyRef(node.id, part), problem))
                 return
         outputs = _outputs(self.state, node)
@@ -96,6 +96,14 @@ class TryExecutor(NodeExecutor[TryNode]):
             _add_attempt(state, node, number)
         if state.values.get(node.handler_variable) is not None:
             state.enter_body(BodyRef(node.id, _current_part(state, node)))
+
+
+def _failure_of(node_state: NodeState) -> Problem | None:
+    """Return the isolated failure of a node, or of a `wait` in it that ended its control flow."""
+    if node_state.phase == "failed":
+        return node_state.problem
+    cut = node_state.cut
+    return cut.problem if cut is not None and cut.reason == "failure" else None
 
 
 def _find_handler(node: TryNode, code: str) -> int | None:

@@ -144,6 +144,31 @@ def test_failure_that_no_constraint_causes_is_not_cached(
     assert wait(constraints, 1) == [protocol.Checked(3, matches=True)]
 
 
+def test_failure_that_takes_long_is_kept_for_a_time(
+    constraints: ConstraintCompiler, sandbox: CountingSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+
+    def fail(request: SandboxRequest) -> SandboxReply:
+        nonlocal now_s
+        now_s += 8
+        raise protocol.EngineError("constraint.unavailable", "no answer")
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    check = protocol.ValidateConstraint(1, lark('start: "a"'))
+    with monkeypatch.context() as broken:
+        broken.setattr(sandbox, "validate", fail)
+        for _ in range(2):
+            constraints.submit_check(check)
+            assert wait(constraints, 1) == [
+                protocol.Checked(1, code="constraint.unavailable", message="no answer")
+            ]
+    assert now_s == 108
+    now_s += compiler.RETRY_S
+    constraints.submit_check(check)
+    assert wait(constraints, 1) == [protocol.Checked(1)]
+
+
 def test_thread_survives_a_job_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     worker, done = compiler._WorkerThread("test"), threading.Event()
     worker.submit(lambda: time.sleep(-1))

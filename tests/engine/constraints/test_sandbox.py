@@ -223,6 +223,22 @@ def test_endless_validation_is_killed() -> None:
     impatient.close()
 
 
+@pytest.mark.parametrize(
+    ("used_s", "code"), [(0.4, "constraint.unavailable"), (0.6, "constraint.too_complex")]
+)
+def test_a_late_helper_blames_the_constraint_if_it_was_busy(
+    used_s: float, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([1.0, 1.0 + used_s])
+    monkeypatch.setattr("conure.engine.constraints.sandbox.DEADLINE_S", 0.1)
+    monkeypatch.setattr("conure.engine.constraints.sandbox._cpu_s_of", lambda _: next(times))
+    stopped = SandboxedGrammarCheck([])
+    stopped._start()
+    assert stopped.pid is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    assert refusal(stopped, lark('start: "a"')).code == code
+
+
 def test_a_helper_without_cpu_time_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("conure.engine.constraints.sandbox.DEADLINE_S", 0.1)
     stopped = SandboxedGrammarCheck([])

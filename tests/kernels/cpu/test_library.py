@@ -101,8 +101,17 @@ def test_compiler_of_the_environment_may_have_arguments(tmp_path: Path) -> None:
     environment = compiler(tmp_path, """echo "error: $1" >&2; exit 1""")
     with pytest.raises(library.LibraryUnavailableError, match="error: --first"):
         library.load(PLAIN, {**environment, "CXX": f"{environment['CXX']} --first"})
-    with pytest.raises(library.LibraryUnavailableError, match="'missing' is not a program"):
-        library.load(PLAIN, {**environment, "CXX": "missing g++"})
+    for wrong in ("missing g++", "g++ 'a", "'"):
+        with pytest.raises(library.LibraryUnavailableError, match="does not start with a program"):
+            library.load(PLAIN, {**environment, "CXX": wrong, "PATH": ""})
+
+
+def test_path_of_the_compiler_may_have_blanks(tmp_path: Path) -> None:
+    folder = tmp_path / "my tools"
+    folder.mkdir()
+    environment = compiler(folder, "echo 'error: found' >&2; exit 1")
+    with pytest.raises(library.LibraryUnavailableError, match="error: found"):
+        library.load(PLAIN, environment)
 
 
 def test_failing_compiler_is_reported_with_its_error(tmp_path: Path) -> None:

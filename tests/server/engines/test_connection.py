@@ -157,7 +157,8 @@ async def test_a_failed_start_says_why(
 async def test_a_hello_of_another_version_is_refused_with_both_versions(
     monkeypatch: pytest.MonkeyPatch, busy_engine: EngineConnection
 ) -> None:
-    hello = msgspec.structs.replace(busy_engine.hello, protocol=-1)
+    hello = msgspec.to_builtins(msgspec.structs.replace(busy_engine.hello, protocol=-1))
+    del hello["num_ids"]  # another version has other fields
     frame = msgspec.msgpack.encode(hello)
     sent = len(frame).to_bytes(4, "big") + frame
     with pytest.raises(EngineStartError, match="version -1, the server uses"):

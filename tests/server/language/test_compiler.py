@@ -546,6 +546,14 @@ def test_a_wait_for_a_job_includes_the_jobs_in_it() -> None:
     assert nodes["yield"]["after"] == ["wait"]
 
 
+def test_a_wait_for_many_nodes_of_jobs_joins_them_in_parts() -> None:
+    body = "\n".join("    x = gen('x')" for _ in range(100))
+    calls = "\n".join("    f()" for _ in range(11))
+    nodes = nodes_of(f"def f():\n{body}\nwith job() as many:\n{calls}\nwait many\nyield 1")
+    assert nodes["join_3"]["after"] == ["join", "join_2"]
+    assert [len(nodes[name]["after"]) for name in ("join", "join_2")] == [1_000, 100]
+
+
 def test_a_wait_for_jobs_may_have_a_timeout_and_need_one_only() -> None:
     jobs = "with job() as a:\n    x = gen('x')\nwith job() as b:\n    y = gen('y')\n"
     nodes = nodes_of(f"{jobs}wait(a, b, any=True, timeout=2)\nyield 1")

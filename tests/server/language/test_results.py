@@ -309,6 +309,18 @@ for i in range(2):
     assert yields == ["v: start", "start", "v: [1,2]", 1]
 
 
+async def test_a_text_of_unknown_kind_has_characters(tmp_path: Path) -> None:
+    source = """
+x = "start"
+for i in range(2):
+    yield x[0] + x[-1]
+    x = parse_json('"next"')
+"""
+    async with server_harness(tmp_path) as harness:
+        yields, _ = await run(harness, source)
+    assert yields == ["st", "nt"]
+
+
 async def test_a_negative_index_counts_from_the_end_of_any_list(tmp_path: Path) -> None:
     source = """
 d = parse_json("[1, 2, 3]")

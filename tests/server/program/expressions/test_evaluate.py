@@ -32,6 +32,9 @@ VALUES: list[tuple[Any, Any]] = [
     ({"get": [v("l"), -2]}, 1),
     ({"get": [v("l"), -4]}, None),
     ({"get": [v("l"), 9]}, None),
+    ({"get": ["abc", 1]}, "b"),
+    ({"get": ["abc", -1]}, "c"),
+    ({"get": ["abc", 3]}, None),
     ({"get": [v("o"), "nope", "more"]}, None),
     ({"concat": [v("l"), [2]]}, ["a", 1, None, 2]),
     ({"concat": ["x", v("n"), None, v("o")]}, 'x3null{"k":[1,{"x":null}],"é":0.5}'),
@@ -99,7 +102,7 @@ def test_expressions_have_values(expression: Any, value: Any) -> None:
 FAILURES: list[tuple[Any, str]] = [
     (v("absent"), "variable.absent"),
     ({"and": [1, v("absent")]}, "variable.absent"),
-    ({"get": [v("s"), 0]}, "expr.type"),
+    ({"get": [v("s"), "k"]}, "expr.type"),
     ({"get": [v("l"), True]}, "expr.type"),
     ({"concat": ["a", v("l")]}, "expr.type"),
     ({"join": ["abc", ""]}, "expr.type"),

@@ -207,6 +207,16 @@ def attempt(error: str, *, inner: str = "") -> str:
             ["too late", "after", "too late", "after", "end"],
             id="in each round",
         ),
+        pytest.param(
+            attempt("Timeout", inner="if 1 == 1:\n    wait(slow, timeout=0.05)\n    yield 'if'\n"),
+            ["too late", "after"],
+            id="in an if",
+        ),
+        pytest.param(
+            attempt("ValueError", inner="for i in [1]:\n    wait(slow, timeout=0.05)\n"),
+            [],
+            id="in a loop, not handled",
+        ),
     ],
 )
 async def test_a_failed_wait_ends_its_job_unless_a_handler_takes_the_failure(
