@@ -12,7 +12,7 @@ MAX_LENGTH: Final = 100
 def unique_name(hint: str, taken: set[str]) -> str:
     """Return a valid name similar to `hint` that is not in `taken`, and add it to `taken`."""
     base = re.sub(r"\W", "_", hint)[:MAX_LENGTH] or "value"
-    if not re.match(r"[^\W\d]|_", base):
+    if not re.match(r"[A-Za-z_]", base):  # as the server requires of the first character
         base = f"_{base}"
     name, count = base, 1
     while name in taken:

@@ -31,7 +31,7 @@ from langchain_core.runnables import (
 )
 
 from conure.adapters.client import Client
-from conure.adapters.langchain import ChatConure, to_program
+from conure.adapters.langchain import ChatConure, accelerate, to_program
 from conure.adapters.langchain.chat.messages import to_wire_list
 from conure.server.program.errors import ProgramError
 from conure.server.program.ir import Submission
@@ -182,6 +182,18 @@ def test_names_show_positions() -> None:
         "temperature": 0,
         "max_tokens": 5,
     }
+
+
+def test_keys_of_any_alphabet_name_valid_variables(client: Client) -> None:
+    llm = LLM.model_copy(update={"client": client})
+    say = prompt("{名}") | llm | TEXT
+    chain: Runnable[Any, Any] = {"名前": say, "ärger": say} | prompt("{名前}{ärger}") | llm | TEXT
+    plain = chain.invoke({"名": "x"})
+    assert to_program(chain).run(client, {"名": "x"}) == plain
+    fast = accelerate(chain)
+    assert fast.invoke({"名": "x"}) == plain
+    (run,) = fast.explain().runs
+    assert (run.num_served, run.misses) == (3, [])
 
 
 def test_equal_chains_give_equal_programs() -> None:
