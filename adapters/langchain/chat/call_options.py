@@ -228,32 +228,3 @@ def choice_of(choice: Any, names: Sequence[str]) -> Json:
         return {"type": "function", "function": {"name": choice}}
     known = ", ".join(names)
     raise ValueError(f"tool_choice={choice!r} is not the name of a tool; the tools are: {known}")
-
-
-def meta_of(metadata: Mapping[str, Any], **ids: Any) -> dict[str, Json]:
-    """Return LangChain's and LangGraph's metadata of a call, for the node's `meta`.
-
-    Args:
-        metadata: metadata of the LangChain run.
-        ids: run ids.
-    """
-    meta = {name: metadata[name] for name in _META_FIELDS if name in metadata}
-    meta |= {name: str(value) for name, value in ids.items() if value is not None}
-    return {k: v if isinstance(v, str | int) else str(v) for k, v in meta.items()}
-
-
-def session_of(meta: Mapping[str, Json] | None) -> str | None:
-    """Return the session that the app names for a call through `thread_id`, if any.
-
-    Args:
-        meta: result of `meta_of` for the call.
-    """
-    thread = str((meta or {}).get("thread_id", ""))
-    return f"{THREAD_PREFIX}{thread}"[:MAX_SESSION_CHARS] if thread else None
-
-
-THREAD_PREFIX: Final = "thread "
-"""Prefix of sessions that the app names."""
-MAX_SESSION_CHARS = 256
-
-_META_FIELDS = ("thread_id", "langgraph_node", "langgraph_step", "langgraph_checkpoint_ns")

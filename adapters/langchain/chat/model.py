@@ -22,16 +22,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
     CallbackManagerForLLMRun,
 )
 from langchain_core.language_models import LanguageModelInput
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.tools import BaseTool
 from pydantic import PrivateAttr
 
@@ -54,13 +54,8 @@ from .answer_chunks import (
     invalid_result,
     result_of,
 )
-from .call_options import (
-    choice_of,
-    meta_of,
-    num_answers_of,
-    session_of,
-    tool_of,
-)
+from .call_meta import CallRun, current_meta, session_of
+from .call_options import choice_of, num_answers_of, tool_of
 from .messages import from_wire, to_wire
 from .model_call import ANSWER, CALL, ModelCall, answer_nodes
 from .sessions import SessionInference
@@ -149,7 +144,12 @@ class ChatConure(ChatSettings):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Return the length of the prompt that a call with these messages sends."""
+        """Return the length of the prompt that a call with these messages sends.
+
+        Without messages and tools, return 0: LangChain's `trim_messages` counts empty lists.
+        """
+        if not messages and not tools:
+            return 0
         wire = [to_wire(message) for message in messages]
         declared = [tool_of(tool, strict=None) for tool in tools or ()]
         return len(self.connection().tokenize(wire, model=self.model, tools=declared))
@@ -217,6 +217,67 @@ class ChatConure(ChatSettings):
                 f"method must be json_schema, function_calling or json_mode, got {method!r}"
             )
         return structured(self, schema, method, strict=strict, include_raw=include_raw)
+
+    def stream(
+        self,
+        input: LanguageModelInput,  # noqa: A002 - LangChain's name
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AIMessageChunk]:
+        """Yield the answer in chunks, as `BaseChatModel.stream` does.
+
+        The identifiers of the call are sent with it, as those of `invoke` are.
+        """
+        run = CallRun()
+        chunks = super().stream(input, run.add_to(config), stop=stop, **kwargs)
+        with contextlib.closing(cast("Generator[AIMessageChunk, None, None]", chunks)):
+            with run.active():  # the first step starts the call
+                first = next(chunks, None)
+            if first is not None:
+                yield first
+                yield from chunks
+
+    async def astream(
+        self,
+        input: LanguageModelInput,  # noqa: A002 - LangChain's name
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessageChunk]:
+        """Yield the answer in chunks, as `stream` does."""
+        run = CallRun()
+        chunks = super().astream(input, run.add_to(config), stop=stop, **kwargs)
+        async with OwnedGenerator(cast("AsyncGenerator[AIMessageChunk, None]", chunks)) as owned:
+            with run.active():  # the first step starts the call
+                first = await anext(owned, None)
+            if first is not None:
+                yield first
+                async for chunk in owned:
+                    yield chunk
+
+    def _generate_with_cache(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        # LangChain may call `_stream` here, without the run manager.
+        with CallRun(run_manager).active():
+            return super()._generate_with_cache(messages, stop, run_manager, **kwargs)
+
+    async def _agenerate_with_cache(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with CallRun(run_manager).active():
+            return await super()._agenerate_with_cache(messages, stop, run_manager, **kwargs)
 
     def _generate(
         self,
@@ -376,12 +437,11 @@ class ChatConure(ChatSettings):
     ) -> ModelCall:
         wire = [to_wire(message) for message in messages]
         node = self.node(CALL, ANSWER, wire, kwargs, stop=stop)
-        if manager is not None:
-            node["meta"] = meta_of(
-                manager.metadata, run_id=manager.run_id, parent_run_id=manager.parent_run_id
-            )
+        meta = current_meta() if manager is None else CallRun(manager).meta
+        if meta is not None:
+            node["meta"] = meta
         nodes = answer_nodes(node, num_answers_of(self.n, kwargs))
-        thread, resumed = session_of(node.get("meta")), None
+        thread, resumed = session_of(meta), None
         # The session is resumed last: a call that is refused before does not take it.
         if thread is None and current_run() is None:
             resumed = self._session_inference.resume(wire)

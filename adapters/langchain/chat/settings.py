@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.chat_models import BaseChatModel
@@ -124,10 +124,25 @@ class ChatSettings(BaseChatModel):
         return given
 
     @model_validator(mode="after")
-    def _set_profile(self) -> ChatSettings:
-        if self.profile is None:
-            self.profile = ServerProfile(self._max_input_tokens)
+    def _set_profile(self) -> Self:
+        self._bind_profile()
         return self
+
+    def _bind_profile(self) -> None:
+        # The profile of another object, which this one copies, describes that object's model.
+        if self.profile is None or isinstance(self.profile, ServerProfile):
+            self.profile = ServerProfile(self._max_input_tokens)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy, with its own profile unless the profile was given.
+
+        Args:
+            update: fields of the copy, which are not validated.
+            deep: copy the values of the fields, too.
+        """
+        copied = super().model_copy(update=update, deep=deep)
+        copied._bind_profile()  # pydantic runs no validators for a copy
+        return copied
 
     def _max_input_tokens(self) -> int | None:
         models = {each["id"]: each for each in self.connection().models()}

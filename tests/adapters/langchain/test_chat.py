@@ -16,7 +16,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.load import dumpd, load
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.rate_limiters import InMemoryRateLimiter
-from langchain_core.runnables import ConfigurableField
+from langchain_core.runnables import ConfigurableField, Runnable, RunnablePassthrough
 
 from conure.adapters.client import Client, NotReadyError, Retry
 from conure.adapters.langchain import ChatConure
@@ -293,6 +293,46 @@ def test_call_metadata_is_sent_to_the_server(llm: ChatConure, double: Any) -> No
     assert (meta["thread_id"], meta["langgraph_node"]) == ("t1", "agent")
     assert "run_id" in meta
     assert "mine" not in meta
+
+
+async def test_streamed_call_sends_the_same_metadata(
+    llm: ChatConure, double: Any, kit: Any
+) -> None:
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.committed(VALUE)]))
+    config: Any = {"metadata": {"thread_id": "t1", "langgraph_node": "agent", "mine": 1}}
+    list(llm.stream("x", config=config))
+    assert [chunk async for chunk in llm.astream("x", config=config)]
+    assert [event async for event in llm.astream_events("x", config=config, version="v2")]
+    streaming = llm.model_copy(update={"streaming": True})
+    streaming.invoke("x", config=config)
+    await streaming.ainvoke("x", config=config)
+    bodies = [post.body for post in double.of("POST", "/v1/programs")]
+    assert len(bodies) == 5
+    for body in bodies:
+        meta = body["program"]["nodes"][0]["meta"]
+        assert meta.keys() == {"thread_id", "langgraph_node", "run_id"}
+        assert body["options"]["session"] == "thread t1"
+    await llm.async_connection().close()
+
+
+def test_stream_sends_the_run_ids_that_callbacks_get(
+    llm: ChatConure, double: Any, kit: Any
+) -> None:
+    double.on("GET", f"{PROGRAM}/events", kit.Answer(chunks=[kit.committed(VALUE)]))
+
+    class Watch(BaseCallbackHandler):
+        ids: tuple[str, str]
+
+        def on_chat_model_start(
+            self, *args: Any, run_id: Any, parent_run_id: Any = None, **kwargs: Any
+        ) -> None:
+            self.ids = (str(run_id), str(parent_run_id))
+
+    watch = Watch()
+    chain: Runnable[Any, Any] = RunnablePassthrough() | llm
+    list(chain.stream("x", config={"callbacks": [watch]}))
+    meta = double.of("POST", "/v1/programs")[0].body["program"]["nodes"][0]["meta"]
+    assert (meta["run_id"], meta["parent_run_id"]) == watch.ids
 
 
 def test_langchain_cache_and_limiter_apply_to_model(double: Any, kit: Any) -> None:

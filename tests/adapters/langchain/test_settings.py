@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage, trim_messages
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from conure.adapters.client import Client, ServerUnreachableError
@@ -116,11 +117,32 @@ def test_tokens_are_counted_by_the_server(llm: ChatConure) -> None:
     assert [message.text for message in kept] == ["c"]
 
 
+def test_no_messages_have_no_tokens(llm: ChatConure) -> None:
+    assert llm.get_num_tokens_from_messages([]) == 0
+    long = [HumanMessage("hi there " * 50)]
+    kept = trim_messages(long, token_counter=llm, max_tokens=3, strategy="last", allow_partial=True)
+    assert kept == []
+
+
 def test_profile_has_the_context_length_of_the_server(llm: ChatConure, client: Client) -> None:
     (model,) = client.models()
     assert llm.profile["max_input_tokens"] == model["max_model_len"] > 0
     assert llm.profile.get("tool_calling") is True
     assert llm.profile.get("another") is None
+
+
+def test_profile_of_a_copy_describes_the_model_of_the_copy(double: Any, kit: Any) -> None:
+    models = [{"id": "small", "max_model_len": 1000}, {"id": "big", "max_model_len": 9000}]
+    double.on("GET", "/v1/models", kit.Answer(200, {"data": models}))
+    with Client(app=double) as client:
+        small = ChatConure(client=client, model="small")
+        assert small.profile["max_input_tokens"] == 1000
+        named = small.configurable_fields(model=ConfigurableField("name"))
+        chosen, _ = named.prepare({"configurable": {"name": "big"}})  # type: ignore[attr-defined]
+        for copied in (small.model_copy(update={"model": "big"}), chosen):
+            assert copied.profile["max_input_tokens"] == 9000
+        given = {"max_input_tokens": 5}
+        assert small.model_copy(update={"profile": given}).profile == given
 
 
 def test_profile_of_an_absent_server_can_be_printed() -> None:
