@@ -95,8 +95,8 @@ class CallRun(BaseCallbackHandler):
     def add_to(self, config: RunnableConfig | None) -> RunnableConfig:
         """Return a config of a call with this callback, and else equal to `config`."""
         given = ensure_config(config)
-        merged = merge_configs({"callbacks": given["callbacks"]}, {"callbacks": [self]})
-        return {**given, "callbacks": merged["callbacks"]}
+        merged = merge_configs({"callbacks": given.get("callbacks")}, {"callbacks": [self]})
+        return {**given, "callbacks": merged.get("callbacks")}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ Messages, Documents and other pydantic objects, dataclasses and enums are object
 their classes up among the classes that the process has loaded, and never imports a module.
 
 Invariant: a value that would not be equal after a round trip is rejected, never approximated.
+Subclasses of text, numbers and dicts are equal to what JSON makes of them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
+from functools import cached_property
 from typing import Any, Final
 from uuid import uuid4
 
@@ -36,6 +38,8 @@ _TUPLE: Final = "__langchain_tuple__"
 _ITEMS: Final = "__langchain_items__"
 _LOCAL: Final = "__langchain_local__"
 _RESERVED_KEYS: Final = frozenset({_MESSAGE, _OBJECT, _TUPLE, _ITEMS, _LOCAL})
+_MIN_INTEGER: Final = -(2**63)
+_MAX_INTEGER: Final = 2**64 - 1
 _BASE_CLASSES: Final[tuple[type[Any], ...]] = (BaseModel, Enum)
 """Classes whose subclasses are restored, in addition to dataclasses."""
 
@@ -97,13 +101,18 @@ def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
         is_plain: the JSON is printed in a prompt: only a value that is JSON itself is accepted.
 
     Raises:
-        ProgramError: `langchain.not_json` if the value would not be equal after a round trip.
+        ProgramError: `langchain.not_json` if the value would not be equal after a round trip;
+            `langchain.text` if it is text with half of a surrogate pair.
     """
     if isinstance(value, EncodedValue):
         return value.json
+    local = None if is_plain else _LOCAL_VALUES.get()
+    if local is not None and _changes_in_json(value):
+        return {_LOCAL: local.add(value)}
     if value is None or type(value) in (bool, int):
         return value
     if isinstance(value, str) and not isinstance(value, Enum):
+        _check_text(value, what)
         return str.__str__(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)  # an encoder of JSON rejects subclasses, such as numpy.float64
@@ -116,8 +125,7 @@ def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
     marked = None if is_plain else _marked(value, what)
     if marked is not None:
         return marked
-    local = _LOCAL_VALUES.get()
-    if local is not None and not is_plain:
+    if local is not None:
         return {_LOCAL: local.add(value)}
     form = " for a prompt" if is_plain else ""
     raise ProgramError(
@@ -128,10 +136,40 @@ def encode(value: Any, *, what: str, is_plain: bool = False) -> Json:
     )
 
 
+def _changes_in_json(value: Any) -> bool:
+    """Return whether JSON has no such value, or makes an equal value of another kind of it.
+
+    A `Counter` without its class has no count of 0, for example. Subclasses of text and numbers
+    behave as the text and number, and are more useful in JSON.
+    """
+    if type(value) is int:
+        return not _MIN_INTEGER <= value <= _MAX_INTEGER
+    if isinstance(value, str):
+        return not _is_text(value)
+    return isinstance(value, dict) and type(value) is not dict
+
+
+def _is_text(value: str) -> bool:
+    """Return False for text with half of a surrogate pair, which JSON cannot carry."""
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_text(value: str, what: str) -> None:
+    if not _is_text(value):
+        raise ProgramError(
+            "langchain.text",
+            f"{what} has half of a surrogate pair, which is not text; replace it, for example by "
+            "text.encode('utf-8', 'replace').decode()",
+        )
+
+
 def _has_text_keys(value: dict[Any, Any], *, may_be_reserved: bool) -> bool:
     if _RESERVED_KEYS & value.keys() and not may_be_reserved:
         return False
-    return all(isinstance(key, str) for key in value)
+    return all(isinstance(key, str) and _is_text(key) for key in value)
 
 
 def decode(value: Json) -> Any:
@@ -174,12 +212,21 @@ def _marked(value: Any, what: str) -> Json:
         content |= value.model_extra or {}
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         content = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        if _has_other_attributes(value, content):
+            return None
     elif isinstance(value, Enum):
         content = value.value
     else:
         return None
     marked = {_OBJECT: _name_of(type(value)), "value": encode(content, what=what)}
     return marked if _is_restored(marked, value) else None
+
+
+def _has_other_attributes(value: Any, fields: Mapping[str, Any]) -> bool:
+    """Return whether a dataclass instance has attributes that its fields do not give."""
+    others = getattr(value, "__dict__", {}).keys() - fields.keys()
+    kind = type(value)
+    return any(not isinstance(getattr(kind, name, None), cached_property) for name in others)
 
 
 def _is_restored(marked: Json, value: Any) -> bool:

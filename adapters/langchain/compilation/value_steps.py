@@ -17,6 +17,7 @@ from .values import (
     AnswerValue,
     BranchedValue,
     ClientValue,
+    Constant,
     Record,
     Value,
 )
@@ -45,7 +46,10 @@ def item_of(value: Value, key: Any, position: ChainPosition) -> Value:
 
 
 def compile_pick(runnable: RunnablePick, value: Value, position: ChainPosition) -> Value:
-    """Return the items of a value that a `RunnablePick` selects."""
+    """Return the items of a value that a `RunnablePick` selects. It ignores keys that are absent.
+
+    Keys of `Record.rest` are assumed to be present, so that the picked dict has known keys.
+    """
     if isinstance(value, BranchedValue):
         return value.each(lambda each: compile_pick(runnable, each, position))
     if isinstance(value, ClientValue):
@@ -53,9 +57,15 @@ def compile_pick(runnable: RunnablePick, value: Value, position: ChainPosition) 
         return value.then(runnable.invoke, hint, ("pick", str(runnable.keys)))
     if not isinstance(value, Record):
         raise unsupported(position, f"RunnablePick requires a dict, got {described(value)}")
-    if isinstance(runnable.keys, str):
+    keys = [runnable.keys] if isinstance(runnable.keys, str) else runnable.keys
+    present = [key for key in keys if key in value.fields or value.rest is not None]
+    if not present:
+        return Constant(None)
+    if not isinstance(runnable.keys, str):
+        return Record({key: item_of(value, key, position) for key in present})
+    if runnable.keys in value.fields or value.rest is None:
         return item_of(value, runnable.keys, position)
-    return Record({key: item_of(value, key, position) for key in runnable.keys})
+    return compile_pick(runnable, value.rest, position)
 
 
 def compile_text_parser(parser: StrOutputParser, value: Value, position: ChainPosition) -> Value:

@@ -158,7 +158,7 @@ class WireView:
         if self.kind == "messages":
             return _spliced(to_wire_list(value))
         what = f"the value of {self.variable!r}"
-        return encode(value, what=what, is_plain=self.kind == "printed")
+        return encode(value, what=what, is_plain=self.kind in ("text", "printed"))
 
 
 def _spliced(messages: list[dict[str, Json]]) -> list[dict[str, Json]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -37,6 +39,23 @@ class Point:
 
 class Colour(Enum):
     RED = "red"
+
+
+@dataclass
+class Sentence:
+    text: str
+
+    def __post_init__(self) -> None:
+        self.words = self.text.split()
+
+
+@dataclass
+class Measured:
+    text: str
+
+    @cached_property
+    def length(self) -> int:
+        return len(self.text)
 
 
 class Note(HumanMessage):
@@ -109,6 +128,7 @@ def test_decoded_objects_have_their_class(value: Any) -> None:
         (math.nan, "float"),
         (datetime.date(2020, 1, 1), "date"),
         (Secret(), "Secret"),
+        (Sentence("a b"), "Sentence"),
     ],
 )
 def test_other_values_are_rejected_or_stay_in_the_process(value: Any, kind: str) -> None:
@@ -147,6 +167,35 @@ def test_number_of_a_subclass_is_sent_as_a_number() -> None:
         pass
 
     assert msgspec.json.encode(encode([Score(1.5)], what="it")) == b"[1.5]"
+
+
+@pytest.mark.parametrize("value", [Counter("aab"), OrderedDict(a=1), 2**64, -(2**63) - 1])
+def test_value_that_json_would_change_stays_in_the_process(value: Any) -> None:
+    assert encode([value], what="it") == [value], "as JSON, if it leaves the process"
+    with LocalValues().active():
+        assert decode(encode([value], what="it"))[0] is value
+        assert encode([value], what="it", is_plain=True) == [value]
+
+
+@pytest.mark.parametrize("value", [2**64 - 1, -(2**63), True, {"a": "é"}])
+def test_value_that_json_has_is_sent_from_within_the_process(value: Any) -> None:
+    with LocalValues().active():
+        assert encode(value, what="it") == value
+
+
+@pytest.mark.parametrize("value", ["a\ud83d", {"a\ud83d": 1}])
+def test_half_of_a_surrogate_pair_is_named_or_stays_in_the_process(value: Any) -> None:
+    with pytest.raises(ProgramError, match=r"it\[0\].* has half of a surrogate pair"):
+        encode([value], what="it")
+    with LocalValues().active():
+        assert decode(encode([value], what="it")) == [value]
+
+
+def test_cached_property_is_computed_again() -> None:
+    value = Measured("tea")
+    assert value.length == 3
+    restored = decode(encode(value, what="it"))
+    assert (restored, restored.length) == (value, 3)
 
 
 def test_content_of_a_message_that_json_cannot_carry_is_named() -> None:

@@ -28,6 +28,7 @@ from langchain_core.runnables import (
     RunnableLambda,
     RunnableParallel,
     RunnablePassthrough,
+    RunnablePick,
 )
 
 from conure.adapters.client import Client
@@ -416,6 +417,23 @@ def test_schema_becomes_output_constraint() -> None:
     schema = {"title": "T", "type": "object", "properties": {"a": {"type": "integer"}}}
     compiled = to_program(prompt("{x}") | LLM.with_structured_output(schema))
     assert compiled.program["nodes"][0]["output"]["constraint"] == {"json_schema": schema}
+
+
+def test_pick_ignores_absent_keys(client: Client) -> None:
+    llm = LLM.model_copy(update={"client": client})
+    say: Any = prompt("{q}") | llm | TEXT
+    answers: Any = RunnableParallel(a=say)
+    for keys in (["a", "b"], "b", ["b"]):
+        chain = RunnableParallel(picked=answers | RunnablePick(keys), c=say)
+        assert to_program(chain).run(client, {"q": "tea"}) == chain.invoke({"q": "tea"})
+    missing = RunnableParallel(picked=RunnablePassthrough.assign(a=say) | RunnablePick("b"), c=say)
+    assert to_program(missing).run(client, {"q": "tea"})["picked"] is None
+
+
+@pytest.mark.parametrize("template", ["{q}", "{q:>9}"])
+def test_half_of_a_surrogate_pair_in_a_prompt_is_refused(client: Client, template: str) -> None:
+    with pytest.raises(ProgramError, match="'q' has half of a surrogate pair"):
+        to_program(prompt(template) | LLM).run(client, {"q": "\ud83d"})
 
 
 def test_callable_without_a_hash_is_a_client_step() -> None:
